@@ -1,0 +1,60 @@
+# One environment, made from the lock file; every target makes it when it is missing or out of date.
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Where pip finds PyTorch's CPU build, if its own configuration does not say so: TORCH_ARGS="--index-url <PyTorch's CPU index>"
+TORCH_ARGS ?=
+LOCK := requirements/cpu.lock
+STAMP := $(VENV)/.installed
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install demo test test-slow lint format docs recipes bench clean
+.DEFAULT_GOAL := help
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+install: $(STAMP)  ## Make .venv with everything pinned
+
+$(STAMP): $(LOCK) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in {(3, 11), (3, 12)} and "roll_lite needs Python 3.11 or 3.12; name one with: make PYTHON=/path/to/python3.11")'
+	@echo "Installing into $(VENV) (2 to 4 minutes, once)"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -c $(LOCK) $(TORCH_ARGS) $$(grep '^torch==' $(LOCK))
+	@grep -v '^torch==' $(LOCK) > $(VENV)/rest.lock
+	@$(PIP) install --no-deps -r $(VENV)/rest.lock
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(STAMP)  ## Train the shipped tiny model; minutes later it has learned
+	@$(VENV)/bin/python examples/start_rlvr_pipeline.py --config-name tiny_grpo
+
+test: $(STAMP)  ## The fast tests (at most 15 minutes on 2 cores)
+	@$(VENV)/bin/python -m pytest -q -m "not slow and not gpu"
+
+test-slow: $(STAMP)  ## What takes longer
+	@$(VENV)/bin/python -m pytest -q -m "slow and not gpu"
+
+lint: $(STAMP)  ## Style and types
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+
+format: $(STAMP)  ## Rewrite the code in the house's format
+	@$(VENV)/bin/ruff check --fix .
+	@$(VENV)/bin/ruff format .
+
+docs: $(STAMP)  ## Write the generated pages of docs/
+	@$(VENV)/bin/python -m roll_lite.config.docs
+	@$(VENV)/bin/python -m roll_lite.observability.metrics_page docs/metrics.md
+	@$(VENV)/bin/python -m roll_lite.rewards.docs
+
+recipes: $(STAMP)  ## Run every tiny recipe to its end and see whether it has learned (about 20 minutes)
+	@$(VENV)/bin/python examples/run_recipes.py
+
+bench: $(STAMP)  ## Every performance statement, side by side with its peer
+	@for script in bench/[a-z]*.py; do $(VENV)/bin/python $$script || exit 1; done
+
+clean:  ## Remove caches (the environment and runs/ stay)
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache build *.egg-info
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,12 @@
+"""A user's own mask (algorithm.masks.function): only samples with a positive score train."""
+
+from __future__ import annotations
+
+import torch
+
+from roll_lite.algorithms.shaping import RewardRows
+
+
+def weights(rows: RewardRows) -> torch.Tensor:
+    """1 trains, 0 does not. [samples]"""
+    return (rows.score > 0).float()

@@ -1,0 +1,248 @@
+"""What the actor and the critic minimise: the functions that a worker hands to a strategy's train step.
+
+Each takes what the model says of a micro-batch and the micro-batch, and returns the micro-batch's share of the loss,
+sum(loss_weight * token loss), and metric sums (float64 scalars, the same names on every call) that add up over
+micro-batches and ranks. The names are declared in `observability/metric_table.py`, which also says what each sum is divided by;
+`<name>#<number>` is the sum over the rows of one domain.
+Masked entries never contribute, not even NaN: every column is filled before anything is computed from it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+
+from roll_lite.algorithms.by_domain import Peaks, sums_by_domain
+from roll_lite.algorithms.kl import KlEstimator, clamped_log_ratio, full_kl, kl_estimate, kl_loss
+from roll_lite.algorithms.losses import PolicyLoss, PolicyTerms, clipped_value_loss, entropy_loss
+from roll_lite.algorithms.mismatch_correction import mismatch_correction
+from roll_lite.algorithms.policy_losses import policy_loss
+from roll_lite.algorithms.ratio_histogram import RatioHistogram
+from roll_lite.config.schema import MismatchCorrectionConfig, PolicyLossConfig, PpoLossConfig
+from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
+
+OldLogProbs = Literal["recompute", "current", "rollout"]
+
+OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "current": None, "rollout": "rollout_log_probs"}
+"""The column that the policy ratio is taken against; None: the training forward itself, detached."""
+
+
+@dataclass(frozen=True)
+class ActorLoss:
+    """Policy loss with its mismatch correction, KL to the reference and entropy bonus.
+
+    Reads advantages, loss_weight, and, where the settings ask for them or they are there to be measured, old_log_probs,
+    rollout_log_probs, ref_log_probs (for `full` ref_distribution), domain_number.
+    """
+
+    policy_loss: PolicyLossConfig = field(default_factory=PpoLossConfig)
+    mismatch_correction: MismatchCorrectionConfig | None = None
+    """Multiplies the policy loss, not KL and entropy."""
+    kl_coef: float = 0.0
+    kl_estimator: KlEstimator | Literal["full"] = "k3"
+    kl_unbiased_gradient: bool = False
+    entropy_coef: float = 0.0
+    old_log_probs: OldLogProbs = "recompute"
+    measure_entropy: bool = True
+    """Take the entropy also where no bonus needs it."""
+    domains: int = 1
+    """How many there are; rows are told apart by the column domain_number, without it all are of domain 0."""
+    peaks: Peaks = field(init=False)
+    """Receives mismatch/max and the largest and smallest ratio."""
+    ratios: RatioHistogram = field(init=False)
+    """Receives the tokens' log-ratios of new and old policy."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "peaks", Peaks(self.domains))
+        object.__setattr__(self, "ratios", RatioHistogram(self.domains))
+
+    def with_kl_coef(self, coef: float) -> ActorLoss:
+        """The same loss with another weight of the KL; peaks and ratios go on being the same ones."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "kl_coef", coef)
+        return changed
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What the model has to compute."""
+        entropy = ["entropy"] if self.entropy_coef > 0 or self.measure_entropy else []
+        return ("log_probs", *entropy, *(["distribution"] if self._full_kl else []))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns without which the loss cannot be computed."""
+        old = OLD_COLUMN[self.old_log_probs]
+        names = ["advantages", "loss_weight", *([old] if old else [])]
+        if self.mismatch_correction is not None:
+            names.append("rollout_log_probs")
+        if self.kl_coef > 0:
+            names.append("ref_distribution" if self._full_kl else "ref_log_probs")
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def _full_kl(self) -> bool:
+        return self.kl_coef > 0 and self.kl_estimator == "full"
+
+    def __call__(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert outputs.log_probs is not None
+        mask = micro_batch.mask
+        log_probs = outputs.log_probs.masked_fill(~mask, 0.0)
+        old_column = OLD_COLUMN[self.old_log_probs]
+        old = log_probs.detach() if old_column is None else _column(micro_batch, old_column)
+        weight = _token_weights(micro_batch)
+
+        policy = policy_loss(self.policy_loss, PolicyTerms(log_probs, old, _column(micro_batch, "advantages"), mask))
+        tokens = _policy_diagnostics(policy, log_probs.detach(), old, mask)
+        corrected, measured = self._corrected(policy.loss, old, micro_batch)
+        tokens |= measured
+        share = (weight * corrected).sum()
+        metrics = {"actor/policy_loss": _total(share)}
+        kl, measured = self._kl(outputs, log_probs, old, micro_batch)
+        tokens |= measured
+        if kl is not None:
+            kl_share = (weight * kl).sum()
+            share = share + self.kl_coef * kl_share
+            metrics["actor/kl_loss"] = _total(kl_share)
+        if outputs.entropy is not None:
+            entropy = entropy_loss(outputs.entropy, mask)
+            tokens["actor/entropy"] = -entropy
+            if self.entropy_coef > 0:
+                share = share + self.entropy_coef * (weight * entropy).sum()
+        numbers = domain_numbers(micro_batch, self.domains)
+        if "rollout_log_probs" in micro_batch.columns:
+            tokens |= self._mismatch(log_probs.detach(), old, micro_batch, numbers)
+        metrics |= {"actor/loss": _total(share), **sums_by_domain(tokens, numbers, self.domains)}
+        self._record_ratios(log_probs.detach(), old, mask, numbers)
+        return share, metrics
+
+    def _record_ratios(self, current: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, numbers: torch.Tensor) -> None:
+        self.ratios.record(current - old, mask, numbers)
+        ratios = torch.exp(clamped_log_ratio(current, old))
+        self.peaks.record("actor/ratio_max", ratios, mask, numbers)
+        self.peaks.record("actor/ratio_min", ratios, mask, numbers, smallest=True)
+
+    def _corrected(self, loss: torch.Tensor, old: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The policy loss times its mismatch correction, and what is worth telling of the weights."""
+        if self.mismatch_correction is None:
+            return loss, {}
+        correction = mismatch_correction(self.mismatch_correction, old, _column(micro_batch, "rollout_log_probs"), micro_batch.mask)
+        measured = {
+            "correction/weight": correction.weight,
+            "correction/weight_square": correction.weight.double().square(),
+            "correction/limited": correction.limited,
+        }
+        return loss * correction.weight, measured
+
+    def _kl(
+        self, outputs: MicroBatchOutputs, log_probs: torch.Tensor, old: torch.Tensor, micro_batch: MicroBatch
+    ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """KL to the reference as the loss wants it, None where it does not, and as it is measured."""
+        masked = ~micro_batch.mask
+        if self.kl_coef > 0 and self.kl_estimator == "full":
+            assert outputs.distribution is not None
+            new, ref = (x.masked_fill(masked[..., None], 0.0) for x in (outputs.distribution, micro_batch.columns["ref_distribution"]))
+            kl = full_kl(new, ref).masked_fill(masked, 0.0)
+            return kl, {"actor/kl_ref": kl}
+        if "ref_log_probs" not in micro_batch.columns:
+            return None, {}
+        reference = _column(micro_batch, "ref_log_probs")
+        measured = {"actor/kl_ref": kl_estimate(log_probs.detach(), reference, "k3")}
+        if self.kl_coef == 0:
+            return None, measured
+        assert self.kl_estimator != "full"
+        return kl_loss(log_probs, reference, self.kl_estimator, self.kl_unbiased_gradient, old), measured
+
+    def _mismatch(
+        self, current: torch.Tensor, old: torch.Tensor, micro_batch: MicroBatch, numbers: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        # Under `rollout` the old log-probs are the engine's own, so that only the training forward is left to compare with.
+        trained = current if self.old_log_probs == "rollout" else old
+        difference, k3 = mismatch_of_tokens(_column(micro_batch, "rollout_log_probs"), trained)
+        self.peaks.record("mismatch/max", difference, micro_batch.mask, numbers)
+        return {"mismatch/mean": difference, "mismatch/k3": k3}
+
+
+def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
+    """[B]; 0 where nobody told rows apart."""
+    if domains > 1 and "domain_number" in micro_batch.columns:
+        return micro_batch.columns["domain_number"]
+    return torch.zeros(len(micro_batch.mask), dtype=torch.int64, device=micro_batch.mask.device)
+
+
+def mismatch_of_tokens(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """|difference| of engine and trainer and the k3 estimate of KL(rollout || trainer) (the tokens are the engine's), all [B, T-1].
+
+    Masked entries of both are 0.
+    """
+    return (rollout_log_probs - log_probs).abs(), kl_estimate(rollout_log_probs, log_probs, "k3")
+
+
+def mismatch(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How far the engine's log-probs are from the trainer's, both [B, T-1] with masked entries equal.
+
+    Sum of |difference|, sum of the k3 estimate of KL(rollout || trainer), and the largest |difference|.
+    """
+    difference, k3 = mismatch_of_tokens(rollout_log_probs, log_probs)
+    return _total(difference), _total(k3), difference.amax() if difference.numel() else difference.sum()
+
+
+@dataclass(frozen=True)
+class CriticLoss:
+    """Clipped value loss. Reads values (those the advantages were made from), returns, loss_weight."""
+
+    clip: float | None = 0.2
+    domains: int = 1
+
+    outputs: ClassVar[tuple[str, ...]] = ("values",)
+    columns: ClassVar[tuple[str, ...]] = ("values", "returns", "loss_weight")
+
+    def __call__(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        assert outputs.values is not None
+        mask = micro_batch.mask
+        old, returns = _column(micro_batch, "values"), _column(micro_batch, "returns")
+        value = clipped_value_loss(outputs.values, old, returns, mask, self.clip)
+        share = (_token_weights(micro_batch) * value.loss).sum()
+        predicted = outputs.values.detach().masked_fill(~mask, 0.0)
+        # Of the values that the advantages were made from: those of later updates have seen these very returns.
+        errors = (returns - old).double()
+        tokens = {
+            "critic/tokens": mask,
+            "critic/clip_fraction": value.clipped,
+            "critic/value_mean": predicted,
+            "critic/return_mean": returns,
+            "critic/return_square": returns.double().square(),
+            "critic/error_mean": errors,
+            "critic/error_square": errors.square(),
+        }
+        numbers = domain_numbers(micro_batch, self.domains)
+        return share, {"critic/loss": _total(share), **sums_by_domain(tokens, numbers, self.domains)}
+
+
+def _policy_diagnostics(policy: PolicyLoss, current: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """current, old [B, T-1], masked entries 0. All [B, T-1], 0 where masked."""
+    ratio = policy.ratio.double().masked_fill(~mask, 0.0)
+    return {
+        "actor/tokens": mask,
+        "actor/ratio": ratio,
+        "actor/ratio_square": ratio.square(),
+        "actor/approx_kl": kl_estimate(old, current, "k3"),
+        "actor/clip_low": policy.clipped_low,
+        "actor/clip_high": policy.clipped_high,
+    }
+
+
+def _column(micro_batch: MicroBatch, name: str) -> torch.Tensor:
+    """A transition column [B, T-1], 0 where masked."""
+    return micro_batch.columns[name].masked_fill(~micro_batch.mask, 0.0)
+
+
+def _token_weights(micro_batch: MicroBatch) -> torch.Tensor:
+    """[B, T-1], 0 where masked."""
+    return micro_batch.mask * micro_batch.columns["loss_weight"][:, None]
+
+
+def _total(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().sum(dtype=torch.float64)

@@ -1,0 +1,103 @@
+"""The command line: `roll-lite run`, `check` and `reward`. Nothing heavy is imported before the configuration is known to be right."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import yaml
+
+from roll_lite.config.arithmetic import derive, render
+from roll_lite.config.loading import load_config
+from roll_lite.config.problems import ConfigError
+from roll_lite.config.schema import RunConfig
+
+WRONG_CONFIGURATION = 2
+"""Exit code, argparse's own for a wrong command line as well."""
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        parser.print_help()
+        return 0
+    parsed, rest = parser.parse_known_args(given)
+    # argparse takes positional arguments in one run only; overrides may stand before and after an option.
+    unknown = [argument for argument in rest if argument.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; settings are written key=value, without dashes")
+    # A user's own rewards are modules in the folder that the run is started from; a console script does not look there by itself.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        config = load_config(parsed.config_name, Path(parsed.config_path), [*parsed.overrides, *rest])
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return WRONG_CONFIGURATION
+    if parsed.command == "reward":
+        return _reward(config, parsed)
+    return _check(config) if parsed.command == "check" else _run(config)
+
+
+def _check(config: RunConfig) -> int:
+    resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    sys.stdout.write(f"{resolved}\n{render(derive(config))}\n")
+    return 0
+
+
+def _run(config: RunConfig) -> int:
+    try:
+        from roll_lite.pipeline.build import run
+    except KeyboardInterrupt:  # torch takes seconds to import
+        return INTERRUPTED
+    return run(config)
+
+
+def _reward(config: RunConfig, parsed: argparse.Namespace) -> int:
+    try:
+        from roll_lite.rewards.preview import Look, preview
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return preview(config, Look(parsed.domain, parsed.split, parsed.limit or None, parsed.responses, parsed.column))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="roll-lite", description="Reinforcement learning with verifiable rewards.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('roll_lite')}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, help_text in (
+        ("run", "train as the configuration says"),
+        ("check", "only check the configuration; print it resolved, with the batch arithmetic"),
+        ("reward", "score reference answers or given responses with a domain's reward and show them; nothing trains"),
+    ):
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        command.add_argument("--config-name", "--config_name", required=True, help="a YAML file in the configuration folder, without .yaml")
+        command.add_argument(
+            "--config-path", "--config_path", default="examples/configs", help="the configuration folder (default: %(default)s)"
+        )
+        if name == "reward":
+            _reward_options(command)
+        command.add_argument("overrides", nargs="*", help="key=value, +key=value, ~key; values are YAML")
+    return parser
+
+
+def _reward_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--domain", help="the domain; may be left out where the configuration has one")
+    command.add_argument("--split", choices=("train", "validation"), default="train", help="which prompts (default: %(default)s)")
+    command.add_argument("--limit", type=int, default=20, help="how many samples; 0 for all (default: %(default)s)")
+    command.add_argument(
+        "--responses",
+        type=Path,
+        help="score these in place of the reference answers: a .jsonl file with `response` and `prompt_uid` or `prompt` in every line, "
+        "or the samples of a run, runs/NAME/samples/step_000001.jsonl",
+    )
+    command.add_argument("--column", help="take the responses from this column of the domain's data")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

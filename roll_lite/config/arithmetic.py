@@ -1,0 +1,274 @@
+"""What follows from a configuration: devices of each role, data-parallel sizes, and the whole batch arithmetic. Derived once, here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from roll_lite.config.schema import (
+    Devices,
+    DomainConfig,
+    ForwardRoleConfig,
+    InferRoleConfig,
+    JudgeServerConfig,
+    MegatronStrategyConfig,
+    RewardModelConfig,
+    RunConfig,
+    TrainRoleConfig,
+)
+
+Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
+"""Whatever has devices and a strategy."""
+
+
+@dataclass(frozen=True)
+class ClusterArithmetic:
+    """One role: its devices and how its ranks are grouped."""
+
+    role: str
+    devices: tuple[int, ...]
+    model_parallel: int
+    """Devices that hold one copy of the model."""
+    layout: str
+    """The parallel sizes in words."""
+    shares_with: tuple[str, ...]
+    """Roles that use at least one of the same devices."""
+
+    @property
+    def copies(self) -> int:
+        """Data-parallel size of a training role, number of replicas of an engine."""
+        return len(self.devices) // self.model_parallel
+
+
+@dataclass(frozen=True)
+class PassArithmetic:
+    """How a role goes through a batch. Counts are those of the fullest rank."""
+
+    role: str
+    samples_per_rank: int
+    forward_micro_batch: int
+    forward_micro_batches: int
+    train_samples_per_rank: int | None = None
+    """Of one mini-batch; None where the role does not train."""
+    train_micro_batch: int | None = None
+    train_micro_batches: int | None = None
+
+
+@dataclass(frozen=True)
+class DomainArithmetic:
+    name: str
+    share: Fraction
+    prompts_per_step: Fraction
+    """On average; a step has the whole number below or above, and the rest is carried over."""
+    samples_per_prompt: int
+    max_tokens: int
+    """Prompt and response."""
+
+    @property
+    def samples_per_step(self) -> Fraction:
+        return self.prompts_per_step * self.samples_per_prompt
+
+
+@dataclass(frozen=True)
+class BatchArithmetic:
+    clusters: tuple[ClusterArithmetic, ...]
+    passes: tuple[PassArithmetic, ...]
+    domains: tuple[DomainArithmetic, ...]
+    prompts_per_step: int
+    samples_per_step: Fraction
+    """A whole number unless domains sample differing numbers per prompt; then the average."""
+    mini_batch_samples: Fraction
+    ppo_epochs: int
+    mini_batches: int
+    max_model_len: int
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.ppo_epochs * self.mini_batches
+
+    @property
+    def engine_replicas(self) -> int:
+        return self.cluster("actor_infer").copies
+
+    @property
+    def device_count(self) -> int:
+        """Different devices, over all roles."""
+        return len({device for cluster in self.clusters for device in cluster.devices})
+
+    def cluster(self, role: str) -> ClusterArithmetic:
+        return next(cluster for cluster in self.clusters if cluster.role == role)
+
+
+def device_numbers(devices: Devices) -> tuple[int, ...]:
+    """A number n means devices 0 to n-1."""
+    return tuple(range(devices)) if isinstance(devices, int) else tuple(devices)
+
+
+def max_model_len(config: RunConfig) -> int:
+    """Longest sequence: what the engines are told, or else what the domains can ask for."""
+    return getattr(config.actor_infer.strategy, "max_model_len", None) or longest_sequence(config)
+
+
+def longest_sequence(config: RunConfig) -> int:
+    return max(domain.sampling.max_prompt_tokens + domain.sampling.max_tokens for domain in config.domains.values())
+
+
+def group_size(config: RunConfig, domain: DomainConfig) -> int:
+    return domain.samples_per_prompt or config.rollout.samples_per_prompt
+
+
+def aggregation_constant(config: RunConfig) -> int | None:
+    """Tokens that a sequence's sum is divided by under `aggregation: constant`."""
+    if config.algorithm.aggregation != "constant":
+        return None
+    return config.algorithm.aggregation_constant or max(domain.sampling.max_tokens for domain in config.domains.values())
+
+
+def updates(config: RunConfig, role: str) -> int:
+    """Optimizer steps of a trained role in the whole run. The critic's warm-up is without the actor."""
+    steps = config.steps - (config.algorithm.critic_warmup_steps if role == "actor_train" else 0)
+    return steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches
+
+
+def model_parallel_size(role: Role) -> int:
+    strategy = role.strategy
+    if isinstance(strategy, MegatronStrategyConfig):
+        return strategy.tensor_parallel * strategy.pipeline_parallel * strategy.context_parallel
+    return getattr(strategy, "tensor_parallel", 1)
+
+
+def roles(config: RunConfig) -> dict[str, Role]:
+    """The roles that are configured, by their place in the configuration."""
+    named = {"actor_train": config.actor_train, "actor_infer": config.actor_infer, "reference": config.reference, "critic": config.critic}
+    reward_models = {f"reward_models.{name}": model for name, model in config.reward_models.items()}
+    judges: dict[str, Role] = {f"judges.{name}": judge for name, judge in config.judges.items()}
+    return {name: role for name, role in named.items() if role is not None} | reward_models | judges
+
+
+def derive(config: RunConfig) -> BatchArithmetic:
+    """Of a configuration without mistakes."""
+    shares = {name: Fraction(str(domain.share)) for name, domain in config.domains.items()}
+    prompts = config.rollout.prompts_per_step
+    domains = tuple(
+        DomainArithmetic(
+            name=name,
+            share=shares[name] / sum(shares.values()),
+            prompts_per_step=prompts * shares[name] / sum(shares.values()),
+            samples_per_prompt=group_size(config, domain),
+            max_tokens=domain.sampling.max_prompt_tokens + domain.sampling.max_tokens,
+        )
+        for name, domain in config.domains.items()
+    )
+    samples = sum((domain.samples_per_step for domain in domains), Fraction(0))
+    mini_batch = samples / config.algorithm.mini_batches
+    by_role = roles(config)
+    passes = (_passes(name, role, samples, mini_batch) for name, role in by_role.items() if isinstance(role, ForwardRoleConfig))
+    return BatchArithmetic(
+        clusters=tuple(_cluster(name, by_role) for name in by_role),
+        passes=tuple(passes),
+        domains=domains,
+        prompts_per_step=prompts,
+        samples_per_step=samples,
+        mini_batch_samples=mini_batch,
+        ppo_epochs=config.algorithm.ppo_epochs,
+        mini_batches=config.algorithm.mini_batches,
+        max_model_len=max_model_len(config),
+    )
+
+
+def _cluster(name: str, by_role: dict[str, Role]) -> ClusterArithmetic:
+    role = by_role[name]
+    devices = device_numbers(role.devices)
+    others = [other for other in by_role if other != name and set(devices) & set(device_numbers(by_role[other].devices))]
+    size = model_parallel_size(role)
+    copies = len(devices) // size
+    strategy = role.strategy
+    if isinstance(strategy, MegatronStrategyConfig):
+        parts = {"TP": strategy.tensor_parallel, "PP": strategy.pipeline_parallel, "CP": strategy.context_parallel, "DP": copies}
+        layout = " x ".join(f"{key} {value}" for key, value in parts.items() if value > 1 or key == "DP")
+    else:
+        layout = f"{copies} replica{'s' if copies != 1 else ''}" + (f" of TP {size}" if size > 1 else "")
+    return ClusterArithmetic(name, devices, size, f"{strategy.name}: {layout}", tuple(others))
+
+
+def _passes(name: str, role: ForwardRoleConfig, samples: Fraction, mini_batch: Fraction) -> PassArithmetic:
+    ranks = len(device_numbers(role.devices)) // model_parallel_size(role)
+    per_rank = ceil(samples / ranks)
+    forward = PassArithmetic(name, per_rank, role.micro_batch_size, ceil(per_rank / role.micro_batch_size))
+    if not isinstance(role, TrainRoleConfig):
+        return forward
+    train_size = role.train_micro_batch_size or role.micro_batch_size
+    train_per_rank = ceil(mini_batch / ranks)
+    return PassArithmetic(
+        name, per_rank, role.micro_batch_size, forward.forward_micro_batches, train_per_rank, train_size, ceil(train_per_rank / train_size)
+    )
+
+
+# ---------------------------------------------------------------- as text
+
+
+def render(arithmetic: BatchArithmetic) -> str:
+    """The tables that `roll-lite check` prints."""
+    clusters = [
+        [cluster.role, _ranges(cluster.devices), cluster.layout, ", ".join(cluster.shares_with) or "nobody"]
+        for cluster in arithmetic.clusters
+    ]
+    domains = [
+        [
+            one.name,
+            f"{float(one.share):.1%}",
+            _number(one.prompts_per_step),
+            str(one.samples_per_prompt),
+            _number(one.samples_per_step),
+            str(one.max_tokens),
+        ]
+        for one in arithmetic.domains
+    ]
+    passes = [
+        [
+            one.role,
+            str(one.samples_per_rank),
+            f"{one.forward_micro_batches} x {one.forward_micro_batch}",
+            str(one.train_samples_per_rank or "-"),
+            f"{one.train_micro_batches} x {one.train_micro_batch}" if one.train_micro_batch else "-",
+        ]
+        for one in arithmetic.passes
+    ]
+    batch = [
+        ["prompts per step", str(arithmetic.prompts_per_step)],
+        ["samples per step", _number(arithmetic.samples_per_step)],
+        ["samples per mini-batch", _number(arithmetic.mini_batch_samples)],
+        [
+            "updates per step",
+            f"{arithmetic.updates_per_step} (ppo_epochs {arithmetic.ppo_epochs} x mini_batches {arithmetic.mini_batches})",
+        ],
+        ["longest sequence", f"{arithmetic.max_model_len} tokens"],
+        ["engine replicas", str(arithmetic.engine_replicas)],
+        ["devices in all", str(arithmetic.device_count)],
+    ]
+    return "\n\n".join(
+        [
+            _table(["role", "devices", "layout", "shares devices with"], clusters),
+            _table(["domain", "share", "prompts per step", "samples per prompt", "samples per step", "longest sequence"], domains),
+            _table(["batch", ""], batch),
+            _table(["fullest rank of", "samples", "forward micro-batches", "mini-batch samples", "training micro-batches"], passes),
+        ]
+    )
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def _ranges(devices: tuple[int, ...]) -> str:
+    ordered = sorted(devices)
+    starts = [number for number in ordered if number - 1 not in devices]
+    ends = [number for number in ordered if number + 1 not in devices]
+    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+
+
+def _number(value: Fraction) -> str:
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.2f} on average"

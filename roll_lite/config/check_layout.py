@@ -1,0 +1,197 @@
+"""Devices and parallel sizes, on their own and against the model's shape."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from roll_lite.config.arithmetic import Role, device_numbers, max_model_len, model_parallel_size
+from roll_lite.config.model_shape import ModelShape, read_model_shape
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema import (
+    CriticRoleConfig,
+    InferRoleConfig,
+    JudgeServerConfig,
+    MegatronStrategyConfig,
+    RewardModelConfig,
+    RunConfig,
+    VllmStrategyConfig,
+)
+
+VLLM_OWN_ARGUMENTS = (
+    "model",
+    "dtype",
+    "seed",
+    "worker_extension_cls",
+    "weight_transfer_config",
+    "logprobs_mode",
+    "max_logprobs",
+    "tensor_parallel_size",
+    "distributed_executor_backend",
+)
+"""Engine arguments that no configuration may set."""
+
+
+def _device_list(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
+    numbers = device_numbers(role.devices)
+    if not numbers:
+        yield Problem(f"{name}.devices", "needs at least one device", [])
+    twice = sorted({number for number in numbers if numbers.count(number) > 1})
+    if twice:
+        yield Problem(
+            f"{name}.devices", f"lists {', '.join(map(str, twice))} more than once; each device holds one rank of a role", list(numbers)
+        )
+
+
+def _parallel_sizes_divide_devices(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
+    count, size = len(device_numbers(role.devices)), model_parallel_size(role)
+    if not count or count % size == 0:
+        return
+    strategy = role.strategy
+    parts = ("tensor_parallel", "pipeline_parallel", "context_parallel")
+    given = [f"{part} {getattr(strategy, part)}" for part in parts if getattr(strategy, part, 1) > 1]
+    factors = f"{' x '.join(given)} = {size}" if len(given) > 1 else given[0]
+    what = "replicas of the engine" if isinstance(role, InferRoleConfig) else "data-parallel copies of the model"
+    yield Problem(
+        f"{name}.devices",
+        f"{factors} does not divide {count} devices into whole {what}; use a multiple of {size}",
+        _given(role.devices),
+    )
+
+
+def _not_supported_yet(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
+    if not isinstance(role.strategy, MegatronStrategyConfig):
+        return
+    for field in ("context_parallel", "expert_parallel", "virtual_pipeline"):
+        value = getattr(role.strategy, field)
+        if value > 1:
+            yield Problem(f"{name}.strategy.{field}", "is not supported yet; use 1", value)
+
+
+def _sequence_parallel(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
+    strategy = role.strategy
+    if isinstance(strategy, MegatronStrategyConfig) and strategy.sequence_parallel and strategy.tensor_parallel == 1:
+        yield Problem(f"{name}.strategy.sequence_parallel", "needs tensor_parallel > 1; use false", True)
+
+
+def _pipeline_divides_layers(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
+    shape = _shape(model_folder(config, role))
+    if shape is None or not isinstance(role.strategy, MegatronStrategyConfig):
+        return
+    pipeline = role.strategy.pipeline_parallel
+    if shape.layers % pipeline:
+        message = f"does not divide the model's {shape.layers} layers; use one of {_divisors(shape.layers)}"
+        yield Problem(f"{name}.strategy.pipeline_parallel", message, pipeline)
+
+
+def _tensor_parallel_divides_heads(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
+    """An engine copies key/value heads where it has more ranks than heads; the trainer does not."""
+    shape, parts = _shape(model_folder(config, role)), getattr(role.strategy, "tensor_parallel", 1)
+    if shape is None:
+        return
+    fits = [
+        size
+        for size in range(1, shape.heads + 1)
+        if not shape.heads % size and not (shape.kv_heads % size and _needs_whole_kv(role, shape, size))
+    ]
+    if parts not in fits:
+        message = (
+            f"does not divide the model's {shape.heads} attention heads and {shape.kv_heads} key/value heads; use one of {_listed(fits)}"
+        )
+        yield Problem(f"{name}.strategy.tensor_parallel", message, parts)
+    elif shape.feed_forward % parts:
+        message = f"does not divide the model's feed-forward size of {shape.feed_forward}"
+        yield Problem(f"{name}.strategy.tensor_parallel", message, parts)
+
+
+def _needs_whole_kv(role: Role, shape: ModelShape, size: int) -> bool:
+    return isinstance(role.strategy, MegatronStrategyConfig) or size % shape.kv_heads != 0
+
+
+def _engine_limits(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
+    strategy = role.strategy
+    if isinstance(strategy, VllmStrategyConfig) and strategy.max_batched_tokens < strategy.max_running_requests:
+        message = (
+            f"every running request takes at least one token of a pass; use at least max_running_requests ({strategy.max_running_requests})"
+        )
+        yield Problem(f"{name}.strategy.max_batched_tokens", message, strategy.max_batched_tokens)
+    if isinstance(strategy, VllmStrategyConfig):
+        for argument in sorted(set(VLLM_OWN_ARGUMENTS) & set(strategy.engine_args)):
+            message = "roll_lite sets this one itself; remove it"
+            yield Problem(f"{name}.strategy.engine_args.{argument}", message, strategy.engine_args[argument])
+
+
+ROLE_CHECKS = (
+    _device_list,
+    _parallel_sizes_divide_devices,
+    _not_supported_yet,
+    _sequence_parallel,
+    _pipeline_divides_layers,
+    _tensor_parallel_divides_heads,
+    _engine_limits,
+)
+
+
+def _model_is_long_enough(config: RunConfig) -> Iterator[Problem]:
+    shape = _shape(config.model.path)
+    if shape is None or shape.max_positions is None:
+        return
+    given, needed = getattr(config.actor_infer.strategy, "max_model_len", None), max_model_len(config)
+    if needed <= shape.max_positions:
+        return
+    if given is not None:
+        message = f"is more than the model's {shape.max_positions} positions (max_position_embeddings)"
+        yield Problem("actor_infer.strategy.max_model_len", message, given)
+        return
+    for name, domain in config.domains.items():
+        length = domain.sampling.max_prompt_tokens + domain.sampling.max_tokens
+        if length > shape.max_positions:
+            message = (
+                f"max_prompt_tokens {domain.sampling.max_prompt_tokens} + max_tokens {domain.sampling.max_tokens} = {length} "
+                f"is more than the model's {shape.max_positions} positions (max_position_embeddings)"
+            )
+            yield Problem(f"domains.{name}.sampling.max_tokens", message, domain.sampling.max_tokens)
+
+
+def _deterministic_runs_on_cpu(config: RunConfig) -> Iterator[Problem]:
+    if config.deterministic and gpus_visible():
+        message = "GPU kernels do not repeat bit for bit; use false, or hide the GPUs with CUDA_VISIBLE_DEVICES=''"
+        yield Problem("deterministic", message, True)
+
+
+LAYOUT_CHECKS = (_model_is_long_enough, _deterministic_runs_on_cpu)
+
+
+def model_folder(config: RunConfig, role: Role) -> Path:
+    """Whose weights a role starts from."""
+    if isinstance(role, RewardModelConfig | JudgeServerConfig):
+        return role.path
+    own = role.path if isinstance(role, CriticRoleConfig) and role.init != "actor" else None
+    return own or config.model.path
+
+
+def gpus_visible() -> bool:
+    """Without asking torch, which takes seconds to import."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _shape(folder: Path) -> ModelShape | None:
+    """None where the model cannot be read, which the file checks report."""
+    try:
+        return read_model_shape(folder)
+    except ValueError:
+        return None
+
+
+def _given(devices: int | list[int]) -> int | list[int]:
+    return devices if isinstance(devices, int) else list(devices)
+
+
+def _divisors(number: int) -> str:
+    return _listed([one for one in range(1, number + 1) if number % one == 0])
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,186 @@
+"""Reward models: is each one used, is its checkpoint one, and can it do what the domains ask of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+from roll_lite.config.hf_config import read_hf_config
+from roll_lite.config.model_shape import SUPPORTED_TYPES, elsewhere
+from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.schema import DomainConfig, MegatronStrategyConfig, RewardModelConfig, RunConfig
+
+MODEL_REWARD = "model"
+CHAT_TEMPLATE = "chat"
+"""The value of the argument `template` that stands for the reward model's own chat template."""
+HEAD = "score.weight"
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+LARGEST_HEADER = 100 << 20
+
+
+def _used(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:
+    name = path.removeprefix("reward_models.")
+    if not NAME.fullmatch(name):
+        yield Problem(path, "a reward model's name is part of file names: a letter, then letters, digits, '_' and '-'")
+    rewards = [domain.reward for domain in config.domains.values()]
+    if not any(reward.type == MODEL_REWARD and reward.args.get("model") == name for reward in rewards):
+        message = f"no domain uses it; remove the section, or set a domain's reward to {{type: {MODEL_REWARD}, args: {{model: {name}}}}}"
+        yield Problem(path, message)
+
+
+def _checkpoint(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:
+    folder = model.path
+    raw = _config_of(folder)
+    if isinstance(raw, str):
+        yield Problem(f"{path}.path", raw, str(folder))
+        return
+    architecture = str((raw.get("architectures") or ["(none)"])[0])
+    if not architecture.endswith("ForSequenceClassification"):
+        message = f"its config.json names the architecture {architecture}; expected a reward model, ...ForSequenceClassification"
+        yield Problem(f"{path}.path", message, str(folder))
+        return
+    labels = len(raw["id2label"]) if raw.get("id2label") else int(raw.get("num_labels", 2))
+    if labels != 1:
+        yield Problem(f"{path}.path", f"it has {labels} labels; a reward model has one output (num_labels 1)", str(folder))
+    elif isinstance(head := _head_shape(folder), str):
+        yield Problem(f"{path}.path", head, str(folder))
+    elif head and head[0] != 1:
+        yield Problem(f"{path}.path", f"its {HEAD} has the shape {head}; a reward model has one output", str(folder))
+    elif not head and isinstance(model.strategy, MegatronStrategyConfig):
+        yield Problem(f"{path}.path", f"its safetensors have no {HEAD}, the head that Megatron needs; use strategy.name: hf", str(folder))
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        yield Problem(f"{path}.path", f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})", str(folder))
+
+
+def _family(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:
+    raw = _config_of(model.path)
+    if isinstance(raw, str) or not isinstance(model.strategy, MegatronStrategyConfig):
+        return
+    if raw.get("model_type") not in SUPPORTED_TYPES:
+        message = f"model_type {raw.get('model_type')!r} does not run on Megatron ({', '.join(SUPPORTED_TYPES)} do); use hf"
+        yield Problem(f"{path}.strategy.name", message, "megatron")
+        return
+    try:
+        read_hf_config(model.path, f"{path}.path")
+    except KeyError as error:
+        yield Problem(f"{path}.path", f"{model.path / 'config.json'} has no {error.args[0]!r}", str(model.path))
+    except ValueError as error:
+        yield Problem(f"{path}.path", str(error).removeprefix(f"{path}.path: "), str(model.path))
+
+
+def _length(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:
+    raw = _config_of(model.path)
+    positions = None if isinstance(raw, str) else raw.get("max_position_embeddings")
+    if model.max_length is not None and isinstance(positions, int) and model.max_length > positions:
+        message = f"is more than the model's {positions} positions (max_position_embeddings)"
+        yield Problem(f"{path}.max_length", message, model.max_length)
+
+
+REWARD_MODEL_CHECKS = (_used, _checkpoint, _family, _length)
+
+
+# ---------------------------------------------------------------- domains that use one
+
+
+def _names_a_model(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    for number, term in enumerate(domain.reward.terms):
+        if term.type == MODEL_REWARD:
+            message = "a reward model gives a domain's reward itself, not a further term of it; make it the reward's type"
+            yield Problem(f"{path}.reward.terms.{number}.type", message, term.type)
+    if domain.reward.type != MODEL_REWARD:
+        return
+    name, known = domain.reward.args.get("model"), config.reward_models
+    if isinstance(name, str) and name not in known:
+        hint = did_you_mean(name, known) if known else "there is no section `reward_models` yet"
+        yield Problem(f"{path}.reward.args.model", f"no such reward model; {hint}", name)
+
+
+def _model_template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    if domain.reward.type != MODEL_REWARD:
+        return
+    template, question = (domain.reward.args.get(key) for key in ("template", "question"))
+    place = f"{path}.reward.args"
+    if template != CHAT_TEMPLATE:
+        yield from _text(f"{place}.template", template, "response")
+        if question is not None:
+            yield Problem(f"{place}.question", f"is only used with template: {CHAT_TEMPLATE}; remove it", question)
+        return
+    yield from _text(f"{place}.question", question)
+    if question is None and domain.template.type == "chat":
+        message = "the prompt carries the policy's chat template already; name the column with the bare question, such as '{question}'"
+        yield Problem(f"{place}.question", message)
+    model = config.reward_models.get(domain.reward.args.get("model", ""))
+    if model is not None and model.path.is_dir() and not has_chat_template(model.path):
+        message = f"the tokenizer in {model.path} has no chat template; write one as text, such as '{{prompt}}{{response}}'"
+        yield Problem(f"{place}.template", message, CHAT_TEMPLATE)
+
+
+DOMAIN_MODEL_CHECKS = (_names_a_model, _model_template)
+
+
+# ---------------------------------------------------------------- inside
+
+
+def _text(place: str, template: Any, needed: str | None = None) -> Iterator[Problem]:
+    if not isinstance(template, str):
+        return
+    try:
+        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        yield Problem(place, f"is no template: {error}; write {{{{ and }}}} for braces that stay", template)
+        return
+    wrong = [name for name in fields if not name.isidentifier()]
+    if wrong:
+        yield Problem(place, f"{{{wrong[0]}}} is no placeholder; write {{{{ and }}}} for braces that stay", template)
+    elif needed is not None and needed not in fields:
+        yield Problem(place, f"never shows the {needed}; put {{{needed}}} where it belongs", template)
+
+
+def _config_of(folder: Path) -> dict[str, Any] | str:
+    file = folder / "config.json"
+    if not folder.is_dir():
+        return f"no such folder: {folder}{elsewhere(folder)}"
+    if not file.is_file():
+        return f"no config.json in {folder}; expected a model in Hugging Face format"
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return f"{file} cannot be read: {error}"
+    return raw if isinstance(raw, dict) else f"{file} holds no JSON object"
+
+
+def _head_shape(folder: Path) -> list[int] | str:
+    """Of the head, from the files' headers; empty where no tensor has its usual name. What is wrong with the files otherwise."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    try:
+        file = folder / json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(HEAD, "") if index.is_file() else single
+        if file == folder:
+            return []
+        if not file.is_file():
+            return f"no {file.name} in this folder; expected a model in Hugging Face format"
+        return list(map(int, _header(file).get(HEAD, {}).get("shape", [])))
+    except (OSError, ValueError, KeyError) as error:
+        return f"its safetensors cannot be read: {error}"
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as bytes_:
+        size = int.from_bytes(bytes_.read(8), "little")
+        if not 0 < size < LARGEST_HEADER:
+            raise ValueError(f"{file} has no header")
+        header: dict[str, Any] = json.loads(bytes_.read(size))
+    return header
+
+
+def has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False

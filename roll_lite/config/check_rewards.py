@@ -1,0 +1,36 @@
+"""A domain's reward: do the functions of its types exist, do they take the arguments given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from roll_lite.config.problems import Problem
+from roll_lite.config.reward_reference import check_reward
+from roll_lite.config.schema import DomainConfig, RunConfig
+
+CLOCK = 3
+"""Seconds by the clock for each second of computing that a program may have."""
+CODE_TOTAL_S = 8.0
+"""The `code` reward's default; a test holds both against it."""
+
+
+def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    yield from check_reward(f"{path}.reward", domain.reward.type, domain.reward.args)
+
+
+def _terms(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    for index, term in enumerate(domain.reward.terms):
+        yield from check_reward(f"{path}.reward.terms.{index}", term.type, term.args)
+        if term.weight == 0:
+            yield Problem(f"{path}.reward.terms.{index}.weight", "the term is worth nothing; remove it, or give it a weight", term.weight)
+
+
+def _programs_end_before_their_sample(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    """By the clock a sample's programs may take three times their computing time; a time-out before that would blame the worker."""
+    total = domain.reward.args.get("total_s", CODE_TOTAL_S)
+    if domain.reward.type == "code" and isinstance(total, int | float) and domain.reward.timeout_s <= CLOCK * total:
+        message = f"programs of a sample may take {CLOCK} x total_s ({total:g}) = {CLOCK * total:g} s by the clock; use more than that"
+        yield Problem(f"{path}.reward.timeout_s", message, domain.reward.timeout_s)
+
+
+REWARD_CHECKS = (_reward, _terms, _programs_end_before_their_sample)

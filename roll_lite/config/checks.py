@@ -1,0 +1,252 @@
+"""Mistakes that only show when several fields are seen together. Every check yields the problems it finds; nothing is changed.
+
+A check may meet a configuration whose fields were partly refused by the schema: reading such a field ends that check, and only that one,
+so that one mistake never hides the others nor invents new ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from roll_lite.config.arithmetic import group_size, longest_sequence, updates
+from roll_lite.config.check_algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
+from roll_lite.config.check_endpoints import DOMAIN_ENDPOINT_CHECKS, JUDGE_CHECKS
+from roll_lite.config.check_files import DOMAIN_FILE_CHECKS, FILE_CHECKS
+from roll_lite.config.check_layout import LAYOUT_CHECKS, ROLE_CHECKS
+from roll_lite.config.check_reward_models import DOMAIN_MODEL_CHECKS, REWARD_MODEL_CHECKS
+from roll_lite.config.check_rewards import REWARD_CHECKS
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema import (
+    DomainConfig,
+    ForwardRoleConfig,
+    InferRoleConfig,
+    KlInLossConfig,
+    KlInRewardConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScriptedStrategyConfig,
+    Section,
+)
+
+OVERALL = "overall"
+DOMAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+PLACEHOLDER = re.compile(r"\{[A-Za-z_]\w*\}")
+EXPERIMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def check(config: RunConfig, *, allow_scripted: bool = False) -> list[Problem]:
+    """Everything that is wrong with the configuration beyond the schema."""
+    found = [problem for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *FILE_CHECKS) for problem in _readable(one(config))]
+    found += _readable(_each_domain(config))
+    found += [problem for role in ("actor_train", "actor_infer", "reference", "critic") for problem in _readable(_role(config, role))]
+    found += _readable(_reward_models(config))
+    found += _readable(_judges(config))
+    if not allow_scripted:
+        found += _readable(_no_scripted_engine(config))
+    return found
+
+
+def _readable(problems: Iterable[Problem]) -> list[Problem]:
+    """What a check finds until it reads a field that the schema has refused."""
+    found: list[Problem] = []
+    try:
+        for problem in problems:
+            found.append(problem)
+    except AttributeError as error:
+        if not (isinstance(error.obj, Section) and error.name in type(error.obj).model_fields):
+            raise
+    return found
+
+
+def _each_domain(config: RunConfig) -> Iterator[Problem]:
+    for name, domain in config.domains.items():
+        for one in (*DOMAIN_CHECKS, *DOMAIN_ALGORITHM_CHECKS, *DOMAIN_FILE_CHECKS, *DOMAIN_MODEL_CHECKS, *DOMAIN_ENDPOINT_CHECKS):
+            yield from _readable(one(config, f"domains.{name}", domain))
+
+
+def _role(config: RunConfig, name: str) -> Iterator[Problem]:
+    role: ForwardRoleConfig | InferRoleConfig | None = getattr(config, name)
+    if role is not None:
+        for one in ROLE_CHECKS:
+            yield from _readable(one(config, name, role))
+        if hasattr(role, "optimizer"):
+            yield from _readable(_optimizer(f"{name}.optimizer", role.optimizer, updates(config, name)))
+
+
+def _reward_models(config: RunConfig) -> Iterator[Problem]:
+    for name, model in config.reward_models.items():
+        for one in (*ROLE_CHECKS, *REWARD_MODEL_CHECKS):
+            yield from _readable(one(config, f"reward_models.{name}", model))
+
+
+def _judges(config: RunConfig) -> Iterator[Problem]:
+    for name, judge in config.judges.items():
+        for one in (*ROLE_CHECKS, *JUDGE_CHECKS):
+            yield from _readable(one(config, f"judges.{name}", judge))
+
+
+# ---------------------------------------------------------------- the whole run
+
+
+def _experiment_name(config: RunConfig) -> Iterator[Problem]:
+    if not EXPERIMENT_NAME.fullmatch(config.experiment):
+        yield Problem("experiment", "names a folder: use letters, digits, '.', '_' and '-'", config.experiment)
+    elif config.experiment == "latest":
+        yield Problem("experiment", "run_dir/latest is the link to the newest run; choose another name", config.experiment)
+
+
+def _mini_batches_divide(config: RunConfig) -> Iterator[Problem]:
+    """Group sizes may differ between domains and quotas from step to step; the cut has to come out even in every step."""
+    prompts, parts = config.rollout.prompts_per_step, config.algorithm.mini_batches
+    sizes = {name: group_size(config, domain) for name, domain in config.domains.items()}
+    first = next(iter(sizes.values()))
+    if all(size == first for size in sizes.values()):
+        samples = prompts * first
+        if samples % parts:
+            message = f"{prompts} prompts x {first} samples = {samples} samples per step cannot be cut into {parts} equal mini-batches"
+            yield Problem("algorithm.mini_batches", f"{message}; {_nearest_divisors(samples, parts)}", parts)
+    elif prompts * first % parts or any((size - first) % parts for size in sizes.values()):
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        message = f"with differing samples per prompt ({listed}) a step's samples cannot always be cut into {parts} equal mini-batches"
+        yield Problem("algorithm.mini_batches", f"{message}; make every domain's samples_per_prompt a multiple of {parts}", parts)
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    below = max(one for one in range(1, wanted + 1) if number % one == 0)
+    above = min((one for one in range(wanted, number + 1) if number % one == 0), default=None)
+    return f"use {below}" + (f" or {above}" if above is not None else "")
+
+
+def _critic_and_gae_belong_together(config: RunConfig) -> Iterator[Problem]:
+    name = config.algorithm.advantage.name
+    if name == "gae" and config.critic is None:
+        yield Problem("algorithm.advantage.name", "gae needs values; add a `critic` section, or use grpo", name)
+    if name not in ("gae", "custom") and config.critic is not None:
+        message = f"{name} does not use values, the critic would train for nothing; remove the section (critic: null) or use gae"
+        yield Problem("critic", f"algorithm.advantage.name {message}")
+
+
+def _critic_warmup(config: RunConfig) -> Iterator[Problem]:
+    warmup = config.algorithm.critic_warmup_steps
+    if warmup and config.critic is None:
+        yield Problem("algorithm.critic_warmup_steps", "there is no critic to warm up; use 0", warmup)
+    if warmup and warmup >= config.steps:
+        yield Problem("algorithm.critic_warmup_steps", f"the actor would never train; use less than steps ({config.steps})", warmup)
+
+
+def _kl_and_reference_belong_together(config: RunConfig) -> Iterator[Problem]:
+    terms: dict[str, KlInRewardConfig | KlInLossConfig] = {
+        "kl_in_reward": config.algorithm.kl_in_reward,
+        "kl_in_loss": config.algorithm.kl_in_loss,
+    }
+    active = [name for name, term in terms.items() if term.coef > 0]
+    if config.reference is None:
+        for name in active:
+            message = "KL is measured against the reference; add a `reference` section, or use 0"
+            yield Problem(f"algorithm.{name}.coef", message, terms[name].coef)
+    elif not active:
+        message = "nothing uses the reference: algorithm.kl_in_reward.coef and algorithm.kl_in_loss.coef are 0"
+        yield Problem("reference", f"{message}; set one of them, or remove the section (reference: null)")
+
+
+def _one_temperature(config: RunConfig) -> Iterator[Problem]:
+    temperatures = {name: domain.sampling.temperature for name, domain in config.domains.items()}
+    first_name, first = next(iter(temperatures.items()))
+    for name, temperature in temperatures.items():
+        if temperature != first:
+            message = (
+                f"domain {first_name!r} samples at {first}; training log-probs are taken at one temperature, so use one for all domains"
+            )
+            yield Problem(f"domains.{name}.sampling.temperature", message, temperature)
+
+
+def _validation_has_data(config: RunConfig) -> Iterator[Problem]:
+    if config.validation.enabled and all(domain.data.validation is None for domain in config.domains.values()):
+        message = f"no domain has held-out prompts; set domains.{next(iter(config.domains))}.data.validation, or validation.enabled: false"
+        yield Problem("validation.enabled", message, True)
+
+
+def _trackers_differ(config: RunConfig) -> Iterator[Problem]:
+    types = [tracker.type for tracker in config.trackers]
+    for index, name in enumerate(types):
+        if name in types[:index]:
+            yield Problem(f"trackers.{index}.type", f"trackers.{types.index(name)} is {name} too; keep one", name)
+
+
+def _max_model_len(config: RunConfig) -> Iterator[Problem]:
+    given = getattr(config.actor_infer.strategy, "max_model_len", None)
+    longest = longest_sequence(config)
+    if given is not None and given < longest:
+        name, sampling = next(
+            (name, one.sampling)
+            for name, one in config.domains.items()
+            if one.sampling.max_prompt_tokens + one.sampling.max_tokens == longest
+        )
+        message = (
+            f"domain {name!r} needs max_prompt_tokens {sampling.max_prompt_tokens} + max_tokens {sampling.max_tokens} = {longest}; "
+            f"use at least {longest}, or leave it out"
+        )
+        yield Problem("actor_infer.strategy.max_model_len", message, given)
+
+
+def _no_scripted_engine(config: RunConfig) -> Iterator[Problem]:
+    if isinstance(config.actor_infer.strategy, ScriptedStrategyConfig):
+        yield Problem("actor_infer.strategy.name", "the scripted engine makes up its answers and is for tests only; use vllm", "scripted")
+
+
+RUN_CHECKS = (
+    _experiment_name,
+    _mini_batches_divide,
+    _critic_and_gae_belong_together,
+    _critic_warmup,
+    _kl_and_reference_belong_together,
+    _one_temperature,
+    _validation_has_data,
+    _trackers_differ,
+    _max_model_len,
+)
+
+
+# ---------------------------------------------------------------- one domain
+
+
+def _domain_name(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    name = path.removeprefix("domains.")
+    if not DOMAIN_NAME.fullmatch(name):
+        yield Problem(path, "a domain's name is part of metric names: a letter, then letters, digits, '_' and '-'")
+    elif name == OVERALL:
+        yield Problem(path, f"summary.json keeps {OVERALL!r} for all domains together; choose another name")
+
+
+def _token_limits(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    sampling = domain.sampling
+    if sampling.min_tokens > sampling.max_tokens:
+        yield Problem(f"{path}.sampling.min_tokens", f"is more than max_tokens ({sampling.max_tokens})", sampling.min_tokens)
+
+
+def _template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    template = domain.template
+    if template.type == "plain" and not PLACEHOLDER.search(template.text):
+        yield Problem(f"{path}.template.text", "never shows the prompt; put {prompt} where it belongs", template.text)
+    if template.type == "plain" and template.system is not None:
+        yield Problem(f"{path}.template.system", "is only used by type: chat; remove it, or write it into template.text", template.system)
+    if template.type == "chat" and template.text != "{prompt}":
+        yield Problem(f"{path}.template.text", "is only used by type: plain; remove it", template.text)
+
+
+DOMAIN_CHECKS = (_domain_name, _token_limits, _template, *REWARD_CHECKS)
+
+
+# ---------------------------------------------------------------- one optimizer
+
+
+def _optimizer(path: str, optimizer: OptimizerConfig, total: int) -> Iterator[Problem]:
+    """total: optimizer steps of the whole run."""
+    if optimizer.warmup_steps >= total and optimizer.decay != "constant":
+        message = f"leaves nothing of the run's {total} optimizer steps to the {optimizer.decay} decay; use less, or decay: constant"
+        yield Problem(f"{path}.warmup_steps", message, optimizer.warmup_steps)
+    if optimizer.min_lr > optimizer.lr:
+        yield Problem(f"{path}.min_lr", f"is more than lr ({optimizer.lr})", optimizer.min_lr)
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield Problem(f"{path}.betas", "both have to be at least 0 and less than 1", list(optimizer.betas))

@@ -1,0 +1,119 @@
+"""Which files a domain's data consists of, and which columns they declare. Only headers are read; data/sources.py reads the rows."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from roll_lite.config.model_shape import elsewhere
+
+Kind = Literal["jsonl", "parquet", "arrow"]
+
+KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+"""By suffix."""
+SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?=[-_.]|$)")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a domain's data."""
+
+    path: Path
+    kind: Kind
+
+    @property
+    def unit(self) -> str:
+        """What its rows are counted in, from 1."""
+        return "line" if self.kind == "jsonl" else "row"
+
+
+def shards_of(path: Path) -> list[Shard]:
+    """A file, or in their order the files of a folder: one saved by Hugging Face `datasets`, or one with shards of one kind.
+
+    What is wrong is a ValueError.
+    """
+    if path.is_dir():
+        return _folder(path)
+    if not path.exists():
+        raise ValueError(f"no such file: {path}{elsewhere(path)}")
+    return [_file(path)]
+
+
+def _file(path: Path) -> Shard:
+    if path.suffix not in KINDS:
+        hint = "; write it with one row per line as .jsonl" if path.suffix in (".json", ".csv", ".tsv", ".txt") else ""
+        raise ValueError(f"{path}: unknown suffix {path.suffix!r}; known are {', '.join(KINDS)} and folders with such files{hint}")
+    return Shard(path, KINDS[path.suffix])
+
+
+def _folder(folder: Path) -> list[Shard]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(one.name for one in folder.iterdir() if (one / "state.json").is_file())
+        raise ValueError(f"{folder} holds several splits; name the folder of one of them: {', '.join(splits) or 'it has none'}")
+    if (folder / "state.json").is_file():
+        return _saved(folder)
+    shards = [Shard(one, KINDS[one.suffix]) for one in sorted(folder.iterdir()) if one.suffix in KINDS]
+    if not shards:
+        inside = [one.name for one in sorted(folder.iterdir()) if one.is_dir() and any(inner.suffix in KINDS for inner in one.iterdir())]
+        hint = f"; its folder{'s' if len(inside) > 1 else ''} {', '.join(inside)} may be meant" if inside else ""
+        raise ValueError(f"{folder} holds no {', '.join(KINDS)} file{hint}")
+    if len({shard.kind for shard in shards}) > 1:
+        raise ValueError(f"{folder} holds files of several kinds ({', '.join(sorted({s.path.suffix for s in shards}))}); name one of them")
+    splits = sorted({match[1] if (match := SPLIT.match(shard.path.name)) else "" for shard in shards})
+    if len(splits) > 1 and any(splits):
+        named = ", ".join(split or "others" for split in splits)
+        raise ValueError(f"{folder} holds files of several splits ({named}); name one file, or give each split a folder of its own")
+    return shards
+
+
+def _saved(folder: Path) -> list[Shard]:
+    """What `Dataset.save_to_disk` wrote."""
+    state = _json(folder / "state.json")
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise ValueError(f"{folder} was saved by an old version of `datasets` with an index beside the rows; save flatten_indices() of it")
+    try:
+        names = [str(one["filename"]) for one in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / 'state.json'} names no data files, as one that was written by save_to_disk does") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder / 'state.json'} names files that are not there: {', '.join(missing)}")
+    if not names:
+        raise ValueError(f"{folder / 'state.json'} names no data files: the data set is empty")
+    return [Shard(folder / name, "arrow") for name in names]
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} must be a JSON object")
+    return found
+
+
+def arrow_reader(file: Path) -> Any:
+    """pyarrow's reader of batches. Hugging Face writes the stream format, other programs the file format."""
+    from pyarrow import ArrowInvalid, ipc, memory_map
+
+    source = memory_map(str(file))
+    try:
+        return ipc.open_stream(source)
+    except ArrowInvalid:
+        source.seek(0)
+        return ipc.open_file(source)
+
+
+def declared_columns(shard: Shard) -> list[str]:
+    """Of a parquet or arrow file, from its schema alone; ValueError if it has none that can be read."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        schema = parquet.read_schema(shard.path) if shard.kind == "parquet" else arrow_reader(shard.path).schema
+    except (OSError, ArrowException) as error:
+        raise ValueError(f"{shard.path} cannot be read as {shard.kind}: {str(error).splitlines()[0]}") from error
+    return [str(name) for name in schema.names]

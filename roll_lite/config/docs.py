@@ -1,0 +1,103 @@
+"""Writes docs/configuration.md from the schema: `python -m roll_lite.config.docs`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from roll_lite.config.problems import dotted
+from roll_lite.config.schema import RunConfig, Section
+from roll_lite.config.validation import sections, shape_of
+from roll_lite.config.wording import field_type, in_words
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+
+INTRODUCTION = """# Configuration reference
+
+Generated from `roll_lite/config/schema.py` by `python -m roll_lite.config.docs`. Do not edit.
+
+A configuration is a YAML file in the folder named by `--config-path` (`examples/configs` by default). It may build on others, of the
+same folder or of `examples/configs`:
+
+```yaml
+defaults: [tiny_base, _self_]     # tiny_base.yaml first, then this file; without _self_ the file comes last as well
+experiment: mine
+domains:
+  add: {share: 2}                 # mappings are merged, lists and values replaced
+  make: {share: "${domains.add.share}"}
+```
+
+`group: option` in the list loads `group/option.yaml` into the section `group`; `optional`, `override`, `group@section` and `# @package`
+work as in Hydra; `???` stands for a value that has to be given. On the command line, with values in YAML:
+
+| | |
+|---|---|
+| `a.b=1`, `a.b=[1,2]`, `a.b=null` | set; sections that do not exist are made |
+| `a={x: 1}` | merge a mapping into a section |
+| `+a.b=1` | the same as `a.b=1`, for those used to it |
+| `~a.b` | delete |
+| `trackers.0.type=jsonl` | an entry of a list |
+| `group=option` | choose another option of a group in the defaults list |
+
+Relative paths count from the folder that the run is started in. Everything is checked before anything starts, and all mistakes are
+reported together: `roll-lite check --config-name NAME [key=value ...]`. A section that is left out has its defaults.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    places: dict[type[Section], list[str]] = {}
+    for path, cls in sections():
+        places.setdefault(cls, []).append(dotted(path))
+    return "\n".join([INTRODUCTION, *(_section(cls, where) for cls, where in places.items())])
+
+
+def _section(cls: type[Section], places: list[str]) -> str:
+    lines = [f"## {cls.__name__}", ""]
+    if cls is not RunConfig:
+        lines += ["At " + ", ".join(f"`{place}`" for place in places) + ".", ""]
+    if cls.__doc__ and cls.__doc__ != Section.__doc__:
+        lines += [" ".join(cls.__doc__.split()), ""]
+    lines += ["| field | type | default | |", "|---|---|---|---|"]
+    for name, info in cls.model_fields.items():
+        description = " ".join((info.description or "Selects this section.").split())
+        cells = [f"`{name}`", _type(info), _default(info), description]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _type(info: FieldInfo) -> str:
+    shape = shape_of(info.annotation)
+    if not shape.variants:
+        return in_words(field_type(info))
+    links = " or ".join(f"[{variant.__name__}](#{variant.__name__.lower()})" for variant in shape.variants)
+    if shape.container is None:
+        return links
+    return ("mapping of name to " if shape.container is dict else "list of ") + links
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "required"
+    value = info.get_default(call_default_factory=True)
+    assert value is not PydanticUndefined
+    if isinstance(value, BaseModel):
+        changed = value.model_dump(mode="json", exclude_unset=True)
+        return f"`{_text(changed)}`" if changed else "its defaults"
+    if isinstance(value, list):
+        return f"`{_text([item.model_dump(mode='json') if isinstance(item, BaseModel) else item for item in value])}`"
+    return f"`{_text(value)}`"
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(render(), encoding="utf-8")

@@ -1,0 +1,98 @@
+"""Overrides on the command line: `a.b=1`, `a.b=[1,2]`, `a={x: 1}`, `+a.b=1`, `~a.b`, `trackers.0.type=jsonl`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from roll_lite.config.problems import Path, Problem, did_you_mean, dotted, show
+from roll_lite.config.yaml_source import parse_yaml
+
+GRAMMAR = "write key=value, +key=value to add, or ~key to delete"
+_KEY = re.compile(r"[A-Za-z0-9_\-/]+(?:\.[A-Za-z0-9_\-/]+|\[[0-9]+\])*")
+
+
+@dataclass(frozen=True)
+class Override:
+    text: str
+    path: Path
+    value: Any = None
+    delete: bool = False
+    add: bool = False
+
+
+def parse_override(text: str) -> Override | Problem:
+    """Values are YAML, so that `null`, `true`, `[1,2]` and `{x: 1}` mean what they mean in a file."""
+    delete, add = text.startswith("~"), text.startswith("+")
+    key, separator, raw = text.lstrip("~+").partition("=") if not delete else (text[1:], "", "")
+    if delete and "=" in key:
+        return Problem(text, "a deletion takes no value; write " + text.partition("=")[0], source="command line")
+    if not _KEY.fullmatch(key) or not (separator or delete):
+        return Problem(text or "(empty)", f"not an override; {GRAMMAR}", source="command line")
+    path = tuple(re.sub(r"\[([0-9]+)\]", r".\1", key).split("."))
+    if delete:
+        return Override(text, path, delete=True)
+    parsed = parse_yaml(raw, place=text, root=path)
+    if parsed.problems:
+        first = parsed.problems[0]
+        return Problem(text, first.message, source="command line")
+    return Override(text, path, parsed.data, add=add)
+
+
+def apply_override(config: DictConfig, override: Override) -> list[Problem]:
+    """Without struct mode: a key that does not exist is created here and judged by the schema later."""
+    last = override.path[-1]
+    try:
+        parent = _parent(config, override)
+    except LookupError as error:
+        return [Problem(override.text, str(error.args[0]), source="command line")]
+    if override.delete:
+        if isinstance(parent, ListConfig):
+            del parent[int(last)]
+        else:
+            del parent[last]
+    else:
+        # A list over a section, or the other way round, replaces it; so does anything over an interpolation, which need not resolve.
+        settled = not OmegaConf.is_interpolation(parent, int(last) if isinstance(parent, ListConfig) else last)
+        merge = settled and isinstance(override.value, dict) and isinstance(_child(parent, last), DictConfig)
+        OmegaConf.update(config, dotted(override.path), override.value, merge=merge, force_add=True)
+    return []
+
+
+def _parent(config: DictConfig, override: Override) -> DictConfig | ListConfig:
+    """The container that holds the override's last key. Raises LookupError with a message where there can be none."""
+    container: Any = config
+    for depth, key in enumerate(override.path):
+        here = dotted(override.path[:depth])
+        if isinstance(container, ListConfig):
+            if not key.isdigit():
+                raise LookupError(f"{here} is a list; after it comes a number, not {key!r}")
+            if int(key) >= len(container):
+                raise LookupError(f"{here} has {len(container)} entries, numbered from 0; there is no entry {key}")
+        elif isinstance(container, DictConfig):
+            if override.delete and key not in list(container):  # `in` says no where the value is ???
+                raise LookupError(f"nothing to delete at {dotted(override.path[: depth + 1])}; {did_you_mean(key, map(str, container))}")
+        elif container is None and not override.delete:
+            if key.isdigit():
+                raise LookupError(f"{here} is not set in the YAML files; give the whole list: {here}=[...]")
+            return config
+        else:
+            raise LookupError(f"{here} is {show(container)}, not a section; it has no {key!r}")
+        if depth == len(override.path) - 1:
+            return container
+        container = _child(container, key)
+    raise AssertionError("an override has at least one key")
+
+
+def _child(container: DictConfig | ListConfig, key: str) -> Any:
+    place: Any = int(key) if isinstance(container, ListConfig) else key
+    if isinstance(container, DictConfig) and key not in container:  # absent or ???
+        return None
+    try:
+        return container[place]
+    except OmegaConfBaseException as error:
+        raise LookupError(str(error).splitlines()[0]) from error

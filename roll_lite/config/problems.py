@@ -1,0 +1,68 @@
+"""What is wrong with a configuration: every mistake is one Problem, and all of them travel together in one ConfigError."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+Path = tuple[str, ...]
+"""Place in the YAML tree; list indices are digits."""
+
+LONGEST_VALUE = 100
+
+
+class _NoValue:
+    """Stands for "there is no value to show", which is not the same as null."""
+
+
+NO_VALUE = _NoValue()
+
+
+@dataclass(frozen=True)
+class Problem:
+    path: str
+    """Dotted YAML path, or what stands in its place (a file, an override)."""
+    message: str
+    """What is wrong and what would be right."""
+    value: Any = NO_VALUE
+    source: str = ""
+    """Where the value was written: file and line, or the command line."""
+
+    def at(self, source: str) -> Problem:
+        return replace(self, source=source)
+
+    def __str__(self) -> str:
+        place = self.path if self.value is NO_VALUE else f"{self.path} = {show(self.value)}"
+        return f"{place}: {self.message}" + (f"  [{self.source}]" if self.source else "")
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with one configuration."""
+
+    def __init__(self, name: str, problems: Sequence[Problem]) -> None:
+        self.name = name
+        self.problems = tuple(problems)
+        count = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
+        super().__init__("\n".join([f"{count} in configuration {name!r}:", *(f"  - {problem}" for problem in self.problems)]))
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path)
+
+
+def show(value: Any) -> str:
+    """A value as a user would write it on the command line, cut where it is long."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
+    """The close names if there are any, else all of them."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(wrong, names, n=2, cutoff=0.6)
+    if close:
+        return f"did you mean {' or '.join(repr(name) for name in close)}?"
+    return f"valid here: {', '.join(names)}." if names else "nothing is valid here."

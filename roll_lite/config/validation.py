@@ -1,0 +1,197 @@
+"""Plain data against the schema. Every mistake is collected, and what is valid is built all the same.
+
+The sections are walked here rather than by one pydantic call: pydantic's error locations name members of unions instead of YAML paths,
+and it returns nothing at all when one leaf is wrong, so that cross-checks could not run. Leaves are still validated by pydantic,
+strictly: the text "3" is not a number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+from annotated_types import MinLen
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from roll_lite.config.problems import NO_VALUE, Path, Problem, did_you_mean, dotted
+from roll_lite.config.schema import RunConfig, Section
+from roll_lite.config.wording import field_type, in_words
+
+
+class _Invalid:
+    """Stands for a value that was refused; the problem is already noted."""
+
+
+_INVALID = _Invalid()
+
+
+@dataclass
+class Validated:
+    partial: RunConfig
+    """Holds everything that is valid. An attribute whose value was refused is absent: reading it raises AttributeError."""
+    data: dict[str, Any]
+    """The input with the names of strategies and the like filled in where they follow from the defaults."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+def validate(data: dict[str, Any], broken: frozenset[Path] = frozenset()) -> Validated:
+    """`broken` paths are left out without a further complaint."""
+    walker = _Walker(broken)
+    partial = walker.section(RunConfig, data, ())
+    assert isinstance(partial, RunConfig)
+    return Validated(partial, data, walker.problems)
+
+
+@dataclass
+class _Walker:
+    broken: frozenset[Path]
+    problems: list[Problem] = field(default_factory=list)
+
+    def section(self, cls: type[Section], data: Any, path: Path) -> Section | _Invalid:
+        if not isinstance(data, dict):
+            self._refuse(path, data, f"expected a section with the keys {', '.join(cls.model_fields)}")
+            return _INVALID
+        unknown = [key for key in data if key not in cls.model_fields and (*path, key) not in self.broken]
+        suggested = [self._unknown_key(cls, key, data[key], path) for key in unknown]
+        values: dict[str, Any] = {}
+        refused: list[str] = []
+        for name, info in cls.model_fields.items():
+            here = (*path, name)
+            if name in data:
+                values[name] = self._field(cls, name, info, data, here)
+                if values[name] is _INVALID:
+                    refused.append(name)
+            elif here in self.broken:
+                refused.append(name)
+            elif info.is_required():
+                refused.append(name)
+                if not any(repr(name) in message for message in suggested):
+                    self._refuse(here, NO_VALUE, f"is missing; expected {_expected(info)}")
+        built = cls.model_construct(**values)
+        for name in refused:
+            built.__dict__.pop(name, None)
+        return built
+
+    def _field(self, cls: type[Section], name: str, info: FieldInfo, data: dict[str, Any], path: Path) -> Any:
+        value = data[name]
+        if path in self.broken:
+            return _INVALID
+        if value is None and _optional(info.annotation):
+            return None
+        shape = shape_of(info.annotation)
+        if len(shape.variants) > 1:
+            data[name], chosen = self._with_variant(shape.variants, info, value, path)
+            return self.section(chosen, data[name], path) if chosen is not None else _INVALID
+        if not shape.variants:
+            return self._leaf(cls, name, info, value, path)
+        if shape.container is None:
+            return self.section(shape.variants[0], value, path)
+        too_few = value == {} and any(isinstance(one, MinLen) for one in info.metadata)
+        if not isinstance(value, shape.container) or too_few:
+            self._refuse(path, value, f"expected {in_words(info.annotation)}" + (", at least one" if too_few else ""))
+            return _INVALID
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        built = {key: self._item(shape.variants[0], item, (*path, str(key))) for key, item in items}
+        return built if isinstance(value, dict) else list(built.values())
+
+    def _item(self, cls: type[Section], data: Any, path: Path) -> Section:
+        """One of many. A refused one keeps its place but has no attributes, so that nobody takes the others for all there are."""
+        built = _INVALID if path in self.broken else self.section(cls, data, path)
+        if isinstance(built, Section):
+            return built
+        hollow = cls.model_construct()
+        hollow.__dict__.clear()
+        return hollow
+
+    def _leaf(self, cls: type[Section], name: str, info: FieldInfo, value: Any, path: Path) -> Any:
+        try:
+            return _leaf_adapter(cls, name).validate_json(json.dumps(value), strict=True)
+        except ValidationError as error:
+            choices = [str(choice) for choice in get_args(info.annotation)] if isinstance(value, str) else []
+            close = did_you_mean(value, choices) if choices else ""
+            hint = f"; {close}" if close.startswith("did") else ""
+            expected = _expected(info)
+            if expected in ("text", "path", "text or null", "path or null") and not isinstance(value, str | dict | list):
+                hint = "; put it in quotes" if value is not None else hint
+            custom = [str(one["msg"]).removeprefix("Value error, ") for one in error.errors() if one["type"] == "value_error"]
+            self._refuse(path, value, custom[0] if custom else f"expected {expected}{hint}")
+            return _INVALID
+
+    def _with_variant(self, variants: list[type[Section]], info: FieldInfo, value: Any, path: Path) -> tuple[Any, type[Section] | None]:
+        """Choose a member of a union by its `name`; where that is absent, the default's is meant."""
+        by_name = {str(get_args(variant.model_fields["name"].annotation)[0]): variant for variant in variants}
+        if not isinstance(value, dict):
+            close = f"; did you mean {path[-1]}.name={value}?" if value in by_name else ""
+            self._refuse(path, value, f"expected a section with name: {' | '.join(by_name)}{close}")
+            return value, None
+        default = info.get_default(call_default_factory=True)
+        name = value.get("name", default.name if default is not None else None)
+        if (*path, "name") in self.broken or not isinstance(name, str) or name not in by_name:
+            if (*path, "name") not in self.broken:
+                self._refuse((*path, "name"), name, f"no such choice; {did_you_mean(str(name), by_name)}")
+            return value, None
+        return {"name": name, **value}, by_name[name]
+
+    def _unknown_key(self, cls: type[Section], key: str, value: Any, path: Path) -> str:
+        hint = did_you_mean(key, cls.model_fields)
+        elsewhere = [place for place in _places_of(key) if place != dotted((*path, key))]
+        if not hint.startswith("did") and elsewhere:
+            hint = f"there is {' and '.join(elsewhere[:3])}; {hint}"
+        self._refuse((*path, key), value, f"unknown key; {hint}")
+        return hint if hint.startswith("did") else ""
+
+    def _refuse(self, path: Path, value: Any, message: str) -> None:
+        self.problems.append(Problem(dotted(path) or "(top)", message, value))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a field nests: no variants is a leaf, one a section, several a union keyed on `name`; with a container, many of them."""
+
+    variants: list[type[Section]]
+    container: type[dict[Any, Any]] | type[list[Any]] | None = None
+
+
+def shape_of(annotation: Any) -> Shape:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return Shape([annotation])
+    if origin in (Union, UnionType):
+        return Shape([argument for argument in arguments if isinstance(argument, type) and issubclass(argument, Section)])
+    if origin in (dict, list) and isinstance(arguments[-1], type) and issubclass(arguments[-1], Section):
+        return Shape([arguments[-1]], origin)
+    return Shape([])
+
+
+def _optional(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
+
+
+def _expected(info: FieldInfo) -> str:
+    words = in_words(field_type(info))
+    shape = shape_of(info.annotation)
+    return f"a section with the keys {', '.join(shape.variants[0].model_fields)}" if words == "section" else words
+
+
+@cache
+def _leaf_adapter(cls: type[Section], name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(field_type(cls.model_fields[name]), config=ConfigDict(allow_inf_nan=False))
+
+
+def sections(cls: type[Section] = RunConfig, path: Path = ()) -> Iterator[tuple[Path, type[Section]]]:
+    """Every section of the schema with its place; `<name>` stands for a user's own key, `<n>` for a list index."""
+    yield path, cls
+    for name, info in cls.model_fields.items():
+        shape = shape_of(info.annotation)
+        inner: Path = () if shape.container is None else ("<name>",) if shape.container is dict else ("<n>",)
+        for variant in shape.variants:
+            yield from sections(variant, (*path, name, *inner))
+
+
+def _places_of(key: str) -> list[str]:
+    return list(dict.fromkeys(dotted((*path, key)) for path, cls in sections() if key in cls.model_fields))

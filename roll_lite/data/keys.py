@@ -1,0 +1,72 @@
+"""Every column of a batch, declared once: kind, dtype, who writes it, who reads it. A DataProto refuses others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class Kind(Enum):
+    ROW = "one number per sample"
+    TOKENS = "one entry per token of prompt and response: T"
+    TRANSITIONS = "one entry per predicted token, entry t belongs to token t+1: T - 1"
+    OBJECT = "one Python object per sample"
+
+
+@dataclass(frozen=True)
+class Key:
+    kind: Kind
+    dtype: torch.dtype | None
+    writer: str
+    readers: str
+
+
+KEYS: dict[str, Key] = {
+    # identity, one number per row
+    "sample": Key(Kind.ROW, torch.int64, "rollout service", "everyone: unique number of a sample within its batch"),
+    "group": Key(Kind.ROW, torch.int64, "rollout service", "advantages"),
+    "index": Key(Kind.ROW, torch.int64, "rollout service", "dumps"),
+    "prompt_uid": Key(Kind.ROW, torch.int64, "rollout service", "dumps, metrics"),
+    "epoch": Key(Kind.ROW, torch.int64, "rollout service", "dumps"),
+    "attempt": Key(Kind.ROW, torch.int64, "rollout service", "dumps"),
+    "domain": Key(Kind.OBJECT, None, "rollout service", "metrics"),
+    "finish_reason": Key(Kind.OBJECT, None, "rollout service", "metrics, masks"),
+    # what is known of a sample, one number per row
+    "prompt_length": Key(Kind.ROW, torch.int64, "rollout service", "metrics"),
+    "response_length": Key(Kind.ROW, torch.int64, "rollout service", "metrics"),
+    "policy_tokens": Key(Kind.ROW, torch.int64, "rollout service", "loss weights: tokens with response_mask 1, beyond the first token"),
+    "score": Key(Kind.ROW, torch.float32, "rollout service", "rewards"),
+    "correct": Key(Kind.ROW, torch.float32, "rollout service", "metrics"),
+    "format_ok": Key(Kind.ROW, torch.float32, "rollout service", "rewards: 1 where the domain's format pattern matches, else 0"),
+    "sample_weight": Key(Kind.ROW, torch.float32, "rollout service", "masks: weight that the data gives the prompt, 1 by default"),
+    "baseline_score": Key(Kind.ROW, torch.float32, "rollout service", "ReMax: score of the greedy response to the row's prompt"),
+    "max_tokens": Key(Kind.ROW, torch.int64, "driver", "rewards: the domain's limit of the response"),
+    "domain_number": Key(Kind.ROW, torch.int64, "driver", "metrics: place of the domain in the configuration"),
+    "truncated": Key(Kind.ROW, torch.bool, "driver", "masks, GAE: cut at max_tokens"),
+    "reward": Key(Kind.ROW, torch.float32, "driver", "advantages: the shaped score"),
+    "train_weight": Key(Kind.ROW, torch.float32, "driver", "losses, whitening: weight of the sample, 0 does not train"),
+    "min_version": Key(Kind.ROW, torch.int64, "rollout service", "staleness metrics: oldest weights that sampled it"),
+    "loss_weight": Key(Kind.ROW, torch.float32, "driver", "losses: weight of each policy token of the row, from global counts"),
+    # tokens
+    "input_ids": Key(Kind.TOKENS, torch.int64, "rollout service", "every forward pass"),
+    "response_mask": Key(Kind.TOKENS, torch.bool, "rollout service", "losses, advantages: tokens that the policy chose, EOS included"),
+    # transitions
+    "rollout_log_probs": Key(Kind.TRANSITIONS, torch.float32, "rollout service", "mismatch metrics, old log-probs; 0 where the mask is 0"),
+    "log_probs": Key(Kind.TRANSITIONS, torch.float32, "train strategies", "workers, which name it after its use; 0 where the mask is 0"),
+    "entropy": Key(Kind.TRANSITIONS, torch.float32, "train strategies", "workers, which name it after its use; 0 where the mask is 0"),
+    "ref_log_probs": Key(Kind.TRANSITIONS, torch.float32, "reference", "KL"),
+    "old_log_probs": Key(Kind.TRANSITIONS, torch.float32, "actor_train", "policy loss, KL in the reward"),
+    "kept_ids": Key(
+        Kind.TRANSITIONS, torch.int32, "rollout service", "log-probs: [T-1, K] tokens that survived truncation, -1 pads, all -1: all tokens"
+    ),
+    "distribution": Key(Kind.TRANSITIONS, torch.float32, "train strategies", "workers: [T-1, V] log-probs of the whole vocabulary"),
+    "ref_distribution": Key(Kind.TRANSITIONS, torch.float32, "reference", "full KL"),
+    "old_distribution": Key(Kind.TRANSITIONS, torch.float32, "actor_train", "full KL in the reward"),
+    "old_entropy": Key(Kind.TRANSITIONS, torch.float32, "actor_train", "metrics"),
+    "values": Key(Kind.TRANSITIONS, torch.float32, "critic", "GAE, value loss; entry t is the value before token t+1 is chosen"),
+    "final_value": Key(Kind.ROW, torch.float32, "critic", "GAE: value of the end of the response, for truncated ones"),
+    "advantages": Key(Kind.TRANSITIONS, torch.float32, "actor_train", "policy loss"),
+    "returns": Key(Kind.TRANSITIONS, torch.float32, "actor_train", "value loss"),
+}

@@ -1,0 +1,66 @@
+"""Which rows make up which optimizer step, and which data-parallel rank holds them.
+
+The cut is made on the global batch in a seeded order before rows are spread over ranks: what a mini-batch holds,
+and what each of its tokens weighs, never depends on the layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from roll_lite.algorithms.aggregation import Aggregation, row_weights
+from roll_lite.data.balance import balanced_partition
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The rows of one optimizer step, or one rank's share of them."""
+
+    epoch: int
+    samples: np.ndarray
+    """int64 [rows]: numbers of the `sample` column."""
+    weights: np.ndarray
+    """float32 [rows]: what each policy token of the row weighs in the loss."""
+
+    def share(self, rows: np.ndarray) -> MiniBatch:
+        return MiniBatch(self.epoch, self.samples[rows], self.weights[rows])
+
+
+def cut_mini_batches(
+    samples: np.ndarray,
+    policy_tokens: np.ndarray,
+    train_weights: np.ndarray,
+    *,
+    epochs: int,
+    mini_batches: int,
+    aggregation: Aggregation,
+    constant: int | None = None,
+    seed: int,
+) -> list[MiniBatch]:
+    """`epochs` passes over the batch, each in an order of its own and cut into `mini_batches` parts; sizes differ by one row at most.
+
+    Rows with train_weight 0 are in none of them. Parts without rows, where fewer samples train than there are parts, are left out.
+    """
+    cut: list[MiniBatch] = []
+    training = np.flatnonzero(train_weights)
+    for epoch in range(epochs):
+        order = np.random.default_rng((seed, epoch)).permutation(training)
+        for rows in np.array_split(order, mini_batches):
+            rows = np.sort(rows)
+            if len(rows):
+                weights = row_weights(torch.from_numpy(policy_tokens[rows]), aggregation, constant, torch.from_numpy(train_weights[rows]))
+                cut.append(MiniBatch(epoch, samples[rows], weights.to(torch.float32).numpy()))
+    return cut
+
+
+def spread(mini_batches: list[MiniBatch], lengths: dict[int, int], ranks: int) -> list[list[MiniBatch]]:
+    """Each rank's share of every mini-batch, balanced by tokens within the mini-batch. `lengths`: tokens by sample number."""
+    shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
+    for mini_batch in mini_batches:
+        tokens = np.array([lengths[int(sample)] for sample in mini_batch.samples], dtype=np.int64)
+        for rank, rows in enumerate(balanced_partition(tokens, ranks)):
+            shares[rank].append(mini_batch.share(rows))
+    return shares

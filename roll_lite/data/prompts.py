@@ -1,0 +1,298 @@
+"""A domain's prompts: read, checked and tokenized at the start, and served in a seeded order that can be resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from roll_lite.config.schema import DomainConfig
+from roll_lite.data.samples import Prompt
+from roll_lite.data.sources import Row, read_rows
+from roll_lite.data.templates import RowError, Template, Tokenizer
+
+Split = Literal["train", "validation"]
+
+MISTAKES_SHOWN = 10
+LARGEST_WEIGHT = float(np.finfo(np.float32).max)
+ROWS_AT_ONCE = 1024
+"""Tokenized together: what the tokenizer returns takes ten times the memory of what is kept of it."""
+
+
+class PromptSet:
+    """Prompts by their place among the domain's rows, which is also their uid. Token ids are numbers in one array and rows bytes in one
+    buffer: as Python objects they would take several times the memory."""
+
+    def __init__(self, domain: str) -> None:
+        self.domain = domain
+        self.left_out: Counter[str] = Counter()
+        """Rows that are not prompts of this domain, by reason."""
+        self._ids = array("i")
+        self._id_ends = array("q", [0])
+        self._rows = bytearray()
+        self._row_ends = array("q", [0])
+        self._weights = array("d")
+        self._names: list[tuple[str, ...]] = []
+        self._numbers: dict[tuple[str, ...], int] = {}
+        """Rows say by number which columns they have."""
+
+    def add(
+        self, text: str, token_ids: Sequence[int], answer: Any = None, columns: Mapping[str, Any] | None = None, weight: float = 1.0
+    ) -> None:
+        """`weight`: of the prompt's samples in the loss."""
+        columns = columns or {}
+        names = tuple(columns)
+        if names not in self._numbers:
+            self._numbers[names] = len(self._names)
+            self._names.append(names)
+        self._ids.extend(token_ids)
+        self._id_ends.append(len(self._ids))
+        self._rows += pickle.dumps((text, answer, self._numbers[names], tuple(columns.values())), pickle.HIGHEST_PROTOCOL)
+        self._row_ends.append(len(self._rows))
+        self._weights.append(weight)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def __getitem__(self, uid: int) -> Prompt:
+        if not 0 <= uid < len(self):
+            raise IndexError(f"prompt {uid} of {len(self)}")
+        ids = tuple(self._ids[self._id_ends[uid] : self._id_ends[uid + 1]])
+        row = memoryview(self._rows)[self._row_ends[uid] : self._row_ends[uid + 1]]
+        text, answer, names, values = pickle.loads(row)
+        columns = dict(zip(self._names[names], values, strict=True))
+        return Prompt(self.domain, uid, text, ids, answer, columns, self._weights[uid])
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self[uid] for uid in range(len(self)))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(np.diff(self._id_ends).max())
+
+    def counts(self) -> str:
+        """How many prompts there are, and how many rows were left out for what."""
+        out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
+        total = len(self) + self.left_out.total()
+        return f"{len(self)} of {total} rows; left out: {out}" if out else f"{len(self)} rows"
+
+
+def tags_of(domains: Mapping[str, DomainConfig], column: str | None) -> dict[str, str]:
+    """Which domain each tag of a tag column belongs to."""
+    return {tag: name for name, domain in domains.items() if column and domain.data.tag == column for tag in domain.data.tags}
+
+
+def load_prompts(
+    domain: str,
+    config: DomainConfig,
+    split: Split,
+    tokenizer: Tokenizer,
+    domains: Mapping[str, DomainConfig] | None = None,
+    limit: int | None = None,
+) -> PromptSet:
+    """Read a domain's file or folder. All mistakes, up to ten, are reported in one ValueError.
+
+    `domains`: all of the configuration, for data that several share; rows of another one are left out. `limit`: read no further than
+    this many prompts.
+    """
+    setting = f"domains.{domain}.data.{split}"
+    path = config.data.train if split == "train" else config.data.validation
+    if path is None:
+        raise ValueError(f"{setting}: no file is configured")
+    loader = _Loader(domain, config, split, tokenizer, tags_of({**(domains or {}), domain: config}, config.data.tag))
+    try:
+        loader.load(path, limit)
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from error
+    if loader.mistakes:
+        raise ValueError(_report(setting, [mistake for *_, mistake in sorted(loader.mistakes)]))
+    prompts = loader.prompts
+    if not len(prompts):
+        nothing = f"no row is left ({prompts.counts()})" if prompts.left_out else "has no rows"
+        raise ValueError(f"{setting}: {path} {nothing}")
+    return prompts
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A row that belongs to the domain, before it is tokenized."""
+
+    row: Row
+    text: str
+    answer: Any
+    columns: dict[str, Any]
+    weight: float
+
+
+class _Loader:
+    """`tags`: which domain each tag belongs to."""
+
+    def __init__(self, domain: str, config: DomainConfig, split: Split, tokenizer: Tokenizer, tags: Mapping[str, str]) -> None:
+        self.prompts = PromptSet(domain)
+        self.mistakes: list[tuple[int, int, str]] = []
+        self._domain = domain
+        self._data = config.data
+        self._longest = config.sampling.max_prompt_tokens
+        self._template = Template(config.template, config.data.prompt, tokenizer, f"domains.{domain}.template")
+        self._tags = tags
+        # What steers the training is no matter for held-out prompts.
+        self._weight = config.data.weight if split == "train" else None
+        self._difficulty = config.data.filter.difficulty if split == "train" else None
+
+    def load(self, path: Path, limit: int | None) -> None:
+        chunk: list[_Read] = []
+        for row in read_rows(path):
+            try:
+                if (read := self._read(row)) is not None:
+                    chunk.append(read)
+            except ValueError as error:
+                self._mistake(row, str(error))
+            if len(chunk) >= (ROWS_AT_ONCE if limit is None else min(ROWS_AT_ONCE, limit)):
+                self._tokenize(chunk, limit)
+                chunk = []
+            if len(self.mistakes) > MISTAKES_SHOWN or (limit is not None and len(self.prompts) >= limit):
+                break
+        self._tokenize(chunk, limit)
+
+    def _read(self, row: Row) -> _Read | None:
+        """None for a row that is left out; ValueError for one that cannot be used."""
+        content, data = row.content, self._data
+        if isinstance(content, str):
+            raise ValueError(content)
+        if (reason := self._not_wanted(content)) is not None:
+            self.prompts.left_out[reason] += 1
+            return None
+        text = self._template.render(content)
+        answer = _answer(content, data.answer, f"domains.{self._domain}.data.answer")
+        taken = (data.prompt, data.answer, data.weight)
+        columns = {name: value for name, value in content.items() if name not in taken}
+        return _Read(row, text, answer, columns, _weight(content, self._weight))
+
+    def _not_wanted(self, content: Mapping[str, Any]) -> str | None:
+        """Why a row is left out."""
+        data = self._data
+        if data.tag is not None:
+            tag = _tag(content, data.tag)
+            owner = self._domain if tag in data.tags else self._tags.get(tag)
+            if owner is None:
+                known = ", ".join(f"{one} ({name})" for one, name in self._tags.items())
+                raise RowError(data.tag, f"the tag {tag!r} belongs to no domain; there are {known}")
+            if owner != self._domain:
+                return f"of domain {owner}"
+        bounds = data.filter.difficulty_range
+        if self._difficulty is not None and bounds is not None:
+            low, high = bounds
+            if not low <= _number(content, self._difficulty) <= high:
+                return f"with {self._difficulty} outside {low:g} to {high:g}"
+        return None
+
+    def _tokenize(self, chunk: Sequence[_Read], limit: int | None) -> None:
+        for read, ids in zip(chunk, self._template.tokenize([read.text for read in chunk]), strict=True):
+            if limit is not None and len(self.prompts) >= limit:
+                return
+            bounds = self._data.filter.prompt_tokens
+            if bounds is not None and not bounds[0] <= len(ids) <= bounds[1]:
+                self.prompts.left_out[f"whose prompt has not {bounds[0]} to {bounds[1]} tokens"] += 1
+            elif not ids:
+                self._mistake(read.row, f"column {self._data.prompt!r}: no tokens at all")
+            elif len(ids) > self._longest:
+                limits = f"domains.{self._domain}.sampling.max_prompt_tokens: {self._longest}"
+                self._mistake(read.row, f"column {self._data.prompt!r}: {len(ids)} tokens with the template, more than {limits}")
+            else:
+                self.prompts.add(read.text, ids, read.answer, read.columns, read.weight)
+
+    def _mistake(self, row: Row, problem: str) -> None:
+        self.mistakes.append((row.shard, row.number, f"{row.place}: {problem}"))
+
+
+def _cell(row: Mapping[str, Any], column: str) -> Any:
+    if column not in row:
+        raise RowError(column, f"missing; the line has the columns {', '.join(row)}")
+    return row[column]
+
+
+def _tag(row: Mapping[str, Any], column: str) -> str:
+    tag = _cell(row, column)
+    if not isinstance(tag, str | int) or isinstance(tag, bool):
+        raise RowError(column, f"a tag is a text, got {tag!r:.80}")
+    return str(tag)
+
+
+def _number(row: Mapping[str, Any], column: str) -> float:
+    number = _cell(row, column)
+    if isinstance(number, bool) or not isinstance(number, int | float) or number != number:
+        raise RowError(column, f"a difficulty is a number, got {number!r:.80}")
+    return number
+
+
+def _answer(row: Mapping[str, Any], column: str | None, setting: str) -> Any:
+    if column is None:
+        return None
+    if column not in row:
+        raise RowError(column, f"missing; the line has the columns {', '.join(row)}; without answers, set {setting}: null")
+    if row[column] is None:
+        raise RowError(column, f"empty (null); without answers, set {setting}: null")
+    return row[column]
+
+
+def _weight(row: Mapping[str, Any], column: str | None) -> float:
+    if column is None:
+        return 1.0
+    weight = _cell(row, column)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST_WEIGHT:
+        raise RowError(column, f"the weight of a sample is a number of at least 0, got {weight!r:.80}")
+    return float(weight)
+
+
+def _report(setting: str, mistakes: Sequence[str]) -> str:
+    shown = [f"  {mistake}" for mistake in mistakes[:MISTAKES_SHOWN]]
+    more = ["  ... and more"] if len(mistakes) > MISTAKES_SHOWN else []
+    return "\n".join([f"{setting}: the data has mistakes", *shown, *more])
+
+
+class PromptOrder:
+    """Every prompt once per epoch, shuffled anew in each, for ever. The order depends on seed, domain and epoch only."""
+
+    def __init__(self, count: int, seed: int, domain: str) -> None:
+        if count < 1:
+            raise ValueError(f"domain {domain}: no prompts to put in order")
+        self._count = count
+        self._seed = seed
+        self._domain = domain
+        self._epoch = 0
+        self._position = 0
+        self._order = self._shuffled(0)
+
+    def next(self) -> tuple[int, int]:
+        """(epoch, row number)."""
+        if self._position == self._count:
+            self._epoch += 1
+            self._position = 0
+            self._order = self._shuffled(self._epoch)
+        index = int(self._order[self._position])
+        self._position += 1
+        return self._epoch, index
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        # Sorted raw bits: numpy promises the same bits in every version, and does not promise that for permutation().
+        digest = hashlib.sha256(f"{self._seed}/{self._domain}/{epoch}".encode()).digest()
+        return np.argsort(np.random.PCG64(int.from_bytes(digest)).random_raw(self._count), kind="stable")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where the state was taken; refused for other data or another seed, whose order would be another one."""
+        for name, mine in (("count", self._count), ("seed", self._seed), ("domain", self._domain)):
+            if state[name] != mine:
+                raise ValueError(f"domain {self._domain}: the checkpoint's prompt order has {name} {state[name]!r}, this run has {mine!r}")
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._shuffled(self._epoch)

@@ -1,0 +1,316 @@
+"""DataProto: the rows of a batch as named columns. Every column is declared in keys.py; a batch is never changed, only derived from."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_lite.data.keys import KEYS, Kind
+from roll_lite.data.ragged import Index, Ragged, as_index, from_numpy, same_tensor, to_numpy
+
+Column = torch.Tensor | Ragged | np.ndarray
+Fact = int | float | str | bool
+
+FORMAT = "roll_lite.DataProto/1"
+
+VECTORS = {"kept_ids": -1, "distribution": 0, "ref_distribution": 0, "old_distribution": 0}
+"""Columns whose entries are vectors [k], and what they are padded with. Where k differs between batches, joining fills up."""
+
+
+def object_column(items: Iterable[object]) -> np.ndarray:
+    """A column of Python objects; numpy by itself would unpack lists and tuples into further dimensions."""
+    listed = list(items)
+    column = np.empty(len(listed), dtype=object)
+    for i, item in enumerate(listed):
+        column[i] = item
+    return column
+
+
+@dataclass(frozen=True, eq=False)
+class DataProto:
+    """Columns of equally many rows: ROW columns are tensors [rows], TOKENS and TRANSITIONS ragged, OBJECT columns numpy object arrays.
+
+    `meta_info` holds plain facts about the batch, never commands. Columns may lie in Ray's object store: never write to them.
+    """
+
+    columns: Mapping[str, Column]
+    meta_info: Mapping[str, Fact] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, column in self.columns.items():
+            _check_column(name, column)
+        sizes = {name: len(column) for name, column in self.columns.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"columns of different numbers of rows: {sizes}")
+        for name, fact in self.meta_info.items():
+            if not isinstance(fact, int | float | str | bool):
+                raise ValueError(f"meta_info[{name!r}] must be a number, a string or a bool, got {type(fact).__name__}")
+        object.__setattr__(self, "columns", MappingProxyType(dict(self.columns)))
+        object.__setattr__(self, "meta_info", MappingProxyType(dict(self.meta_info)))
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        first: tuple[str, torch.Tensor] | None = None
+        for name, column in self.columns.items():
+            if not isinstance(column, Ragged):
+                continue
+            tokens = column.lengths + (1 if KEYS[name].kind is Kind.TRANSITIONS else 0)
+            if bool((tokens < 1).any()):
+                raise ValueError(f"column {name!r}: row {int((tokens < 1).nonzero()[0])} has no token")
+            if first is None:
+                first = name, tokens
+            elif not torch.equal(first[1], tokens):
+                row = int((first[1] != tokens).nonzero()[0])
+                raise ValueError(
+                    f"columns {first[0]!r} and {name!r} disagree: row {row} has {int(first[1][row])} and {int(tokens[row])} tokens "
+                    "(a column of transitions has one entry less than there are tokens)"
+                )
+
+    # ------------------------------------------------------------ reading
+
+    def __len__(self) -> int:
+        return next((len(column) for column in self.columns.values()), 0)
+
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self.columns)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+    def __getitem__(self, name: str) -> Column:
+        if name not in self.columns:
+            raise KeyError(f"no column {name!r} in this batch; it has {', '.join(self.columns) or 'none'}")
+        return self.columns[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A ROW column: [rows]."""
+        column = self[name]
+        assert isinstance(column, torch.Tensor), f"{name} is not a column of rows"
+        return column
+
+    def ragged(self, name: str) -> Ragged:
+        """A TOKENS or TRANSITIONS column."""
+        column = self[name]
+        assert isinstance(column, Ragged), f"{name} is not a column of tokens or transitions"
+        return column
+
+    def objects(self, name: str) -> np.ndarray:
+        """An OBJECT column."""
+        column = self[name]
+        assert isinstance(column, np.ndarray), f"{name} is not a column of objects"
+        return column
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[rows] int64: prompt and response tokens of each row."""
+        for name, column in self.columns.items():
+            if isinstance(column, Ragged):
+                return column.lengths if KEYS[name].kind is Kind.TOKENS else column.lengths + 1
+        raise ValueError(f"this batch has no column of tokens or transitions, only {', '.join(self.columns) or 'none at all'}")
+
+    # ------------------------------------------------------------ columns
+
+    def select(self, names: Iterable[str]) -> DataProto:
+        return DataProto({name: self[name] for name in names}, self.meta_info)
+
+    def drop(self, names: Iterable[str]) -> DataProto:
+        unwanted = set(names)
+        return DataProto({name: column for name, column in self.columns.items() if name not in unwanted}, self.meta_info)
+
+    def with_columns(self, **columns: Column) -> DataProto:
+        """These columns added or put in place of old ones."""
+        return DataProto({**self.columns, **columns}, self.meta_info)
+
+    def with_meta(self, **facts: Fact) -> DataProto:
+        return DataProto(self.columns, {**self.meta_info, **facts})
+
+    def union(self, other: DataProto) -> DataProto:
+        """The columns of both, row by row; what both have must be the same."""
+        for name in self.columns:
+            if name in other and not _same_column(self[name], other[name]):
+                raise ValueError(f"union: both batches have a column {name!r}, with different contents")
+        return DataProto({**self.columns, **other.columns}, _merged_facts([self, other], "union"))
+
+    # ------------------------------------------------------------ rows
+
+    def take(self, index: Index) -> DataProto:
+        """Rows in the order of `index`; a row may be left out or repeated."""
+        rows = as_index(index, len(self))
+        numbers = rows.numpy()
+        taken = {
+            name: column.take(rows) if isinstance(column, Ragged) else column[rows] if isinstance(column, torch.Tensor) else column[numbers]
+            for name, column in self.columns.items()
+        }
+        return DataProto(taken, self.meta_info)
+
+    def slice(self, start: int, stop: int) -> DataProto:
+        """Consecutive rows, without a copy of tokens."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"rows {start} to {stop} of {len(self)}")
+        cut = {
+            name: column.slice(start, stop) if isinstance(column, Ragged) else column[start:stop] for name, column in self.columns.items()
+        }
+        return DataProto(cut, self.meta_info)
+
+    def split(self, sizes: Sequence[int]) -> list[DataProto]:
+        """Consecutive pieces of these sizes, which may differ and be 0."""
+        if any(size < 0 for size in sizes) or sum(sizes) != len(self):
+            raise ValueError(f"split: sizes {list(sizes)} must add up to the {len(self)} rows of the batch")
+        ends = np.cumsum([0, *sizes]).tolist()
+        return [self.slice(start, stop) for start, stop in pairwise(ends)]
+
+    @staticmethod
+    def concat(parts: Sequence[DataProto]) -> DataProto:
+        """The rows of all parts, which must have the same columns and agree on meta_info."""
+        if not parts:
+            raise ValueError("concat: no batches given")
+        for number, part in enumerate(parts):
+            if set(part.columns) != set(parts[0].columns):
+                odd = sorted(set(part.columns) ^ set(parts[0].columns))
+                raise ValueError(f"concat: batches 0 and {number} do not have the same columns, one lacks {', '.join(odd)}")
+        joined = {name: _concat_columns(name, [part[name] for part in parts]) for name in parts[0].columns}
+        return DataProto(joined, _merged_facts(parts, "concat"))
+
+    def repeat(self, n: int, interleave: bool = True) -> DataProto:
+        """Every row n times: 0 0 1 1 where interleaved, else 0 1 0 1."""
+        if n < 0:
+            raise ValueError(f"repeat: {n} times")
+        rows = torch.arange(len(self))
+        return self.take(rows.repeat_interleave(n) if interleave else rows.repeat(n))
+
+    def group_by(self, key: str) -> dict[Hashable, DataProto]:
+        """Rows with the same value of a ROW or OBJECT column, in order of first appearance."""
+        column = self[key]
+        if isinstance(column, Ragged):
+            raise ValueError(f"group_by: {key!r} has several entries per row; only columns with one value per row can group")
+        members: dict[Hashable, list[int]] = {}
+        for row, value in enumerate(column.tolist()):
+            members.setdefault(value, []).append(row)
+        return {value: self.take(rows) for value, rows in members.items()}
+
+    def pad_to_multiple(self, n: int) -> tuple[DataProto, int]:
+        """Rows from the front appended until n divides their number, and how many. For forward passes: a loss would count them twice."""
+        if n < 1:
+            raise ValueError(f"pad_to_multiple: {n} is not a positive number")
+        count = -len(self) % n
+        if count == 0:
+            return self, 0
+        return self.take(torch.arange(len(self) + count) % len(self)), count
+
+    def unpad(self, count: int) -> DataProto:
+        """Without the last `count` rows."""
+        return self.slice(0, len(self) - count)
+
+    # ------------------------------------------------------------ storage
+
+    def save(self, path: Path | str) -> None:
+        """As safetensors, which loading cannot make execute anything; OBJECT columns and meta_info go to its header as JSON."""
+        from safetensors.torch import save_file
+
+        tensors: dict[str, torch.Tensor] = {}
+        objects: dict[str, list[Any]] = {}
+        for name, column in self.columns.items():
+            if isinstance(column, Ragged):
+                tensors[f"{name}.values"], tensors[f"{name}.offsets"] = column.values.clone(), column.offsets.clone()
+            elif isinstance(column, torch.Tensor):
+                tensors[name] = column.clone()
+            else:
+                objects[name] = column.tolist()
+        try:
+            header = {"format": FORMAT, "objects": json.dumps(objects), "meta_info": json.dumps(dict(self.meta_info))}
+        except TypeError as error:
+            raise ValueError(f"save: an object column holds something that JSON cannot express: {error}") from error
+        target = Path(path)
+        partial = target.with_name(target.name + ".partial")
+        save_file(tensors, partial, {**header, "order": json.dumps(list(self.columns))})
+        partial.replace(target)
+
+    @staticmethod
+    def load(path: Path | str) -> DataProto:
+        from safetensors import safe_open
+
+        with safe_open(str(path), framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("format") != FORMAT:
+                raise ValueError(f"{path} is not a saved batch: its format is {header.get('format')!r}, expected {FORMAT!r}")
+            objects: dict[str, list[Any]] = json.loads(header["objects"])
+            columns: dict[str, Column] = {}
+            for name in json.loads(header["order"]):
+                if name in objects:
+                    columns[name] = object_column(objects[name])
+                elif f"{name}.values" in file.keys():  # noqa: SIM118 - the file is no mapping
+                    columns[name] = Ragged(file.get_tensor(f"{name}.values"), file.get_tensor(f"{name}.offsets"))
+                else:
+                    columns[name] = file.get_tensor(name)
+            return DataProto(columns, json.loads(header["meta_info"]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        columns = {name: to_numpy(column) if isinstance(column, torch.Tensor) else column for name, column in self.columns.items()}
+        return _rebuild, (columns, dict(self.meta_info))
+
+
+def _rebuild(columns: dict[str, Ragged | np.ndarray], meta_info: dict[str, Fact]) -> DataProto:
+    return DataProto(
+        {
+            name: column if isinstance(column, Ragged) or KEYS[name].kind is Kind.OBJECT else from_numpy(column)
+            for name, column in columns.items()
+        },
+        meta_info,
+    )
+
+
+def _check_column(name: str, column: Column) -> None:
+    if name not in KEYS:
+        close = difflib.get_close_matches(name, KEYS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"column {name!r} is not declared in roll_lite/data/keys.py{hint}")
+    key = KEYS[name]
+    wanted = {Kind.ROW: torch.Tensor, Kind.OBJECT: np.ndarray}.get(key.kind, Ragged)
+    if not isinstance(column, wanted):
+        raise ValueError(
+            f"column {name!r} is declared as {key.kind.name} ({key.kind.value}): a {wanted.__name__}, got {type(column).__name__}"
+        )
+    if key.kind is Kind.OBJECT:
+        if column.dtype != object or column.ndim != 1:
+            raise ValueError(f"column {name!r} must be a one-dimensional object array (see object_column), got {column.dtype}")
+    elif column.dtype != key.dtype:
+        raise ValueError(f"column {name!r} must have dtype {key.dtype}, got {column.dtype}")
+    if isinstance(column, Ragged) and len(column.values) and column.values.dim() != 1 + (name in VECTORS):
+        entry = "a vector" if name in VECTORS else "one number"
+        raise ValueError(f"column {name!r} must have {entry} per entry, got values of shape {tuple(column.values.shape)}")
+    if isinstance(column, torch.Tensor) and (column.dim() != 1 or column.device.type != "cpu"):
+        raise ValueError(f"column {name!r} must be [rows] in host memory, got {tuple(column.shape)} on {column.device}")
+
+
+def _same_column(left: Column, right: Column) -> bool:
+    if isinstance(left, Ragged) and isinstance(right, Ragged):
+        return left.equals(right)
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return same_tensor(left, right)
+    return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and left.tolist() == right.tolist()
+
+
+def _concat_columns(name: str, columns: list[Column]) -> Column:
+    if isinstance(columns[0], Ragged):
+        return Ragged.concat([column for column in columns if isinstance(column, Ragged)], VECTORS.get(name))
+    if isinstance(columns[0], torch.Tensor):
+        return torch.cat([column for column in columns if isinstance(column, torch.Tensor)])
+    return np.concatenate([column for column in columns if isinstance(column, np.ndarray)])
+
+
+def _merged_facts(parts: Sequence[DataProto], verb: str) -> dict[str, Fact]:
+    merged: dict[str, Fact] = {}
+    for part in parts:
+        for name, fact in part.meta_info.items():
+            if merged.setdefault(name, fact) != fact:
+                raise ValueError(f"{verb}: the batches disagree on meta_info[{name!r}]: {merged[name]!r} and {fact!r}")
+    return merged

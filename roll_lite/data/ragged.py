@@ -1,0 +1,185 @@
+"""Ragged columns: rows of different lengths as flat values and offsets, in host memory, never written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+Index = Sequence[int] | np.ndarray | torch.Tensor
+"""Row numbers: select, reorder and repeat rows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Row i is values[offsets[i]:offsets[i + 1]]. `offsets` [rows + 1] int64 from 0.
+
+    `values` [sum of lengths, ...]: an entry is a number, or a tensor of the same shape in all rows (a token's alternatives, say).
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.values.dim() == 0 or self.offsets.dim() != 1 or self.offsets.dtype != torch.int64:
+            raise ValueError(
+                f"ragged: values must have entries, offsets must be one-dimensional and int64, "
+                f"got {tuple(self.values.shape)} and {tuple(self.offsets.shape)} {self.offsets.dtype}"
+            )
+        if self.values.device.type != "cpu" or self.offsets.device.type != "cpu":
+            raise ValueError(f"ragged: rows live in host memory, got values on {self.values.device}; only micro-batches move to a device")
+        if len(self.offsets) == 0 or int(self.offsets[0]) != 0 or int(self.offsets[-1]) != len(self.values):
+            raise ValueError(f"ragged: offsets must run from 0 to the number of values, {len(self.values)}")
+        if bool((self.lengths < 0).any()):
+            raise ValueError("ragged: offsets must not decrease")
+
+    @staticmethod
+    def from_rows(rows: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> Ragged:
+        """`dtype` is needed where there may be no rows to take it from."""
+        dtype = dtype or (rows[0].dtype if rows else torch.float32)
+        values = torch.cat([row.to(dtype) for row in rows]) if rows else torch.empty(0, dtype=dtype)
+        return Ragged(values, _offsets(torch.tensor([len(row) for row in rows], dtype=torch.int64)))
+
+    @staticmethod
+    def from_padded(padded: torch.Tensor, lengths: Index) -> Ragged:
+        """The first lengths[i] entries of each row of `padded` [rows, width, ...]."""
+        sizes = as_index(lengths)
+        if padded.dim() < 2 or len(sizes) != padded.shape[0]:
+            raise ValueError(f"ragged: {len(sizes)} lengths for a padded tensor of shape {tuple(padded.shape)}")
+        if len(sizes) and (int(sizes.min()) < 0 or int(sizes.max()) > padded.shape[1]):
+            raise ValueError(f"ragged: lengths between {int(sizes.min())} and {int(sizes.max())} do not fit rows of {padded.shape[1]}")
+        return Ragged(padded.cpu()[_real(sizes, padded.shape[1])], _offsets(sizes))
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """[rows] int64."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def row(self, i: int) -> torch.Tensor:
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
+
+    def rows(self) -> list[torch.Tensor]:
+        """All rows, as views."""
+        return list(torch.split(self.values, self.lengths.tolist()))
+
+    def take(self, index: Index) -> Ragged:
+        """Rows in the order of `index`; a row may be left out or repeated."""
+        rows = as_index(index, len(self))
+        lengths = self.lengths[rows]
+        offsets = _offsets(lengths)
+        shift = torch.repeat_interleave(self.offsets[:-1][rows] - offsets[:-1], lengths)
+        return Ragged(self.values[shift + torch.arange(len(shift))], offsets)
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        """Consecutive rows, without a copy of their values."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"rows {start} to {stop} of {len(self)}")
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
+
+    @staticmethod
+    def concat(parts: Sequence[Ragged], fill: float | int | None = None) -> Ragged:
+        """Entries are vectors of different lengths? With `fill` the shorter ones are filled up, without it they are refused."""
+        if not parts:
+            raise ValueError("ragged: nothing to concatenate")
+        values = [part.values for part in parts]
+        if fill is not None:
+            values = _widened(values, fill)
+        elif len({each.shape[1:] for each in values if len(each)}) > 1:
+            raise ValueError(f"ragged: entries of different shapes: {', '.join(str(tuple(each.shape[1:])) for each in values)}")
+        return Ragged(torch.cat(values), _offsets(torch.cat([part.lengths for part in parts])))
+
+    def to_padded(self, pad_value: float | int | bool, length: int | None = None) -> torch.Tensor:
+        """[rows, length, ...]; the longest row's length where none is given."""
+        longest = int(self.lengths.max()) if len(self) else 0
+        width = longest if length is None else length
+        if width < longest:
+            raise ValueError(f"ragged: a row of {longest} does not fit the length {width}")
+        padded = torch.full((len(self), width, *self.values.shape[1:]), pad_value, dtype=self.values.dtype)
+        padded[_real(self.lengths, width)] = self.values
+        return padded
+
+    def equals(self, other: Ragged) -> bool:
+        """Same rows, dtype included; NaN equals NaN."""
+        return torch.equal(self.offsets, other.offsets) and same_tensor(self.values, other.values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (to_numpy(self.values), to_numpy(self.offsets))
+
+
+# Measured with Ray 2.60: a CPU tensor inside an object is pickled in-band and copied on both sides; a numpy array travels out of band
+# and is mapped where it lies. So columns are pickled as numpy arrays and viewed as tensors again.
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Contiguous, so that a pickle holds these entries and nothing of the tensor they were sliced from."""
+    return tensor.detach().contiguous().numpy()
+
+
+class _Writable:
+    """Presents an array's memory as writable, and keeps it alive: torch warns about read-only memory, which is the normal case here."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
+
+
+def from_numpy(array: np.ndarray) -> torch.Tensor:
+    """A view, also of read-only memory, which nobody may write to."""
+    return torch.from_numpy(array if array.flags.writeable or array.size == 0 else np.asarray(_Writable(array)))
+
+
+def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal in dtype, shape and entries; NaN equals NaN."""
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def as_index(index: Index, rows: int | None = None) -> torch.Tensor:
+    """[n] int64, checked against the number of rows. A mask is refused: its entries would pass for the rows 0 and 1."""
+    found = index if isinstance(index, torch.Tensor) else np.asarray(index)
+    if len(found) == 0:
+        return torch.empty(0, dtype=torch.int64)
+    numbers = found if isinstance(found, torch.Tensor) else from_numpy(np.ascontiguousarray(found))
+    if numbers.dim() != 1 or numbers.dtype == torch.bool or numbers.dtype.is_floating_point:
+        raise ValueError(f"row numbers must be a list of integers, got {numbers.dtype} of shape {tuple(numbers.shape)}")
+    numbers = numbers.to(torch.int64)
+    if rows is not None and (int(numbers.min()) < 0 or int(numbers.max()) >= rows):
+        raise IndexError(f"row numbers between {int(numbers.min())} and {int(numbers.max())}, but there are rows 0 to {rows - 1}")
+    return numbers
+
+
+def _rebuild(values: np.ndarray, offsets: np.ndarray) -> Ragged:
+    return Ragged(from_numpy(values), from_numpy(offsets))
+
+
+def _widened(values: list[torch.Tensor], fill: float | int) -> list[torch.Tensor]:
+    """[n, k] each to [n, the largest k]. A tensor without entries may have any shape: nothing told it its k."""
+    width = max((each.shape[1] for each in values if each.dim() == 2), default=0)
+    return [
+        torch.nn.functional.pad(each, (0, width - each.shape[1]), value=fill) if each.dim() == 2 else each.new_empty(0, width)
+        for each in values
+    ]
+
+
+def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(lengths, 0)])
+
+
+def _real(lengths: torch.Tensor, width: int) -> torch.Tensor:
+    """[rows, width] bool: the entries that are no padding."""
+    return torch.arange(width) < lengths[:, None]

@@ -1,0 +1,161 @@
+"""What travels through the rollout half of the house: prompts, requests, completions, scored samples.
+
+Plain, picklable records without tensors, Ray or engines: the scheduler, the rewards and every engine speak these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class FinishReason(StrEnum):
+    """Why an engine stopped generating."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Outcome(StrEnum):
+    """What became of a sample. Every sample of every prompt ends in exactly one of these."""
+
+    ACCEPTED = "accepted"
+    FILTERED = "filtered"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of a domain's data, tokenized."""
+
+    domain: str
+    uid: int
+    """Row number in the domain's file: stable over epochs and restarts."""
+    text: str
+    """The model's input, template applied."""
+    token_ids: tuple[int, ...]
+    answer: Any = None
+    columns: dict[str, Any] = field(default_factory=dict)
+    """All other columns of the row, for rewards that need them."""
+    weight: float = 1.0
+    """Of its samples in the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleId:
+    """Identity of one sample. Validation uses epoch -1."""
+
+    domain: str
+    prompt_uid: int
+    epoch: int
+    group: int
+    """Number of the sample group, unique in a run."""
+    index: int
+    """Place in the group, 0 to n-1; n for the greedy baseline."""
+    attempt: int = 0
+    """How often this sample was tried before."""
+
+    def request_id(self) -> str:
+        return f"{self.domain}/{self.prompt_uid}/{self.epoch}/{self.group}/{self.index}/{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What an engine needs to know to sample. temperature 0 is greedy."""
+
+    temperature: float
+    max_tokens: int
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    keep_mask: bool = False
+    """Ask the engine which tokens survived truncation (Completion.kept_ids)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """From response token `start` on, the engine's weights had this version."""
+
+    start: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine returns for one request. A failed request has `error` set and nothing else that counts."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    """Of the distribution that was sampled from (after temperature and truncation), one per token."""
+    text: str = ""
+    """The response without special tokens."""
+    finish_reason: FinishReason | None = None
+    versions: tuple[VersionSpan, ...] = ()
+    error: str | None = None
+    kept_ids: tuple[tuple[int, ...], ...] | None = None
+    """For each response token the ids of the tokens that survived truncation, where the sampling asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardInput:
+    """What a reward function sees of a sample."""
+
+    domain: str
+    prompt: str
+    response: str
+    answer: Any
+    columns: dict[str, Any]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a reward function returns, normalised. A plain number or bool becomes Score(value)."""
+
+    value: float
+    correct: bool | None = None
+    """For accuracy; value >= 1 - 1e-6 counts as correct where absent."""
+    details: dict[str, float | str] = field(default_factory=dict)
+    format_ok: bool | None = None
+    """Whether the domain's format pattern matches the response; None without a pattern."""
+
+    @property
+    def is_correct(self) -> bool:
+        return self.correct if self.correct is not None else self.value >= 1 - 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A finished sample: a prompt, its completion, its score, its outcome."""
+
+    id: SampleId
+    prompt: Prompt
+    completion: Completion
+    outcome: Outcome
+    score: Score | None = None
+    failure: str | None = None
+    """Cause, for Outcome.FAILED."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGroup:
+    """All samples of one prompt, in index order."""
+
+    group: int
+    domain: str
+    samples: tuple[Sample, ...]
+    baseline: Sample | None = None
+    """The greedy response to the prompt (ReMax): scored like the others, never trained on."""

@@ -1,0 +1,44 @@
+"""From a dotted path in the configuration to the user's function."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
+    """`name`: package.module.function. `path`: the setting that holds it. `shape`: what the function is expected to be, such as
+    `sample -> score`. Whatever is wrong is a ValueError with both."""
+    module_name, _, attribute = name.rpartition(".")
+    if not module_name or not attribute:
+        raise ValueError(f"{path}: {name!r} is no dotted path; a function of your own is named package.module.function")
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # `python examples/start.py` and console scripts search their own folder, not the one they are started in
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise ValueError(
+                f"{path}: {name!r}: there is no module {error.name!r}; it must be importable from {here} or from a folder on PYTHONPATH"
+            ) from error
+        raise ValueError(f"{path}: {name!r}: importing {module_name} failed: {error}") from error
+    except Exception as error:  # the user's module may fail in any way while it is imported
+        raise ValueError(f"{path}: {name!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    function = getattr(module, attribute, None)
+    if function is None:
+        public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        raise ValueError(f"{path}: {name!r}: module {module_name} has no {attribute!r}{did_you_mean(attribute, public)}")
+    if not callable(function) or isinstance(function, type):
+        raise ValueError(f"{path}: {name!r} is {type(function).__name__}, expected a function `{shape}`")
+    loaded: Callable[..., Any] = function
+    return loaded
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f", did you mean {close[0]!r}?" if close else ""

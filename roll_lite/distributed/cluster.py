@@ -1,0 +1,254 @@
+"""A role's workers as one object. Calls name the method itself, so that going to its definition works across the process boundary:
+`cluster.scatter(ActorWorker.train, shards)`.
+
+Verbs: `all` every rank, `one` rank 0, `heads` the ranks that return results (one per data-parallel rank), `scatter` one shard for
+every data-parallel rank, `heads_scatter` the same to the heads only. Each has a `start_` twin that does not wait.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+import ray
+
+from roll_lite.distributed.failures import ClusterDead, RankFailed, RankTimeout
+from roll_lite.distributed.liveness import RankGroup, log_file
+from roll_lite.distributed.pending import Call, Pending, gather
+from roll_lite.distributed.placement import Slot
+from roll_lite.distributed.strategy.base import RankLayout
+from roll_lite.distributed.worker import LOG_FILE, ROLE, AsyncWorker, Worker
+
+W = TypeVar("W", bound=Worker)
+W_co = TypeVar("W_co", bound=Worker, covariant=True)
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+T = TypeVar("T")
+
+__all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "RankTimeout", "gather", "start_cluster"]
+
+START_SECONDS = 300.0
+WATCH_THREADS = 2
+"""One for the watch itself, one to look at the stacks of a stuck rank."""
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Where and how a cluster's workers start."""
+
+    name: str
+    slots: Sequence[Slot]
+    threads: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_folder: Path | None = None
+    timeout_s: float | None = None
+    """For every call; None waits for ever (a dead or failing rank is noticed all the same)."""
+
+
+def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
+    """One worker for each slot, all constructed with the same arguments. Does not wait: clusters start side by side, and the first
+    call to each waits for its workers; a constructor that raises is reported as a failure in the phase `start`."""
+    assert isinstance(worker_class, type) and issubclass(worker_class, Worker), "workers derive from Worker or AsyncWorker"
+    actor_class, watch = _actor_class(worker_class)
+    actors = [
+        actor_class.options(
+            num_cpus=0,
+            max_restarts=0,
+            scheduling_strategy=slot.strategy,
+            runtime_env={"env_vars": _environment(spec, rank, slot)},
+        ).remote(*args, **kwargs)
+        for rank, slot in enumerate(spec.slots)
+    ]
+    return Cluster(RankGroup(spec.name, actors, watch, spec.log_folder, spec.timeout_s))
+
+
+def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
+    """The Ray actor class, and the options of its watching call: a synchronous actor needs threads beside its own for that."""
+    has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
+    if has_coroutines != issubclass(worker_class, AsyncWorker):
+        raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")
+    if not worker_class.watched:
+        return ray.remote(worker_class), None
+    if has_coroutines:
+        return ray.remote(worker_class), {}
+    return ray.remote(concurrency_groups={"watch": WATCH_THREADS})(worker_class), {"concurrency_group": "watch"}
+
+
+def _environment(spec: ClusterSpec, rank: int, slot: Slot) -> dict[str, str]:
+    log = log_file(spec.log_folder, spec.name, rank)
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"} if slot.gpus else {}
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(spec.slots)),
+        "LOCAL_RANK": str(slot.local_rank),
+        "OMP_NUM_THREADS": str(spec.threads),
+        ROLE: spec.name,
+        **({LOG_FILE: str(log)} if log else {}),
+        **gpus,
+        **spec.env,
+    }
+
+
+class Cluster(Generic[W_co]):
+    """See the module's docstring. `start_cluster` makes one."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self._layouts: list[RankLayout] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.group.name
+
+    @property
+    def world_size(self) -> int:
+        return len(self.group.actors)
+
+    @property
+    def actors(self) -> list[Any]:
+        """Ray's handles in rank order, for other actors that call the workers themselves."""
+        return list(self.group.actors)
+
+    @property
+    def layouts(self) -> list[RankLayout]:
+        """In rank order. Asked for at the first use: a strategy has one from its initialization on."""
+        if self._layouts is None:
+            found = self.all(Worker.layout)
+            self._layouts = [layout or _plain_layout(rank, self.world_size) for rank, layout in enumerate(found)]
+        return self._layouts
+
+    @property
+    def data_size(self) -> int:
+        return self.layouts[0].data_size
+
+    # ------------------------------------------------------------ verbs
+
+    @overload
+    def all(self, method: Callable[Concatenate[W_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+    @overload
+    def all(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
+    def all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """On every rank; results in rank order."""
+        return self.start_all(method, *args, **kwargs).result()
+
+    @overload
+    def one(self, method: Callable[Concatenate[W_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def one(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def one(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """On rank 0."""
+        return self.start_one(method, *args, **kwargs).result()
+
+    def heads(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """On the head ranks; results in data-rank order."""
+        return self.start_heads(method, *args, **kwargs).result()
+
+    def scatter(self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Shard i to every rank of data rank i, empty ones too; results of the heads in data-rank order."""
+        return self.start_scatter(method, shards, *args, **kwargs).result()
+
+    def heads_scatter(
+        self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Shard i to the head of data rank i; results in data-rank order."""
+        return self.start_heads_scatter(method, shards, *args, **kwargs).result()
+
+    # ------------------------------------------------------------ verbs that do not wait
+
+    @overload
+    def start_all(
+        self, method: Callable[Concatenate[W_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[list[R]]: ...
+    @overload
+    def start_all(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[list[R]]: ...
+    def start_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending[list[Any]]:
+        return self._start(method, dict.fromkeys(range(self.world_size), args), kwargs, list)
+
+    @overload
+    def start_one(
+        self, method: Callable[Concatenate[W_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[R]: ...
+    @overload
+    def start_one(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
+    def start_one(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending[Any]:
+        return self._start(method, {0: args}, kwargs, _only)
+
+    def start_heads(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[list[R]]:
+        return self._start(method, dict.fromkeys(self._head_ranks(), args), kwargs, list)
+
+    def start_scatter(
+        self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[list[R]]:
+        self._check_shards(method, shards)
+        # Once to the object store for all ranks of a data rank; a shard for one rank travels with its call.
+        shared = [ray.put(shard) for shard in shards] if self.world_size > len(shards) else list(shards)
+        calls = {layout.rank: (shared[layout.data_rank], *args) for layout in self.layouts}
+        heads = self._head_ranks()
+        return self._start(method, calls, kwargs, lambda values: [values[rank] for rank in heads])
+
+    def start_heads_scatter(
+        self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[list[R]]:
+        self._check_shards(method, shards)
+        calls = {rank: (shard, *args) for rank, shard in zip(self._head_ranks(), shards, strict=True)}
+        return self._start(method, calls, kwargs, list)
+
+    def shutdown(self) -> None:
+        """Ends all processes, whatever they are doing."""
+        if self.group.end is None:
+            self.group.kill("it was shut down")
+
+    # ------------------------------------------------------------ inside
+
+    def _start(
+        self,
+        method: Callable[..., Any],
+        args: Mapping[int, tuple[Any, ...]],
+        kwargs: Mapping[str, Any],
+        collect: Callable[[list[Any]], T],
+    ) -> Pending[T]:
+        """`args`: positional arguments by rank. Results are collected in the same order."""
+        self._introduce()
+        return self._call(method, args, kwargs, collect, method.__name__)
+
+    def _introduce(self) -> None:
+        """Before the first call: wait for all constructors, and tell every rank where rank 0 listens."""
+        if self.group.started:
+            return
+        address = self._call(Worker.rendezvous, {0: ()}, {}, _only, "start").result(START_SECONDS)
+        self._call(Worker.meet_at, dict.fromkeys(range(self.world_size), (address,)), {}, list, "start").result(START_SECONDS)
+        self.group.started = True
+
+    def _call(
+        self,
+        method: Callable[..., Any],
+        args: Mapping[int, tuple[Any, ...]],
+        kwargs: Mapping[str, Any],
+        collect: Callable[[list[Any]], T],
+        phase: str,
+    ) -> Pending[T]:
+        self.group.check()
+        actors = self.group.actors
+        calls = [Call(self.group, rank, phase, getattr(actors[rank], method.__name__).remote(*own, **kwargs)) for rank, own in args.items()]
+        return Pending(self.group, phase, calls, collect)
+
+    def _head_ranks(self) -> list[int]:
+        """In data-rank order."""
+        return [layout.rank for layout in sorted(self.layouts, key=lambda layout: layout.data_rank) if layout.is_head]
+
+    def _check_shards(self, method: Callable[..., Any], shards: Sequence[Any]) -> None:
+        if len(shards) != self.data_size:
+            raise ValueError(f"{self.name}.{method.__name__}: {len(shards)} shards for {self.data_size} data-parallel ranks")
+
+
+def _only(values: list[Any]) -> Any:
+    (value,) = values
+    return value
+
+
+def _plain_layout(rank: int, world_size: int) -> RankLayout:
+    return RankLayout(rank, world_size, data_rank=rank, data_size=world_size, tensor_rank=0, pipeline_rank=0, context_rank=0, is_head=True)

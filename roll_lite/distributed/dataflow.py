@@ -1,0 +1,201 @@
+"""How a batch travels: rows of numbers through the driver, columns of tokens from worker to worker through Ray's object store.
+
+A worker puts its columns into the store as one block and returns a reference; the driver collects references and hands out
+shards, which say where each row's columns lie; a worker turns its shard into a batch. The driver never fetches a block.
+A block lives as long as a Batch or a shard refers to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import ray
+
+from roll_lite.data.keys import KEYS
+from roll_lite.data.proto import Column, DataProto
+from roll_lite.data.ragged import Ragged
+
+SAMPLE = "sample"
+NOWHERE = -1
+NAMED_SAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Block:
+    """Columns of some samples, in the object store."""
+
+    ref: ray.ObjectRef
+    keys: tuple[str, ...]
+    samples: np.ndarray
+    """[rows] int64: the sample number of each row."""
+
+
+def put_block(columns: DataProto) -> Block:
+    """In a worker. `columns` has the column `sample` and those that were computed."""
+    samples = columns.tensor(SAMPLE).numpy().copy()
+    keys = tuple(key for key in columns.columns if key != SAMPLE)
+    return Block(ray.put(columns.select(keys)), keys, samples)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a block, and where they stand in the shard."""
+
+    ref: ray.ObjectRef
+    keys: tuple[str, ...]
+    rows: np.ndarray
+    places: np.ndarray
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One data-parallel rank's part of a batch: small, whatever the length of its texts."""
+
+    rows: DataProto
+    """`sample` and the other row columns that were asked for."""
+    keys: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def materialize(self) -> DataProto:
+        """In a worker. Only the rows of this shard are copied out of the blocks."""
+        taken: dict[str, list[Column]] = {}
+        places: dict[str, list[np.ndarray]] = {}
+        blocks: list[DataProto] = ray.get([piece.ref for piece in self.pieces])
+        for piece, block in zip(self.pieces, blocks, strict=True):
+            rows = block.select(piece.keys).take(piece.rows)
+            for key in piece.keys:
+                taken.setdefault(key, []).append(rows[key])
+                places.setdefault(key, []).append(piece.places)
+        joined = {key: _in_places(key, parts, np.concatenate(places[key])) for key, parts in taken.items()}
+        return DataProto({**self.rows.columns, **joined}).select(self.keys)
+
+
+def _in_places(key: str, parts: list[Column], places: np.ndarray) -> Column:
+    column = DataProto.concat([DataProto({key: part}) for part in parts])
+    if np.array_equal(places, np.arange(len(places))):
+        return column[key]
+    return column.take(np.argsort(places))[key]
+
+
+class Batch:
+    """A batch as the driver sees it: `rows` has columns with one value per sample, the blocks hold everything else."""
+
+    def __init__(self, rows: DataProto, blocks: Iterable[Block] = ()) -> None:
+        if SAMPLE not in rows:
+            raise ValueError(f"a batch needs the column {SAMPLE!r} to join its columns by; it has {', '.join(rows.keys())}")
+        long = [key for key, column in rows.columns.items() if isinstance(column, Ragged)]
+        if long:
+            raise ValueError(f"columns with an entry per token do not pass through the driver, they belong into blocks: {', '.join(long)}")
+        self.rows = rows
+        self._samples = rows.tensor(SAMPLE).numpy()
+        self._order = np.argsort(self._samples, kind="stable")
+        if len(np.unique(self._samples)) != len(self._samples):
+            raise ValueError("sample numbers must be unique within a batch")
+        self._blocks: list[Block] = []
+        self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        """For each column, block number and row in the block of every row of the batch; NOWHERE where no block has it yet."""
+        self.add(blocks)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def blocks(self) -> list[Block]:
+        return list(self._blocks)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.keys()
+
+    def keys(self) -> list[str]:
+        """Columns that every row has."""
+        complete = [key for key, (number, _) in self._where.items() if not (number == NOWHERE).any()]
+        return [*self.rows.keys(), *complete]
+
+    def with_rows(self, **columns: Column) -> Batch:
+        """With further row columns, or others in their place, over the same blocks."""
+        return Batch(self.rows.with_columns(**columns), self._blocks)
+
+    def take(self, rows: np.ndarray) -> Batch:
+        """Some of its rows, over the same blocks. `rows`: row numbers."""
+        part = Batch(self.rows.take(rows))
+        part._blocks = list(self._blocks)
+        part._where = {key: (held[rows], row[rows]) for key, (held, row) in self._where.items()}
+        return part
+
+    def add(self, blocks: Iterable[Block]) -> None:
+        """Columns that workers have computed."""
+        for block in blocks:
+            places = self._places(block)
+            number = len(self._blocks)
+            for key in block.keys:
+                if key in self.rows:
+                    raise ValueError(f"column {key!r} comes in a block, but the batch's rows have it already")
+                held, row = self._where.setdefault(key, (np.full(len(self), NOWHERE), np.full(len(self), NOWHERE)))
+                if (held[places] != NOWHERE).any():
+                    twice = block.samples[held[places] != NOWHERE]
+                    raise ValueError(f"column {key!r} is there already for {_samples(twice)}; each comes from one block")
+                held[places] = number
+                row[places] = np.arange(len(places))
+            self._blocks.append(block)
+
+    def shards(self, parts: Sequence[np.ndarray], keys: Sequence[str]) -> list[Shard]:
+        """`parts`: row numbers for each data-parallel rank, possibly none. A shard always has `sample`, which its results are joined by."""
+        wanted = tuple(dict.fromkeys([SAMPLE, *keys]))
+        self._check_keys(parts, wanted)
+        return [self._shard(np.asarray(part, dtype=np.int64), wanted) for part in parts]
+
+    # ------------------------------------------------------------ inside
+
+    def _shard(self, part: np.ndarray, keys: tuple[str, ...]) -> Shard:
+        in_rows = [key for key in keys if key in self.rows]
+        pieces: dict[tuple[int, bytes], tuple[list[str], np.ndarray]] = {}
+        for key in keys:
+            if key in self.rows:
+                continue
+            held = self._where[key][0][part]
+            # A shard without rows still takes its columns' types from a block.
+            for number in np.unique(held) if len(part) else [self._first_block(key)]:
+                places = np.flatnonzero(held == number)
+                pieces.setdefault((int(number), places.tobytes()), ([], places))[0].append(key)
+        return Shard(
+            rows=self.rows.select(in_rows).take(part),
+            keys=keys,
+            pieces=tuple(
+                Piece(self._blocks[number].ref, tuple(names), self._where[names[0]][1][part[places]], places)
+                for (number, _), (names, places) in pieces.items()
+            ),
+        )
+
+    def _first_block(self, key: str) -> int:
+        return next(number for number, block in enumerate(self._blocks) if key in block.keys)
+
+    def _places(self, block: Block) -> np.ndarray:
+        """The batch's row of each of the block's rows."""
+        found = np.searchsorted(self._samples, block.samples, sorter=self._order)
+        places = self._order[np.minimum(found, len(self) - 1)] if len(self) else np.zeros(0, dtype=np.int64)
+        unknown = block.samples[self._samples[places] != block.samples] if len(self) else block.samples
+        if len(unknown):
+            raise ValueError(f"a block with {', '.join(block.keys)} has rows for {_samples(unknown)}, not in this batch")
+        return places
+
+    def _check_keys(self, parts: Sequence[np.ndarray], keys: Sequence[str]) -> None:
+        needed = np.unique(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])) if parts else np.zeros(0, dtype=np.int64)
+        for key in keys:
+            if key in self.rows:
+                continue
+            if key not in self._where:
+                known = "" if key in KEYS else ", and keys.py does not declare it"
+                raise ValueError(f"no column {key!r} in this batch{known}; it has {', '.join(self.keys())}")
+            missing = self._samples[needed[self._where[key][0][needed] == NOWHERE]]
+            if len(missing):
+                raise ValueError(f"column {key!r} is missing for {_samples(missing)}: no block has it ({KEYS[key].writer} writes it)")
+
+
+def _samples(samples: np.ndarray) -> str:
+    named = ", ".join(str(int(sample)) for sample in samples[:NAMED_SAMPLES])
+    return f"{len(samples)} sample(s): {named}{', ...' if len(samples) > NAMED_SAMPLES else ''}"

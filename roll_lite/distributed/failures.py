@@ -1,0 +1,99 @@
+"""How a cluster fails: which rank of which role, in which phase, and why."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ray.exceptions import RayActorError, RayTaskError
+
+LOG_LINES = 15
+UNDERLINES = re.compile(r"^[ ^~]+\n", re.MULTILINE)
+"""Of lines that Ray has cut out of a traceback, and of those that it has not."""
+EXCEPTION_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
+ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class RankFailed(RuntimeError):
+    """The first failure of a cluster. By now all its ranks are dead."""
+
+    def __init__(self, role: str, rank: int, phase: str, cause: str) -> None:
+        super().__init__(role, rank, phase, cause)
+        self.role = role
+        self.rank = rank
+        self.phase = phase
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank} failed in {self.phase}: {self.cause}"
+
+
+class RankTimeout(RankFailed):
+    """Ranks did not answer in time; `rank` is the first of them."""
+
+
+class ClusterDead(RuntimeError):
+    """A call to a cluster that has failed or was shut down before."""
+
+    def __init__(self, role: str, cause: str) -> None:
+        super().__init__(role, cause)
+        self.role = role
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"{self.role} is dead: {self.cause}"
+
+
+def is_death(error: BaseException) -> bool:
+    """The process is gone, as opposed to a method that raised."""
+    return isinstance(error, RayActorError)
+
+
+def may_be_aftermath(error: BaseException) -> bool:
+    """Whether the error may only be what a rank saw of another one's death: collectives report those as RuntimeError or OSError."""
+    return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
+
+
+def describe(error: BaseException, log_file: Path | None) -> str:
+    """One line that says what happened, then the remote traceback, or the last lines that a dead process wrote."""
+    text = UNDERLINES.sub("", ANSI_COLOURS.sub("", str(error))).strip()
+    if isinstance(error, RayTaskError):
+        message = f"{type(error.cause).__name__}: {error.cause}"
+        # A child process has said why, and only there; an engine that does not start is the case in point.
+        cause = _logged_cause(log_file) if "root cause above" in message else None
+        return f"{cause or message}\n\n{text}"
+    if not is_death(error):
+        return f"{type(error).__name__}: {text}"
+    return f"{_death(text)}{_last_lines(log_file)}"
+
+
+def _death(text: str) -> str:
+    if "creation task" in text:
+        return f"it could not be constructed\n\n{text}"
+    detail = re.search(r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: Some common causes include|$)", text, re.DOTALL)
+    pid = re.search(r"pid: (\d+)", text)
+    process = f"its process {pid.group(1)}" if pid else "its process"
+    return f"{process} died ({detail.group(1)}: {detail.group(2).strip()})" if detail else f"{process} died\n\n{text}"
+
+
+def _logged_cause(log_file: Path | None) -> str | None:
+    """The last exception that the rank's log names, other than those that point to another one."""
+    try:
+        lines = log_file.read_text(errors="replace").splitlines() if log_file is not None else []
+    except OSError:  # on another node
+        return None
+    named = [
+        match.group() for line in lines if "root cause above" not in line and (match := EXCEPTION_LINE.search(ANSI_COLOURS.sub("", line)))
+    ]
+    return named[-1] if named else None
+
+
+def _last_lines(log_file: Path | None) -> str:
+    if log_file is None:
+        return ""
+    try:
+        lines = log_file.read_text(errors="replace").splitlines()
+    except OSError:  # on another node
+        return f"; its log is {log_file}"
+    tail = "".join(f"\n  {line}" for line in lines[-LOG_LINES:])
+    return f"; its log {log_file} ends with:{tail}" if tail else f"; its log {log_file} is empty"

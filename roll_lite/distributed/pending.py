@@ -1,0 +1,168 @@
+"""Waiting for calls to ranks. Whatever is waited for: a failing or dying rank of any cluster ends the wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NoReturn, TypeVar, cast
+
+import ray
+
+from roll_lite.distributed.failures import RankFailed, RankTimeout, describe, may_be_aftermath
+from roll_lite.distributed.liveness import WATCH, RankGroup
+
+T = TypeVar("T")
+
+POLL_SECONDS = 1.0
+"""Longest single wait in Ray, so that Ctrl-C and time-outs are noticed."""
+BLAME_SECONDS = 2.0
+"""When a rank reports a broken connection, how long to look for the rank whose death broke it."""
+STACK_SECONDS = 3.0
+
+
+class Call:
+    """One method running on one rank."""
+
+    def __init__(self, group: RankGroup, rank: int, phase: str, ref: ray.ObjectRef) -> None:
+        self.group = group
+        self.rank = rank
+        self.phase = phase
+        self.ref: ray.ObjectRef | None = ref
+        self.value: Any = None
+
+    @property
+    def done(self) -> bool:
+        return self.ref is None
+
+    def take(self) -> None:
+        """The call is ready: keep what it returned, or raise what it raised."""
+        self.value = ray.get(self.ref)
+        self.ref = None
+
+
+class Pending(Generic[T]):
+    """Calls in flight on one cluster. `collect` makes the result of what the calls returned, in the order of `calls`."""
+
+    def __init__(self, group: RankGroup, phase: str, calls: Sequence[Call], collect: Callable[[list[Any]], T]) -> None:
+        self.calls = list(calls)
+        self.group = group
+        self.phase = phase
+        self.started = time.monotonic()
+        self._collect = collect
+        self._settled = False
+        self.group.phases.append(self.phase)
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Waits. A time-out given here replaces the cluster's own."""
+        _wait([self], timeout_s)
+        return self._collect([call.value for call in self.calls])
+
+    def settle(self) -> None:
+        if not self._settled:
+            self._settled = True
+            self.group.phases.remove(self.phase)
+
+    def deadline(self, timeout_s: float | None) -> float:
+        limit = self.group.timeout_s if timeout_s is None else timeout_s
+        return float("inf") if limit is None else self.started + limit
+
+
+def gather(*pendings: Pending[T], timeout_s: float | None = None) -> list[T]:
+    """Results of several clusters, or the first failure in any of them."""
+    _wait(pendings, timeout_s)
+    return [pending.result() for pending in pendings]
+
+
+def _wait(pendings: Sequence[Pending[Any]], timeout_s: float | None) -> None:
+    while waiting := {cast(ray.ObjectRef, call.ref): call for pending in pendings for call in pending.calls if not call.done}:
+        for pending in pendings:
+            pending.group.check()
+        unfinished = [pending for pending in pendings if not all(call.done for call in pending.calls)]
+        first = min(unfinished, key=lambda pending: pending.deadline(timeout_s))
+        remaining = first.deadline(timeout_s) - time.monotonic()
+        if remaining <= 0:
+            _time_out(first)
+        deaths = WATCH.deaths()
+        refs = [*waiting, *deaths]
+        ready, _ = ray.wait(refs, num_returns=1, timeout=min(POLL_SECONDS, remaining), fetch_local=False)
+        if ready:
+            ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        _report_deaths([deaths[ref] for ref in ready if ref in deaths])
+        for ref in ready:
+            if ref in waiting:
+                _take(waiting[ref], list(waiting.values()))
+    for pending in pendings:
+        pending.settle()
+
+
+def _take(call: Call, waiting: Sequence[Call]) -> None:
+    try:
+        call.take()
+    except Exception as error:
+        _blame(call, error, [other.rank for other in waiting if other.group is call.group and not other.done and other is not call])
+
+
+def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
+    if dead:
+        group, rank = dead[0]
+        _fail(group, rank, group.phase, _death_of(group, rank))
+
+
+def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
+    """A rank whose collective broke is not the cause when another one died, or stands somewhere else: that one is, or may be."""
+    group = call.group
+    if not may_be_aftermath(error) or not group.deaths:
+        _fail(group, call.rank, call.phase, error)
+    dead, _ = ray.wait(list(group.deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False)
+    if dead:
+        rank = group.deaths[dead[0]]
+        _fail(group, rank, call.phase, _death_of(group, rank))
+    note = f"\n\n{_ranks(unanswered)} had not answered yet{_stacks(group, unanswered)}" if unanswered else ""
+    _fail(group, call.rank, call.phase, error, note)
+
+
+def _fail(group: RankGroup, rank: int, phase: str, error: BaseException, note: str = "") -> NoReturn:
+    failure = RankFailed(group.name, rank, phase, describe(error, group.log_file(rank)) + note)
+    group.fail(failure)
+    raise failure from None
+
+
+def _death_of(group: RankGroup, rank: int) -> BaseException:
+    ref = next(ref for ref, number in group.deaths.items() if number == rank)
+    try:
+        ray.get(ref)
+    except Exception as error:
+        return error
+    raise AssertionError(f"{group.name} rank {rank}: until_death returned")
+
+
+def _time_out(pending: Pending[Any]) -> NoReturn:
+    group = pending.group
+    stuck = [call.rank for call in pending.calls if not call.done]
+    answered = [call.rank for call in pending.calls if call.done]
+    seconds = time.monotonic() - pending.started
+    cause = f"no answer after {seconds:.0f} s from {_ranks(stuck)}"
+    if answered:
+        cause += f"; {_ranks(answered)} answered"
+    failure = RankTimeout(group.name, stuck[0], pending.phase, cause + _stacks(group, stuck))
+    group.fail(failure)
+    raise failure
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
+    """Where the stuck ranks stand, as far as they can still say it."""
+    if not group.deaths:
+        return ""
+    refs = {group.stacks(rank): rank for rank in stuck}
+    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=STACK_SECONDS)
+    texts = []
+    for ref in ready:
+        try:
+            texts.append(f"\n\nrank {refs[ref]} stands at\n{ray.get(ref)}")
+        except ray.exceptions.RayError:  # it is being given up on anyway
+            continue
+    return "".join(texts)

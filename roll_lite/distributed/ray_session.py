@@ -1,0 +1,239 @@
+"""The Ray cluster of a run: an existing one where an address names it, otherwise a private local one that leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from roll_lite.config.schema import RayConfig
+from roll_lite.distributed import session_guard
+from roll_lite.distributed.child_processes import keep_exit_codes
+from roll_lite.distributed.liveness import WATCH
+
+logger = logging.getLogger(__name__)
+
+SUPPORTED_RAY = ((2, 60), (2, 62))
+"""From the first to below the second: what placement, actor deaths and the settings below were tried with."""
+FOLDER_PREFIX = "rl-"
+OWNER_FILE = "owner"
+CONNECT_SECONDS = 10.0
+LONGEST_BASE = 40
+"""Ray appends up to 64 characters to the folder for its sockets, whose paths end at 107."""
+
+LOCAL_SETTINGS = {
+    # Children of a killed worker (an engine's own processes) die with it.
+    "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
+    # Each worker has an environment of its own, so that none started ahead would ever be used.
+    "enable_worker_prestart": False,
+    "prestart_worker_first_driver": False,
+}
+
+
+@dataclass(frozen=True)
+class RaySession:
+    address: str
+    started: bool
+    """False where the cluster was there before."""
+    log_folder: Path | None
+    """Where workers write what they print; None leaves it in Ray's own folder."""
+
+
+@contextmanager
+def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySession]:
+    """Attached to a cluster or with a cluster of our own for the time of the block. Nested sessions are refused."""
+    _check_version()
+    if ray.is_initialized():
+        raise RuntimeError("this process is connected to a Ray cluster already; one session at a time")
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("a Ray session starts in the main thread: its processes end with the thread that started them")
+    log_folder = run_folder.resolve() / "logs" if run_folder else None
+    address = config.address or os.environ.get("RAY_ADDRESS")
+    if address and address != "local":
+        with _attached(address) as found:
+            yield RaySession(found, started=False, log_folder=log_folder)
+    else:
+        with _local(config) as found:
+            yield RaySession(found, started=True, log_folder=log_folder)
+
+
+@contextmanager
+def _attached(address: str) -> Iterator[str]:
+    _check_address(address)
+    with _environment({"RAY_USAGE_STATS_ENABLED": "0"}):
+        try:
+            context = ray.init(address=address, log_to_driver=False, logging_level="error", runtime_env=_runtime_env())
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"no Ray cluster lets us in at {address} (ray.address, RAY_ADDRESS): {error}. "
+                "A cluster started with Ray's default settings asks for a token: set RAY_AUTH_MODE=token"
+            ) from error
+    keep_exit_codes()
+    try:
+        yield context.address_info["address"]
+    finally:
+        # Ends the job: Ray removes the actors and placement groups that it made, and nothing else.
+        _disconnect()
+
+
+def _check_address(address: str) -> None:
+    """Ray itself takes minutes to say that nobody listens."""
+    if "://" in address:
+        raise ValueError(
+            f"ray.address: {address!r} is a Ray Client address; start the run on a node of the cluster, with host:port or auto"
+        )
+    host, separator, port = address.rpartition(":")
+    if not separator:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ConnectionError(f"no Ray cluster answers at {address} (ray.address, RAY_ADDRESS): {error}") from error
+
+
+@contextmanager
+def _local(config: RayConfig) -> Iterator[str]:
+    folder = _make_folder()
+    mark = uuid.uuid4().hex
+    guard = _start_guard(folder, mark)
+    try:
+        with _environment({"RAY_USAGE_STATS_ENABLED": "0", session_guard.MARK: mark}, without=("RAY_ADDRESS",)):
+            context = ray.init(
+                address="local",
+                _temp_dir=str(folder),
+                include_dashboard=False,
+                object_store_memory=config.object_store_mb << 20,
+                log_to_driver=False,
+                logging_level="error",
+                # What workers and engines put into temporary files goes with the session, however it ends.
+                runtime_env=_runtime_env({"TMPDIR": str(folder)}),
+                _system_config=LOCAL_SETTINGS,
+            )
+        keep_exit_codes()
+        yield context.address_info["address"]
+    finally:
+        try:
+            _disconnect()
+        finally:
+            _dismiss(guard, folder)
+
+
+def _disconnect() -> None:
+    WATCH.forget_all()
+    ray.shutdown()
+
+
+def _check_version() -> None:
+    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
+    low, high = SUPPORTED_RAY
+    if not low <= version < high:
+        raise RuntimeError(f"Ray {ray.__version__} is not supported: {'.'.join(map(str, low))} up to below {'.'.join(map(str, high))} is")
+
+
+def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Workers import what the driver can import: a checkout that is not installed, a user's own reward functions.
+
+    On another node these folders exist only on a shared file system; where they do not, the installed package is used.
+    """
+    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
+    folders = [Path(path or ".").resolve() for path in sys.path]
+    own = [folder for folder in folders if folder.is_dir() and not any(folder.is_relative_to(place) for place in installed)]
+    return {
+        "env_vars": {"PYTHONPATH": os.pathsep.join(dict.fromkeys(map(str, own))), **(environment or {})},
+        "worker_process_setup_hook": f"{keep_exit_codes.__module__}.{keep_exit_codes.__name__}",
+    }
+
+
+@contextmanager
+def _environment(values: Mapping[str, str], without: tuple[str, ...] = ()) -> Iterator[None]:
+    """For the processes that Ray starts in the block."""
+    names = [*values, *without]
+    before = {name: os.environ.get(name) for name in names}
+    for name in without:
+        os.environ.pop(name, None)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+# ---------------------------------------------------------------- the private folder and its guard
+
+
+def _make_folder() -> Path:
+    base = Path(tempfile.gettempdir())
+    if len(str(base)) > LONGEST_BASE:
+        base = Path("/tmp")
+    _purge(base)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))
+    (folder / OWNER_FILE).write_text(_identity(os.getpid()))
+    return folder
+
+
+def _identity(process: int) -> str:
+    """Names a process once and for all: numbers are used again, and count anew in every container."""
+    start_tick = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{process} {start_tick} {_process_namespace()}"
+
+
+def _process_namespace() -> str:
+    return str(Path("/proc/self/ns/pid").readlink())
+
+
+def _purge(base: Path) -> None:
+    """Folders whose owner was killed together with its guard."""
+    for folder in base.glob(FOLDER_PREFIX + "*"):
+        try:
+            owner = (folder / OWNER_FILE).read_text()
+            process, _, namespace = owner.split(" ")
+        except (OSError, ValueError):
+            continue
+        if namespace != _process_namespace():
+            continue
+        if not _is_alive(int(process), owner):
+            logger.info("removing %s, left behind by process %s", folder, process)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_alive(process: int, identity: str) -> bool:
+    try:
+        return _identity(process) == identity
+    except FileNotFoundError:
+        return False
+
+
+def _start_guard(folder: Path, mark: str) -> subprocess.Popen[bytes]:
+    # -I -S: nothing but the standard library, which starts in a few hundredths of a second. A session of its own: Ctrl-C is not for it.
+    command = [sys.executable, "-I", "-S", session_guard.__file__, str(os.getpid()), mark, str(folder)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+
+
+def _dismiss(guard: subprocess.Popen[bytes], folder: Path) -> None:
+    """The guard makes sure that all processes are gone and removes the folder."""
+    assert guard.stdin is not None
+    try:
+        guard.stdin.write(b".")
+        guard.stdin.close()
+        guard.wait(session_guard.PATIENCE_SECONDS + 5)
+    except (BrokenPipeError, subprocess.TimeoutExpired):
+        logger.warning("the guard of the Ray session did not end as it should; removing %s without it", folder)
+        shutil.rmtree(folder, ignore_errors=True)

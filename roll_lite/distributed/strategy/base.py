@@ -1,0 +1,243 @@
+"""The two interfaces behind which training frameworks and inference engines stand.
+
+Neither knows Ray: a train strategy runs wherever RANK, WORLD_SIZE and a rendezvous are given (a Ray worker, torchrun,
+a spawned process), an inference strategy wherever an asyncio loop runs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
+from roll_lite.data.proto import DataProto
+from roll_lite.data.samples import Completion, GenerationRequest
+
+# ---------------------------------------------------------------- training
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Where a rank stands. Head ranks (tensor rank 0, context rank 0, last pipeline stage) return results, one per data-parallel rank."""
+
+    rank: int
+    world_size: int
+    data_rank: int
+    data_size: int
+    tensor_rank: int
+    pipeline_rank: int
+    context_rank: int
+    is_head: bool
+
+
+class StateGroup(StrEnum):
+    """What can be moved out of device memory, each on its own."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+
+
+LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""Returns the micro-batch's share of the loss, sum(weight * token loss), with weights from global counts, so that shares
+add up over micro-batches and ranks; and metric sums, each a tensor that adds up the same way."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Of one optimizer step. The same on every rank."""
+
+    metrics: dict[str, float]
+    """Metric sums over all micro-batches and data-parallel ranks."""
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool = False
+    """The gradient was not finite, the weights were left alone."""
+
+
+@dataclass(frozen=True)
+class ExportedTensor:
+    """One tensor of the Hugging Face checkpoint and who can produce it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+    """Rank that ends up with the full tensor when it is exported (the lowest one that takes part)."""
+    bucket: int
+    """Tensors of a bucket travel together; a bucket has one owner."""
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    tensors: tuple[ExportedTensor, ...]
+
+    def buckets(self) -> list[list[ExportedTensor]]:
+        grouped: dict[int, list[ExportedTensor]] = {}
+        for tensor in self.tensors:
+            grouped.setdefault(tensor.bucket, []).append(tensor)
+        return [grouped[number] for number in sorted(grouped)]
+
+
+class ForwardStrategy(ABC):
+    """A model spread over the ranks of one cluster, for forward passes. Every method is called on every rank, in the same order."""
+
+    layout: RankLayout
+
+    @abstractmethod
+    def initialize(self) -> None:
+        """Join the process group that the caller has made, build the model, load its weights."""
+
+    @abstractmethod
+    def forward(self, batch: DataProto, outputs: Sequence[str], temperature: float, micro_batch_size: int) -> DataProto | None:
+        """`outputs`: of log_probs, entropy, distribution; with a value head of values, final_value. Columns under those names on head
+        ranks, None elsewhere. No gradient.
+
+        Where the batch has the column kept_ids, here and in train_step, every softmax goes over those tokens only (and the target)."""
+
+    @abstractmethod
+    def load(self, groups: Iterable[StateGroup]) -> None:
+        """Bring state groups back to the device; groups that are there already are left alone."""
+
+    @abstractmethod
+    def offload(self, groups: Iterable[StateGroup]) -> None:
+        """Free the device memory of state groups, keeping their contents in host memory (gradients are dropped)."""
+
+
+class TrainStrategy(ForwardStrategy):
+    """One that can train as well."""
+
+    @abstractmethod
+    def train_step(
+        self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], temperature: float, micro_batch_size: int
+    ) -> TrainResult:
+        """One optimizer step on this data-parallel rank's rows of a mini-batch (possibly none)."""
+
+    @abstractmethod
+    def export_plan(self, bucket_bytes: int) -> ExportPlan:
+        """What the model looks like as a Hugging Face checkpoint. The same on every rank; made once."""
+
+    @abstractmethod
+    def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
+        """Gather one bucket: the tensors on its owner, None on other ranks."""
+
+    @abstractmethod
+    def save_checkpoint(self, folder: Path) -> None:
+        """Weights, optimizer, learning-rate schedule, RNG."""
+
+    @abstractmethod
+    def load_checkpoint(self, folder: Path) -> None: ...
+
+    @abstractmethod
+    def save_hf(self, folder: Path) -> None:
+        """The weights as Hugging Face safetensors with config and tokenizer."""
+
+
+# ---------------------------------------------------------------- inference
+
+
+class PauseMode(StrEnum):
+    ABORT = "abort"
+    """End running requests with what they have."""
+    KEEP = "keep"
+    """Freeze running requests; they go on after resume."""
+    WAIT = "wait"
+    """Admit nothing new and let running requests finish."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do here; asked, never guessed."""
+
+    keep_mask: bool
+    """Can return which tokens survived truncation; for which sampling says config.keep_mask."""
+    frees_memory: bool
+    """load/offload really give memory back."""
+    pause_modes: frozenset[PauseMode]
+
+
+@dataclass(frozen=True)
+class TransferEndpoint:
+    """How an engine's workers join the group over which weights travel."""
+
+    transport: str
+    host: str
+    port: int
+    world_size: int
+    first_rank: int
+    """Rank of the engine's first worker in the transfer group; trainers hold the ranks below."""
+    senders: int = 1
+    """Trainer ranks that send: transfer ranks 0 to senders - 1."""
+    timeout_s: float = 300.0
+    """Time after which a missing peer is an error."""
+
+
+@dataclass(frozen=True)
+class EngineHealth:
+    alive: bool
+    version: int
+    running: int
+    waiting: int
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class InferenceStrategy(ABC):
+    """One engine replica."""
+
+    capabilities: Capabilities
+
+    @abstractmethod
+    async def initialize(self) -> None: ...
+
+    @abstractmethod
+    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+        """Completions in the order in which they finish, one for each request, also for failed and aborted ones."""
+
+    @abstractmethod
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End requests with the tokens they have (all where None); unknown ones are ignored."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    @abstractmethod
+    async def connect_weights(self, endpoint: TransferEndpoint) -> None:
+        """Join the transfer group; once per connection. Collective with the trainers."""
+
+    @abstractmethod
+    async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
+        """Check every name and shape against the model (ValueError before anything is touched) and get ready to receive."""
+
+    @abstractmethod
+    async def receive_bucket(self, tensors: Sequence[ExportedTensor]) -> None:
+        """Take part in the transfer of one bucket and load it."""
+
+    @abstractmethod
+    async def finish_weight_update(self, version: int) -> None:
+        """Make the new weights the ones that generate; clear prefix caches."""
+
+    @abstractmethod
+    async def weight_checksums(self) -> dict[str, str]:
+        """Checksum by Hugging Face name, comparable with `weight_sync.checksum` of the trainer's tensors."""
+
+    @abstractmethod
+    async def load(self) -> None: ...
+
+    @abstractmethod
+    async def offload(self) -> None: ...
+
+    @abstractmethod
+    async def health(self) -> EngineHealth: ...
+
+    @abstractmethod
+    async def shutdown(self) -> None: ...

@@ -1,0 +1,97 @@
+"""HfRewardStrategy: a sequence-classification model on Hugging Face transformers, one whole copy on each rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roll_lite.data.microbatch import micro_batches
+from roll_lite.data.proto import DataProto
+from roll_lite.distributed.strategy.base import ForwardStrategy, RankLayout, StateGroup
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OUTPUTS = ["final_value"]
+
+
+class HfRewardStrategy(ForwardStrategy):
+    """The caller has set RANK and WORLD_SIZE (LOCAL_RANK on GPUs). No process group: ranks know nothing of each other."""
+
+    def __init__(self, path: Path, dtype: str, *, path_key: str = "path") -> None:
+        """`path_key`: where the YAML names the folder."""
+        self._path = path
+        self._dtype = DTYPES[dtype]
+        self._key = path_key
+
+    def initialize(self) -> None:
+        from transformers import AutoModelForSequenceClassification
+
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.layout = RankLayout(rank, size, data_rank=rank, data_size=size, tensor_rank=0, pipeline_rank=0, context_rank=0, is_head=True)
+        self.device = _local_device()
+        try:
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                self._path, dtype=self._dtype, local_files_only=True, output_loading_info=True
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self._key}: {self._path}: {error}") from error
+        if report["missing_keys"]:  # transformers would fill them with random numbers
+            missing = ", ".join(sorted(report["missing_keys"])[:5])
+            raise ValueError(f"{self._key}: {self._path} is no reward model: it lacks {missing}")
+        if model.config.num_labels != 1:
+            raise ValueError(f"{self._key}: {self._path} has {model.config.num_labels} labels; a reward model has one output")
+        self._model = model.eval().requires_grad_(False).to(self.device)
+
+    def forward(self, batch: DataProto, outputs: Sequence[str], temperature: float, micro_batch_size: int) -> DataProto | None:
+        """`outputs` is final_value, the model's output after each row's last token; nothing here depends on the temperature."""
+        if list(outputs) != OUTPUTS:
+            raise ValueError(f"outputs {list(outputs)}: a reward model has {', '.join(OUTPUTS)}")
+        scores = [torch.empty(0)]
+        with torch.inference_mode():
+            for rows, micro in micro_batches(batch.select(["input_ids"]), micro_batch_size):
+                scores.append(self._scores(micro.columns["input_ids"], batch.lengths[rows]).to("cpu", torch.float32))
+        return DataProto({"final_value": torch.cat(scores)})
+
+    def _scores(self, input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """[B, T] padded on the right to [B]."""
+        batch, width = input_ids.shape
+        mask = (torch.arange(width) < lengths[:, None]).to(self.device)
+        inputs = {"input_ids": input_ids.to(self.device), "attention_mask": mask.long()}
+        if not hasattr(self._model, "score"):  # an encoder, which pools in its own way
+            return self._model(**inputs).logits.squeeze(-1)
+        # The models' own pooling looks for the last token that is not the padding token, and refuses batches where none is declared.
+        hidden = self._model.base_model(**inputs, **self._no_cache()).last_hidden_state
+        ends = hidden[torch.arange(batch, device=self.device), (lengths - 1).to(self.device)]
+        return self._head(ends).squeeze(-1)
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """In float32, as Megatron's: bfloat16 would round scores to two or three digits, and groups are compared by the rest."""
+        head = self._model.score
+        if not isinstance(head, torch.nn.Linear):
+            return head(hidden)
+        bias = None if head.bias is None else head.bias.float()
+        return torch.nn.functional.linear(hidden.float(), head.weight.float(), bias)
+
+    def _no_cache(self) -> dict[str, Any]:
+        return {"use_cache": False} if hasattr(self._model.config, "use_cache") else {}
+
+    def load(self, groups: Iterable[StateGroup]) -> None:
+        if StateGroup.WEIGHTS in set(groups):
+            self._model.to(self.device)
+
+    def offload(self, groups: Iterable[StateGroup]) -> None:
+        if StateGroup.WEIGHTS in set(groups):
+            self._model.to("cpu")
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _local_device() -> torch.device:
+    """The GPU that LOCAL_RANK names, which becomes the current one; the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,5 @@
+"""Training on Megatron-Core. Importing this package prepares megatron.core for machines without CUDA; the strategy is in `strategy`."""
+
+from roll_lite.distributed.strategy.megatron import cpu_hook
+
+cpu_hook.install()

@@ -1,0 +1,155 @@
+"""Checkpoints in Megatron's torch_dist format: weights, optimizer, learning-rate schedule; and the random numbers of every rank.
+
+Tensors are stored with their place in the whole, so that another layout can load them. The random numbers belong to ranks: they are
+restored when the layout is the same and start afresh otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.distributed import DistributedDataParallel
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as write_state
+
+from roll_lite.distributed.strategy.base import RankLayout
+from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
+
+STATE_FOLDER = "state"
+_FORMAT = {
+    # The only one that can be loaded under another number of tensor and pipeline ranks.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def save_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, folder: Path) -> None:
+    """Collective; the folder is shared by all nodes."""
+    state_folder = folder / STATE_FOLDER
+    state_folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = _sharded_state(chunks, optimizer, loading=False)
+    dist_checkpointing.save(state, str(state_folder), _InProcessSave("torch_dist", 1))
+    torch.save({"layout": _identity(layout), "random": _random_state()}, _rank_file(folder, layout.rank))
+    dist.barrier()
+
+
+def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, folder: Path) -> None:
+    """Collective. Learning rate, betas and weight decay stay those of the configuration."""
+    state_folder = folder / STATE_FOLDER
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(state_folder)):
+        raise ValueError(f"checkpoint.resume: {folder} is not a complete checkpoint of this strategy ({state_folder} is not readable)")
+    state = dist_checkpointing.load(_sharded_state(chunks, optimizer, loading=True), str(state_folder))
+    for name, chunk in _named_chunks(chunks):
+        chunk.load_state_dict(state[name])
+    if optimizer is not None:
+        _load_optimizer(optimizer, state)
+    own = _rank_file(folder, layout.rank)
+    if own.is_file():
+        saved = torch.load(own, weights_only=True)
+        if saved["layout"] == _identity(layout):
+            _restore_random_state(saved["random"])
+
+
+# ---------------------------------------------------------------- what is stored
+
+
+def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: bool) -> dict[str, Any]:
+    metadata = {**_FORMAT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state: dict[str, Any] = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(chunks)}
+    if optimizer is not None:
+        weights = {name: state[name] for name, _ in _named_chunks(chunks)}
+        only = weights["model"] if len(chunks) == 1 else weights
+        state["optimizer"] = optimizer.megatron.sharded_state_dict(only, is_loading=loading, metadata=metadata)
+        state["schedule"] = optimizer.scheduler.state_dict()
+    return state
+
+
+def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
+    bare = [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in chunks]
+    return [("model" if len(bare) == 1 else f"model{number}", chunk) for number, chunk in enumerate(bare)]
+
+
+class _InProcessSave(TorchDistSaveShardedStrategy):
+    """Upstream's save forks writers and spawns a manager process even for a synchronous save. Under Ray, with gloo's and CUDA's
+    threads running, forks can hang; torch's own writer stores the same format from this process."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        write_state(
+            mcore_to_pyt_state_dict(flat, False),
+            storage_writer=FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
+        )
+
+
+# ---------------------------------------------------------------- the optimizer's traps
+
+
+def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    configured = [
+        [{key: group[key] for key in group if key not in ("params", "step")} for group in part.param_groups] for part in optimizer.parts
+    ]
+    for part in optimizer.parts:
+        if hasattr(part, "_set_main_param_and_optimizer_states"):
+            part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
+    # Optimizers that are not distributed store their step count only once it is above zero, and cannot load a state without one.
+    replicated = state["optimizer"].get("optimizer", state["optimizer"])
+    if "state" in replicated:
+        replicated["state"].setdefault("common_step", torch.tensor(0.0))
+    optimizer.megatron.load_state_dict(state["optimizer"])
+    for part, groups in zip(optimizer.parts, configured, strict=True):
+        for group, settings in zip(part.param_groups, groups, strict=True):
+            group.update(settings)
+    optimizer.own_steps()
+    optimizer.scheduler.num_steps = 0
+    optimizer.scheduler.step(increment=state["schedule"]["num_steps"])
+
+
+def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+    """DistributedOptimizer._set_main_param_and_optimizer_states of Megatron-Core 0.16 looks up every state of torch's AdamW in what was
+    loaded, also `step`, which is stored with the parameter groups: KeyError."""
+    group, place = self.model_param_group_index_map[model_param]
+    main = self.optimizer.param_groups[group]["params"][place]
+    states = self.optimizer.state[main]
+    for name, loaded in tensors.items():
+        (main if name == "param" else states[name]).copy_(loaded)
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def _rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:05d}.pt"
+
+
+def _identity(layout: RankLayout) -> dict[str, int | bool]:
+    return asdict(layout)
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "host": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "streams": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_random_state(saved: dict[str, Any]) -> None:
+    torch.set_rng_state(saved["host"])
+    if saved["device"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(saved["streams"])

@@ -1,0 +1,135 @@
+"""What rewritten Megatron-Core code finds in place of `torch.cuda` on a machine without CUDA: the same names, acting on the CPU.
+
+Only what the training path touches; anything else is an AttributeError, which is what it should be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+FloatTensor = torch.FloatTensor
+HalfTensor = torch.HalfTensor
+BFloat16Tensor = torch.BFloat16Tensor
+OutOfMemoryError = torch.OutOfMemoryError
+
+
+def current_device() -> torch.device:
+    return torch.device("cpu")
+
+
+def device_count() -> int:
+    return 1
+
+
+def is_available() -> bool:
+    return False
+
+
+def set_device(device: Any) -> None:
+    """There is only one."""
+
+
+def synchronize(device: Any = None) -> None:
+    """CPU work is done when the call returns."""
+
+
+def empty_cache() -> None:
+    """The CPU allocator keeps no cache of ours."""
+
+
+# Random numbers: Megatron's "CUDA" streams of random numbers are streams of the CPU's generator.
+
+
+class _DefaultGenerators:
+    def __getitem__(self, index: Any) -> torch.Generator:
+        return torch.default_generator
+
+
+default_generators = _DefaultGenerators()
+
+
+def manual_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    torch.set_rng_state(state)
+
+
+class random:
+    get_rng_state = staticmethod(get_rng_state)
+
+
+def _lazy_init() -> None:
+    """There is no driver to start."""
+
+
+def _lazy_call(callback: Callable[[], None]) -> None:
+    callback()
+
+
+@contextlib.contextmanager
+def device(index: Any) -> Iterator[None]:
+    yield
+
+
+# Streams and events: one queue that is always finished.
+
+
+class Stream:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Stream | None = None) -> None: ...
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+
+ExternalStream = Stream
+_stream = Stream()
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _stream
+
+
+def default_stream(device: Any = None) -> Stream:
+    return _stream
+
+
+@contextlib.contextmanager
+def stream(which: Stream | None) -> Iterator[None]:
+    yield
+
+
+class nvtx:
+    @staticmethod
+    def range_push(message: str) -> None: ...
+
+    @staticmethod
+    def range_pop() -> None: ...
+
+
+class amp:
+    @staticmethod
+    def custom_fwd(function: Any) -> Any:
+        return function
+
+    @staticmethod
+    def custom_bwd(function: Any) -> Any:
+        return function

@@ -1,0 +1,147 @@
+"""Megatron-Core on a machine without CUDA: the one seam where its version matters.
+
+Megatron-Core 0.16 names CUDA throughout (devices, streams, random numbers, tensor type strings) although little of the training
+path needs it. `install()` puts an import hook in front of `megatron.core` that rewrites the source of the modules listed here as
+they are imported. Nothing on disk changes, torch stays as it is, and where CUDA is available nothing happens at all.
+
+Every module has the number of rewrites it must come to. Another number means that upstream changed: the import fails and names
+the module, so that somebody reads the change instead of running it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.metadata import version
+
+import torch
+
+from roll_lite.distributed.strategy.megatron import cpu_device
+
+SUPPORTED = ((0, 16, 1), (0, 17, 0))
+"""First supported version of megatron-core and the first that is not."""
+
+_STAND_IN = "_roll_lite_cpu_device"
+"""Name under which a rewritten module finds cpu_device. It is put into the module's namespace, so no line number moves."""
+
+
+@dataclass(frozen=True)
+class _Rewrite:
+    pattern: re.Pattern[str]
+    replacement: str | Callable[[re.Match[str]], str]
+
+
+_REWRITES = (
+    # optimizer.py, distrib_optimizer.py and clip_grads.py tell parameters apart by the type string of CUDA tensors.
+    _Rewrite(re.compile(r"""(['"])torch\.cuda\.(Half|Float|BFloat16)Tensor"""), r"\1torch.\2Tensor"),
+    # tensor_parallel/random.py takes private helpers that queue work until the CUDA driver starts, which never happens.
+    _Rewrite(re.compile(r"from torch\.cuda import"), f"from {cpu_device.__name__} import"),
+    # Copies to the device (grad_scaler.py, optimizer.py, language_module.py, rope_utils.py, ...): .cpu() is the same for host tensors.
+    _Rewrite(re.compile(r"\.cuda\((?:non_blocking=True|torch\.cuda\.current_device\(\))?\)"), ".cpu()"),
+    # Everything else that is called on torch.cuda: current_device, synchronize, streams, RNG states, nvtx ranges.
+    _Rewrite(re.compile(r"\btorch\.cuda\."), f"{_STAND_IN}."),
+    # Device literals: torch.zeros(..., device="cuda"), custom_fwd(device_type="cuda"), ...
+    _Rewrite(re.compile(r"""(['"])cuda\1"""), '"cpu"'),
+    # Pinned host memory exists only beside a GPU.
+    _Rewrite(re.compile(r"\bpin_memory=True"), "pin_memory=False"),
+    _Rewrite(re.compile(r"\.cpu\(\)\.pin_memory\(\)"), ".cpu()"),
+    # jit.py compiles small fusions with torch.compile: minutes of C++ compiler for tiny tensors on a CPU.
+    _Rewrite(re.compile(r"jit_fuser = torch\.compile"), "jit_fuser = noop_decorator"),
+)
+
+EXPECTED: dict[str, int] = {
+    "dist_checkpointing.exchange_utils": 7,
+    "dist_checkpointing.strategies.async_utils": 5,
+    "dist_checkpointing.strategies.filesystem_async": 1,
+    "dist_checkpointing.strategies.fully_parallel": 3,
+    "dist_checkpointing.strategies.state_dict_saver": 2,
+    "distributed.distributed_data_parallel": 8,
+    "distributed.param_and_grad_buffer": 8,
+    "jit": 1,
+    "models.common.embeddings.rope_utils": 2,
+    "models.common.embeddings.rotary_pos_embedding": 3,
+    "models.common.language_module.language_module": 1,
+    "models.gpt.gpt_model": 1,
+    "optimizer.clip_grads": 6,
+    "optimizer.distrib_optimizer": 11,
+    "optimizer.grad_scaler": 5,
+    "optimizer.optimizer": 14,
+    "parallel_state": 5,
+    "pipeline_parallel.p2p_communication": 8,
+    "pipeline_parallel.schedules": 4,
+    "pipeline_parallel.utils": 13,
+    "tensor_parallel.layers": 14,
+    "tensor_parallel.mappings": 5,
+    "tensor_parallel.random": 20,
+    "tensor_parallel.utils": 2,
+    "timers": 3,
+    "transformer.attention": 1,
+    "transformer.mlp": 2,
+    "transformer.module": 4,
+    "transformer.transformer_layer": 2,
+    "transformer.utils": 2,
+    "utils": 32,
+}
+"""Rewrites by module below megatron.core. What is not listed is imported as it is."""
+
+
+def install() -> None:
+    """Put the hook in place; must run before the first import of megatron.core. Repeated calls do nothing."""
+    _check_version()
+    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    early = sorted(name for name in sys.modules if name.startswith("megatron.core"))
+    if early:
+        raise RuntimeError(f"megatron.core was imported ({early[0]}) before roll_lite could prepare it for a machine without CUDA")
+    sys.meta_path.insert(0, _Finder())
+
+
+def rewrite(module: str, source: str) -> str:
+    """The source of megatron.core.<module> without CUDA."""
+    count = 0
+    for rule in _REWRITES:
+        source, found = rule.pattern.subn(rule.replacement, source)
+        count += found
+    if count != EXPECTED[module]:
+        raise ImportError(
+            f"megatron.core.{module}: {count} places needed rewriting for a machine without CUDA, expected {EXPECTED[module]}: "
+            f"megatron-core {version('megatron-core')} differs from the version that {__name__} was written for"
+        )
+    return source
+
+
+def _check_version() -> None:
+    found = version("megatron-core")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
+    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
+        low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
+        raise ImportError(f"megatron-core {found} is installed; roll_lite supports {low} up to but not including {high}")
+
+
+class _Finder(MetaPathFinder):
+    """Hands the listed modules to a loader of our own; the rest of megatron.core is found as always."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
+        if fullname.removeprefix("megatron.core.") not in EXPECTED or not fullname.startswith("megatron.core."):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.origin is None:
+            return None
+        spec.loader = _Loader(fullname, spec.origin)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname: str) -> types.CodeType:
+        """Always from the source: cached bytecode is that of the unchanged module."""
+        source = self.get_data(self.path).decode()
+        return compile(rewrite(fullname.removeprefix("megatron.core."), source), self.path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        setattr(module, _STAND_IN, cpu_device)
+        super().exec_module(module)

@@ -1,0 +1,134 @@
+"""Between padded micro-batches and the model's flat view of them: only the positions that count reach the model's head."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from roll_lite.data.keys import KEYS, Kind
+from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
+from roll_lite.data.proto import Column, DataProto
+from roll_lite.data.ragged import Ragged
+from roll_lite.distributed.strategy.megatron.distribution import distribution
+from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entropy
+
+KEPT = "kept_ids"
+"""The column that says which tokens a softmax goes over. It is for the head; losses do not see it."""
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """A micro-batch on the device, ready for the model."""
+
+    input_ids: torch.Tensor
+    """[B, T]"""
+    positions: torch.Tensor
+    """[N] t * B + b of the positions whose next token counts: where they stand in the model's [T, B, hidden]. Behind them [B], the last
+    position of each row, where final_value is asked for."""
+    slots: torch.Tensor
+    """[N] b * (T - 1) + t: where their results go in [B, T - 1]."""
+    targets: torch.Tensor
+    """[N] the tokens that follow."""
+    micro_batch: MicroBatch
+    """For the loss; without rows where this input only keeps step with other ranks."""
+    kept: torch.Tensor | None = None
+    """[N, K] the column kept_ids, where the batch has it."""
+
+
+def model_input(
+    micro_batch: MicroBatch, device: torch.device, columns: Collection[str] | None = None, lengths: torch.Tensor | None = None
+) -> ModelInput:
+    """Positions are worked out on the host, so that the device is never waited for. `columns`: those to bring along; all where None.
+    `lengths` [B] tokens of the rows, for the values of their ends."""
+    input_ids, mask = micro_batch.columns["input_ids"], micro_batch.mask
+    batch, transitions = mask.shape
+    slots = mask.reshape(-1).nonzero().squeeze(1)
+    row, step = slots // transitions, slots % transitions
+    targets = input_ids[:, 1:].reshape(-1).index_select(0, slots)
+    positions = step * batch + row
+    if lengths is not None:
+        positions = torch.cat([positions, (lengths - 1) * batch + torch.arange(batch)])
+    kept = micro_batch.columns.get(KEPT)
+    wanted = {name: column for name, column in micro_batch.columns.items() if (columns is None or name in columns) and name != KEPT}
+    on_device = {name: _to(column, device) for name, column in wanted.items()}
+    return ModelInput(
+        input_ids=on_device["input_ids"] if "input_ids" in on_device else _to(input_ids, device),
+        positions=_to(positions, device),
+        slots=_to(slots, device),
+        targets=_to(targets, device),
+        micro_batch=MicroBatch(on_device, _to(mask, device)),
+        kept=_to(kept.flatten(0, 1).index_select(0, slots), device) if kept is not None else None,
+    )
+
+
+def idle_input(batch: DataProto, width: int, device: torch.device) -> ModelInput:
+    """One row of padding for the model, no rows for the loss: a rank that has run out of micro-batches keeps step with the others.
+
+    The loss sees the columns of `batch` with no rows.
+    """
+    widths = {Kind.ROW: (), Kind.TOKENS: (width,), Kind.TRANSITIONS: (width - 1,)}
+    columns = {
+        name: torch.zeros((0, *widths[KEYS[name].kind], *_entry_shape(column)), dtype=KEYS[name].dtype, device=device)
+        for name, column in batch.columns.items()
+        if KEYS[name].kind in widths and name != KEPT
+    }
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    no_rows = MicroBatch(columns, torch.zeros(0, width - 1, dtype=torch.bool, device=device))
+    return ModelInput(torch.zeros(1, width, dtype=torch.int64, device=device), nothing, nothing, nothing, no_rows)
+
+
+def outputs_of(
+    result: torch.Tensor, given: ModelInput, outputs: Sequence[str], temperature: float, vocab_size: int, group: dist.ProcessGroup
+) -> MicroBatchOutputs:
+    """What the model's last stage returned, as the padded columns that losses read; 0 where the mask is 0."""
+    shape = (given.micro_batch.mask.shape[0], given.input_ids.shape[1] - 1)
+    if set(outputs) & {"values", "final_value"}:
+        values, ends = result.split([len(given.slots), len(result) - len(given.slots)])
+        return MicroBatchOutputs(
+            values=_scatter(values, given.slots, shape) if "values" in outputs else None,
+            final_value=ends if "final_value" in outputs else None,
+        )
+    arguments = (result, given.targets, temperature, vocab_size, group)
+    found = MicroBatchOutputs()
+    if "distribution" in outputs:
+        found = replace(found, distribution=_scatter(distribution(*arguments, kept=given.kept), given.slots, shape))
+    if set(outputs) & {"log_probs", "entropy"}:
+        log_probs, entropy = log_probs_and_entropy(*arguments, entropy="entropy" in outputs, kept=given.kept)
+        found = replace(
+            found,
+            log_probs=_scatter(log_probs, given.slots, shape) if "log_probs" in outputs else None,
+            entropy=_scatter(entropy, given.slots, shape) if entropy is not None else None,
+        )
+    return found
+
+
+def to_host(outputs: MicroBatchOutputs) -> MicroBatchOutputs:
+    """What is too large to stay on the device until the last micro-batch is done."""
+    return outputs if outputs.distribution is None else replace(outputs, distribution=outputs.distribution.cpu())
+
+
+def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = False) -> None:
+    known = ("values", "final_value")[: 1 if training else 2] if value_head else ("log_probs", "entropy", "distribution")
+    unknown = [name for name in outputs if name not in known]
+    if unknown or not outputs:
+        raise ValueError(f"outputs {list(outputs)}: a model {'with' if value_head else 'without'} value head has {', '.join(known)}")
+
+
+def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """[N, ...] to [B, T - 1, ...], differentiable."""
+    entry = flat.shape[1:]
+    return flat.new_zeros(shape[0] * shape[1], *entry).index_copy(0, slots, flat).view(*shape, *entry)
+
+
+def _entry_shape(column: Column) -> tuple[int, ...]:
+    return tuple(column.values.shape[1:]) if isinstance(column, Ragged) else ()
+
+
+def _to(tensor: torch.Tensor, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return tensor
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,115 @@
+"""Reading a Hugging Face checkpoint into the model: every rank reads only its own cuts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from roll_lite.config.hf_config import HfConfig
+from roll_lite.distributed.strategy.megatron import value_head
+from roll_lite.distributed.strategy.megatron.hf_mapping import LM_HEAD, Binding, Entry, checkpoint_names, join
+from roll_lite.distributed.strategy.megatron.value_head import ValueInit
+
+_HARMLESS = ("rotary_emb.inv_freq",)
+"""Ends of names that old checkpoints carry although they are computed."""
+
+
+class HfCheckpoint:
+    """The safetensors of a folder, in one file or several."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        """`key`: where the YAML names the folder."""
+        self.folder = folder
+        self.named = f"{key}: {folder}"
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif (folder / "model.safetensors").is_file():
+            with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), "model.safetensors")
+        else:
+            raise ValueError(f"{self.named} holds neither model.safetensors nor model.safetensors.index.json")
+        self._open: dict[str, Any] = {}
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def slice(self, name: str) -> Any:
+        """A lazy view of a tensor; indexing it reads."""
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = safe_open(str(self.folder / file), framework="pt")
+        return self._open[file].get_slice(name)
+
+
+def load_weights(
+    bindings: Sequence[Binding],
+    hf: HfConfig,
+    folder: Path,
+    tensor_rank: int,
+    tensor_size: int,
+    value_init: ValueInit | None,
+    key: str = "model.path",
+) -> None:
+    """Fill every parameter. value_init is None for a language model. Missing, unknown and misshapen tensors are a ValueError."""
+    checkpoint = HfCheckpoint(folder, key)
+    fresh = {value_head.HF_NAME} if value_init == "actor" else set()
+    missing = sorted({name for binding in bindings for name in binding.hf} - checkpoint.names - fresh)
+    if missing:
+        hint = f"; critic.init {value_init!r} needs a checkpoint with a value head" if value_head.HF_NAME in missing else ""
+        raise ValueError(f"{checkpoint.named} lacks {_listed(missing)}{hint}")
+    _refuse_unknown(checkpoint, hf, value_init is not None)
+    with torch.no_grad():
+        for binding in bindings:
+            if fresh.issuperset(binding.hf):
+                continue  # the head of a new critic is zero
+            if binding.entry.vocabulary and (rows := checkpoint.slice(binding.hf[0]).get_shape()[0]) != hf.vocab_size:
+                raise ValueError(f"{checkpoint.named}: {binding.hf[0]} has {rows} rows, config.json says vocab_size {hf.vocab_size}")
+            cuts = [_read(checkpoint, name, binding.entry, tensor_rank, tensor_size) for name in binding.hf]
+            local = join(binding.entry, cuts, hf)
+            _copy(binding, local, checkpoint)
+
+
+def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, tensor_rank: int, tensor_size: int) -> torch.Tensor:
+    """This rank's cut of a tensor."""
+    view = checkpoint.slice(name)
+    if entry.cut is None:
+        return view[:]
+    size = view.get_shape()[entry.cut]
+    share = -(-size // tensor_size)
+    if share * tensor_size != size and not entry.vocabulary:
+        raise ValueError(f"{checkpoint.named}: {name} has {size} rows, not divisible by tensor_parallel {tensor_size}")
+    start, stop = min(share * tensor_rank, size), min(share * (tensor_rank + 1), size)
+    return view[start:stop] if entry.cut == 0 else view[:, start:stop]
+
+
+def _copy(binding: Binding, local: torch.Tensor, checkpoint: HfCheckpoint) -> None:
+    parameter: torch.Tensor = binding.parameter
+    if binding.entry.vocabulary:
+        parameter[local.shape[0] :].zero_()  # rows that only pad the vocabulary
+        parameter = parameter[: local.shape[0]]
+    if parameter.shape != local.shape:
+        raise ValueError(
+            f"{checkpoint.named}: {' + '.join(binding.hf)} make up a tensor of shape {tuple(local.shape)} on this rank, "
+            f"config.json says {tuple(parameter.shape)}"
+        )
+    parameter.copy_(local, non_blocking=True)
+
+
+def _refuse_unknown(checkpoint: HfCheckpoint, hf: HfConfig, value_model: bool) -> None:
+    """Every tensor of the checkpoint must have a place: in a layer that exists, or outside the layers."""
+    known = checkpoint_names(hf)
+    harmless = {value_head.HF_NAME, *LM_HEAD.hf} if value_model else set(LM_HEAD.hf) if hf.tied_embeddings else set()
+    unknown = sorted(name for name in checkpoint.names - known - harmless if not name.endswith(_HARMLESS))
+    if unknown:
+        raise ValueError(f"{checkpoint.named} has tensors that a {hf.family} model has no place for: {_listed(unknown)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,132 @@
+"""Which Hugging Face tensors make up which Megatron tensor: one table, read in both directions.
+
+Tensor parallelism cuts every Hugging Face tensor evenly along one dimension; a rank's Megatron tensor is put together from its cuts
+alone. So a rank reads only its cuts, and exporting is taking the local tensor apart and joining the cuts of all tensor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from roll_lite.config.hf_config import HfConfig
+from roll_lite.distributed.strategy.megatron import value_head
+
+if TYPE_CHECKING:
+    from roll_lite.distributed.strategy.megatron.model import RollModel
+
+
+class Layout(Enum):
+    PLAIN = "one tensor"
+    STACKED = "one after the other (gate above up)"
+    GROUPED = "query, key, value interleaved by key/value head: the queries of a group, its key, its value"
+
+
+@dataclass(frozen=True)
+class Entry:
+    megatron: str
+    """Name in the Megatron model, below `decoder.layers.<n>.` for the entries of a layer."""
+    hf: tuple[str, ...]
+    """Names in the checkpoint, below `model.layers.<n>.` for the entries of a layer."""
+    cut: int | None
+    """Dimension that tensor parallelism cuts; None where every tensor rank has all of it."""
+    layout: Layout = Layout.PLAIN
+    vocabulary: bool = False
+    """Cut along a vocabulary that is padded so that all ranks hold equally many rows."""
+    only_with: Literal["qkv_bias", "qk_norm"] | None = None
+    """Field of HfConfig without which the model has no such tensor."""
+
+    def present(self, hf: HfConfig) -> bool:
+        return self.only_with is None or bool(getattr(hf, self.only_with))
+
+
+def _attention(part: str) -> tuple[str, ...]:
+    return tuple(f"self_attn.{name}_proj.{part}" for name in "qkv")
+
+
+LAYER = (
+    Entry("input_layernorm.weight", ("input_layernorm.weight",), cut=None),
+    Entry("self_attention.linear_qkv.weight", _attention("weight"), cut=0, layout=Layout.GROUPED),
+    Entry("self_attention.linear_qkv.bias", _attention("bias"), cut=0, layout=Layout.GROUPED, only_with="qkv_bias"),
+    Entry("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), cut=None, only_with="qk_norm"),
+    Entry("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), cut=None, only_with="qk_norm"),
+    Entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), cut=1),
+    Entry("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), cut=None),
+    Entry("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), cut=0, layout=Layout.STACKED),
+    Entry("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), cut=1),
+)
+EMBEDDING = Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), cut=0, vocabulary=True)
+FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), cut=None)
+LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=True)
+TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
+"""The last pipeline stage's copy of tied embeddings."""
+VALUE_HEAD = Entry("output_layer.weight", (value_head.HF_NAME,), cut=None)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One parameter of this rank and the checkpoint's tensors behind it."""
+
+    entry: Entry
+    hf: tuple[str, ...]
+    parameter: torch.nn.Parameter
+    exported: bool = True
+    """False for copies: the tensor is exported by the stage that owns it."""
+
+
+def bind(chunks: Sequence[RollModel], hf: HfConfig) -> list[Binding]:
+    """All parameters of this rank, each exactly once, in the order of the layers."""
+    bindings: list[Binding] = []
+    for chunk in chunks:
+        parameters = dict(chunk.named_parameters())
+        if chunk.pre_process:
+            bindings.append(Binding(EMBEDDING, EMBEDDING.hf, parameters.pop(EMBEDDING.megatron)))
+        for position, layer in enumerate(chunk.decoder.layers):
+            for entry in filter(lambda entry: entry.present(hf), LAYER):
+                names = tuple(f"model.layers.{layer.layer_number - 1}.{name}" for name in entry.hf)
+                bindings.append(Binding(entry, names, parameters.pop(f"decoder.layers.{position}.{entry.megatron}")))
+        if chunk.post_process:
+            bindings.append(Binding(FINAL_NORM, FINAL_NORM.hf, parameters.pop(FINAL_NORM.megatron)))
+            head = VALUE_HEAD if chunk.has_value_head else TIED_HEAD if hf.tied_embeddings else LM_HEAD
+            if head.megatron in parameters:
+                bindings.append(Binding(head, head.hf, parameters.pop(head.megatron), exported=head is not TIED_HEAD))
+        assert not parameters, f"parameters without a place in the Hugging Face mapping: {', '.join(parameters)}"
+    return bindings
+
+
+def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig) -> torch.Tensor:
+    """This rank's Megatron tensor from its cuts of the checkpoint's tensors."""
+    match entry.layout:
+        case Layout.PLAIN:
+            return cuts[0]
+        case Layout.STACKED:
+            return torch.cat(list(cuts))
+        case Layout.GROUPED:
+            groups = cuts[1].shape[0] // hf.head_dim
+            by_group = [cut.reshape(groups, -1, hf.head_dim, *cut.shape[1:]) for cut in cuts]
+            return torch.cat(by_group, dim=1).reshape(-1, *cuts[0].shape[1:])
+
+
+def take_apart(entry: Entry, local: torch.Tensor, hf: HfConfig) -> list[torch.Tensor]:
+    """The inverse of join."""
+    match entry.layout:
+        case Layout.PLAIN:
+            return [local]
+        case Layout.STACKED:
+            return list(local.chunk(2))
+        case Layout.GROUPED:
+            queries = hf.heads // hf.key_value_heads
+            by_group = local.reshape(-1, queries + 2, hf.head_dim, *local.shape[1:])
+            return [part.reshape(-1, *local.shape[1:]) for part in by_group.split([queries, 1, 1], dim=1)]
+
+
+def checkpoint_names(hf: HfConfig) -> set[str]:
+    """Names of all tensors of the language model's checkpoint."""
+    names = {*EMBEDDING.hf, *FINAL_NORM.hf, *(() if hf.tied_embeddings else LM_HEAD.hf)}
+    for layer in range(hf.layers):
+        names.update(f"model.layers.{layer}.{name}" for entry in LAYER if entry.present(hf) for name in entry.hf)
+    return names

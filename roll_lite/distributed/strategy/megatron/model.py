@@ -1,0 +1,166 @@
+"""The model: Megatron-Core's GPT with our norm and attention, and a head that sees only the positions that count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from roll_lite.config.hf_config import HfConfig
+from roll_lite.config.schema import MegatronStrategyConfig
+from roll_lite.distributed.strategy.megatron.attention import SdpaAttention
+from roll_lite.distributed.strategy.megatron.norm import TorchRMSNorm
+from roll_lite.distributed.strategy.megatron.value_head import ValueHead
+
+
+def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
+    """Megatron's view of the model. Weights always come from a checkpoint, so none are initialised."""
+    on_gpu = torch.cuda.is_available()
+    return TransformerConfig(
+        num_layers=hf.layers,
+        hidden_size=hf.hidden,
+        ffn_hidden_size=hf.feed_forward,
+        num_attention_heads=hf.heads,
+        num_query_groups=hf.key_value_heads,
+        kv_channels=hf.head_dim,
+        layernorm_epsilon=hf.norm_eps,
+        normalization="RMSNorm",
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=hf.qkv_bias,
+        qk_layernorm=hf.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=strategy.tensor_parallel,
+        pipeline_model_parallel_size=strategy.pipeline_parallel,
+        context_parallel_size=strategy.context_parallel,
+        sequence_parallel=strategy.sequence_parallel,
+        # Micro-batches are padded to their own longest row, so stages must tell each other the shapes.
+        variable_seq_lengths=strategy.pipeline_parallel > 1,
+        moe_token_dispatcher_type="alltoall",  # dense models too: the default is refused beside variable lengths
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not on_gpu,
+        perform_initialization=False,
+        # Gradients are sums of weighted token losses: nothing is divided by micro-batches, tokens or ranks.
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        recompute_granularity="full" if strategy.recompute == "full" else None,
+        recompute_method="uniform" if strategy.recompute == "full" else None,
+        recompute_num_layers=1 if strategy.recompute == "full" else None,
+        deterministic_mode=deterministic,
+    )
+
+
+def layer_spec(hf: HfConfig) -> Any:
+    """One decoder layer."""
+    head_norm = TorchRMSNorm if hf.qk_norm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear,
+        core_attention=SdpaAttention,
+        linear_proj=RowParallelLinear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=TorchRMSNorm,
+            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=TorchRMSNorm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """Rows of the embedding: every tensor rank holds equally many. The rows added are never looked up and masked out of the softmax."""
+    return -(-vocab_size // tensor_parallel) * tensor_parallel
+
+
+class RollModel(GPTModel):
+    """One pipeline stage.
+
+    On the last stage forward returns, for the N positions asked for, the logits of this rank's part of the vocabulary [N, V/tp], or
+    [N] values. Prompt tokens and padding never reach the head, the largest matrix of a small model.
+    """
+
+    def __init__(self, config: Any, hf: HfConfig, value_head: bool) -> None:
+        last = parallel_state.is_pipeline_last_stage()
+        super().__init__(
+            config=config,
+            transformer_layer_spec=_block_spec(config, hf),
+            vocab_size=padded_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=hf.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=last,
+            parallel_output=True,
+            share_embeddings_and_output_weights=hf.tied_embeddings and not value_head,
+            position_embedding_type="rope",
+            rotary_base=hf.rope.theta,
+            rope_scaling=hf.rope.llama3_factor is not None,
+            rope_scaling_factor=hf.rope.llama3_factor or 1.0,
+            seq_len_interpolation_factor=hf.rope.linear_factor,
+        )
+        _mark_cut_weights(self)
+        self.has_value_head = value_head
+        if last and value_head:
+            self.output_layer = ValueHead(config)
+        elif last and config.sequence_parallel:
+            # forward gathers the sequence before it picks positions; the gradient is summed on the way back through that gather.
+            head: Any = self.output_layer
+            head.sequence_parallel, head.allreduce_dgrad, head.disable_grad_reduce = False, False, True
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """input_ids [B, T]; positions [N]: numbers t * B + b of the positions whose next token counts."""
+        decoder_input, rotary, *_ = self._preprocess(input_ids=input_ids, position_ids=None)
+        hidden = self.decoder(hidden_states=decoder_input, attention_mask=None, rotary_pos_emb=rotary)
+        if not self.post_process:
+            return hidden
+        if self.config.sequence_parallel:
+            # The logits' gradient with respect to hidden is partial on every rank, that of the replicated value head is complete.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not self.has_value_head)
+        chosen = hidden.flatten(0, 1).index_select(0, positions)
+        if self.has_value_head:
+            return self.output_layer(chosen)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(chosen.unsqueeze(1), weight=weight)
+        return logits.squeeze(1)
+
+
+def _mark_cut_weights(model: torch.nn.Module) -> None:
+    """Megatron marks weights that tensor parallelism cuts only where it also initialises the weights (perform_initialization). Without
+    the mark the gradient norm counts a weight on tensor rank 0 alone, and clipping comes out wrong."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, 1 if isinstance(module, RowParallelLinear) else 0, 1)
+
+
+def _block_spec(config: Any, hf: HfConfig) -> Any:
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(hf)] * get_num_layers_to_build(config), layer_norm=TorchRMSNorm)

@@ -1,0 +1,122 @@
+"""Megatron's optimizer and its parameter scheduler, and one step of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from roll_lite.config.schema import OptimizerConfig
+from roll_lite.distributed.strategy.megatron.device import current_device
+
+
+@dataclass(frozen=True)
+class StepResult:
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class Optimizer:
+    """AdamW over the model's chunks."""
+
+    def __init__(
+        self, config: OptimizerConfig, chunks: Sequence[Any], distributed: bool, dtype: torch.dtype, total_steps: int | None
+    ) -> None:
+        if config.decay != "constant" and total_steps is None:
+            raise ValueError(f"optimizer.decay: {config.decay!r} needs the number of optimizer steps of the whole run (total_steps)")
+        if config.min_lr > config.lr:
+            raise ValueError(f"optimizer.min_lr: {config.min_lr} is larger than optimizer.lr {config.lr}")
+        if total_steps is not None and config.decay != "constant" and config.warmup_steps >= total_steps:
+            raise ValueError(f"optimizer.warmup_steps: {config.warmup_steps} leaves nothing of the run's {total_steps} optimizer steps")
+        self._clip_grad = config.clip_grad
+        self.megatron = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.min_lr if config.decay != "constant" else config.lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_eps=config.eps,
+                clip_grad=config.clip_grad,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=distributed,
+                log_num_zeros_in_grad=False,
+            ),
+            list(chunks),
+        )
+        self._make_states()
+        # The constructor's step(0) also applies the weight-decay multipliers: without a scheduler, norms and biases would decay.
+        self.scheduler = OptimizerParamScheduler(
+            self.megatron,
+            init_lr=0.0,
+            max_lr=config.lr,
+            min_lr=config.min_lr if config.decay != "constant" else config.lr,
+            lr_warmup_steps=config.warmup_steps,
+            lr_decay_steps=total_steps if total_steps is not None else config.warmup_steps + 1,
+            lr_decay_style=config.decay,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    @property
+    def parts(self) -> list[Any]:
+        """Megatron's optimizers behind the chain."""
+        return list(self.megatron.chained_optimizers)
+
+    def _make_states(self) -> None:
+        """Moments now instead of at the first step: memory is known from the start, and a checkpoint has something to load into."""
+        for part in self.parts:
+            part.init_state_fn(part.optimizer, part.config)
+        self.own_steps()
+
+    def own_steps(self) -> None:
+        """One step counter per parameter. For torch's AdamW, Megatron-Core 0.16 makes none when it makes the moments, and loads one
+        tensor into all of them, which every update of a parameter then advances: Adam's bias correction would be silently wrong."""
+        for part in self.parts:
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                for state in part.optimizer.state.values():
+                    state["step"] = state["step"].clone() if "step" in state else torch.tensor(0.0)
+
+    def zero_grad(self) -> None:
+        self.megatron.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> StepResult:
+        """Clip, update, advance the schedule. A gradient that is not finite leaves weights, moments and schedule alone.
+
+        Megatron's own step() finds out about infinities only when it scales losses; for float32 and bfloat16 it would update. Its norm
+        and its clipping, where neither Apex nor Transformer Engine is installed, wait for the device once per parameter.
+        """
+        lr = self.megatron.param_groups[0]["lr"]
+        self.megatron.prepare_grads()
+        grad_norm = self._grad_norm()
+        if not math.isfinite(grad_norm):
+            return StepResult(grad_norm, lr, skipped=True)
+        if 0 < self._clip_grad < grad_norm:
+            gradients = [parameter.grad for part in self.parts for parameter in part.get_parameters() if parameter.grad is not None]
+            torch._foreach_mul_(gradients, self._clip_grad / (grad_norm + 1e-6))
+        self.megatron.step_with_ready_grads()
+        self.scheduler.step(increment=1)
+        return StepResult(grad_norm, lr, skipped=False)
+
+    def _grad_norm(self) -> float:
+        """Over the whole model: gradients that several ranks hold count once."""
+        squares = torch.zeros((), device=current_device())
+        for part in self.parts:
+            gradients = part.get_main_grads_for_grad_norm()
+            total = torch.nn.utils.get_total_norm(gradients).float().square() if gradients else torch.zeros_like(squares)
+            dist.all_reduce(total, group=part.get_grad_stats_parallel_group())
+            squares += total
+        return float(squares.sqrt())

@@ -1,0 +1,59 @@
+"""The process groups of a layout, and where this rank stands in it."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from roll_lite.config.hf_config import HfConfig
+from roll_lite.config.schema import MegatronStrategyConfig
+from roll_lite.distributed.strategy.base import RankLayout
+
+
+def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int) -> None:
+    """ValueError for a layout that cannot be, or not yet."""
+    for field in ("context_parallel", "expert_parallel", "virtual_pipeline"):
+        if getattr(strategy, field) > 1:
+            raise ValueError(f"strategy.{field}: {getattr(strategy, field)} is not supported yet; it must be 1")
+    tensor, pipeline = strategy.tensor_parallel, strategy.pipeline_parallel
+    if world_size % (tensor * pipeline):
+        raise ValueError(f"strategy: tensor_parallel {tensor} x pipeline_parallel {pipeline} does not divide the {world_size} ranks")
+    if hf.key_value_heads % tensor:
+        raise ValueError(f"strategy.tensor_parallel: {tensor} does not divide the model's {hf.key_value_heads} key/value heads")
+    if hf.feed_forward % tensor:
+        raise ValueError(f"strategy.tensor_parallel: {tensor} does not divide the model's feed-forward size {hf.feed_forward}")
+    if strategy.sequence_parallel and tensor == 1:
+        raise ValueError("strategy.sequence_parallel: true needs strategy.tensor_parallel > 1")
+    if hf.layers % pipeline:
+        raise ValueError(f"strategy.pipeline_parallel: {pipeline} does not divide the model's {hf.layers} layers")
+
+
+def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
+    """Make the process groups of the layout, or share those that another role made in this process. Collective."""
+    wanted = (strategy.tensor_parallel, strategy.pipeline_parallel)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=strategy.tensor_parallel,
+            pipeline_model_parallel_size=strategy.pipeline_parallel,
+        )
+    found = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size())
+    if found != wanted:
+        raise ValueError(
+            f"strategy: tensor_parallel x pipeline_parallel is {wanted[0]} x {wanted[1]}, but another role in this process has "
+            f"{found[0]} x {found[1]}; roles that share processes need the same layout"
+        )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    context_rank = parallel_state.get_context_parallel_rank()
+    return RankLayout(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        tensor_rank=tensor_rank,
+        pipeline_rank=pipeline_rank,
+        context_rank=context_rank,
+        is_head=tensor_rank == 0 and context_rank == 0 and pipeline_rank == strategy.pipeline_parallel - 1,
+    )

@@ -1,0 +1,96 @@
+"""Micro-batches through the pipeline stages: Megatron's schedules, and the sums that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from roll_lite.distributed.strategy.megatron.head import ModelInput
+
+OnHead = Callable[[torch.Tensor, ModelInput], Any]
+"""What the last stage does with the model's result for a micro-batch."""
+
+
+def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
+    """Megatron's finalize_model_grads without its division by tokens: the loss weights hold the global counts already."""
+    finalize_model_grads(chunks, None, **options)
+
+
+def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
+    """What on_head returns for every micro-batch; empty on other than last stages. No gradient."""
+    if not inputs:
+        return []
+
+    def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        given = next(iterator)
+        return chunk(given.input_ids, given.positions), lambda result, non_loss_data: on_head(result, given)
+
+    with torch.no_grad():
+        return _run(step, chunks, inputs, forward_only=True, collect_non_loss_data=True)
+
+
+def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
+    """Forward and backward of all micro-batches; gradients are summed over them and over data-parallel ranks.
+
+    on_head returns the loss and what to hand back; empty on other than last stages.
+    """
+
+    def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        given = next(iterator)
+
+        def loss(result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            value, returned = on_head(result, given)
+            # The token count is for Megatron's own averaging, which sum_gradients leaves out.
+            return value, torch.zeros([], dtype=torch.int, device=value.device), returned
+
+        return chunk(given.input_ids, given.positions), loss
+
+    return _run(step, chunks, inputs, forward_only=False)
+
+
+def _run(step: Any, chunks: Sequence[Any], inputs: Sequence[ModelInput], **options: Any) -> list[Any]:
+    iterators = [iter(inputs) for _ in chunks]
+    several = len(chunks) > 1
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iterators if several else iterators[0],
+        model=list(chunks) if several else [chunks[0]],
+        num_microbatches=len(inputs),
+        # Both only matter where all micro-batches have one shape; stages tell each other theirs.
+        seq_length=inputs[0].input_ids.shape[1],
+        micro_batch_size=inputs[0].input_ids.shape[0],
+        **options,
+    )
+
+
+def agreed_count(count: int) -> int:
+    """Micro-batches that every data-parallel rank runs: as many as the one with most. Travels on the host, the device is not waited for."""
+    if parallel_state.get_data_parallel_world_size() > 1:
+        most = torch.tensor(count)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group_gloo())
+        count = int(most)
+    return max(count, 1)
+
+
+def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
+    """Sums over micro-batches and data-parallel ranks, the same on every rank. One wait for the device."""
+    named: tuple[list[str], list[float]] = ([], [])
+    if is_last_stage:
+        names = sorted(sums[0])
+        if any(sorted(other) != names for other in sums):
+            raise ValueError("a loss function must return the same metrics for every micro-batch")
+        total = torch.stack([torch.stack([part[name].detach().double() for name in names]) for part in sums]).sum(0)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        named = names, total.tolist()
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        box: list[Any] = [named]
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(box, src=last, group=parallel_state.get_pipeline_model_parallel_group(), device=device)
+        named = box[0]
+    return dict(zip(*named, strict=True))

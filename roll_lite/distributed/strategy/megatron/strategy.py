@@ -1,0 +1,218 @@
+"""MegatronStrategy: a Hugging Face model trained by Megatron-Core, on GPUs or (gloo) on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+from roll_lite.config.hf_config import read_hf_config
+from roll_lite.config.schema import MegatronStrategyConfig, ModelConfig, OptimizerConfig
+from roll_lite.data.microbatch import MicroBatchOutputs, collect_transitions, micro_batches
+from roll_lite.data.proto import Column, DataProto
+from roll_lite.distributed.strategy.base import ExportPlan, LossFn, RankLayout, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.megatron.checkpoint import load_checkpoint as read_checkpoint
+from roll_lite.distributed.strategy.megatron.checkpoint import save_checkpoint as write_checkpoint
+from roll_lite.distributed.strategy.megatron.device import take_local_device
+from roll_lite.distributed.strategy.megatron.head import KEPT, ModelInput, check_outputs, idle_input, model_input, outputs_of, to_host
+from roll_lite.distributed.strategy.megatron.hf_export import HfExporter
+from roll_lite.distributed.strategy.megatron.hf_export import save_hf as write_hf
+from roll_lite.distributed.strategy.megatron.hf_load import load_weights
+from roll_lite.distributed.strategy.megatron.hf_mapping import bind
+from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
+from roll_lite.distributed.strategy.megatron.offload import StateMover
+from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
+from roll_lite.distributed.strategy.megatron.parallel import check_layout, join_groups
+from roll_lite.distributed.strategy.megatron.schedule import (
+    agreed_count,
+    reduce_sums,
+    run_forward,
+    run_training,
+    sum_gradients,
+)
+from roll_lite.distributed.strategy.megatron.value_head import ValueInit
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SAVE_BUCKET_BYTES = 4 << 30
+"""Size of a safetensors file."""
+LOSS = ""
+"""Name under which the loss travels with the metrics; no metric can have it."""
+
+
+class MegatronStrategy(TrainStrategy):
+    """The caller has set RANK and WORLD_SIZE (LOCAL_RANK on GPUs) and called torch.distributed.init_process_group."""
+
+    layout: RankLayout
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        strategy: MegatronStrategyConfig,
+        optimizer: OptimizerConfig | None,
+        value_head: bool = False,
+        seed: int = 1,
+        deterministic: bool = False,
+        *,
+        value_init: ValueInit = "actor",
+        total_steps: int | None = None,
+        path_key: str | None = None,
+    ) -> None:
+        """optimizer None: forward passes only. value_init: see value_head.py. total_steps: optimizer steps of the whole run, for a
+        learning rate that decays. path_key: where the YAML names the model's folder, where that is no role's usual place."""
+        self._model_config = model
+        self._config = strategy
+        self._optimizer_config = optimizer
+        self._value_head = value_head
+        self._value_init: ValueInit = value_init
+        self._seed = seed
+        self._deterministic = deterministic
+        self._total_steps = total_steps
+        self._path_key = path_key
+        self._dtype = DTYPES[model.dtype]
+
+    # ------------------------------------------------------------ building
+
+    def initialize(self) -> None:
+        key = self._path_key or ("critic.path" if self._value_head and self._value_init != "actor" else "model.path")
+        self._hf = read_hf_config(self._model_config.path, key)
+        check_layout(self._config, self._hf, dist.get_world_size())
+        self.device = take_local_device()
+        if self._deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.layout = join_groups(self._config, self._seed)
+        config = transformer_config(self._hf, self._config, self._dtype, self._deterministic)
+        chunks = [RollModel(config, self._hf, self._value_head)]
+        self._bindings = bind(chunks, self._hf)
+        load_weights(
+            self._bindings,
+            self._hf,
+            self._model_config.path,
+            self.layout.tensor_rank,
+            self._config.tensor_parallel,
+            self._value_init if self._value_head else None,
+            key,
+        )
+        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self._optimizer: Optimizer | None = None
+        if self._optimizer_config is None:
+            self._chunks: list[Any] = [chunk.requires_grad_(False) for chunk in chunks]
+        else:
+            self._chunks = self._with_data_parallel(config, chunks)
+            self._optimizer = Optimizer(
+                self._optimizer_config, self._chunks, self._config.distributed_optimizer, self._dtype, self._total_steps
+            )
+        self._exporter = HfExporter(self._bindings, self._hf)
+        self._mover = StateMover(self._chunks, self._optimizer)
+
+    def _with_data_parallel(self, config: Any, chunks: Sequence[Any]) -> list[Any]:
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=self._config.overlap_grad_reduce,
+            use_distributed_optimizer=self._config.distributed_optimizer,
+            check_for_nan_in_grad=False,
+        )
+        # Buckets serve the overlap of the first chunk's backward pass; later chunks finish last and go in one piece.
+        wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
+        config.finalize_model_grads_func = sum_gradients
+        if self._config.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in wrapped]
+            config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
+        return wrapped
+
+    # ------------------------------------------------------------ computing
+
+    def forward(self, batch: DataProto, outputs: Sequence[str], temperature: float, micro_batch_size: int) -> DataProto | None:
+        check_outputs(outputs, self._value_head)
+        self._mover.require(StateGroup.WEIGHTS)
+        needed = batch.select(name for name in ("input_ids", "response_mask", KEPT) if name in batch)
+        micros = micro_batches(needed, micro_batch_size, pad_multiple=self._pad_multiple)
+        lengths = needed.lengths if "final_value" in outputs else None
+        inputs = [model_input(micro, self.device, (), None if lengths is None else lengths[rows]) for rows, micro in micros]
+
+        def on_head(result: torch.Tensor, given: ModelInput) -> MicroBatchOutputs:
+            found = self._outputs(result, given, outputs, temperature)
+            return to_host(found) if self.layout.is_head else MicroBatchOutputs()
+
+        results: list[MicroBatchOutputs] = run_forward(self._chunks, inputs, on_head)
+        if not self.layout.is_head:
+            return None
+        columns: dict[str, Column] = {}
+        for name in outputs:
+            found = [getattr(result, name) for result in results]
+            columns[name] = _collect_rows(found) if name == "final_value" else collect_transitions(found, micros, batch)
+        return DataProto(columns)
+
+    def train_step(
+        self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], temperature: float, micro_batch_size: int
+    ) -> TrainResult:
+        """A rank that has fewer micro-batches than others calls loss_fn on micro-batches without rows until they are done."""
+        check_outputs(outputs, self._value_head, training=True)
+        assert self._optimizer is not None, "this strategy was made without an optimizer"
+        self._mover.require(*StateGroup)
+        inputs = self._training_inputs(batch, micro_batch_size)
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+        def on_head(result: torch.Tensor, given: ModelInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss, metrics = loss_fn(self._outputs(result, given, outputs, temperature), given.micro_batch)
+            return loss, {**metrics, LOSS: loss}
+
+        sums = run_training(self._chunks, inputs, on_head)
+        step = self._optimizer.step()
+        metrics = reduce_sums(sums, self.layout.pipeline_rank == self._config.pipeline_parallel - 1, self.device)
+        loss = metrics.pop(LOSS)
+        return TrainResult(metrics, loss, step.grad_norm, step.lr, step.skipped)
+
+    def _outputs(self, result: torch.Tensor, given: ModelInput, outputs: Sequence[str], temperature: float) -> MicroBatchOutputs:
+        return outputs_of(result, given, outputs, temperature, self._hf.vocab_size, self._tensor_group)
+
+    def _training_inputs(self, batch: DataProto, micro_batch_size: int) -> list[ModelInput]:
+        micros = micro_batches(batch, micro_batch_size, pad_multiple=self._pad_multiple)
+        inputs = [model_input(micro, self.device) for _, micro in micros]
+        missing = agreed_count(len(inputs)) - len(inputs)
+        return inputs + [idle_input(batch, max(2, self._pad_multiple), self.device)] * missing
+
+    @property
+    def _pad_multiple(self) -> int:
+        return self._config.tensor_parallel if self._config.sequence_parallel else 1
+
+    # ------------------------------------------------------------ weights out
+
+    def export_plan(self, bucket_bytes: int) -> ExportPlan:
+        return self._exporter.plan(bucket_bytes)
+
+    def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
+        self._mover.require(StateGroup.WEIGHTS)
+        return self._exporter.bucket([tensor for tensor in plan.tensors if tensor.bucket == bucket])
+
+    def save_hf(self, folder: Path) -> None:
+        self._mover.require(StateGroup.WEIGHTS)
+        plan = self.export_plan(SAVE_BUCKET_BYTES)
+        write_hf(self._exporter, plan, self._model_config.path, folder, self._dtype, self._value_head)
+
+    # ------------------------------------------------------------ state
+
+    def load(self, groups: Iterable[StateGroup]) -> None:
+        self._mover.load(groups)
+
+    def offload(self, groups: Iterable[StateGroup]) -> None:
+        self._mover.offload(groups)
+
+    def save_checkpoint(self, folder: Path) -> None:
+        self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
+        write_checkpoint(self._chunks, self._optimizer, self.layout, folder)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
+        read_checkpoint(self._chunks, self._optimizer, self.layout, folder)
+
+
+def _collect_rows(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Outputs [B] of the micro-batches, which are in row order, as one column."""
+    return torch.cat([torch.empty(0), *(output.to("cpu", torch.float32) for output in outputs)])

@@ -1,0 +1,257 @@
+"""A stand-in engine with declared lengths, delays and failures: scheduler tests and simulations.
+
+It keeps every promise of an inference engine except the numbers: tokens mean nothing, log-probs are a constant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from roll_lite.config.schema import ScriptedStrategyConfig
+from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
+from roll_lite.data.stable_hash import stable_hash
+from roll_lite.distributed.strategy.base import Capabilities, EngineHealth, ExportedTensor, InferenceStrategy, PauseMode, TransferEndpoint
+
+LOG_PROB = -1.0
+
+
+@dataclass(frozen=True)
+class Response:
+    """What the script says about one request."""
+
+    tokens: int
+    seconds_per_token: float = 0.0
+    delay_s: float = 0.0
+    """Before the first token."""
+    text: str | None = None
+    error: str | None = None
+    """The request fails with this once its time is up."""
+    fatal: bool = False
+    """The engine dies with this request."""
+
+
+Script = Callable[[GenerationRequest], Response]
+
+
+def script_from(config: ScriptedStrategyConfig) -> Script:
+    """Equal responses, and failures drawn by a hash of the request's id, so that another attempt may succeed."""
+
+    def script(request: GenerationRequest) -> Response:
+        failed = stable_hash("failure", request.request_id) % 1_000_000 < config.failure_rate * 1_000_000
+        return Response(config.response_tokens, config.seconds_per_token, error="scripted failure" if failed else None)
+
+    return script
+
+
+@dataclass
+class _Running:
+    """One request on its way. `elapsed` counts while `since` is not set."""
+
+    request: GenerationRequest
+    response: Response
+    out: asyncio.Queue[Completion]
+    elapsed: float = 0.0
+    since: float | None = None
+    timer: asyncio.TimerHandle | None = None
+    versions: list[VersionSpan] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return min(self.response.tokens, self.request.sampling.max_tokens)
+
+    @property
+    def duration(self) -> float:
+        return self.response.delay_s + self.length * self.response.seconds_per_token
+
+    def produced(self, now: float) -> int:
+        elapsed = self.elapsed + (now - self.since if self.since is not None else 0.0)
+        if elapsed >= self.duration:
+            return self.length
+        # A hair more, so that a token whose time is up to rounding is counted.
+        generating = max(0.0, elapsed - self.response.delay_s) * (1 + 1e-9)
+        return int(generating / self.response.seconds_per_token) if self.response.seconds_per_token else 0
+
+
+class ScriptedEngine(InferenceStrategy):
+    """Runs up to `slots` requests at a time, in the order in which they come; the rest wait."""
+
+    capabilities = Capabilities(keep_mask=False, frees_memory=False, pause_modes=frozenset(PauseMode))
+
+    def __init__(
+        self,
+        script: Script | ScriptedStrategyConfig | None = None,
+        slots: int | None = None,
+        weights: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """`weights`: names and shapes that the pretended model has; where absent, any update fits."""
+        self._script = script_from(script or ScriptedStrategyConfig()) if not callable(script) else script
+        self._slots = slots
+        self._weights = weights
+        self._running: dict[str, _Running] = {}
+        self._waiting: deque[_Running] = deque()
+        self._paused: PauseMode | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._version = 0
+        self._dead: str | None = None
+        self._expected: dict[str, tuple[int, ...]] | None = None
+
+    async def initialize(self) -> None:
+        """Nothing to load."""
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+        out: asyncio.Queue[Completion] = asyncio.Queue()
+        for request in requests:
+            if self._dead is not None:
+                out.put_nowait(Completion(request.request_id, error=self._dead))
+            else:
+                self._waiting.append(_Running(request, self._script(request), out))
+        self._admit()
+        for _ in requests:
+            yield await out.get()
+
+    # ------------------------------------------------------------ time
+
+    def _admit(self) -> None:
+        while self._paused is None and self._waiting and (self._slots is None or len(self._running) < self._slots):
+            run = self._waiting.popleft()
+            self._running[run.request.request_id] = run
+            self._idle.clear()
+            run.versions.append(VersionSpan(0, self._version))
+            self._continue(run)
+
+    def _continue(self, run: _Running) -> None:
+        loop = asyncio.get_running_loop()
+        run.since = loop.time()
+        run.timer = loop.call_later(max(0.0, run.duration - run.elapsed), self._finish, run)
+
+    def _freeze(self, run: _Running) -> None:
+        if run.timer is not None and run.since is not None:
+            run.timer.cancel()
+            run.elapsed += asyncio.get_running_loop().time() - run.since
+            run.timer = run.since = None
+
+    def _finish(self, run: _Running) -> None:
+        if run.response.fatal:
+            self.kill(run.response.error or "scripted death")
+            return
+        hit_limit = run.response.tokens >= run.request.sampling.max_tokens
+        self._end(run, run.length, FinishReason.LENGTH if hit_limit else FinishReason.STOP, run.response.error)
+        self._admit()
+
+    def _end(self, run: _Running, tokens: int, reason: FinishReason, error: str | None = None) -> None:
+        self._running.pop(run.request.request_id, None)
+        if not self._running:
+            self._idle.set()
+        if error is not None:
+            run.out.put_nowait(Completion(run.request.request_id, error=error))
+            return
+        run.out.put_nowait(
+            Completion(
+                request_id=run.request.request_id,
+                token_ids=_token_ids(run.request, tokens),
+                log_probs=(LOG_PROB,) * tokens,
+                text=run.response.text if run.response.text is not None else f"{tokens} tokens",
+                finish_reason=reason,
+                versions=tuple(span for span in run.versions if span.start < max(1, tokens)),
+            )
+        )
+
+    def kill(self, cause: str) -> None:
+        """The engine dies, with everything in it."""
+        self._dead = cause
+        for run in [*self._running.values(), *self._waiting]:
+            self._freeze(run)
+            self._end(run, 0, FinishReason.ABORT, error=cause)
+        self._waiting.clear()
+
+    # ------------------------------------------------------------ control
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        wanted = None if request_ids is None else set(request_ids)
+        for run in [*self._running.values(), *self._waiting]:
+            if wanted is None or run.request.request_id in wanted:
+                self._freeze(run)
+                self._end(run, run.produced(asyncio.get_running_loop().time()), FinishReason.ABORT)
+        self._waiting = deque(run for run in self._waiting if wanted is not None and run.request.request_id not in wanted)
+        self._admit()
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._paused = mode
+        if mode is PauseMode.ABORT:
+            await self.abort()
+        elif mode is PauseMode.KEEP:
+            for run in self._running.values():
+                self._freeze(run)
+        else:
+            await self._idle.wait()
+
+    async def resume(self) -> None:
+        self._paused = None
+        for run in self._running.values():
+            if run.timer is None:
+                self._continue(run)
+        self._admit()
+
+    # ------------------------------------------------------------ weights
+
+    async def connect_weights(self, endpoint: TransferEndpoint) -> None:
+        """No weights travel here."""
+
+    async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
+        if self._expected is not None:
+            raise RuntimeError("a weight update is under way already")
+        for tensor in tensors:
+            self._check(tensor)
+        self._expected = {tensor.name: tuple(tensor.shape) for tensor in tensors}
+
+    def _check(self, tensor: ExportedTensor) -> None:
+        if self._weights is None:
+            return
+        if tensor.name not in self._weights:
+            raise ValueError(f"weight update: the engine's model has no tensor {tensor.name}")
+        here, coming = self._weights[tensor.name], tuple(tensor.shape)
+        if here != coming:
+            raise ValueError(f"weight update: {tensor.name} has shape {coming}, the engine's model has {here}")
+
+    async def receive_bucket(self, tensors: Sequence[ExportedTensor]) -> None:
+        if self._expected is None:
+            raise RuntimeError("receive_bucket before begin_weight_update")
+        for tensor in tensors:
+            if self._expected.pop(tensor.name, None) is None:
+                raise ValueError(f"weight update: {tensor.name} was not announced, or came twice")
+
+    async def finish_weight_update(self, version: int) -> None:
+        if self._expected is None:
+            raise RuntimeError("finish_weight_update before begin_weight_update")
+        if self._expected:
+            raise RuntimeError(f"weight update {version}: never received {', '.join(sorted(self._expected))}")
+        self._expected = None
+        self._version = version
+        now = asyncio.get_running_loop().time()
+        for run in self._running.values():
+            run.versions = [span for span in run.versions if span.start < run.produced(now)] + [VersionSpan(run.produced(now), version)]
+
+    async def weight_checksums(self) -> dict[str, str]:
+        """There are no weights to sum."""
+        return {}
+
+    async def load(self) -> None:
+        """Nothing was freed."""
+
+    async def offload(self) -> None:
+        """Nothing to free."""
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(alive=self._dead is None, version=self._version, running=len(self._running), waiting=len(self._waiting))
+
+    async def shutdown(self) -> None:
+        self.kill("shut down")
+
+
+def _token_ids(request: GenerationRequest, tokens: int) -> tuple[int, ...]:
+    first = stable_hash(request.prompt_ids, request.sampling.seed, None if request.sampling.seed is not None else request.request_id)
+    return tuple((first + place) % 97 + 3 for place in range(tokens))

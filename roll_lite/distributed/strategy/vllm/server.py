@@ -1,0 +1,111 @@
+"""vLLM's OpenAI-compatible server as a program of its own: its arguments, and its end when whoever started it is gone.
+
+Started as `python -m roll_lite.distributed.strategy.vllm.server ARGUMENTS`, in a session of its own, so that one signal reaches all its
+processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import psutil
+
+from roll_lite.config.model_shape import read_model_shape
+from roll_lite.config.schema import JudgeServerConfig
+from roll_lite.distributed.strategy.vllm import compat
+from roll_lite.distributed.strategy.vllm.environment import HOST_PID
+from roll_lite.distributed.strategy.vllm.processes import is_running
+
+HOST_CHECK_S = 1.0
+SAGEMAKER = "model_hosting_container_standards"
+
+
+def command(config: JudgeServerConfig, host: str, port: int, name: str, cuda: bool) -> list[str]:
+    """`name`: what the model is called in requests."""
+    compat.check_version()
+    arguments = server_arguments(config, cuda) | {"host": host, "port": port, "served_model_name": name}
+    return [sys.executable, "-m", __name__, *(word for key, value in arguments.items() for word in _words(key, value))]
+
+
+def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
+    strategy = config.strategy
+    longest = strategy.max_model_len or (None if cuda else _positions(config))
+    arguments: dict[str, Any] = {
+        "model": str(config.path),
+        "dtype": config.dtype,
+        "tensor_parallel_size": strategy.tensor_parallel,
+        "max_model_len": longest,
+        "max_num_seqs": strategy.max_running_requests,
+        "max_num_batched_tokens": max(strategy.max_batched_tokens, longest or 0, strategy.max_running_requests),
+        "enforce_eager": strategy.enforce_eager or not cuda,
+        "uvicorn_log_level": "warning",
+        "disable_log_stats": True,
+        "distributed_executor_backend": "mp" if strategy.tensor_parallel > 1 else None,
+        "gpu_memory_utilization": strategy.gpu_memory_utilization if cuda else None,
+        # As in compat.engine_arguments: torch's CPU generator cannot be rewound, which a seeded prompt in pieces would need.
+        "enable_chunked_prefill": None if cuda else False,
+        "kv_cache_memory_bytes": (strategy.kv_cache_mb or compat._CPU_KV_CACHE_MB) << 20 if strategy.kv_cache_mb or not cuda else None,
+    }
+    return {key: value for key, value in arguments.items() if value is not None} | strategy.engine_args
+
+
+def _positions(config: JudgeServerConfig) -> int | None:
+    try:
+        return read_model_shape(config.path).max_positions
+    except ValueError:  # a model that roll_lite cannot train; vLLM knows better
+        return None
+
+
+def _words(key: str, value: Any) -> list[str]:
+    flag = key.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    if isinstance(value, list | tuple):
+        return [f"--{flag}", *map(str, value)]
+    return [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def _end_with_host(host: psutil.Process) -> None:
+    while is_running(host):
+        time.sleep(HOST_CHECK_S)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _stand_in_for_sagemaker() -> None:
+    """vLLM always adds SageMaker's two routes, for which its CPU build would need five packages more: here they stay what they are
+    without that service."""
+    if find_spec(SAGEMAKER) is not None:
+        return
+
+    def unchanged(first: Any = None, *_: Any, **__: Any) -> Any:
+        """As a decorator, with arguments or without."""
+        return first if callable(first) else unchanged
+
+    package, module = ModuleType(SAGEMAKER), ModuleType(f"{SAGEMAKER}.sagemaker")
+    for name in ("bootstrap", "register_ping_handler", "register_invocation_handler", "stateful_session_manager", "inject_adapter_id"):
+        setattr(module, name, unchanged)
+    package.__path__ = []
+    sys.modules |= {package.__name__: package, module.__name__: module}
+
+
+def main() -> None:
+    _stand_in_for_sagemaker()
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    serve()
+
+
+if __name__ in ("__main__", "__mp_main__") and HOST_PID in os.environ:
+    # In the engine's own processes too, which spawn imports this module into: the server may be killed before them.
+    host = psutil.Process(int(os.environ[HOST_PID]))
+    threading.Thread(target=_end_with_host, args=(host,), daemon=True, name="end-with-host").start()
+if __name__ == "__main__":
+    main()

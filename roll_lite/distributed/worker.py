@@ -1,0 +1,123 @@
+"""What every rank of a cluster is: a process that knows its place among the others. Imports stay light, torch comes when it is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import ray
+
+from roll_lite.distributed.rendezvous import Address, listen, open_store, use_interface_of
+
+if TYPE_CHECKING:
+    from roll_lite.distributed.strategy.base import RankLayout
+
+ROLE = "ROLL_LITE_ROLE"
+LOG_FILE = "ROLL_LITE_LOG_FILE"
+STACK_FRAMES = 10
+
+
+class Worker:
+    """Base of synchronous workers. The cluster sets RANK, WORLD_SIZE, LOCAL_RANK before the process starts.
+
+    Methods run on one thread, one after another. It is not the process's main thread: the call that watches over the process
+    needs a thread beside it. A worker whose work insists on the main thread sets `watched = False`; its death is then
+    noticed when it is called.
+    """
+
+    watched: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.role = os.environ[ROLE]
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        self._listener = listen() if self.rank == 0 else None
+        redirect_output()
+
+    # ------------------------------------------------------------ rendezvous
+
+    def rendezvous(self) -> Address:
+        """Where rank 0 listens."""
+        assert self._listener is not None, "only rank 0 listens"
+        return Address(ray.util.get_node_ip_address(), self._listener.getsockname()[1])
+
+    def meet_at(self, address: Address) -> None:
+        os.environ["MASTER_ADDR"] = address.host
+        os.environ["MASTER_PORT"] = str(address.port)
+
+    def init_process_group(self, timeout_s: float = 1800.0) -> None:
+        """Collective over the cluster. gloo for tensors in host memory and, where this rank has a GPU, NCCL for those on it."""
+        import torch
+        import torch.distributed as dist
+
+        address = Address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        use_interface_of(ray.util.get_node_ip_address())
+        if torch.cuda.is_available():
+            torch.cuda.set_device(self.local_rank)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        store = open_store(address, self.world_size, self._listener, timeout_s)
+        self._listener = None
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=timeout_s))
+
+    # ------------------------------------------------------------ facts
+
+    def layout(self) -> RankLayout | None:
+        """Of the strategy, once there is one. None: every rank holds a share of the data of its own."""
+        return getattr(getattr(self, "strategy", None), "layout", None)
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    # ------------------------------------------------------------ watch
+
+    def until_death(self) -> None:
+        """Never returns: the caller learns of the end of this process by the failure of the call."""
+        threading.Event().wait()
+
+    def stacks(self) -> str:
+        return other_stacks()
+
+
+class AsyncWorker(Worker):
+    """Base of workers whose methods are coroutines: all run in one event loop."""
+
+    async def until_death(self) -> None:  # type: ignore[override]
+        await asyncio.Event().wait()
+
+    async def stacks(self) -> str:  # type: ignore[override]
+        return other_stacks()
+
+
+def redirect_output() -> None:
+    """What this process and its children print goes to the run's folder. Where that cannot be written (another node), Ray keeps it."""
+    path = os.environ.get(LOG_FILE)
+    if not path:
+        return
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+
+
+def other_stacks() -> str:
+    """Where the threads of this process stand, without those that only wait for calls or belong to Ray."""
+    texts = []
+    for thread, frame in sys._current_frames().items():
+        frames = traceback.extract_stack(frame)
+        waiting = any(entry.name in ("until_death", "main_loop") or entry.filename.endswith("gc_collect_manager.py") for entry in frames)
+        if thread != threading.get_ident() and not waiting:
+            texts.append("".join(traceback.format_list(frames[-STACK_FRAMES:])))
+    return "\n".join(texts)

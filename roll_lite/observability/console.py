@@ -1,0 +1,183 @@
+"""What a run shows in a terminal: one line per step, a table at the end. Plain aligned text where the output is no terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from roll_lite.observability.report import OVERALL, Accuracy
+from roll_lite.observability.timers import OTHER, STEP
+
+PLAIN_WIDTH = 100
+HEADER_EVERY = 20
+DOMAIN_WIDTH = 10
+SHORT_PHASES = {
+    "sync_weights": "sync",
+    "generate": "gen",
+    "log_probs": "logp",
+    "advantages": "adv",
+    "validate": "eval",
+    "checkpoint": "save",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A column's value in one line."""
+
+    title: str
+    subtitle: str
+    text: str
+    width: int
+    style: str = ""
+    gap: int = 2
+    """Blanks before it."""
+
+
+class RunConsole:
+    def __init__(self, domains: Sequence[str], total_steps: int, stream: TextIO | None = None, width: int | None = None) -> None:
+        """`stream`: standard output where absent. `width`: the terminal's, or 100 where there is none."""
+        self._console = Console(file=stream, highlight=False, emoji=False, markup=False)
+        if width or not self._console.is_terminal:
+            self._console.width = width or PLAIN_WIDTH
+        self._domains = list(domains)
+        self._total = total_steps
+        self._phases: list[str] = []
+        self._columns = 0
+        self._lines = 0
+
+    def message(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Reward and accuracy over all and by domain, tokens/s, seconds of the step and of its phases."""
+        for name in metrics:
+            kind, _, phase = name.partition("/")
+            if kind == "time" and phase not in (STEP, OTHER, *self._phases) and "/" not in phase:
+                self._phases.append(phase)
+        speed = Cell("tok/s", "", _thousands(metrics.get("rollout/tokens_per_second")), 5)
+        total = Cell("step", "s", _seconds(metrics.get(f"time/{STEP}")), 5)
+        phases = [
+            Cell(_shortened(SHORT_PHASES.get(phase, phase), 5), "s", _seconds(metrics.get(f"time/{phase}")), 5, "dim", gap=1)
+            for phase in self._phases
+        ]
+        self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Held-out prompts: a line in the columns of the steps, a sentence before the first of them."""
+        if self._columns:
+            self._line("held-out", self._scores(metrics, "validation/reward", "validation/accuracy"), [], style="bold")
+            return
+        parts = [("all", ""), *((domain, f"domain/{domain}/") for domain in self._domains)]
+        shares = ", ".join(f"{title} {_percent(metrics.get(prefix + 'validation/accuracy'))}" for title, prefix in parts)
+        self.message(f"held-out accuracy {'before training' if step == 0 else f'at step {step}'}: {shares}")
+
+    def finish(self, accuracy: Accuracy, steps: int, seconds: float, folder: Path, resumed_after: int = 0) -> None:
+        """Held-out accuracy before and after, and where to look on."""
+        table = Table(box=box.SIMPLE_HEAD, title="held-out accuracy", title_style="bold", pad_edge=False)
+        table.add_column("domain")
+        for title in ("before", "after", "change"):
+            table.add_column(title, justify="right")
+        for name in [*self._domains, OVERALL]:
+            before, after = accuracy[name]["before"], accuracy[name]["after"]
+            change = None if before is None or after is None else 100 * (after - before)
+            shade = "" if change is None else "green" if change >= 0 else "red"
+            if name == OVERALL:
+                table.add_section()
+            table.add_row(
+                Text(name),
+                _percent(before, 1),
+                _percent(after, 1),
+                Text("-" if change is None else f"{change:+.1f}", style=shade),
+                style="bold" if name == OVERALL else "",
+            )
+        self._console.print(table)
+        done = f"steps {resumed_after + 1} to {steps}" if resumed_after else f"{steps} steps"
+        self.message(f"{done} in {_duration(seconds)}; everything is in {folder}")
+
+    # ------------------------------------------------------------ layout
+
+    def _scores(self, metrics: Mapping[str, float], reward: str, accuracy: str) -> list[Cell]:
+        cells = []
+        for title, prefix in [("all", ""), *((domain, f"domain/{domain}/") for domain in self._domains)]:
+            score, share = metrics.get(prefix + reward), metrics.get(prefix + accuracy)
+            text = f"{_score(score)} {_percent(share):>4}"
+            cells.append(Cell(_shortened(title, DOMAIN_WIDTH), "score  acc", text, DOMAIN_WIDTH, _shade(share)))
+        return cells
+
+    def _line(self, label: str, scores: Sequence[Cell], times: Sequence[Cell], style: str = "") -> None:
+        """In one line where it fits; else scores above, times below, each over as many lines as it takes."""
+        first = max(8, 2 * len(str(self._total)) + 1)
+        room = self._console.width - first
+        together = [*scores, *times]
+        fits = sum(cell.gap + cell.width for cell in together) <= room
+        rows = [together] if fits else [*_wrapped(scores, room), *_wrapped(times, room)]
+        if times and (self._lines % HEADER_EVERY == 0 or len(together) != self._columns):
+            self._lines, self._columns = 0, len(together)
+            for row in rows:
+                for titles in ([cell.title for cell in row], [cell.subtitle for cell in row]):
+                    line = "".join(f"{'':{cell.gap}}{title:>{cell.width}}" for cell, title in zip(row, titles, strict=True))
+                    self._console.print(Text(" " * first + line.rstrip(), style="dim"), soft_wrap=True)
+        for number, row in enumerate(rows):
+            text = Text(f"{label if number == 0 else '':>{first}}", style=style)
+            for cell in row:
+                text.append(" " * cell.gap).append(f"{cell.text:>{cell.width}}", style=cell.style)
+            self._console.print(text, soft_wrap=True)
+        self._lines += 1
+
+
+def _wrapped(cells: Sequence[Cell], width: int) -> list[list[Cell]]:
+    """As many cells in a line as fit, at least one."""
+    rows: list[list[Cell]] = []
+    left = 0
+    for cell in cells:
+        if not rows or left < cell.gap + cell.width:
+            rows.append([])
+            left = width
+        rows[-1].append(cell)
+        left -= cell.gap + cell.width
+    return rows
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.2f}"
+
+
+def _percent(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None or math.isnan(value) else f"{100 * value:.{digits}f}%"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def _thousands(value: float | None) -> str:
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.0f}" if value < 1000 else f"{value / 1000:.1f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _shade(accuracy: float | None) -> str:
+    if accuracy is None or math.isnan(accuracy):
+        return "dim"
+    return "red" if accuracy < 1 / 3 else "yellow" if accuracy < 2 / 3 else "green"

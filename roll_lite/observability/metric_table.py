@@ -1,0 +1,208 @@
+"""Every metric of a run, declared once: how it is reduced over ranks and steps, its unit, what it says.
+
+Averages are never averaged: a mean travels as sum and count and is divided when it is read. An undeclared name is refused.
+A metric `by` domain is added under a domain and read as `domain/<domain>/<name>` beside `<name>`, which covers all of them;
+one `by` phase is added under a phase and read as `<name>/<phase>`. `docs/metrics.md` is generated from this table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+
+class Reduction(StrEnum):
+    MEAN = "mean"
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class Metric:
+    reduction: Reduction
+    unit: str
+    description: str
+    by: Literal["domain", "phase"] | None = None
+    count: tuple[str, ...] = ()
+    """For means that come as sums from a loss: the sum that holds their count, the first of these that came along.
+    Empty: the count is one optimizer step."""
+    shown: bool = True
+    """False: only an ingredient of a derived metric."""
+
+
+MEAN, SUM, MAX, MIN, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.MIN, Reduction.LAST
+ACTOR, CRITIC, CREDIT, ROWS = ("actor/tokens",), ("critic/tokens",), ("credit/tokens",), ("credit/rows",)
+
+METRICS: dict[str, Metric] = {
+    # rewards of the training batch
+    "reward/mean": Metric(MEAN, "score", "Score of the accepted samples, before clipping and KL.", by="domain"),
+    "reward/square": Metric(MEAN, "score²", "Ingredient of reward/std.", by="domain", shown=False),
+    "reward/max": Metric(MAX, "score", "Highest score.", by="domain"),
+    "reward/min": Metric(MIN, "score", "Lowest score.", by="domain"),
+    "reward/accuracy": Metric(MEAN, "share", "Accepted samples that are correct.", by="domain"),
+    "reward/flat_groups": Metric(MEAN, "share", "Sample groups whose scores are all equal: without advantage under GRPO.", by="domain"),
+    "reward/shaped": Metric(MEAN, "score", "Reward of a sample as shaping left it, before KL.", by="domain"),
+    "reward/workers_replaced": Metric(SUM, "workers", "Reward workers that died or hung, and were replaced.", by="domain"),
+    "reward/seconds": Metric(MEAN, "s", "From asking for a score to getting it.", by="domain"),
+    # how hard the prompts were: shares of the sample groups by the share of their samples that are correct
+    "solved/none": Metric(MEAN, "share", "Groups without a correct sample.", by="domain"),
+    "solved/quarter": Metric(MEAN, "share", "Groups with more than none and at most a quarter of the samples correct.", by="domain"),
+    "solved/half": Metric(MEAN, "share", "Groups with more than a quarter and at most half of the samples correct.", by="domain"),
+    "solved/three_quarters": Metric(MEAN, "share", "Groups with more than half and at most three quarters correct.", by="domain"),
+    "solved/most": Metric(MEAN, "share", "Groups with more than three quarters of the samples correct, but not all.", by="domain"),
+    "solved/all": Metric(MEAN, "share", "Groups with nothing but correct samples.", by="domain"),
+    # what does not train
+    "masks/weight": Metric(MEAN, "", "Weight of a sample in the loss, 0 for those that do not train.", by="domain"),
+    "masks/samples": Metric(MEAN, "share", "Samples that do not train, for whatever reason.", by="domain"),
+    "masks/truncated": Metric(MEAN, "share", "Samples masked because they were cut at max_tokens.", by="domain"),
+    "masks/group_mean": Metric(MEAN, "share", "Samples masked because their group is too easy or too hard.", by="domain"),
+    "masks/response_tokens": Metric(MEAN, "share", "Samples masked because of their length.", by="domain"),
+    "masks/sample_weight": Metric(MEAN, "share", "Samples to which the data gives the weight 0.", by="domain"),
+    "masks/function": Metric(MEAN, "share", "Samples to which algorithm.masks.function gives the weight 0.", by="domain"),
+    # held-out prompts
+    "validation/accuracy": Metric(MEAN, "share", "Held-out samples that are correct.", by="domain"),
+    "validation/reward": Metric(MEAN, "score", "Score of held-out samples.", by="domain"),
+    "validation/response_tokens": Metric(MEAN, "tokens", "Response length of held-out samples.", by="domain"),
+    "validation/failed": Metric(SUM, "samples", "Held-out samples that failed for good; they count in no mean.", by="domain"),
+    # rollouts
+    "rollout/groups": Metric(SUM, "groups", "Sample groups in the batch.", by="domain"),
+    "rollout/lost_groups": Metric(SUM, "groups", "Sample groups without a surviving sample, replaced by other prompts.", by="domain"),
+    "rollout/samples": Metric(SUM, "samples", "Accepted samples in the batch.", by="domain"),
+    "rollout/failed": Metric(SUM, "samples", "Samples that failed for good; they do not train.", by="domain"),
+    "rollout/retries": Metric(SUM, "attempts", "Attempts that failed and were repeated.", by="domain"),
+    "rollout/prompt_tokens": Metric(SUM, "tokens", "Prompt tokens of completed requests.", by="domain"),
+    "rollout/response_tokens": Metric(SUM, "tokens", "Generated tokens.", by="domain"),
+    "rollout/response_length": Metric(MEAN, "tokens", "Response length of a sample.", by="domain"),
+    "rollout/response_length_max": Metric(MAX, "tokens", "Longest response.", by="domain"),
+    "rollout/response_length_min": Metric(MIN, "tokens", "Shortest response.", by="domain"),
+    "rollout/response_length_p50": Metric(LAST, "tokens", "Median length of a response.", by="domain"),
+    "rollout/response_length_p95": Metric(LAST, "tokens", "Length that 95% of the responses do not exceed.", by="domain"),
+    "rollout/truncated": Metric(MEAN, "share", "Samples that were cut at max_tokens.", by="domain"),
+    "rollout/request_seconds": Metric(MEAN, "s", "From sending a request to its completion.", by="domain"),
+    "rollout/share_requested": Metric(LAST, "share", "The domain's share of the prompts as configured.", by="domain"),
+    "rollout/share_realised": Metric(LAST, "share", "The domain's share of the prompts delivered in the run so far.", by="domain"),
+    "rollout/generation_seconds": Metric(SUM, "s", "From the start of the batch to its last completion."),
+    "rollout/reward_tail_seconds": Metric(SUM, "s", "From the last completion to the last score: reward time not hidden by generation."),
+    "rollout/tokens_per_second": Metric(MEAN, "tokens/s", "Generated tokens over the time the batch took."),
+    "rollout/staleness": Metric(MEAN, "versions", "Weight versions between a sample's oldest token and the batch."),
+    "rollout/staleness_max": Metric(MAX, "versions", "Oldest token of the batch."),
+    # credit
+    "credit/tokens": Metric(SUM, "tokens", "Policy tokens that got an advantage.", by="domain"),
+    "credit/rows": Metric(SUM, "samples", "Samples that got an advantage.", by="domain"),
+    "credit/reward": Metric(MEAN, "score", "Reward of a sample after clipping and KL.", count=ROWS, by="domain"),
+    "credit/advantage_mean": Metric(MEAN, "", "Advantage of a policy token.", count=CREDIT, by="domain"),
+    "credit/advantage_square": Metric(MEAN, "", "Ingredient of credit/advantage_std.", count=CREDIT, shown=False, by="domain"),
+    "credit/kl_in_reward": Metric(
+        MEAN,
+        "nats",
+        "KL(policy || reference) of a token as taken off the reward, before its coefficient.",
+        count=CREDIT,
+        by="domain",
+    ),
+    "credit/kl_ref": Metric(MEAN, "nats", "KL(policy || reference), k3, before the step's first update.", count=CREDIT, by="domain"),
+    "credit/advantage_max": Metric(MAX, "", "Largest advantage.", by="domain"),
+    "credit/advantage_min": Metric(MIN, "", "Smallest advantage.", by="domain"),
+    "credit/kl_coef": Metric(LAST, "", "Weight of the KL in the reward."),
+    # actor
+    "actor/tokens": Metric(SUM, "tokens", "Policy tokens trained on, over all epochs.", by="domain"),
+    "actor/loss": Metric(MEAN, "", "What an optimizer step minimised: policy loss, KL and entropy bonus with their weights."),
+    "actor/policy_loss": Metric(MEAN, "", "Policy loss of an optimizer step, mismatch correction included."),
+    "actor/kl_loss": Metric(MEAN, "nats", "KL in the loss of an optimizer step, before its coefficient."),
+    "actor/entropy": Metric(MEAN, "nats", "Entropy of the distribution a token is chosen from, in training.", count=ACTOR, by="domain"),
+    "actor/entropy_before": Metric(MEAN, "nats", "The same before the step's first update.", count=CREDIT, by="domain"),
+    "actor/ratio": Metric(MEAN, "", "Probability of a token over its old one; of a sequence under gspo, topr.", count=ACTOR, by="domain"),
+    "actor/ratio_square": Metric(MEAN, "", "Ingredient of actor/ess.", count=ACTOR, by="domain", shown=False),
+    "actor/ratio_p01": Metric(LAST, "", "Ratio that 1% of the tokens do not exceed, over all updates of the step.", by="domain"),
+    "actor/ratio_p50": Metric(LAST, "", "Median ratio.", by="domain"),
+    "actor/ratio_p99": Metric(LAST, "", "Ratio that 99% of the tokens do not exceed.", by="domain"),
+    "actor/ratio_min": Metric(MIN, "", "Smallest ratio.", by="domain"),
+    "actor/ratio_max": Metric(MAX, "", "Largest ratio.", by="domain"),
+    "actor/approx_kl": Metric(
+        MEAN, "nats", "KL(old || new), k3: how far the updates of a step moved the policy.", count=ACTOR, by="domain"
+    ),
+    "actor/kl_ref": Metric(MEAN, "nats", "KL(policy || reference), k3.", count=ACTOR, by="domain"),
+    "actor/clip_low": Metric(MEAN, "share", "Tokens without gradient because their ratio is below the range.", count=ACTOR, by="domain"),
+    "actor/clip_high": Metric(MEAN, "share", "Tokens without gradient because their ratio is above the range.", count=ACTOR, by="domain"),
+    "actor/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
+    "actor/lr": Metric(LAST, "", "Learning rate."),
+    "actor/kl_coef": Metric(LAST, "", "Weight of the KL in the loss."),
+    "actor/updates": Metric(SUM, "updates", "Optimizer steps: less than epochs x mini-batches where early_stop_kl or masks left some out."),
+    "actor/skipped": Metric(SUM, "updates", "Optimizer steps left out because the gradient was not finite."),
+    # what engine and trainer think of the same tokens
+    "mismatch/mean": Metric(
+        MEAN, "nats", "|log-prob of the engine - log-prob of the trainer| of a token.", count=(*CREDIT, *ACTOR), by="domain"
+    ),
+    "mismatch/k3": Metric(MEAN, "nats", "KL(engine || trainer), k3.", count=(*CREDIT, *ACTOR), by="domain"),
+    "mismatch/max": Metric(MAX, "nats", "Largest difference of a token.", by="domain"),
+    # the correction for it
+    "correction/weight": Metric(MEAN, "", "Weight of a token's policy loss.", count=ACTOR, by="domain"),
+    "correction/weight_square": Metric(MEAN, "", "Ingredient of correction/ess.", count=ACTOR, by="domain", shown=False),
+    "correction/limited": Metric(MEAN, "share", "Tokens whose weight was outside of its range.", count=ACTOR, by="domain"),
+    # critic
+    "critic/tokens": Metric(SUM, "tokens", "Policy tokens the critic trained on, over all epochs.", by="domain"),
+    "critic/loss": Metric(MEAN, "", "Value loss of an optimizer step."),
+    "critic/clip_fraction": Metric(MEAN, "share", "Tokens whose value moved out of its range.", count=CRITIC, by="domain"),
+    "critic/value_mean": Metric(MEAN, "", "Value of a token, in training.", count=CRITIC, by="domain"),
+    "critic/return_mean": Metric(MEAN, "", "Return of a token: what the value should have been.", count=CRITIC, by="domain"),
+    "critic/return_square": Metric(MEAN, "", "Ingredient of critic/explained_variance.", count=CRITIC, shown=False, by="domain"),
+    "critic/error_mean": Metric(MEAN, "", "Return minus value.", count=CRITIC, by="domain"),
+    "critic/error_square": Metric(MEAN, "", "Ingredient of critic/explained_variance.", count=CRITIC, shown=False, by="domain"),
+    "critic/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
+    "critic/lr": Metric(LAST, "", "Learning rate."),
+    "critic/updates": Metric(SUM, "updates", "Optimizer steps."),
+    "critic/skipped": Metric(SUM, "updates", "Optimizer steps left out because the gradient was not finite."),
+    # weights
+    "sync/version": Metric(LAST, "", "Weight version of the engines."),
+    "sync/megabytes": Metric(SUM, "MB", "Weights sent to the engines."),
+    # time
+    "time": Metric(SUM, "s", "Time of the driver in a phase; `other` is what no phase covers, `step` all of it.", by="phase"),
+}
+
+
+@dataclass(frozen=True)
+class Derived:
+    inputs: tuple[str, ...]
+    unit: str
+    description: str
+    compute: Callable[..., float]
+
+
+def _std(mean: float, square: float) -> float:
+    return math.sqrt(max(0.0, square - mean * mean))
+
+
+def _ess(mean: float, square: float) -> float:
+    """(sum w)² / (n sum w²)."""
+    return mean * mean / square if square > 0 else math.nan
+
+
+def _explained_variance(return_mean: float, return_square: float, error_mean: float, error_square: float) -> float:
+    """1 - Var(error) / Var(return); without spread in the returns there is nothing to explain."""
+    variance = return_square - return_mean**2
+    return 1 - (error_square - error_mean**2) / variance if variance > 1e-12 * max(1.0, return_square) else math.nan
+
+
+DERIVED: dict[str, Derived] = {
+    "reward/std": Derived(("reward/mean", "reward/square"), "score", "Standard deviation of the scores.", _std),
+    "credit/advantage_std": Derived(
+        ("credit/advantage_mean", "credit/advantage_square"), "", "Standard deviation of the advantages over policy tokens.", _std
+    ),
+    "actor/ess": Derived(
+        ("actor/ratio", "actor/ratio_square"), "share", "Effective sample size of the tokens under their ratios: 1 on-policy.", _ess
+    ),
+    "correction/ess": Derived(
+        ("correction/weight", "correction/weight_square"), "share", "Effective sample size of the tokens under the correction.", _ess
+    ),
+    "critic/explained_variance": Derived(
+        ("critic/return_mean", "critic/return_square", "critic/error_mean", "critic/error_square"),
+        "share",
+        "1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 one that says the same of everything.",
+        _explained_variance,
+    ),
+}
+"""Functions of other metrics; by domain where their inputs are."""

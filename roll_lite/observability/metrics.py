@@ -1,0 +1,113 @@
+"""Metrics on their way from where they are counted to where they are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from roll_lite.observability.metric_table import DERIVED, METRICS, Metric, Reduction
+
+
+def metric_of(name: str) -> Metric:
+    if name not in METRICS:
+        close = get_close_matches(name, METRICS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"metric {name!r} is not declared in observability/metric_table.py{hint}")
+    return METRICS[name]
+
+
+Series = tuple[str, str | None]
+
+OVERALL = ""
+"""A label that no domain has."""
+
+
+def flat_name(series: Series) -> str:
+    """`domain/<domain>/<name>`, `<name>/<phase>`, or the bare name."""
+    name, label = series
+    if label is None:
+        return name
+    return f"domain/{label}/{name}" if name in DERIVED or METRICS[name].by == "domain" else f"{name}/{label}"
+
+
+@dataclass
+class MetricSums:
+    """What was added under each name: (sum, count) of means, one number of the others. Pickles; merges over ranks and steps."""
+
+    entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None) -> None:
+        """Means: `value` is the sum over `count` items. `label`: the domain or phase, for metrics that have one (and only those);
+        OVERALL for what was measured over all domains together and does not follow from theirs."""
+        metric = metric_of(name)
+        if label == OVERALL and metric.by == "domain":
+            self._put((name, None), float(value), count)
+            return
+        if (label is None) != (metric.by is None):
+            wanted = f"needs a {metric.by} as label" if metric.by else "takes no label"
+            raise ValueError(f"metric {name!r} {wanted}, got label={label!r}")
+        value = float(value)
+        self._put((name, label), value, count)
+        if metric.by == "domain" and metric.reduction is not Reduction.LAST:
+            self._put((name, None), value, count)
+
+    def add_sums(self, sums: Mapping[str, float], domains: Sequence[str] = ()) -> None:
+        """The metric sums of a loss function after one optimizer step: each mean finds its count among them.
+
+        `<name>#<number>` is the sum over the rows of one of the `domains`; one without rows is left out.
+        """
+        for key, value in sums.items():
+            name, mark, number = key.partition("#")
+            metric = metric_of(name)
+            label = domains[int(number)] if mark else None
+            if metric.count:
+                holder = next((f"{count}{mark}{number}" for count in metric.count if f"{count}{mark}{number}" in sums), None)
+                assert holder is not None, f"{key} came without its count: one of {metric.count}"
+                if sums[holder] > 0:
+                    self.add(name, value, sums[holder], label=label)
+            else:
+                self.add(name, value, label=label)
+
+    def _put(self, series: Series, value: float, count: float) -> None:
+        metric, old = METRICS[series[0]], self.entries.get(series)
+        if old is None:
+            self.entries[series] = (value, count)
+        elif metric.reduction in (Reduction.MEAN, Reduction.SUM):
+            self.entries[series] = (old[0] + value, old[1] + count)
+        elif metric.reduction is Reduction.LAST:
+            self.entries[series] = (value, count)
+        else:
+            # NaN wins: a maximum that hides a broken rank would be a lie.
+            pick = max if metric.reduction is Reduction.MAX else min
+            self.entries[series] = (math.nan if math.isnan(old[0]) or math.isnan(value) else pick(old[0], value), count)
+
+    def merge(self, other: MetricSums) -> None:
+        """Take in what another rank or a later step has added; of `last` metrics the other's value stays."""
+        for series, (value, count) in other.entries.items():
+            self._put(series, value, count)
+
+    @staticmethod
+    def merged(parts: Iterable[MetricSums]) -> MetricSums:
+        total = MetricSums()
+        for part in parts:
+            total.merge(part)
+        return total
+
+    def values(self) -> dict[str, float]:
+        """Flat names and numbers, derived metrics included. A mean of nothing is left out."""
+        read: dict[Series, float] = {}
+        for series, (value, count) in self.entries.items():
+            if METRICS[series[0]].reduction is not Reduction.MEAN:
+                read[series] = value
+            elif count > 0:
+                read[series] = value / count
+        shown = {series: value for series, value in read.items() if METRICS[series[0]].shown}
+        labels = dict.fromkeys(label for _, label in read)
+        for name, derived in DERIVED.items():
+            for label in labels:
+                inputs = [read.get((key, label)) for key in derived.inputs]
+                if None not in inputs:
+                    shown[(name, label)] = derived.compute(*inputs)
+        return {flat_name(series): value for series, value in shown.items()}

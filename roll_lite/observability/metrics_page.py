@@ -1,0 +1,37 @@
+"""docs/metrics.md from the table: `python -m roll_lite.observability.metrics_page docs/metrics.md`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from roll_lite.observability.metric_table import DERIVED, METRICS
+
+INTRODUCTION = """# Metrics
+
+Generated from `roll_lite/observability/metric_table.py` by `python -m roll_lite.observability.metrics_page docs/metrics.md`.
+
+A *mean* is a sum over a count of everything the step saw (samples, tokens, optimizer steps), never an average of averages;
+*last* is the newest value. A metric by domain appears as `domain/<domain>/<name>` and, but for *last*, over all domains as
+`<name>`. One by phase appears as `<name>/<phase>`. The losses and their gradients are explained in [algorithms.md](algorithms.md).
+"""
+
+
+def page() -> str:
+    sections: dict[str, list[str]] = {}
+
+    def row(name: str, reduction: str, by: str | None, unit: str, description: str) -> None:
+        cells = (f"`{name}`", reduction, by or "", unit, description.replace("|", "\\|"))
+        sections.setdefault(name.split("/")[0], []).append("| " + " | ".join(cells) + " |")
+
+    for name, metric in METRICS.items():
+        if metric.shown:
+            row(name, metric.reduction.value, metric.by, metric.unit, metric.description)
+    for name, derived in DERIVED.items():
+        row(name, "derived", METRICS[derived.inputs[0]].by, derived.unit, derived.description)
+    head = "| Name | Reduction | By | Unit | What it says |\n|---|---|---|---|---|\n"
+    return INTRODUCTION + "".join(f"\n## {title}\n\n{head}" + "\n".join(rows) + "\n" for title, rows in sections.items())
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")

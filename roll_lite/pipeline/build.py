@@ -1,0 +1,207 @@
+"""From a configuration to a running pipeline, and what happens however it ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import yaml
+
+from roll_lite.config.arithmetic import max_model_len, model_parallel_size, roles, updates
+from roll_lite.config.schema import CriticRoleConfig, ForwardRoleConfig, RunConfig
+from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather, start_cluster
+from roll_lite.distributed.placement import Placement, Slot, beside_driver
+from roll_lite.distributed.ray_session import RaySession, ray_session
+from roll_lite.observability.run_folder import create_run_folder
+from roll_lite.pipeline.checkpoint import Checkpoints, found
+from roll_lite.pipeline.journal import Journal
+from roll_lite.pipeline.models import FORWARD, TRAIN, Engines, Model, RewardModels
+from roll_lite.pipeline.parts import Parts
+from roll_lite.pipeline.rlvr import RLVRPipeline
+from roll_lite.pipeline.weights import WeightSync
+from roll_lite.workers.actor import ActorWorker
+from roll_lite.workers.critic import CriticWorker
+from roll_lite.workers.infer import EngineSpec, InferWorker
+from roll_lite.workers.judge import JudgeAddress, JudgeWorker
+from roll_lite.workers.model import ModelRole, ModelWorker
+from roll_lite.workers.reference import ReferenceWorker
+from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker
+from roll_lite.workers.rollout import RolloutSpec, RolloutWorker
+
+P = ParamSpec("P")
+W = TypeVar("W", bound=ModelWorker)
+
+COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
+"""Exit codes."""
+
+LOCAL_PATIENCE_S = 5.0
+REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
+
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Nothing that runs here reports home or fetches anything."""
+
+
+def run(config: RunConfig) -> int:
+    """Start, train, clean up. Returns the exit code; the cause of a failure stands on standard error and in summary.json."""
+    folder = create_run_folder(config.run_dir, config.experiment)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    journal = Journal(config, folder)
+    exit_state, code = "completed", COMPLETED
+    try:
+        # Once more inside: Ray puts its own handler in place when it starts.
+        journal.console.message(f"{config.experiment}: everything is written to {folder}; starting Ray")
+        with terminable(), ray_session(config.ray, folder) as session, terminable():
+            with journal.timers.phase("start"):
+                journal.console.message(f"loading the model into {', '.join(roles(config))}")
+                pipeline = build(config, folder, session, journal)
+            pipeline.run()
+            pipeline.close()
+    except KeyboardInterrupt:
+        exit_state, code = "interrupted", INTERRUPTED
+        journal.console.message("interrupted")
+    except Exception as error:
+        exit_state, code = f"failed: {first_line(error)}", FAILED
+        report_failure(error, folder)
+    journal.close(exit_state)
+    if code != COMPLETED and (checkpoints := found(folder)):
+        journal.console.message(f"go on from its last checkpoint with checkpoint.resume={checkpoints[-1]}")
+    return code
+
+
+def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
+    """Every cluster of the run, started side by side."""
+    start = Starter(config, folder, session)
+    engines, rollouts, reward_models, judges = start.engines(), start.rollouts(), start.reward_models(), start.judges()
+    actor = start.model("actor_train", config.actor_train, ActorWorker, config.algorithm, len(config.domains))
+    reference = start.model("reference", config.reference, ReferenceWorker) if config.reference else None
+    critic = start.model("critic", config.critic, CriticWorker, config.algorithm, len(config.domains)) if config.critic else None
+    initialize([model for model in (actor, reference, critic) if model], engines, rollouts, reward_models, judges)
+    left_out = [line for line in rollouts.one(RolloutWorker.data_counts) if "left out" in line]
+    for line in (*left_out, *rollouts.one(RolloutWorker.reward_notes)):
+        journal.console.message(line)
+    weights = WeightSync(actor, engines.replicas, rollouts, config.weight_sync, model_parallel_size(config.actor_infer))
+    parts = Parts(actor, engines, rollouts, weights, reference, critic, reward_models, list(judges.values()))
+    return RLVRPipeline(config, parts, journal, Checkpoints(config, folder))
+
+
+def initialize(
+    models: Sequence[Model[Any]],
+    engines: Engines,
+    rollouts: Cluster[RolloutWorker],
+    reward_models: RewardModels,
+    judges: Mapping[str, Cluster[JudgeWorker]],
+) -> None:
+    """Side by side, but for roles that give their devices back when idle: those may share them, and come in one after the other."""
+    together: list[Pending[Any]] = [model.ranks.start_all(ModelWorker.initialize) for model in models if not model.role.offload]
+    together += [ranks.start_all(RewardModelWorker.initialize) for ranks in reward_models.resident]
+    together += [servers.start_all(JudgeWorker.initialize) for servers in judges.values()]
+    addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in judges.items()}
+    together.append(rollouts.start_one(RolloutWorker.initialize, engines.replicas.actors, reward_models.actors, addresses))
+    if not engines.role.offload:
+        together.append(engines.replicas.start_all(InferWorker.initialize))
+    gather(*together)
+    for model in models:
+        if model.role.offload:
+            model.ranks.all(ModelWorker.initialize)
+            model.ranks.all(ModelWorker.offload, TRAIN)
+    for ranks in reward_models.offloaded:
+        ranks.all(RewardModelWorker.initialize)
+        ranks.all(RewardModelWorker.offload, FORWARD)
+    if engines.role.offload:
+        engines.replicas.all(InferWorker.initialize)
+        engines.replicas.all(InferWorker.offload)
+
+
+class Starter:
+    """Starts clusters on the devices that the configuration gives them; does not wait for them."""
+
+    def __init__(self, config: RunConfig, folder: Path, session: RaySession) -> None:
+        self.config = config
+        self.folder = folder
+        self.session = session
+        # Nobody will leave a cluster that is this run's own.
+        patience = min(LOCAL_PATIENCE_S, config.ray.placement_timeout_s) if session.started else config.ray.placement_timeout_s
+        self.placement = Placement({name: role.devices for name, role in roles(config).items()}, patience)
+
+    def spec(self, name: str, slots: Sequence[Slot], threads: int = 1) -> ClusterSpec:
+        return ClusterSpec(name, slots, threads, QUIET, self.session.log_folder)
+
+    def engines(self) -> Engines:
+        role = self.config.actor_infer
+        slots = self.placement.slots("actor_infer", model_parallel_size(role))
+        engine = EngineSpec(self.config.model, role.strategy, max_model_len(self.config), self.config.seed, role.threads)
+        return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine), role)
+
+    def rollouts(self) -> Cluster[RolloutWorker]:
+        config = self.config
+        samples = self.folder.resolve() / "samples"
+        greedy = config.algorithm.advantage.name == "remax"
+        service = RolloutSpec(
+            config.model, config.domains, config.rollout, config.seed, config.deterministic, samples, greedy, config.reward_models
+        )
+        return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
+
+    def reward_models(self) -> RewardModels:
+        config = self.config
+        clusters = {}
+        for name, model in config.reward_models.items():
+            role = f"reward_models.{name}"
+            spec = RewardModelSpec(name, model, config.seed, config.deterministic)
+            clusters[name] = start_cluster(self.spec(role, self.placement.slots(role), model.threads), RewardModelWorker, spec)
+        return RewardModels(clusters, config.reward_models)
+
+    def judges(self) -> dict[str, Cluster[JudgeWorker]]:
+        clusters = {}
+        for name, judge in self.config.judges.items():
+            role = f"judges.{name}"
+            slots = self.placement.slots(role, model_parallel_size(judge))
+            clusters[name] = start_cluster(self.spec(role, slots, judge.threads), JudgeWorker, judge)
+        return clusters
+
+    def model(
+        self, name: str, role: ForwardRoleConfig, worker: Callable[Concatenate[ModelRole, P], W], *args: P.args, **kwargs: P.kwargs
+    ) -> Model[W]:
+        config = self.config
+        path = role.path if isinstance(role, CriticRoleConfig) else None
+        model_role = ModelRole(
+            model=config.model.model_copy(update={"path": path}) if path else config.model,
+            config=role,
+            temperature=next(iter(config.domains.values())).sampling.temperature,
+            total_updates=updates(config, name),
+            seed=config.seed,
+            deterministic=config.deterministic,
+        )
+        slots = self.placement.slots(name)
+        return Model(start_cluster(self.spec(name, slots, role.threads), worker, model_role, *args, **kwargs), role)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def first_line(error: BaseException) -> str:
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line.removesuffix(" ends with:")
+
+
+def report_failure(error: Exception, folder: Path) -> None:
+    """What failed, on standard error, without the traceback of the worker that it happened in; everything in failure.txt."""
+    (folder / "failure.txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+    sys.stderr.write(f"\nthe run failed: {REMOTE_TRACEBACK.split(str(error))[0].rstrip()}\n(more in {folder / 'failure.txt'})\n")

@@ -1,0 +1,247 @@
+"""What a run says of itself: metrics to the trackers, lines to the console, the summary and the picture at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from roll_lite.algorithms.masks import Masked
+from roll_lite.algorithms.ratio_histogram import ratio_quantiles
+from roll_lite.config.schema import RunConfig
+from roll_lite.data.proto import DataProto
+from roll_lite.data.samples import FinishReason
+from roll_lite.observability.console import RunConsole
+from roll_lite.observability.curves import CURVES_FILE, draw_curves
+from roll_lite.observability.metrics import OVERALL, MetricSums
+from roll_lite.observability.report import accuracy_change, write_summary
+from roll_lite.observability.timers import StepTimers
+from roll_lite.observability.trackers import HistoryTracker, Trackers, build_trackers
+from roll_lite.pipeline.weights import Transfer
+from roll_lite.scheduler.stats import RolloutStats
+from roll_lite.workers.actor import CreditReport
+from roll_lite.workers.model import Update
+
+UPDATES_FILE = "updates.jsonl"
+
+SOLVED = {
+    "none": (-1.0, 0.0),
+    "quarter": (0.0, 0.25),
+    "half": (0.25, 0.5),
+    "three_quarters": (0.5, 0.75),
+    "most": (0.75, 1.0 - 1e-6),
+    "all": (1.0 - 1e-6, 1.0),
+}
+"""Which shares of correct samples a bin of the solve-rate histogram holds: above the first number, up to the second."""
+
+
+class Journal:
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self.folder = folder
+        self.timers = StepTimers()
+        self.history = HistoryTracker()
+        self.console = RunConsole(list(config.domains), config.steps)
+        self._config = config
+        self._trackers = Trackers([*build_trackers(config.trackers, folder), self.history])
+        self._sums = MetricSums()
+        self._domains = list(config.domains)
+        self._first = self._steps = 0
+        """Steps done when the run began, and by now."""
+        self._tokens = {"prompt": 0, "response": 0, "trained": 0}
+
+    # ---------------------------------------------------------------- a step
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Everything that is noted inside the block belongs to step `number` and is written at its end."""
+        self._sums = MetricSums()
+        with self.timers.step():
+            yield
+        for label, seconds in self.timers.last.labelled().items():
+            self._sums.add("time", seconds, label=label)
+        metrics = self._sums.values()
+        self._steps = number
+        self._trackers.log(number, metrics)
+        self.console.step(number, metrics)
+
+    def synced(self, transfer: Transfer | None) -> None:
+        if transfer is not None:
+            self._sums.add("sync/version", transfer.version)
+            self._sums.add("sync/megabytes", transfer.megabytes)
+
+    def rollouts(self, rows: DataProto, stats: RolloutStats, version: int, replaced: Mapping[str, int]) -> None:
+        """`replaced`: reward workers that died or hung since the last batch, by domain."""
+        for name, count in replaced.items():
+            self._sums.add("reward/workers_replaced", count, label=name)
+            if count:
+                self.console.message(f"domains.{name}.reward: {count} worker(s) died or hung and were replaced")
+        add = self._sums.add
+        for name, domain in stats.domains.items():
+            requests = sum(domain.finish_reasons.values())
+            add("rollout/groups", domain.delivered, label=name)
+            add("rollout/lost_groups", domain.lost_groups, label=name)
+            add("rollout/samples", domain.accepted, label=name)
+            add("rollout/failed", domain.failed, label=name)
+            add("rollout/retries", sum(domain.retries.values()), label=name)
+            add("rollout/prompt_tokens", domain.prompt_tokens, label=name)
+            add("rollout/response_tokens", domain.response_tokens, label=name)
+            add("rollout/request_seconds", domain.generation_s, requests, label=name)
+            add("rollout/share_requested", domain.requested_share, label=name)
+            add("rollout/share_realised", domain.realised_share, label=name)
+            add("reward/seconds", domain.reward_s, domain.scored, label=name)
+            self._tokens["prompt"] += domain.prompt_tokens
+            self._tokens["response"] += domain.response_tokens
+        for domain_name, own in rows.group_by("domain").items():
+            self._samples(str(domain_name), own)
+        self._length_quantiles(OVERALL, rows.tensor("response_length"))
+        staleness = version - rows.tensor("min_version")
+        add("rollout/staleness", float(staleness.sum()), len(rows))
+        add("rollout/staleness_max", float(staleness.max()))
+        add("rollout/generation_seconds", stats.generation_s)
+        add("rollout/reward_tail_seconds", stats.reward_tail_s)
+        add("rollout/tokens_per_second", stats.response_tokens, stats.wall_s)
+
+    def _samples(self, domain: str, rows: DataProto) -> None:
+        add, scores, lengths = self._sums.add, rows.tensor("score").double(), rows.tensor("response_length")
+        add("reward/mean", float(scores.sum()), len(rows), label=domain)
+        add("reward/square", float(scores.square().sum()), len(rows), label=domain)
+        add("reward/max", float(scores.max()), label=domain)
+        add("reward/min", float(scores.min()), label=domain)
+        add("reward/accuracy", float(rows.tensor("correct").sum()), len(rows), label=domain)
+        groups = rows.group_by("group").values()
+        add("reward/flat_groups", sum(_flat(group.tensor("score")) for group in groups), len(groups), label=domain)
+        solved = [float(group.tensor("correct").mean()) for group in groups]
+        for name, (low, high) in SOLVED.items():
+            add(f"solved/{name}", sum(low < share <= high for share in solved), len(groups), label=domain)
+        add("rollout/response_length", float(lengths.sum()), len(rows), label=domain)
+        add("rollout/response_length_max", float(lengths.max()), label=domain)
+        add("rollout/response_length_min", float(lengths.min()), label=domain)
+        self._length_quantiles(domain, lengths)
+        cut = sum(reason == FinishReason.LENGTH for reason in rows.objects("finish_reason"))
+        add("rollout/truncated", cut, len(rows), label=domain)
+
+    def _length_quantiles(self, label: str, lengths: torch.Tensor) -> None:
+        for name, share in (("p50", 0.5), ("p95", 0.95)):
+            self._sums.add(f"rollout/response_length_{name}", float(lengths.double().quantile(share)), label=label)
+
+    def shaped(self, rows: DataProto, masked: Masked) -> None:
+        """Of all rows of the batch, those that do not train among them."""
+        numbers = rows.tensor("domain_number")
+        for number, name in enumerate(self._domains):
+            own = numbers == number
+            count = int(own.sum())
+            if count:
+                self._sums.add("reward/shaped", float(rows.tensor("reward")[own].double().sum()), count, label=name)
+                self._sums.add("masks/weight", float(masked.weights[own].double().sum()), count, label=name)
+                self._sums.add("masks/samples", float((masked.weights[own] == 0).sum()), count, label=name)
+                for cause, samples in masked.causes.items():
+                    self._sums.add(f"masks/{cause}", float(samples[own].sum()), count, label=name)
+
+    def credit(self, reports: Sequence[CreditReport], kl_coef: float) -> None:
+        sums: dict[str, float] = {}
+        for report in reports:
+            for name, value in report.sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+            self._sums.add_sums(report.peaks, self._domains)
+        self._sums.add_sums(sums, self._domains)
+        if kl_coef > 0:
+            self._sums.add("credit/kl_coef", kl_coef)
+
+    def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
+        """By role, from every data-parallel rank: metric sums are the same on all of them, peaks are each rank's own."""
+        for role, ranks in updates.items():
+            for number, update in enumerate(ranks[0]):
+                sums = self._update(role, update, [rank[number].peaks for rank in ranks], is_first=number == 0)
+                self._write_update(step, role, number, update, sums)
+                self._sums.merge(sums)
+        if updates.get("actor") and updates["actor"][0]:
+            self._ratios([update for rank in updates["actor"] for update in rank])
+            sums_of = [update.result.metrics for update in updates["actor"][0]]
+            self._tokens["trained"] += int(
+                sum(value for sums in sums_of for name, value in sums.items() if name.startswith("actor/tokens#"))
+            )
+        if kl_coef > 0:
+            self._sums.add("actor/kl_coef", kl_coef)
+
+    def _update(self, role: str, update: Update, peaks: Sequence[Mapping[str, float]], is_first: bool) -> MetricSums:
+        sums = MetricSums()
+        # Where the old log-probs are recomputed, credit has told of all tokens how far engine and trainer are apart.
+        compared = is_first and self._config.algorithm.old_log_probs != "recompute"
+        sums.add_sums(update.result.metrics if compared else without_mismatch(update.result.metrics), self._domains)
+        sums.add(f"{role}/updates", 1.0)
+        sums.add(f"{role}/skipped", float(update.result.skipped))
+        sums.add(f"{role}/lr", update.result.lr)
+        if not update.result.skipped:
+            sums.add(f"{role}/grad_norm", update.result.grad_norm)
+        for of_rank in peaks:
+            sums.add_sums(of_rank if compared else without_mismatch(of_rank), self._domains)
+        return sums
+
+    def _write_update(self, step: int, role: str, number: int, update: Update, sums: MetricSums) -> None:
+        """One line per optimizer step, so that what happened between the first and the last mini-batch can be seen."""
+        record = {"step": step, "role": role, "update": number + 1, "epoch": update.epoch + 1, **sums.values()}
+        with (self.folder / UPDATES_FILE).open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps({name: value for name, value in record.items() if value == value}) + "\n")
+
+    def _ratios(self, updates: Sequence[Update]) -> None:
+        counts = [update.ratios for update in updates if update.ratios is not None]
+        if not counts:
+            return
+        by_domain = np.sum(counts, axis=0)
+        for label, own in [*zip(self._domains, by_domain, strict=True), (OVERALL, by_domain.sum(0))]:
+            for name, value in zip(("p01", "p50", "p99"), ratio_quantiles(own, (0.01, 0.5, 0.99)), strict=True):
+                if value == value:
+                    self._sums.add(f"actor/ratio_{name}", value, label=label)
+
+    # ---------------------------------------------------------------- around the steps
+
+    def resumed(self, step: int) -> None:
+        self._first = self._steps = step
+        self.console.message(f"resumed after step {step} from {self._config.checkpoint.resume}")
+
+    def validation(self, step: int, rows: DataProto, stats: RolloutStats) -> None:
+        sums = MetricSums()
+        for name, domain in stats.domains.items():
+            sums.add("validation/failed", domain.failed, label=name)
+        for domain_name, own in rows.group_by("domain").items():
+            label = str(domain_name)
+            sums.add("validation/accuracy", float(own.tensor("correct").sum()), len(own), label=label)
+            sums.add("validation/reward", float(own.tensor("score").double().sum()), len(own), label=label)
+            sums.add("validation/response_tokens", float(own.tensor("response_length").sum()), len(own), label=label)
+        metrics = sums.values()
+        self._trackers.log(step, metrics)
+        self.console.validation(step, metrics)
+
+    def close(self, exit_state: str) -> None:
+        """Summary, picture, table. Called once, however the run ends."""
+        self._trackers.close()
+        validated = [record for _, record in sorted(self.history.records.items()) if "validation/accuracy" in record]
+        accuracy = accuracy_change(
+            list(self._config.domains), validated[0] if validated else {}, validated[-1] if len(validated) > 1 else {}
+        )
+        wall = self.timers.wall()
+        write_summary(
+            self.folder,
+            accuracy=accuracy,
+            steps=self._steps,
+            resumed_after=self._first,
+            wall_s=wall,
+            tokens=self._tokens,
+            exit_state=exit_state,
+        )
+        draw_curves(self.folder / CURVES_FILE, self.history.records, list(self._config.domains), self._config.experiment)
+        if validated:
+            self.console.finish(accuracy, self._steps, wall["total"], self.folder, resumed_after=self._first)
+
+
+def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
+    """From the second update on, engine and trainer differ by what was learnt as well."""
+    return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}
+
+
+def _flat(scores: torch.Tensor) -> bool:
+    return bool((scores == scores[0]).all())

@@ -1,0 +1,128 @@
+"""A domain's reward in one process of its own, without Ray: to look at what it does before anything trains."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Self
+
+from roll_lite.config.schema import RewardConfig
+from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.format import FormatCheck
+from roll_lite.rewards.registry import build_reward
+from roll_lite.rewards.together import Together, time_out
+
+GRACE_SECONDS = 1.0
+"""A reward's own time-out comes first: it ends what can be interrupted, and says more."""
+
+Answer = tuple[Score | str, float]
+"""A score or the cause of its failure, and the seconds it took."""
+
+
+class RewardAlone:
+    """Scores one sample after the other. One that hangs or kills the process costs its own sample a failure; another process is started."""
+
+    def __init__(self, config: RewardConfig, path: str) -> None:
+        """`path` is the reward section's place in the configuration; ValueError for a mistake in it."""
+        self._config = config
+        self._path = path
+        self._start()
+
+    def score(self, item: RewardInput) -> Answer:
+        started = time.monotonic()
+        try:
+            self._connection.send(item)
+            if self._connection.poll(self._config.timeout_s + GRACE_SECONDS):
+                result, seconds, usable = self._connection.recv()
+                if not usable:
+                    self._restart()
+                return result, seconds
+            cause = time_out(self._config.type, self._config.timeout_s)
+        except (EOFError, ConnectionError):
+            self._process.join(GRACE_SECONDS)
+            cause = f"reward {self._config.type}: its process died (exit code {self._process.exitcode})"
+        seconds = time.monotonic() - started
+        self._restart()
+        return cause, seconds
+
+    def close(self) -> None:
+        """End the process and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._group, signal.SIGKILL)
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _restart(self) -> None:
+        self.close()
+        self._start()
+
+    def _start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs, self._config, self._path))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the process begins with this mask
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        assert self._process.pid is not None
+        self._group = self._process.pid
+        try:
+            mistake = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            died = f"its process died at the start (exit code {self._process.exitcode})"
+            raise ValueError(f"{self._path}.type: {self._config.type!r}: {died}") from None
+        except BaseException:
+            self.close()
+            raise
+        if mistake is not None:
+            self.close()
+            raise ValueError(mistake)
+
+
+def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
+    """The process: makes the reward, then answers until nobody asks any more."""
+    os.setpgid(0, 0)  # to be ended together with what it starts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # forgets one that came before; Ctrl-C is the parent's matter
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.dup2(2, 1)  # what a function prints must not stand in the table
+    try:
+        form = FormatCheck(config, path) if config.format else None
+        reward = build_reward(config, path)
+        reward.warm()
+    except ValueError as error:
+        connection.send(str(error))
+        return
+    together = Together(reward, config.timeout_s, form)
+    connection.send(None)
+    with suppress(EOFError):
+        while True:
+            scored = together([connection.recv()], slice_s=0.0)
+            result = scored.results[0]
+            connection.send(
+                (result if result is not None else time_out(config.type, config.timeout_s), scored.seconds, not scored.interrupted)
+            )
+
+
+def _end_with_parent() -> None:
+    """Also when the parent is killed while a reward hangs."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)

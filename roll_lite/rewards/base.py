@@ -1,0 +1,182 @@
+"""What a reward function is, and what becomes of what it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+import re
+import traceback
+import typing
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from roll_lite.data.samples import RewardInput, Score
+
+
+class RewardFailed(Exception):
+    """A sample could not be scored. It is a failure, never a reward of zero."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class RewardFunction:
+    """A reward with its arguments. Sync or async, for one sample or for a list: it returns a Score or raises RewardFailed."""
+
+    def __init__(self, name: str, function: Callable[..., Any], args: Mapping[str, Any], warm: Callable[[], None] | None = None) -> None:
+        self.name = name
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+        self.is_batched = is_batched(function)
+        self._function = function
+        self._args = dict(args)
+        self._warm = warm
+        self._runner: asyncio.Runner | None = None
+
+    def __call__(self, item: RewardInput) -> Score:
+        """For callers without an event loop. An async function gets a loop that lives on, and with it the function's connections."""
+        result = self._guarded(lambda: self._function([item] if self.is_batched else item, **self._args))
+        if inspect.isawaitable(result):
+            self._runner = self._runner or asyncio.Runner()
+            result = self._runner.run(self._finish(result))
+        return self._one(result)
+
+    async def score(self, item: RewardInput) -> Score:
+        """For callers with an event loop, to have many samples under way in an async function."""
+        result = self._guarded(lambda: self._function([item] if self.is_batched else item, **self._args))
+        return self._one(await self._finish(result) if inspect.isawaitable(result) else result)
+
+    def scores(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
+        """Of a sync function for lists, in one call. RewardFailed where the call as a whole failed."""
+        return self._many(self._guarded(lambda: self._function(list(items), **self._args)), len(items))
+
+    async def scores_async(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
+        """As `scores`, of an async function."""
+        result = self._guarded(lambda: self._function(list(items), **self._args))
+        return self._many(await self._finish(result), len(items))
+
+    def warm(self) -> None:
+        """Do what only the first call pays for (imports, tables), before a time limit runs."""
+        if self._warm is not None:
+            self._warm()
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def _one(self, result: Any) -> Score:
+        if not self.is_batched:
+            return to_score(result, self.name)
+        [score] = self._many(result, 1)
+        if isinstance(score, RewardFailed):
+            raise score
+        return score
+
+    def _many(self, results: Any, expected: int) -> list[Score | RewardFailed]:
+        if isinstance(results, str | bytes | Mapping) or not isinstance(results, Iterable):
+            raise RewardFailed(f"reward {self.name}: returned {results!r:.80} for a list of samples; expected a list of as many scores")
+        found = list(results)
+        if len(found) != expected:
+            raise RewardFailed(f"reward {self.name}: returned {len(found)} scores for {expected} samples")
+        return [self._score_or_failure(one) for one in found]
+
+    def _score_or_failure(self, result: Any) -> Score | RewardFailed:
+        if isinstance(result, RewardFailed):
+            return result
+        try:
+            return to_score(result, self.name)
+        except RewardFailed as failure:
+            return failure
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RewardFailed:
+            raise
+        except Exception as error:  # a process edge: the code is the user's, any of its mistakes is recorded as the failure it is
+            raise RewardFailed(_cause(self.name, error)) from error
+
+    async def _finish(self, awaitable: Awaitable[Any]) -> Any:
+        try:
+            return await awaitable
+        except RewardFailed:
+            raise
+        except Exception as error:  # as above
+            raise RewardFailed(_cause(self.name, error)) from error
+
+
+def is_batched(function: Callable[..., Any]) -> bool:
+    """Does it take a list of samples? Told by its attribute `batched`, else by its first parameter's annotation (list, Sequence)."""
+    said = getattr(function, "batched", None)
+    if said is not None:
+        return bool(said)
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters:
+        return False
+    hint = hints_of(function).get(parameters[0].name, parameters[0].annotation)
+    if isinstance(hint, str):  # names a type that only the type checker imports
+        return re.match(r"([\w.]*\.)?(list|List|Sequence)\b", hint) is not None
+    return (typing.get_origin(hint) or hint) in (list, Sequence)
+
+
+def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Types of the parameters; none where annotations cannot be resolved at run time."""
+    try:
+        return typing.get_type_hints(function if inspect.isroutine(function) else type(function).__call__, include_extras=True)
+    except (NameError, TypeError):
+        return {}
+
+
+def _cause(name: str, error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"reward {name}: {type(error).__name__}: {error}{where}"
+
+
+def to_score(result: Any, name: str) -> Score:
+    """Number, bool, Score, or a dict of a Score's fields; RewardFailed for anything else and for numbers that are not finite."""
+    if isinstance(result, Score):
+        return Score(_number(result.value, name), _correct(result.correct, name), _details(result.details, name))
+    if isinstance(result, bool | np.bool_):
+        return Score(float(result), bool(result))
+    if isinstance(result, Mapping):
+        unknown = sorted(str(key) for key in result if key not in ("value", "correct", "details"))
+        if unknown or "value" not in result:
+            problem = f"unknown {', '.join(unknown)}" if unknown else "no value"
+            raise RewardFailed(f"reward {name}: returned a dict with {problem}; its keys are value, correct (optional), details (optional)")
+        return Score(_number(result["value"], name), _correct(result.get("correct"), name), _details(result.get("details", {}), name))
+    return Score(_number(result, name))
+
+
+def _number(value: Any, name: str) -> float:
+    if not isinstance(value, numbers.Real | np.bool_):
+        raise RewardFailed(
+            f"reward {name}: returned {value!r:.80} of type {type(value).__name__}; expected a number, a bool, a Score or a dict"
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise RewardFailed(f"reward {name}: returned {number}, which is not finite")
+    return number
+
+
+def _correct(value: Any, name: str) -> bool | None:
+    if value is None or isinstance(value, bool | np.bool_):
+        return None if value is None else bool(value)
+    raise RewardFailed(f"reward {name}: correct must be a bool or None, got {value!r:.80}")
+
+
+def _details(details: Any, name: str) -> dict[str, float | str]:
+    if not isinstance(details, Mapping):
+        raise RewardFailed(f"reward {name}: details must be a dict, got {details!r:.80}")
+    return {str(key): value if isinstance(value, str) else _detail(value, f"{name}: details[{key!r}]") for key, value in details.items()}
+
+
+def _detail(value: Any, name: str) -> float:
+    if not isinstance(value, numbers.Real | np.bool_):
+        raise RewardFailed(f"reward {name}: must be a number or a string, got {value!r:.80}")
+    return float(value)

@@ -1,0 +1,290 @@
+"""Reward `code`: the response's program passes the sample's tests. Programs run in sandboxes; what they did is judged here."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.code_backends import Backend, RemoteBackend, backend_of
+from roll_lite.rewards.code_compare import Compare, same_output, same_value
+from roll_lite.rewards.code_languages import Extract, Language, extract_code, known_languages
+from roll_lite.rewards.code_tests import Test, tests_of
+from roll_lite.rewards.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
+from roll_lite.rewards.sandbox.values import decode, encode
+
+COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, file_mb=32, folder_mb=256)
+CLOCK = 3.0
+"""Times as much as computing time: others compute as well."""
+SHOWN = 160
+LONGEST_CODE = 4000
+
+
+def code(
+    samples: list[RewardInput],
+    *,
+    mode: Literal["tests", "expression"] = "tests",
+    column: str | None = None,
+    languages: Sequence[str] = ("python",),
+    extract: Extract = "auto",
+    score: Literal["all", "fraction"] = "all",
+    fail_fast: bool | None = None,
+    compare: Compare = "lines",
+    tolerance: float = 1e-6,
+    must_contain: Sequence[str] = (),
+    forbid: Sequence[str] = (),
+    test_s: float = 3.0,
+    wall_s: float | None = None,
+    total_s: float = 8.0,
+    memory_mb: int = 512,
+    output_kb: int = 1024,
+    file_mb: int = 16,
+    processes: int = 32,
+    parallel: int = 1,
+    readable: Sequence[str] = (),
+    python_path: Sequence[str] = (),
+    commands: dict[str, dict[str, Any]] | None = None,
+    backend: RemoteBackend | None = None,
+    allow_unprotected: bool = False,
+) -> list[Score | RewardFailed]:
+    """1 where all tests pass, or the part that passes (score: fraction).
+
+    mode expression: the response is a Python expression; its value is compared with the answer. Tests stand in the answer or in
+    `column`. must_contain, forbid: pieces of text that the program must and must not have. test_s: computing time of one test, wall_s
+    its time by the clock (three times as much where not given), total_s the computing time of all of a sample's, which have three times
+    as much by the clock: keep that below the domain's timeout_s.
+    fail_fast: the first failed test ends a sample; where not given, if score is all. compare: what counts as the same output.
+    commands: further languages. readable, python_path: folders that programs may read, and import from. backend: a remote sandbox.
+    """
+    known = known_languages(languages, commands or {}, backend is None)
+    runner = backend_of(backend, parallel, allow_unprotected, readable, python_path)
+    wall = CLOCK * test_s if wall_s is None else wall_s
+    limits = Limits(test_s, wall, memory_mb, output_kb, file_mb, processes=processes)
+    judge = _Judge(limits, compare, tolerance, total_s, score == "all" if fail_fast is None else fail_fast)
+    marks = (tuple(must_contain), tuple(forbid))
+    attempts = [_attempt(sample, mode, column, known, extract, marks) for sample in samples]
+    judge.run(runner, [one for one in attempts if isinstance(one, _Attempt)])
+    return [one.result(score == "fraction") if isinstance(one, _Attempt) else one for one in attempts]
+
+
+def warm_code(**arguments: Any) -> None:
+    """Start the sandboxes and see that a program runs; ValueError with what is missing."""
+    if arguments.get("backend") is None:
+        mode = {"mode": "expression", "languages": arguments.get("languages", ("python",))}
+        kept = {key: arguments[key] for key in ("parallel", "readable", "python_path", "commands", "allow_unprotected") if key in arguments}
+        [first] = code([RewardInput("", "", "1 + 1", 2, {}, "stop")], **mode, **kept)
+        if isinstance(first, RewardFailed):
+            raise first
+
+
+def walls_of(arguments: Mapping[str, Any]) -> str:
+    """What keeps the programs of a domain with these arguments apart from everything else; its sandbox is started where it is not yet."""
+    if arguments.get("backend") is not None:
+        return "programs run in a remote sandbox"
+    settings = (arguments.get("parallel", 1), arguments.get("allow_unprotected", False))
+    runner = backend_of(None, *settings, arguments.get("readable", ()), arguments.get("python_path", ()))
+    assert isinstance(runner, SandboxPool)
+    return f"programs run in a sandbox; {runner.describe()}"
+
+
+@dataclass
+class _Attempt:
+    """A sample's program on its way through the tests."""
+
+    source: str
+    language: Language | None
+    tests: list[Test]
+    is_expression: bool
+    passed: int = 0
+    done: int = 0
+    spent_s: float = 0.0
+    """Computing time, or a third of the time by the clock where that is more."""
+    verdict: str = ""
+    """Of the first test that failed."""
+    failure: RewardFailed | None = None
+    artifact: bytes = b""
+    over: bool = False
+
+    def fail(self, verdict: str) -> None:
+        self.verdict = self.verdict or f"test {self.done}: {verdict}"
+
+    def result(self, fraction: bool) -> Score | RewardFailed:
+        if self.failure is not None:
+            return self.failure
+        correct = self.passed == len(self.tests)
+        value = self.passed / len(self.tests) if fraction else float(correct)
+        details: dict[str, float | str] = {
+            "extracted": self.source[:LONGEST_CODE],
+            "verdict": self.verdict or "passed",
+            "passed": self.passed,
+            "tests": len(self.tests),
+        }
+        return Score(value, correct, details)
+
+
+def _attempt(
+    sample: RewardInput,
+    mode: str,
+    column: str | None,
+    languages: dict[str, Language | None],
+    extract: Extract,
+    marks: tuple[tuple[str, ...], tuple[str, ...]],
+) -> _Attempt | Score | RewardFailed:
+    try:
+        tests = [Test(expected=_value(sample.answer))] if mode == "expression" else tests_of(sample, column)
+    except RewardFailed as failure:
+        return failure
+    found = extract_code(sample.response, extract)
+    if found is None:
+        return Score(0.0, False, {"verdict": "no program found"})
+    source, tag = found
+    shown: dict[str, float | str] = {"extracted": source[:LONGEST_CODE]}
+    if tag and tag not in languages and mode == "tests":
+        return Score(0.0, False, shown | {"verdict": f"a program in {tag}, expected {' or '.join(languages)}"})
+    for piece in marks[0]:
+        if piece not in source:
+            return Score(0.0, False, shown | {"verdict": f"lacks {piece!r}"})
+    for piece in marks[1]:
+        if piece in source:
+            return Score(0.0, False, shown | {"verdict": f"has {piece!r}"})
+    language = languages[tag] if tag in languages else next(iter(languages.values()))
+    if language is not None and any(test.function or test.source for test in tests):
+        return RewardFailed("reward code: function calls and asserts are for python only")
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        return Score(0.0, False, {"verdict": "no text"})
+    return _Attempt(source, language, tests, mode == "expression")
+
+
+def _value(answer: Any) -> Any:
+    """A text that reads as a value is that value."""
+    if not isinstance(answer, str):
+        return answer
+    try:
+        return ast.literal_eval(answer.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return answer
+
+
+@dataclass
+class _Judge:
+    limits: Limits
+    compare: Compare
+    tolerance: float
+    total_s: float
+    fail_fast: bool
+    _jobs: list[tuple[_Attempt, Test]] = field(default_factory=list)
+
+    def run(self, backend: Backend, attempts: Sequence[_Attempt]) -> None:
+        """In rounds of one test of every sample, so that a sample ends with its first failure and samples run side by side."""
+        self._compile(backend, [one for one in attempts if one.language is not None and one.language.compile])
+        waiting = [one for one in attempts if not one.over and one.failure is None]
+        while waiting:
+            jobs = [self._job(one, one.tests[one.done]) for one in waiting]
+            for attempt, ended in zip(waiting, backend.run_many(jobs), strict=True):
+                self._note(attempt, attempt.tests[attempt.done], ended)
+            waiting = [one for one in waiting if not one.over and one.failure is None and one.done < len(one.tests)]
+
+    def _compile(self, backend: Backend, attempts: Sequence[_Attempt]) -> None:
+        jobs = []
+        for one in attempts:
+            assert one.language is not None
+            order = {"kind": "exec", "files": {one.language.file: one.source}, "command": one.language.compile, "keeps_result": True}
+            jobs.append(Program(order, limits=COMPILE))
+        for attempt, ended in zip(attempts, backend.run_many(jobs) if jobs else [], strict=True):
+            if isinstance(ended, SandboxTrouble):
+                attempt.failure = RewardFailed(f"reward code: {ended}")
+            elif ended.exit != 0 or ended.stopped or not ended.result:
+                attempt.verdict = f"does not compile: {_tail(ended.stderr)}"
+                attempt.over = True
+            else:
+                attempt.artifact = ended.result
+
+    def _job(self, attempt: _Attempt, test: Test) -> Program | Pair:
+        language = attempt.language
+        left = max(0.05, self.total_s - attempt.spent_s)
+        limits = replace(self.limits, cpu_s=min(self.limits.cpu_s, left), wall_s=min(self.limits.wall_s, CLOCK * left))
+        source = {"source": attempt.source}
+        if attempt.is_expression:
+            return Program({"kind": "expression", **source}, limits=limits)
+        if test.function is not None:
+            call = {"function": test.function, "args": encode(test.args), "kwargs": encode(test.kwargs)}
+            return Program({"kind": "call", **source, **call}, limits=limits)
+        if test.source is not None:
+            judge = {"kind": "judge", "source": test.source, "names": test.names}
+            return Pair(Program({"kind": "serve", **source}, limits=limits), Program(judge, limits=limits))
+        if language is None:
+            return Program({"kind": "script", **source}, test.stdin.encode(), limits=limits)
+        files = {} if language.compile else {language.file: attempt.source}
+        order = {"kind": "exec", "files": files, "command": language.run, "artifact": language.artifact if language.compile else ""}
+        return Program(order, test.stdin.encode(), attempt.artifact, language.address_space, limits)
+
+    def _note(self, attempt: _Attempt, test: Test, ended: Ended) -> None:
+        attempt.done += 1
+        if isinstance(ended, SandboxTrouble):
+            attempt.failure = RewardFailed(f"reward code: {ended}")
+            return
+        attempt.spent_s += max(ended.cpu_s, ended.seconds / CLOCK)
+        verdict = self._verdict(attempt, test, ended)
+        if verdict:
+            attempt.fail(verdict)
+            attempt.over = self.fail_fast
+        else:
+            attempt.passed += 1
+        if attempt.spent_s > self.total_s and attempt.done < len(attempt.tests):
+            attempt.done += 1
+            attempt.fail(f"no time left: all tests together have {self.total_s:g} s")
+            attempt.over = True
+
+    def _verdict(self, attempt: _Attempt, test: Test, ended: Outcome) -> str:
+        """Empty where the test is passed."""
+        if ended.stopped:
+            return _LIMITS[ended.stopped]
+        if test.source is not None:
+            judged = _json(ended.result)
+            passed = ended.exit == 0 and isinstance(judged, dict) and judged.get("value") is True
+            return "" if passed else f"failed: {judged.get('error') if isinstance(judged, dict) else 'the tests did not end'}"
+        if attempt.is_expression or test.function is not None:
+            return self._value_verdict(test, ended)
+        if ended.exit != 0:
+            return f"exit status {ended.exit}: {_tail(ended.stderr)}"
+        printed = ended.stdout.decode("utf-8", errors="replace")
+        if same_output(test.expected, printed, self.compare, self.tolerance):
+            return ""
+        return f"printed {printed!r:.{SHOWN}}, expected {test.expected!r:.{SHOWN}}"
+
+    def _value_verdict(self, test: Test, ended: Outcome) -> str:
+        result = _json(ended.result)
+        if ended.exit != 0 or not isinstance(result, dict) or "value" not in result:
+            return f"no value: {_tail(ended.stderr) or f'exit status {ended.exit}'}"
+        try:
+            value = decode(result["value"])
+            same = any(same_value(one, value, self.tolerance) for one in (test.expected, *test.also))
+            return "" if same else f"value {value!r:.{SHOWN}}, expected {test.expected!r:.{SHOWN}}"
+        except (ValueError, TypeError, RecursionError) as error:
+            return f"no value: {type(error).__name__}"
+
+
+_LIMITS = {
+    "cpu": "time limit: too much computing",
+    "wall": "time limit: did not end",
+    "memory": "memory limit",
+    "output": "output limit",
+}
+
+
+def _json(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _tail(stderr: bytes) -> str:
+    lines = stderr[-2000:].decode("utf-8", errors="replace").strip().splitlines()
+    return lines[-1][:SHOWN] if lines else ""

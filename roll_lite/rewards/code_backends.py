@@ -1,0 +1,118 @@
+"""Where programs run: in sandboxes on this machine, or behind an HTTP endpoint that runs them in sandboxes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.http_client import KeyVariable, Service, shared
+from roll_lite.rewards.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
+
+
+class RemoteBackend(BaseModel):
+    """`backend: {url: http://host:port/run}`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str | tuple[str, ...]
+    """One or several: the least busy is asked."""
+    api_key_env: KeyVariable = None
+    concurrency: PositiveInt = 16
+    timeout_s: PositiveFloat = 60.0
+    """Of one request, which holds one job."""
+    retries: int = 3
+
+
+class Backend(Protocol):
+    def run_many(self, jobs: Sequence[Program | Pair]) -> list[Ended]: ...
+
+
+class RemoteSandbox:
+    """POST {"job": ...} -> {"outcome": ...} or {"trouble": "..."}, see docs/rewards.md and examples/sandbox_server.py."""
+
+    def __init__(self, remote: RemoteBackend) -> None:
+        urls = (remote.url,) if isinstance(remote.url, str) else remote.url
+        self._service = Service("code", urls, remote.api_key_env, "Authorization", remote.concurrency, remote.timeout_s, remote.retries)
+        self._runner: asyncio.Runner | None = None
+
+    def run_many(self, jobs: Sequence[Program | Pair]) -> list[Ended]:
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(self._all(jobs))
+
+    async def _all(self, jobs: Sequence[Program | Pair]) -> list[Ended]:
+        return list(await asyncio.gather(*map(self._one, jobs)))
+
+    async def _one(self, job: Program | Pair) -> Ended:
+        try:
+            answer, url = await shared(self._service).post({"job": job_to_json(job)})
+        except RewardFailed as failure:
+            return SandboxTrouble(failure.cause)
+        try:
+            return SandboxTrouble(f"{url}: {answer['trouble']}") if "trouble" in answer else outcome_from_json(answer["outcome"])
+        except (KeyError, TypeError, ValueError) as error:
+            return SandboxTrouble(f"{url} answered with no outcome: {type(error).__name__}: {error}")
+
+
+def job_to_json(job: Program | Pair) -> dict[str, Any]:
+    if isinstance(job, Pair):
+        return {"program": job_to_json(job.program), "judge": job_to_json(job.judge)}
+    plain = {"order": job.order, "address_space": job.address_space, "limits": asdict(job.limits)}
+    return plain | {"stdin": _packed(job.stdin), "artifact": _packed(job.artifact)}
+
+
+def job_from_json(data: Mapping[str, Any]) -> Program | Pair:
+    """KeyError, TypeError or ValueError for what is no job."""
+    if "program" in data:
+        program, judge = job_from_json(data["program"]), job_from_json(data["judge"])
+        if isinstance(program, Pair) or isinstance(judge, Pair):
+            raise ValueError("a pair of pairs")
+        return Pair(program, judge)
+    limits = Limits(**data["limits"])
+    stdin, artifact = base64.b64decode(data["stdin"]), base64.b64decode(data["artifact"])
+    return Program(dict(data["order"]), stdin, artifact, bool(data["address_space"]), limits)
+
+
+def outcome_to_json(outcome: Ended) -> dict[str, Any]:
+    if isinstance(outcome, SandboxTrouble):
+        return {"trouble": str(outcome)}
+    return {"outcome": {key: _packed(value) if isinstance(value, bytes) else value for key, value in asdict(outcome).items()}}
+
+
+def outcome_from_json(data: Mapping[str, Any]) -> Outcome:
+    plain = {one.name: data[one.name] for one in fields(Outcome)}
+    packed = {name: base64.b64decode(plain[name]) for name in ("stdout", "stderr", "result")}
+    return Outcome(int(plain["exit"]), str(plain["stopped"]), **packed, seconds=float(plain["seconds"]), cpu_s=float(plain["cpu_s"]))
+
+
+def _packed(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+_OF_PROCESS: dict[tuple[Any, ...], Backend] = {}
+
+
+def backend_of(
+    remote: RemoteBackend | None, parallel: int, allow_unprotected: bool, readable: Sequence[str], python_path: Sequence[str]
+) -> Backend:
+    """The one of this process for these settings, started at the first use. ValueError where programs cannot be isolated."""
+    key = (remote, parallel, allow_unprotected, tuple(readable), tuple(python_path))
+    if key not in _OF_PROCESS:
+        _OF_PROCESS[key] = RemoteSandbox(remote) if remote else _local(parallel, allow_unprotected, readable, python_path)
+    return _OF_PROCESS[key]
+
+
+def _local(parallel: int, allow_unprotected: bool, readable: Sequence[str], python_path: Sequence[str]) -> SandboxPool:
+    pool = SandboxPool(parallel, allow_unprotected, readable=readable, python_path=python_path)
+    try:
+        pool.start()
+    except SandboxTrouble as trouble:
+        raise RewardFailed(f"reward code: {trouble}") from trouble
+    atexit.register(pool.close)
+    return pool

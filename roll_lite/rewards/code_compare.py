@@ -1,0 +1,56 @@
+"""Is this what was expected? Decided in the trusted process, on plain data."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+Compare = Literal["exact", "lines", "numeric"]
+
+
+def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
+    """exact: every character. lines: white space at the ends of lines and empty lines at the end do not count. numeric: word by word,
+    numbers within the tolerance."""
+    if compare == "exact":
+        return expected == printed
+    if compare == "lines":
+        return _lines(expected) == _lines(printed)
+    wanted, found = expected.split(), printed.split()
+    return len(wanted) == len(found) and all(_same_word(one, other, tolerance) for one, other in zip(wanted, found, strict=True))
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _same_word(wanted: str, found: str, tolerance: float) -> bool:
+    if wanted == found:
+        return True
+    try:
+        return _close(float(wanted), float(found), tolerance)
+    except ValueError:
+        return False
+
+
+def _close(wanted: float, found: float, tolerance: float) -> bool:
+    return (math.isnan(wanted) and math.isnan(found)) or math.isclose(wanted, found, rel_tol=tolerance, abs_tol=tolerance)
+
+
+def same_value(expected: Any, found: Any, tolerance: float) -> bool:
+    """As JSON would have it: tuples are lists, keys are strings. Numbers are equal exactly unless one of them is a float."""
+    if isinstance(expected, list | tuple) and isinstance(found, list | tuple):
+        pairs = zip(expected, found, strict=False)
+        return len(expected) == len(found) and all(same_value(one, other, tolerance) for one, other in pairs)
+    if isinstance(expected, dict) and isinstance(found, dict):
+        wanted, had = ({str(key): value for key, value in one.items()} for one in (expected, found))
+        return wanted.keys() == had.keys() and all(same_value(wanted[key], had[key], tolerance) for key in wanted)
+    if isinstance(expected, bool) or isinstance(found, bool):
+        return isinstance(expected, bool) and isinstance(found, bool) and expected == found
+    if isinstance(expected, int | float) and isinstance(found, int | float):
+        if isinstance(expected, int) and isinstance(found, int):
+            return expected == found
+        try:
+            return _close(float(expected), float(found), tolerance)
+        except OverflowError:
+            return False
+    return type(expected) is type(found) and bool(expected == found)

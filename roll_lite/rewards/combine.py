@@ -1,0 +1,86 @@
+"""A domain's whole reward: the function of its type, and further terms with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.base import RewardFailed, RewardFunction
+
+
+@dataclass(frozen=True)
+class Term:
+    label: str
+    """What it is called in details and causes; unique within its reward."""
+    weight: float
+    function: RewardFunction
+
+
+class Reward:
+    """value = base + sum of weight * term. Whether a sample is correct is the base's say; a term that fails, fails the sample."""
+
+    def __init__(self, base: RewardFunction, terms: Sequence[Term] = ()) -> None:
+        self.name = base.name
+        self.base = base
+        self.terms = tuple(terms)
+        self.functions = (base, *(term.function for term in self.terms))
+        """All parts, the base first."""
+        self.is_async = any(function.is_async for function in self.functions)
+        self.is_batched = any(function.is_batched for function in self.functions)
+
+    def __call__(self, item: RewardInput) -> Score:
+        """For callers without an event loop."""
+        results: list[Score | RewardFailed] = []
+        for function in self.functions:
+            try:
+                results.append(function(item))
+            except RewardFailed as failure:
+                results.append(failure)
+                break
+        return self.combined(results)
+
+    async def score(self, item: RewardInput) -> Score:
+        """For callers with an event loop."""
+        results: list[Score | RewardFailed] = []
+        for function in self.functions:
+            try:
+                results.append(await function.score(item))
+            except RewardFailed as failure:
+                results.append(failure)
+                break
+        return self.combined(results)
+
+    def combined(self, results: Sequence[Score | RewardFailed]) -> Score:
+        """Of what the parts returned, up to the first failure, which is raised."""
+        for place, result in enumerate(results):
+            if isinstance(result, RewardFailed):
+                raise result if place == 0 else RewardFailed(f"term {self.terms[place - 1].label}: {result.cause}")
+        base, *others = [result for result in results if isinstance(result, Score)]
+        if not self.terms:
+            return base
+        value, details = base.value, {"base": base.value, **base.details}
+        for term, score in zip(self.terms, others, strict=True):
+            value += term.weight * score.value
+            details[term.label] = score.value
+            details.update({f"{term.label}.{key}": detail for key, detail in score.details.items()})
+        return Score(value, base.is_correct, details)
+
+    def warm(self) -> None:
+        """Do what only the first call pays for, before a time limit runs."""
+        for function in self.functions:
+            function.warm()
+
+    def close(self) -> None:
+        for function in self.functions:
+            function.close()
+
+
+def labels_of(names: Sequence[str]) -> list[str]:
+    """A short label for each: the last part of a dotted path, numbered where it comes again."""
+    labels: list[str] = []
+    for name in names:
+        short = name.rpartition(".")[2]
+        count = sum(label == short or label.startswith(f"{short}_") for label in labels)
+        labels.append(short if count == 0 else f"{short}_{count + 1}")
+    return labels

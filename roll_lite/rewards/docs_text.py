@@ -1,0 +1,205 @@
+"""What docs/rewards.md says beyond signatures and docstrings: a line for each argument, an example in YAML for each type.
+
+Tests hold both against the functions.
+"""
+
+SHARED_ARGUMENTS = {
+    "url": "Address, or several: each request goes to the one with the fewest under way.",
+    "concurrency": "Requests under way at the same time, in each worker.",
+    "timeout_s": "Time after which one request counts as failed.",
+    "retries": "How often a failed request is tried again, with growing pauses.",
+    "api_key_env": "Name of the environment variable that holds the key.",
+    "api_key_header": "Header that carries the key; with Authorization it is sent as a bearer token.",
+    "trust_env": "Send requests through the proxy that the environment names.",
+}
+"""Of whichever type has them."""
+
+ARGUMENTS = {
+    "math": {
+        "extract": "Where the answer stands: see above.",
+        "accept": "What counts as right where the reference is a plain number: see above.",
+        "cpu_limit_s": "Computing time of one comparison; a response that takes longer is wrong.",
+    },
+    "exact": {
+        "strip": "Ignore white space at both ends.",
+        "ignore_case": "Ignore upper and lower case.",
+        "collapse_spaces": "Every run of white space counts as one blank.",
+        "ignore_punctuation": "Compare without punctuation marks and symbols.",
+        "contains": "The answer may stand anywhere in the response.",
+    },
+    "code": {
+        "mode": "tests: the response is a program. expression: it is a Python expression, worth the answer.",
+        "column": "Column of the data that holds the tests, where the answer does not.",
+        "languages": "Which the response may be written in; of several, the code block's label decides.",
+        "extract": "Where the program stands: in a code block, in nothing but the response, or either.",
+        "score": "all: 1 where all tests pass. fraction: the share that passes.",
+        "fail_fast": "Stop at the first test that fails; where absent, if score is all.",
+        "compare": "Output has to be the same to the character, line by line without white space at the ends, or in its numbers.",
+        "tolerance": "Of numbers.",
+        "must_contain": "Texts that the program must hold.",
+        "forbid": "Texts that it must not hold.",
+        "test_s": "Computing time of one test.",
+        "wall_s": "Its time by the clock; three times test_s where absent.",
+        "total_s": "Computing time of all tests of a sample.",
+        "memory_mb": "Memory of a program.",
+        "output_kb": "Most that it may print.",
+        "file_mb": "Largest file that it may write.",
+        "processes": "Most processes that it may have.",
+        "parallel": "Programs that one worker runs at the same time.",
+        "readable": "Folders that programs may read.",
+        "python_path": "Folders that Python programs may import from.",
+        "commands": "Further languages: how their programs are compiled and run.",
+        "backend": "A sandbox elsewhere: {url, api_key_env, concurrency, timeout_s, retries}.",
+        "allow_unprotected": "Run programs also where they cannot be isolated.",
+    },
+    "choice": {
+        "extract": "Where the choice stands: see above.",
+        "options": "Column of the data with the options' texts.",
+        "letters": "How many options there are, where no column says so.",
+    },
+    "instruction": {
+        "mode": "loose also accepts a response without its first or last line, or without its asterisks.",
+        "score": "all: 1 where every instruction is followed. fraction: the share that is.",
+        "ids": "Column with the list of instructions.",
+        "arguments": "Column with the arguments of each.",
+    },
+    "length": {
+        "target": "The right length.",
+        "limit": "The longest right length.",
+        "tolerance": "How far off the target is still right.",
+        "width": "How far off is worth nothing.",
+        "unit": "What is counted.",
+    },
+    "repetition": {
+        "n": "Length of the pieces that are compared.",
+        "unit": "What they are made of.",
+        "free": "Share that costs nothing.",
+    },
+    "format": {
+        "pattern": "Regular expression that has to match somewhere in the response.",
+        "preset": "A form by name, in place of the pattern.",
+    },
+    "model": {
+        "model": "Name of the model in the section `reward_models`.",
+        "template": "The text that the model reads, or chat for its own chat template.",
+        "question": "With `template: chat`, the user's message.",
+        "scale": "The output as it is, or its sigmoid, between 0 and 1.",
+        "threshold": "A response is correct where the unscaled output is above it.",
+    },
+    "judge": {
+        "url": "The endpoint's base, such as https://host/v1, or several.",
+        "server": "One of the judges that the run starts itself, in place of url and model.",
+        "model": "The model's name at the endpoint.",
+        "api": "Which of the endpoint's two interfaces to use.",
+        "template": "The question. {prompt}, {response}, {answer} and columns of the data are filled in; {{ and }} are braces that stay.",
+        "system": "A system message.",
+        "pattern": "Regular expression that finds the verdict in what the judge says.",
+        "choices": "Verdicts in words and what each is worth.",
+        "scale": "Lowest and highest number that the judge may give, brought to 0 and 1.",
+        "temperature": "The judge's sampling temperature; 0 is greedy, and cached.",
+        "max_tokens": "Longest verdict.",
+        "stop": "Texts that end a verdict.",
+        "extra_body": "Further fields of the request.",
+        "asks": "How often it is asked until a verdict can be read.",
+        "cache_entries": "Verdicts kept in memory.",
+        "cache_file": "File that keeps verdicts over runs.",
+        "fingerprint": "Tells models of one name apart in the cache.",
+    },
+    "remote": {
+        "batch_size": "Samples in one request.",
+        "batch_wait_ms": "How long a sample waits for others to travel with.",
+        "columns": "Columns of the data that are sent along.",
+    },
+}
+
+
+NOTES = {
+    "code": """The tests of a sample, in its answer or in `column`, as a list, a mapping or JSON text:
+
+| form | a test is |
+|---|---|
+| `[{"stdin": "3 4", "stdout": "7"}, ...]`, `[{"input": ..., "output": ...}]` with `testtype: stdin` | a run of the program |
+| `{"inputs": [...], "outputs": [...]}` (APPS, TACO) | a run for each; a call of the function with `fn_name` |
+| `[{"args": [3, 4], "expected": 7}, ...]` with `fn_name` there or in a column of the data | a call |
+| `["assert add(3, 4) == 7", ...]`, `{"test_list": [...], "test_setup_code": ...}` (MBPP) | asserts after the program |
+| `{"test": "def check(candidate): ...", "entry_point": "add"}` (HumanEval), or columns of these names | its check function |
+
+A sandbox elsewhere (`backend`) gets `POST {"job": ...}` and answers `{"outcome": ...}`, or `{"trouble": cause}` where it could not run the
+job; `job_from_json` and `outcome_to_json` in `roll_lite/rewards/code_backends.py` read the one and write the other.""",
+}
+"""Further paragraphs."""
+
+EXAMPLES = {
+    "math": r"""
+reward:
+  type: math
+  args: {extract: boxed}
+""",
+    "exact": """
+reward:
+  type: exact
+  args: {ignore_case: true, collapse_spaces: true}
+""",
+    "choice": """
+reward:
+  type: choice            # "The answer is (C)." against "C", or against that option's text
+  args: {options: choices, letters: 4}
+""",
+    "instruction": """
+reward:
+  type: instruction       # rows as those of IFEval: instruction_id_list, kwargs
+  args: {mode: loose, score: fraction}
+""",
+    "code": """
+reward:
+  type: code
+  args: {languages: [python], score: fraction, test_s: 4, total_s: 12, memory_mb: 256}
+  workers: 4
+  timeout_s: 60
+""",
+    "judge": """
+reward:
+  type: judge
+  args:
+    url: https://judge.example/v1
+    model: the-judge
+    api_key_env: JUDGE_API_KEY      # the variable's name, never the key
+  timeout_s: 60
+""",
+    "remote": """
+reward:
+  type: remote
+  args:
+    url: [http://node1:5000/get_reward, http://node2:5000/get_reward]
+    batch_size: 16
+  timeout_s: 60
+""",
+    "model": """
+reward_models:
+  helpful:
+    path: models/reward-model
+domains:
+  chat:
+    reward:
+      type: model
+      args: {model: helpful, scale: sigmoid}
+""",
+    "length": """
+reward:
+  type: math
+  terms:
+    - {type: length, args: {limit: 2000, width: 1000}, weight: 0.2}      # 0.2 up to 2,000 characters, nothing from 3,000 on
+""",
+    "repetition": """
+reward:
+  type: math
+  terms:
+    - {type: repetition, args: {n: 4, free: 0.1}, weight: -0.5}
+""",
+    "format": r"""
+reward:
+  type: math
+  terms:
+    - {type: format, args: {preset: think_answer}, weight: 0.2}
+""",
+}

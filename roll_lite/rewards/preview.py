@@ -1,0 +1,205 @@
+"""`roll-lite reward`: a domain's reward, tried on reference answers or on given responses before anything trains."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_lite.config.schema import DomainConfig, RunConfig
+from roll_lite.data.prompts import PromptSet, Split, load_prompts
+from roll_lite.data.samples import FinishReason, Prompt, RewardInput
+from roll_lite.data.sources import Row, read_rows
+from roll_lite.data.templates import RowError, Template, Tokenizer, load_tokenizer
+from roll_lite.data.user_function import did_you_mean
+from roll_lite.rewards.alone import RewardAlone
+from roll_lite.rewards.preview_table import Looked, render
+from roll_lite.rewards.references import no_response, reference_response
+
+RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes."""
+WITHIN_A_RUN = ("model",)
+"""Types that are scored by processes which only a run starts."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What to look at."""
+
+    domain: str | None
+    """May be left out where there is only one."""
+    split: Split = "train"
+    limit: int | None = 20
+    """None: all."""
+    responses: Path | None = None
+    """Lines with `response` and `prompt_uid` or `prompt`; the samples of a run are such a file."""
+    column: str | None = None
+    """Take the responses from this column of the data."""
+
+
+@dataclass(frozen=True)
+class _Try:
+    prompt: Prompt
+    response: str
+    finish_reason: str = FinishReason.STOP
+
+
+def preview(config: RunConfig, look: Look) -> int:
+    """Score, show, say how it went. Wrong use is told on standard error. Returns the exit code."""
+    looked: list[Looked] = []
+    try:
+        name = _domain(config, look)
+        domain = config.domains[name]
+        tries = _tries(name, domain, config, look)
+        with RewardAlone(domain.reward, f"domains.{name}.reward") as reward:
+            for one in tries:
+                score, seconds = reward.score(_sample(one))
+                looked.append(Looked(one.prompt, one.response, score, seconds))
+                _progress(len(looked), len(tries))
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return WRONG_USE
+    except KeyboardInterrupt:
+        if looked:
+            render(looked, _title(look))
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
+    render(looked, _title(look))
+    failed = any(isinstance(one.score, str) for one in looked)
+    wrong = look.responses is None and any(not isinstance(one.score, str) and not one.score.is_correct for one in looked)
+    return WRONG_ANSWERS if failed or wrong else RIGHT
+
+
+def _title(look: Look) -> str:
+    return "responses" if look.responses else "reference answers" if look.column is None else f"responses of column {look.column}"
+
+
+def _domain(config: RunConfig, look: Look) -> str:
+    names = list(config.domains)
+    if look.domain is None and len(names) > 1:
+        raise ValueError(f"--domain: which one? There are {', '.join(names)}")
+    name = look.domain or names[0]
+    if name not in names:
+        raise ValueError(f"--domain: {name!r} is no domain{did_you_mean(name, names)}; there are {', '.join(names)}")
+    if config.domains[name].reward.type in WITHIN_A_RUN:
+        raise ValueError(f"domains.{name}.reward.type: {config.domains[name].reward.type!r} is scored by processes that only a run starts")
+    return name
+
+
+def _tries(name: str, domain: DomainConfig, config: RunConfig, look: Look) -> list[_Try]:
+    if look.responses is None and look.column is None:
+        _references_are_responses(name, domain)
+    tokenizer = load_tokenizer(config.model.path)
+    if look.responses is None:
+        prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, look.limit)
+        return [_reference(prompt, domain, look) for prompt in prompts]
+    given = _Given(name, domain, look)
+    prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, given.prompts_needed)
+    return given.tries(prompts, tokenizer)
+
+
+def _references_are_responses(name: str, domain: DomainConfig) -> None:
+    instead = "give --responses FILE, or --column NAME for a column of the data with responses that are right"
+    if domain.data.answer is None:
+        raise ValueError(f"domains.{name}.data.answer: there are no reference answers; {instead}")
+    if what := no_response(domain.reward.type, domain.reward.args):
+        raise ValueError(f"domains.{name}.reward.type: a reference answer of {domain.reward.type!r} is {what}, no response; {instead}")
+
+
+def _reference(prompt: Prompt, domain: DomainConfig, look: Look) -> _Try:
+    if look.column is not None:
+        if not isinstance(response := prompt.columns.get(look.column), str):
+            raise ValueError(f"--column: prompt {prompt.uid} has no text in the column {look.column!r}; it has {', '.join(prompt.columns)}")
+        return _Try(prompt, response)
+    written = reference_response(domain.reward.args, prompt.answer)
+    if written is None:
+        raise ValueError(
+            f"prompt {prompt.uid}: its answer {prompt.answer!r:.80} is no text that could be a response; give --responses FILE"
+        )
+    return _Try(prompt, written)
+
+
+def _sample(one: _Try) -> RewardInput:
+    prompt = one.prompt
+    return RewardInput(prompt.domain, prompt.text, one.response, prompt.answer, prompt.columns, one.finish_reason)
+
+
+def _progress(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{done} of {total}" if done < total else "\r\033[K")
+        sys.stderr.flush()
+
+
+class _Given:
+    """Responses from a file."""
+
+    def __init__(self, name: str, domain: DomainConfig, look: Look) -> None:
+        assert look.responses is not None
+        self._name = name
+        self._domain = domain
+        self._file = look.responses
+        self._rows: list[tuple[Row, Mapping[str, Any]]] = []
+        for row, content in self._readable(look.responses):
+            if look.limit is not None and len(self._rows) >= look.limit:
+                break
+            self._rows.append((row, content))
+        if not self._rows:
+            raise ValueError(f"--responses: {look.responses} has no response of domain {name}")
+
+    def _readable(self, file: Path) -> Iterator[tuple[Row, Mapping[str, Any]]]:
+        """Lines of this domain that hold a response. A run writes down failed samples too, which have none."""
+        for row in read_rows(file.absolute()):
+            content = row.content
+            if isinstance(content, str):
+                raise ValueError(f"--responses: {row.place}: {content}")
+            if content.get("domain", self._name) != self._name or ("failure" in content and content.get("finish_reason") is None):
+                continue
+            if not isinstance(content.get("response"), str):
+                raise ValueError(f"--responses: {row.place}: column 'response': must be a text, got {content.get('response')!r:.80}")
+            if not isinstance(content.get("prompt_uid"), int) and "prompt" not in content:
+                raise ValueError(f"--responses: {row.place}: which prompt? It needs `prompt_uid` or `prompt`")
+            yield row, content
+
+    @property
+    def prompts_needed(self) -> int | None:
+        uids = [content.get("prompt_uid") for _, content in self._rows]
+        return 1 + max(uid for uid in uids if uid is not None) if None not in uids else None
+
+    def tries(self, prompts: PromptSet, tokenizer: Tokenizer) -> list[_Try]:
+        template = Template(self._domain.template, self._domain.data.prompt, tokenizer, f"domains.{self._name}.template")
+        by_text: dict[str, list[Prompt]] = {}
+        if self.prompts_needed is None:
+            for prompt in prompts:
+                by_text.setdefault(prompt.text, []).append(prompt)
+        return [self._try(row, content, prompts, by_text, template) for row, content in self._rows]
+
+    def _try(
+        self, row: Row, content: Mapping[str, Any], prompts: PromptSet, by_text: Mapping[str, Sequence[Prompt]], template: Template
+    ) -> _Try:
+        uid, texts = content.get("prompt_uid"), self._texts(content, template)
+        if uid is None:
+            found = [prompt for text in texts for prompt in by_text.get(text, [])]
+            if not found or any(prompt.answer != found[0].answer for prompt in found):
+                problem = "stands there with several answers; name one by `prompt_uid`" if found else "is not in the domain's data"
+                raise ValueError(f"--responses: {row.place}: the prompt {content['prompt']!r:.80} {problem}")
+            prompt = found[0]
+        elif 0 <= uid < len(prompts):
+            prompt = prompts[uid]
+        else:
+            raise ValueError(f"--responses: {row.place}: there is no prompt {uid}; the data has {len(prompts)}")
+        if texts and prompt.text not in texts:
+            message = f"prompt {prompt.uid} of the data is {prompt.text!r:.80}, not {content['prompt']!r:.80}"
+            raise ValueError(f"--responses: {row.place}: {message}; is it of the other --split?")
+        return _Try(prompt, content["response"], content.get("finish_reason") or FinishReason.STOP)
+
+    def _texts(self, content: Mapping[str, Any], template: Template) -> list[str]:
+        """What the prompt's text may be: as it stands there, or with the template applied."""
+        if "prompt" not in content:
+            return []
+        texts = [content["prompt"]] if isinstance(content["prompt"], str) else []
+        try:
+            return [*texts, template.render({self._domain.data.prompt: content["prompt"]})]
+        except RowError:  # the template needs other columns as well
+            return texts

@@ -1,0 +1,169 @@
+"""Reward `remote`: a reward model behind HTTP, with the request and the answer of OpenRLHF's remote reward models.
+
+Request: `POST {"query": [prompt + response, ...], "prompts": [prompt, ...], "labels": [answer, ...]}`, and `"columns": {name: [...]}` for
+the columns that are asked for. Answer: `{"rewards": [number, ...]}`, and where the service likes `"scores"` (0 to 1 each, for accuracy) and
+`"extra_logs"` (one number or string for each sample or for all, kept as the sample's details).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.http_client import HttpClient, KeyVariable, Refused, Service, of_running_loop, shared
+
+CORRECT = 1 - 1e-6
+ONE_FOR_EACH = "must be a list with one number for each sample"
+
+
+async def remote(
+    sample: RewardInput,
+    *,
+    url: str | list[str],
+    batch_size: Annotated[int, Field(gt=0)] = 32,
+    batch_wait_ms: Annotated[float, Field(ge=0)] = 5.0,
+    columns: Sequence[str] = (),
+    concurrency: Annotated[int, Field(gt=0)] = 16,
+    timeout_s: Annotated[float, Field(gt=0)] = 20.0,
+    retries: Annotated[int, Field(ge=0)] = 3,
+    api_key_env: KeyVariable = None,
+    api_key_header: str = "Authorization",
+    trust_env: bool = False,
+) -> Score:
+    """What the service says. Requests go to the URL with the fewest under way; a URL that is down is left alone for a while.
+
+    Samples that come within `batch_wait_ms` travel together, up to `batch_size`. A batch that the service refuses is cut in halves until
+    the sample that it cannot score is alone. `trust_env` sends requests through the proxy that the environment names.
+    """
+    urls = (url,) if isinstance(url, str) else tuple(url)
+    service = Service("remote", urls, api_key_env, api_key_header, concurrency, timeout_s, retries, trust_env)
+    key = ("remote", service, batch_size, batch_wait_ms, tuple(columns))
+    batcher = of_running_loop(key, lambda: Batcher(shared(service), batch_size, batch_wait_ms / 1000, tuple(columns)))
+    return await batcher.score(sample)
+
+
+@dataclass
+class _Waiting:
+    sample: RewardInput
+    answer: asyncio.Future[Score]
+
+
+@dataclass
+class Batcher:
+    """Collects the samples of one event loop."""
+
+    client: HttpClient
+    batch_size: int
+    wait_s: float
+    columns: tuple[str, ...] = ()
+    _waiting: list[_Waiting] = field(default_factory=list)
+    _timer: asyncio.TimerHandle | None = None
+    _sending: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def score(self, sample: RewardInput) -> Score:
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(sample, loop.create_future())
+        self._waiting.append(waiting)
+        if len(self._waiting) >= self.batch_size:
+            self._send()
+        elif self._timer is None:
+            self._timer = loop.call_later(self.wait_s, self._send)
+        return await waiting.answer
+
+    def _send(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        batch = [waiting for waiting in self._waiting if not waiting.answer.done()]
+        self._waiting.clear()
+        if batch:
+            task = asyncio.get_running_loop().create_task(self._finish(batch))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+    async def _finish(self, batch: list[_Waiting], retries: int | None = None) -> None:
+        batch = [waiting for waiting in batch if not waiting.answer.done()]
+        if not batch:
+            return
+        try:
+            results = await self._ask([waiting.sample for waiting in batch], retries)
+        except Refused as refusal:
+            if len(batch) > 1:
+                middle = len(batch) // 2
+                await asyncio.gather(self._finish(batch[:middle], retries=0), self._finish(batch[middle:], retries=0))
+                return
+            results = [refusal.cause]
+        except RewardFailed as failure:
+            results = [failure.cause] * len(batch)
+        except Exception as error:  # nobody else would hear of it: the samples would wait for ever
+            results = [f"reward remote: {type(error).__name__}: {error}"] * len(batch)
+        for waiting, result in zip(batch, results, strict=True):
+            if waiting.answer.done():
+                continue
+            if isinstance(result, str):
+                waiting.answer.set_exception(RewardFailed(result))
+            else:
+                waiting.answer.set_result(result)
+
+    async def _ask(self, samples: list[RewardInput], retries: int | None) -> Sequence[Score | str]:
+        """For each sample its score or the cause of its failure."""
+        request: dict[str, Any] = {
+            "query": [sample.prompt + sample.response for sample in samples],
+            "prompts": [sample.prompt for sample in samples],
+            "labels": [sample.answer for sample in samples],
+        }
+        if self.columns:
+            request["columns"] = {name: [sample.columns.get(name) for sample in samples] for name in self.columns}
+        answer, url = await self.client.post(request, retries)
+        return scores_of(answer, len(samples), f"reward remote: {url}")
+
+
+def scores_of(answer: Any, samples: int, place: str) -> list[Score | str]:
+    """From the service's answer; RewardFailed where it fits no sample, a cause where it does not fit that sample."""
+    if not isinstance(answer, Mapping) or "rewards" not in answer:
+        keys = f"the keys {', '.join(map(str, answer)) or '(none)'}" if isinstance(answer, Mapping) else f"a {type(answer).__name__}"
+        raise RewardFailed(f'{place}: the answer must be an object with "rewards", got {keys}')
+    rewards = _column(answer["rewards"], samples, f"{place}: rewards")
+    scores = [None] * samples if answer.get("scores") is None else _column(answer["scores"], samples, f"{place}: scores")
+    logs = answer.get("extra_logs") or {}
+    if not isinstance(logs, Mapping):
+        raise RewardFailed(f"{place}: extra_logs must be an object, got {logs!r:.80}")
+    return [_score(index, reward, scores[index], logs, samples, place) for index, reward in enumerate(rewards)]
+
+
+def _column(values: Any, samples: int, place: str) -> list[Any]:
+    if not isinstance(values, list):
+        raise RewardFailed(f"{place} {ONE_FOR_EACH}, got {values!r:.80}")
+    if len(values) != samples:
+        raise RewardFailed(f"{place} {ONE_FOR_EACH}, got {len(values)} for {samples}")
+    return values
+
+
+def _score(index: int, reward: Any, score: Any, logs: Mapping[str, Any], samples: int, place: str) -> Score | str:
+    for name, value in (("rewards", reward), ("scores", score)):
+        if (name == "rewards" or value is not None) and not _is_finite(value):
+            return f"{place}: {name}[{index}] is {value!r:.80}, expected a finite number"
+    details = {str(name): one for name, value in logs.items() if (one := _detail(value, index, samples)) is not None}
+    if score is None:
+        return Score(float(reward), None, details)
+    return Score(float(reward), float(score) >= CORRECT, {"score": float(score), **details})
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _detail(value: Any, index: int, samples: int) -> float | str | None:
+    """Of one sample; what is neither a number nor a string is left out."""
+    if isinstance(value, list):
+        value = value[index] if len(value) == samples else None
+    if isinstance(value, str):
+        return value
+    return float(value) if isinstance(value, int | float) else None

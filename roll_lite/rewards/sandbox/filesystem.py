@@ -1,0 +1,75 @@
+"""What a program sees of the disk: the interpreter and the system's libraries, read-only, and an empty folder of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+
+from roll_lite.rewards.sandbox.kernel import (
+    MS_BIND,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_RDONLY,
+    MS_REC,
+    MS_REMOUNT,
+    make_read_only,
+    mount,
+    pivot_root,
+)
+
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+WORK = "/tmp"
+"""The program's folder, as it sees it."""
+
+
+def readable_paths(more: Iterable[str] = ()) -> list[str]:
+    """What is shown; a path below another one is left out."""
+    kept: list[str] = []
+    for path in sorted({os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix), *more}):
+        if not any(path == one or path.startswith(f"{one}/") for one in (*SYSTEM, *kept)):
+            kept.append(path)
+    return kept
+
+
+def build_root(more: Iterable[str], scratch: str) -> None:
+    """In a fresh mount namespace: a root of read-only views. `scratch`: any folder, covered by the new root while it is built."""
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path in SYSTEM:
+        if os.path.islink(path):  # noqa: PTH114
+            os.symlink(os.readlink(path), f"{scratch}{path}")  # noqa: PTH115, PTH211
+        elif os.path.isdir(path):  # noqa: PTH112
+            _show(path, scratch)
+    for path in (*SETTINGS, *readable_paths(more)):
+        if os.path.exists(path):  # noqa: PTH110
+            _show(path, scratch)
+    for path in DEVICES:
+        _place(path, f"{scratch}{path}", folder=False)
+        mount(path, f"{scratch}{path}", None, MS_BIND)
+    for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        os.symlink(f"/proc/self/{target}", f"{scratch}/dev/{name}")  # noqa: PTH211
+    for folder in ("/proc", WORK):
+        os.mkdir(f"{scratch}{folder}", 0o755)  # noqa: PTH102
+    # The kernel lets a user namespace mount a /proc of its own only where it sees one already; programs never see this one.
+    mount("/proc", f"{scratch}/proc", None, MS_BIND | MS_REC)
+    # An ordinary user's programs own this folder: what they left in it the next one would find.
+    mount("none", scratch, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    pivot_root(scratch)
+
+
+def _show(path: str, scratch: str) -> None:
+    target = f"{scratch}{path}"
+    _place(path, target, folder=os.path.isdir(path))  # noqa: PTH112
+    mount(path, target, None, MS_BIND | MS_REC)
+    make_read_only(target)
+
+
+def _place(path: str, target: str, folder: bool) -> None:
+    os.makedirs(target if folder else os.path.dirname(target), 0o755, exist_ok=True)  # noqa: PTH103, PTH120
+    if not folder:
+        with open(target, "w", encoding="ascii"):  # noqa: PTH123
+            pass

@@ -1,0 +1,241 @@
+"""The walls, in two kinds: namespaces where the platform gives them, else landlock and seccomp.
+
+A warm interpreter (zygote.py) goes behind the outer walls once; each program that it forks gets inner ones of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roll_lite.rewards.sandbox import filesystem, kernel, landlock, seccomp
+
+NOBODY = 65534
+OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
+BEHIND_OTHER_WALLS = 47
+"""Exit status of a stage whose walls cannot be built."""
+
+
+@dataclass
+class Walls:
+    """What the outer walls hold, by protection; empty where nothing does."""
+
+    kind: str
+    """namespaces, landlock or none."""
+    held: dict[str, str]
+    why_not: list[str]
+    own_users: bool = False
+    filter: bytes = b""
+
+
+def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
+    """The strongest kind that works here, at most `wanted`. The caller continues behind the walls, in another process of theirs."""
+    why_not: list[str] = []
+    if wanted == "namespaces":
+        walls = _try(lambda: _namespaces(readable), "namespaces", why_not)
+        if walls is not None:
+            walls.why_not = why_not
+            _with_seccomp(walls)
+            return walls
+    return _without_namespaces(why_not, wanted)
+
+
+def _try(build: Callable[[], Walls], name: str, why_not: list[str]) -> Walls | None:
+    """Tried in a child first: half of a wall cannot be taken down again."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            build()
+            if os.fork() == 0:
+                os._exit(0)
+            os._exit(0)
+        except OSError as error:
+            os.write(write, str(error).encode())
+            os._exit(BEHIND_OTHER_WALLS)
+        finally:
+            os._exit(BEHIND_OTHER_WALLS)
+    os.close(write)
+    _, status = os.waitpid(pid, 0)
+    cause = os.read(read, 1000).decode()
+    os.close(read)
+    if status != 0:
+        why_not.append(f"{name}: {cause or 'refused'}")
+        return None
+    return build()
+
+
+def _namespaces(readable: Sequence[str]) -> Walls:
+    uid, gid = os.getuid(), os.getgid()
+    scratch = tempfile.gettempdir()
+    own_users = True
+    if uid == 0:
+        kernel.unshare(kernel.CLONE_NEWNS)
+        filesystem.build_root(readable, scratch)
+        own_users = _become_nobody()
+    else:
+        kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
+        kernel.write_id_maps(uid, gid)
+        filesystem.build_root(readable, scratch)
+        kernel.unshare(OTHERS)
+    held = {
+        "files": "mount namespace",
+        "network": "network namespace",
+        "processes": "pid namespace",
+        "users": "user namespace" if own_users else f"user {NOBODY}, no capabilities",
+    }
+    return Walls("namespaces", held, [], own_users)
+
+
+def _become_nobody() -> bool:
+    """From root: a user namespace of an ordinary user. False where the platform refuses one: programs change to that user themselves."""
+    if not _works(_as_nobody):
+        kernel.unshare(OTHERS)
+        return False
+    _as_nobody()
+    return True
+
+
+def _works(change: Callable[[], None]) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            change()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _change_user() -> None:
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def _as_nobody() -> None:
+    _change_user()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+    kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | OTHERS)
+    kernel.write_id_maps(NOBODY, NOBODY)
+
+
+def _with_seccomp(walls: Walls) -> None:
+    try:
+        walls.filter = seccomp.build_filter()
+        walls.held["network"] += ", seccomp"
+        walls.held["system calls"] = "seccomp"
+    except OSError as error:
+        walls.why_not.append(f"seccomp: {error}")
+
+
+def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
+    if wanted == "none":
+        return Walls("none", {}, why_not)
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    walls = Walls("landlock", {}, why_not)
+    try:
+        walls.filter = seccomp.build_filter(0)
+        walls.held |= {"network": "seccomp", "system calls": "seccomp"}
+    except OSError as error:
+        why_not.append(f"seccomp: {error}")
+    abi = landlock.landlock_abi()
+    if abi:
+        walls.held["files"] = f"landlock (version {abi})"
+        if walls.filter:
+            walls.held["processes"] = "landlock, seccomp; killed as children of a subreaper"
+    else:
+        why_not.append("landlock: not in this kernel")
+    if os.getuid() == 0 and _works(_change_user):
+        walls.held["users"] = f"user {NOBODY}, no capability but to read what landlock shows"
+    return walls
+
+
+def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Sequence[str]) -> None:
+    """In the forked program, before any line of it: its own walls and limits. OSError where one of them does not hold."""
+    if walls.kind == "namespaces":
+        _own_namespaces(walls, limits)
+    else:
+        os.setsid()
+        os.chdir(folder)
+    _set_limits(limits, 0 if walls.kind == "namespaces" else _threads_of(NOBODY if "users" in walls.held else os.getuid()))
+    if walls.kind == "none":
+        return
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    if walls.kind == "landlock" and "files" in walls.held:
+        shown = [*filesystem.SYSTEM, *filesystem.SETTINGS, *filesystem.readable_paths(readable)]
+        landlock.restrict_files(shown, [folder], filesystem.DEVICES)
+    kept = 0
+    if os.getuid() == 0 and not walls.own_users and "users" in walls.held:
+        if walls.kind == "landlock" and "files" in walls.held:  # an interpreter below root's home; landlock says what may be read
+            kept = kernel.CAP_DAC_READ_SEARCH
+            kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
+        _change_user()
+    kernel.drop_capabilities(kept)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # last: a change of user takes it back
+    if walls.filter:
+        seccomp.install_filter(walls.filter if walls.kind == "namespaces" else seccomp.build_filter(os.getpid()))
+
+
+def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
+    # The filter keeps programs from whatever they could leave behind for each other in the outer namespaces.
+    kernel.unshare(kernel.CLONE_NEWNS if walls.filter else kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNET)
+    safe = kernel.MS_NOSUID | kernel.MS_NODEV
+    owner = "" if walls.own_users else f",uid={NOBODY},gid={NOBODY}"
+    kernel.mount(
+        "tmpfs", filesystem.WORK, "tmpfs", safe, f"size={limits['folder_bytes']},nr_inodes={limits['folder_files']},mode=700{owner}"
+    )
+    try:
+        kernel.mount("proc", "/proc", "proc", safe | kernel.MS_NOEXEC)
+    except OSError:  # a container that hides parts of its own /proc
+        kernel.mount("tmpfs", "/proc", "tmpfs", safe | kernel.MS_RDONLY, "size=4k")
+    os.chdir(filesystem.WORK)
+    if walls.own_users:
+        kernel.unshare(kernel.CLONE_NEWUSER)
+
+
+def _threads_of(user: int) -> int:
+    """Outside of a user namespace a limit of processes counts all threads of the user on the machine, other sandboxes' among them."""
+    total = 0
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/status", encoding="utf-8", errors="replace") as stream:  # noqa: PTH123
+                fields = dict(line.split(":", 1) for line in stream if line.startswith(("Uid:", "Threads:")))
+            total += int(fields["Threads"]) if int(fields["Uid"].split()[0]) == user else 0
+        except (OSError, KeyError, ValueError):  # gone meanwhile, or not for us to see
+            continue
+    return total
+
+
+def _set_limits(limits: Mapping[str, Any], others: int) -> None:
+    """`others`: threads that the limit of processes counts beside the program's own."""
+    memory = int(limits["memory_bytes"])
+    cpu = int(limits["cpu_s"]) + 1
+    wanted = {
+        resource.RLIMIT_AS if limits["address_space"] else resource.RLIMIT_DATA: memory,
+        resource.RLIMIT_CPU: cpu,
+        resource.RLIMIT_FSIZE: int(limits["file_bytes"]),
+        resource.RLIMIT_NOFILE: int(limits["open_files"]),
+        resource.RLIMIT_NPROC: int(limits["processes"]) + others,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_STACK: 64 << 20,
+    }
+    for which, value in wanted.items():
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (value, value))
+
+
+def reset_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN if number in (signal.SIGXFSZ, signal.SIGPIPE) else signal.SIG_DFL)

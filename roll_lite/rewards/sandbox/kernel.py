@@ -1,0 +1,112 @@
+"""The kernel calls that the sandbox is made of. Standard library only: this runs inside the sandbox."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_KEEPCAPS = 8
+PR_SET_SECCOMP = 22
+PR_CAPBSET_DROP = 24
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+PR_CAP_AMBIENT = 47
+
+CAP_DAC_READ_SEARCH = 1 << 2
+
+AT_FDCWD = -100
+AT_RECURSIVE = 0x8000
+MOUNT_ATTR_RDONLY_NOSUID_NODEV = 0x7
+SYS_MOUNT_SETATTR = 442
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+
+
+def checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    checked(libc.unshare(flags), f"unshare({flags:#x})")
+
+
+def setns(fd: int, kind: int) -> None:
+    checked(libc.setns(fd, kind), "setns")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    data = options.encode() if options else None
+    checked(libc.mount(source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), data), f"mount {target}")
+
+
+def make_read_only(target: str) -> None:
+    """The mount and all below it, without set-user-ID programs and devices."""
+    attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY_NOSUID_NODEV, 0, 0, 0)
+    buffer = ctypes.create_string_buffer(attributes, len(attributes))
+    result = libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), AT_RECURSIVE, buffer, ctypes.c_size_t(len(attributes)))
+    if result < 0:  # before Linux 5.12: the mount itself only
+        mount("none", target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def pivot_root(folder: str) -> None:
+    """`folder`, a mount, becomes the root; nothing of the old one stays."""
+    os.chdir(folder)
+    checked(libc.syscall(SYS_PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
+    checked(libc.umount2(b".", MNT_DETACH), "umount of the old root")
+    os.chdir("/")
+
+
+def prctl(option: int, *values: int) -> None:
+    arguments = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)][:4]
+    checked(libc.prctl(option, *arguments), f"prctl({option})")
+
+
+def drop_capabilities(keep: int = 0) -> None:
+    """All of them, for good, but those in the mask `keep`."""
+    for capability in range(64):
+        try:
+            prctl(PR_CAPBSET_DROP, capability)
+        except OSError:  # beyond the last one, or not allowed to: then there is nothing to drop
+            break
+    header = struct.pack("Ii", 0x20080522, 0)
+    for kept in (keep, 0):  # a container may not have what is to be kept
+        if libc.capset(header, struct.pack("IIIIII", kept, kept, 0, 0, 0, 0)) == 0:
+            return
+    checked(-1, "capset")
+
+
+def write_id_maps(uid: int, gid: int) -> None:
+    """Root of this process's new user namespace is `uid` outside."""
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+        fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)

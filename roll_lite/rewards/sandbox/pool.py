@@ -1,0 +1,360 @@
+"""The trusted side of the sandboxes: starts them, gives them programs, takes what comes out, replaces those that die."""
+
+from __future__ import annotations
+
+import array
+import json
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from roll_lite.rewards.sandbox.protections import Protections, refuse_unprotected
+
+ROOT = str(Path(__file__).resolve().parents[3])
+BOOT = """
+import json, sys
+settings = json.loads(sys.argv[1])
+sys.path.insert(0, settings["root"])
+from roll_lite.rewards.sandbox.zygote import main
+main(settings["control"], settings)
+"""
+START_S = 30.0
+GRACE_S = 10.0
+START_ATTEMPTS = 3
+
+logger = logging.getLogger(__name__)
+
+
+class SandboxTrouble(Exception):
+    """A program could not be run, through no fault of its own."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one program with all that it starts, except where it says process."""
+
+    cpu_s: float = 5.0
+    wall_s: float = 15.0
+    memory_mb: int = 512
+    """Of a process as address space, of all together as memory in use."""
+    output_kb: int = 1024
+    file_mb: int = 16
+    folder_mb: int = 64
+    processes: int = 32
+    open_files: int = 256
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to run. `order`: the kind and its arguments, see programs.py."""
+
+    order: dict[str, Any]
+    stdin: bytes = b""
+    artifact: bytes = b""
+    """What an earlier program made of the source: its file number 4."""
+    address_space: bool = True
+    """False for interpreters that reserve far more of it than they use."""
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A program and the tests that call it, in processes apart."""
+
+    program: Program
+    judge: Program
+
+
+@dataclass(frozen=True)
+class Outcome:
+    exit: int
+    """Its exit status, negative for a signal."""
+    stopped: str
+    """The limit that ended it: cpu, wall, memory, output; empty where none did."""
+    stdout: bytes
+    stderr: bytes
+    result: bytes
+    """What it wrote to its file number 3."""
+    seconds: float
+    cpu_s: float
+
+
+Ended: TypeAlias = Outcome | SandboxTrouble
+
+
+def memory_file(content: bytes = b"") -> int:
+    fd = os.memfd_create("program")
+    try:
+        while content:
+            content = content[os.write(fd, content) :]
+        os.lseek(fd, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class Sandbox:
+    """One warm interpreter behind walls; one program at a time."""
+
+    def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
+        """`walls`: the strongest kind to try. `readable`: further folders that programs may read; `python_path`: those to import from."""
+        self._settings = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path), "root": ROOT}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._running: tuple[Program, list[int], float] | None = None
+        self.protections: Protections | None = None
+
+    def start(self) -> Protections:
+        """SandboxTrouble where no interpreter comes up."""
+        self.close()
+        ours, theirs = socket.socketpair()
+        with tempfile.TemporaryFile() as said, theirs:
+            command = [getattr(sys, "_base_executable", "") or sys.executable, "-s", "-S", "-P", "-B", "-c", BOOT]
+            settings = json.dumps(self._settings | {"control": theirs.fileno()})
+            try:
+                self._process = subprocess.Popen(
+                    [*command, settings],
+                    pass_fds=[theirs.fileno()],
+                    env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                )
+            except OSError as error:
+                ours.close()
+                raise SandboxTrouble(f"no interpreter can be started: {error}") from error
+            theirs.close()
+            self._line = ours
+            try:
+                hello = self._hear(START_S)
+            except SandboxTrouble as trouble:
+                self.close()
+                said.seek(0)
+                last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
+                raise SandboxTrouble(f"the sandbox does not start: {last or trouble}") from trouble
+        self.protections = Protections(hello["kind"], hello["held"], tuple(hello["why_not"]))
+        return self.protections
+
+    def begin(self, program: Program, peer: int = -1) -> None:
+        """Start a program; `fileno()` becomes readable when it has ended. `peer`: an open file that it gets as its number 4."""
+        if self._running is not None:  # whoever waited for it was interrupted
+            self.close()
+        self._ensure_started()
+        assert self._line is not None
+        limits = program.limits
+        order = program.order | {"limits": _ordered_limits(program)}
+        files = [memory_file(json.dumps(order).encode()), memory_file(program.stdin), memory_file(), memory_file(), memory_file()]
+        if program.artifact:
+            files.append(memory_file(program.artifact))
+        sent = files if peer < 0 else [*files, peer]
+        self._running = (program, files, time.monotonic() + limits.wall_s + GRACE_S)
+        try:
+            self._line.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))])
+        except OSError as error:
+            self._forget()
+            raise SandboxTrouble(f"the sandbox died: {error}") from error
+
+    def finish(self) -> Outcome:
+        """Wait for the program's end. SandboxTrouble where it cannot be told how it ended; the next program gets a fresh sandbox."""
+        assert self._running is not None
+        program, files, deadline = self._running
+        try:
+            report = self._hear(max(0.1, deadline - time.monotonic()))
+            if "trouble" in report:
+                raise SandboxTrouble(f"the program could not be started: {report['trouble']}")
+            most = program.limits.output_kb * 1024
+            stdout, stderr, result = (_content(file, most) for file in files[2:5])
+            stopped = report["stopped"] or ("output" if max(os.fstat(file).st_size for file in files[2:5]) > most else "")
+            return Outcome(report["exit"], stopped, stdout, stderr, result, report["seconds"], report["cpu_s"])
+        except SandboxTrouble:
+            self.close()
+            raise
+        finally:
+            self._forget()
+
+    def run(self, program: Program) -> Outcome:
+        self.begin(program)
+        return self.finish()
+
+    def fileno(self) -> int:
+        assert self._line is not None
+        return self._line.fileno()
+
+    @property
+    def deadline(self) -> float:
+        return self._running[2] if self._running else 0.0
+
+    def close(self) -> None:
+        """The interpreter and everything that runs in it end."""
+        self._forget()
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        if self._process is not None:
+            try:
+                self._process.wait(2)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    def _ensure_started(self) -> None:
+        if self._line is not None and self._process is not None and self._process.poll() is None:
+            return
+        for attempt in range(START_ATTEMPTS):
+            try:
+                self.start()
+                return
+            except SandboxTrouble:
+                if attempt == START_ATTEMPTS - 1:
+                    raise
+
+    def _forget(self) -> None:
+        if self._running is not None:
+            for file in self._running[1]:
+                os.close(file)
+            self._running = None
+
+    def _hear(self, seconds: float) -> dict[str, Any]:
+        assert self._line is not None
+        self._line.settimeout(seconds)
+        heard = b""
+        try:
+            while not heard.endswith(b"\n"):
+                part = self._line.recv(65536)
+                if not part:
+                    raise SandboxTrouble("the sandbox died")
+                heard += part
+        except OSError as error:
+            raise SandboxTrouble(f"no word from the sandbox: {error}") from error
+        return dict(json.loads(heard))
+
+
+def _ordered_limits(program: Program) -> dict[str, Any]:
+    limits = program.limits
+    return {
+        "cpu_s": limits.cpu_s,
+        "wall_s": limits.wall_s,
+        "memory_bytes": limits.memory_mb << 20,
+        "file_bytes": max(limits.file_mb << 20, (limits.output_kb + 1) << 10),
+        "folder_bytes": limits.folder_mb << 20,
+        "folder_files": 4096,
+        "processes": limits.processes,
+        "open_files": limits.open_files,
+        "address_space": program.address_space,
+    }
+
+
+def _content(file: int, most: int) -> bytes:
+    return os.pread(file, most, 0)
+
+
+class SandboxPool:
+    """Several sandboxes, for programs that do not depend on each other."""
+
+    def __init__(self, size: int = 1, allow_unprotected: bool = False, **settings: Any) -> None:
+        self._sandboxes = [Sandbox(**settings) for _ in range(size)]
+        self._allow_unprotected = allow_unprotected
+
+    def start(self) -> Protections:
+        """All of them; what holds is logged, and ValueError says what is missing where the user has not allowed that."""
+        protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
+        try:
+            refuse_unprotected(protections, self._allow_unprotected)
+        except ValueError:
+            self.close()
+            raise
+        logger.info("code sandbox: %s", protections.describe())
+        return protections
+
+    def describe(self) -> str:
+        """Which protections hold, and which are missing."""
+        protections = self._sandboxes[0].protections
+        return protections.describe() if protections is not None else "not started"
+
+    def run(self, program: Program) -> Outcome:
+        return self._sandboxes[0].run(program)
+
+    def run_many(self, jobs: Sequence[Program | Pair]) -> list[Ended]:
+        """In the order of the jobs; each sandbox takes the next program as soon as it is free. Pairs come last."""
+        outcomes: list[Ended] = [SandboxTrouble("not run")] * len(jobs)
+        waiting = [(place, job) for place, job in enumerate(jobs) if isinstance(job, Program)][::-1]
+        free, busy = list(self._sandboxes), dict[int, tuple[Sandbox, int]]()
+        while waiting or busy:
+            while waiting and free:
+                sandbox, (place, program) = free.pop(), waiting.pop()
+                try:
+                    sandbox.begin(program)
+                    busy[sandbox.fileno()] = sandbox, place
+                except SandboxTrouble as trouble:
+                    outcomes[place] = trouble
+                    free.append(sandbox)
+            for file in self._ended(busy):
+                sandbox, place = busy.pop(file)
+                try:
+                    outcomes[place] = sandbox.finish()
+                except SandboxTrouble as trouble:
+                    outcomes[place] = trouble
+                free.append(sandbox)
+        for place, job in enumerate(jobs):
+            if isinstance(job, Pair):
+                try:
+                    outcomes[place] = self.run_pair(job)
+                except SandboxTrouble as trouble:
+                    outcomes[place] = trouble
+        return outcomes
+
+    def _ended(self, busy: dict[int, tuple[Sandbox, int]]) -> list[int]:
+        """Files of the sandboxes whose program has ended, or should have."""
+        if not busy:
+            return []
+        patience = min(sandbox.deadline for sandbox, _ in busy.values()) - time.monotonic()
+        poller = select.poll()
+        for file in busy:
+            poller.register(file, select.POLLIN)
+        heard = [file for file, _ in poller.poll(max(0.0, patience) * 1000)]
+        late = [file for file, (sandbox, _) in busy.items() if sandbox.deadline <= time.monotonic()]
+        return list(dict.fromkeys([*heard, *late]))
+
+    def run_pair(self, pair: Pair) -> Outcome:
+        """Two programs with a socket between them, each in a sandbox of its own. What the judge says, with the program's time."""
+        if len(self._sandboxes) < 2:
+            other = Sandbox()
+            other._settings = self._sandboxes[0]._settings
+            self._sandboxes.append(other)
+        ours, theirs = socket.socketpair()
+        first, second = self._sandboxes[:2]
+        try:
+            with ours, theirs:
+                first.begin(pair.program, ours.fileno())
+                second.begin(pair.judge, theirs.fileno())
+            judged = second.finish()
+            ran = first.finish()
+        except SandboxTrouble:
+            first.close()
+            second.close()
+            raise
+        return replace(judged, stopped=judged.stopped or ran.stopped, stderr=ran.stderr, cpu_s=judged.cpu_s + ran.cpu_s)
+
+    def close(self) -> None:
+        for sandbox in self._sandboxes:
+            sandbox.close()
+
+
+def describe(walls: str = "namespaces") -> str:
+    """Find out by building the walls and taking them down again."""
+    sandbox = Sandbox(walls)
+    try:
+        return sandbox.start().describe()
+    finally:
+        sandbox.close()

@@ -1,0 +1,134 @@
+"""System calls that no program of a sandbox may make, as a filter for the kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import struct
+
+from roll_lite.rewards.sandbox.kernel import PR_SET_SECCOMP, prctl
+
+DENIED = {
+    "socket": (41, 198),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "fanotify_init": (300, 262),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "syslog": (103, 116),
+    "acct": (163, 89),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "reboot": (169, 142),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "quotactl": (179, 60),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "vhangup": (153, 58),
+    "personality": (135, 92),
+}
+SIGNALS = {
+    # To others; where there is no pid namespace that hides them.
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "pidfd_send_signal": (424, 424),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+}
+CLONE = (56, 220)
+CLONE3 = (435, 435)
+NEW_NAMESPACES = 0x7E020000
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+X32 = 0x40000000
+"""Numbers everywhere: of x86_64, of aarch64."""
+
+LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, KILL = 0x7FFF0000, 0x80000000
+
+
+def _refuse(number: int) -> int:
+    return 0x00050000 | number
+
+
+def build_filter(own_pid: int | None = None) -> bytes:
+    """The filter; OSError where the machine is of another kind. With `own_pid`, signals go to no other process."""
+    machine = platform.machine()
+    if machine not in AUDIT_ARCH:
+        raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
+    column = list(AUDIT_ARCH).index(machine)
+    code = [(LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    if machine == "x86_64":
+        code += [(JUMP_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, KILL)]
+    for numbers in DENIED.values():
+        code += [(JUMP_EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, _refuse(errno.EPERM))]
+    code += [(JUMP_EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, _refuse(errno.ENOSYS))]
+    for numbers in SIGNALS.values() if own_pid is not None else ():
+        # 0 is the process itself, or its group, which is its own.
+        code += [
+            (JUMP_EQUAL, 0, 5, numbers[column]),
+            (LOAD, 0, 0, 16),
+            (JUMP_EQUAL, 2, 0, 0),
+            (JUMP_EQUAL, 1, 0, own_pid or 0),
+            (RETURN, 0, 0, _refuse(errno.EPERM)),
+            (RETURN, 0, 0, ALLOW),
+        ]
+    code += [
+        (JUMP_EQUAL, 0, 3, CLONE[column]),
+        (LOAD, 0, 0, 16),
+        (JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES),
+        (RETURN, 0, 0, _refuse(errno.EPERM)),
+        (RETURN, 0, 0, ALLOW),
+    ]
+    return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+
+
+def install_filter(code: bytes) -> None:
+    """For this process and all that it starts; needs no_new_privs."""
+    instructions = ctypes.create_string_buffer(code, len(code))
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(instructions)))
+    prctl(PR_SET_SECCOMP, 2, ctypes.addressof(program))

@@ -1,0 +1,95 @@
+"""From what a judge wrote to a number."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+NUMBER = r"[-+]?\d+(?:\.\d+)?"
+END_OF_THOUGHT = "</think>"
+YES_OR_NO = {"yes": 1.0, "no": 0.0}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    value: float
+    extracted: str
+    """The part of the text that it was read from."""
+
+
+@dataclass(frozen=True)
+class VerdictParser:
+    """Searches a judge's text for `pattern` (its first group, or all of it, where it matches last), or where there is none for the last of
+    the choices or the last number. What was found is looked up in `choices`, or is a number; one of `scale` is moved to 0..1."""
+
+    pattern: str | None = None
+    choices: Mapping[str, float] | None = field(default=None, hash=False)
+    scale: tuple[float, float] | None = None
+
+    @cached_property
+    def known(self) -> dict[str, float] | None:
+        """The choices in lower case; yes and no where nothing else is asked for."""
+        if self.choices is None:
+            return YES_OR_NO if self.pattern is None and self.scale is None else None
+        return {choice.strip().casefold(): float(value) for choice, value in self.choices.items()}
+
+    @cached_property
+    def search(self) -> re.Pattern[str]:
+        """ValueError if the pattern is none."""
+        if self.pattern is not None:
+            try:
+                return re.compile(self.pattern, re.DOTALL)
+            except re.error as error:
+                raise ValueError(f"{self.pattern!r} is no regular expression: {error}") from None
+        if self.known is None:
+            return re.compile(NUMBER)
+        longest_first = sorted(self.known, key=len, reverse=True)
+        return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)", re.IGNORECASE)
+
+    def __call__(self, text: str) -> Verdict | None:
+        """None where the text holds no verdict. What a model thought aloud before it is not looked at."""
+        matches = list(self.search.finditer(text.rpartition(END_OF_THOUGHT)[2]))
+        if not matches:
+            return None
+        found = next((group for group in matches[-1].groups() if group is not None), matches[-1].group()).strip()
+        value = self._value(found)
+        return None if value is None else Verdict(value, found)
+
+    def _value(self, found: str) -> float | None:
+        if self.known is not None:
+            return self.known.get(found.casefold())
+        try:
+            number = float(found)
+        except ValueError:
+            return None
+        if not math.isfinite(number):
+            return None
+        if self.scale is None:
+            return number
+        low, high = self.scale
+        return (number - low) / (high - low) if low <= number <= high else None
+
+
+def checked_pattern(pattern: str | None) -> str | None:
+    """ValueError if it is none."""
+    _ = VerdictParser(pattern).search
+    return pattern
+
+
+def checked_scale(scale: tuple[float, float] | None) -> tuple[float, float] | None:
+    if scale is not None and not scale[0] < scale[1]:
+        raise ValueError("the first number has to be less than the second")
+    return scale
+
+
+def texts_of_choices(choices: Any) -> Any:
+    """Before validation: what YAML has made of words without quotes."""
+    if not isinstance(choices, Mapping):
+        return choices
+    if any(isinstance(choice, bool) for choice in choices):
+        raise ValueError('YAML reads yes, no, on and off as true and false: put choices in quotes, such as {"yes": 1, "no": 0}')
+    return {str(choice) if isinstance(choice, int | float) else choice: value for choice, value in choices.items()}

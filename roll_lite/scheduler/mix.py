@@ -1,0 +1,70 @@
+"""How many groups of a batch each domain gets, so that shares are exact over a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from math import lcm
+from typing import Any
+
+
+class DomainMix:
+    """Apportions places one after the other by Tijdeman's rule: after any number of places, cut into batches in any way,
+    every domain's count differs from share * places by less than one.
+
+    Largest remainders with carry-over, batch by batch, cannot promise that: with small batches and several domains a
+    carry can grow past one, because a batch cannot give a domain fewer than no places.
+    """
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        # Through the decimal text, so that 0.1 means one tenth and small integers stay small.
+        fractions = {name: Fraction(str(share)) for name, share in shares.items()}
+        scale = lcm(*(fraction.denominator for fraction in fractions.values()))
+        self._weights = {name: int(fraction * scale) for name, fraction in fractions.items()}
+        self._total_weight = sum(self._weights.values())
+        self._counts = dict.fromkeys(shares, 0)
+        self._places = 0
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return {name: weight / self._total_weight for name, weight in self._weights.items()}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Places given so far."""
+        return dict(self._counts)
+
+    def quota(self, places: int) -> dict[str, int]:
+        """The next `places` places: how many each domain gets."""
+        before = dict(self._counts)
+        for _ in range(places):
+            self._counts[self._next()] += 1
+            self._places += 1
+        return {name: self._counts[name] - before[name] for name in self._counts}
+
+    def _next(self) -> str:
+        if len(self._weights) == 1:
+            return next(iter(self._weights))
+        # Let d = 2 * (number of domains) - 2. A domain may take place t once share * t - count >= 1/d; of those,
+        # the one that would first fall behind by 1 - 1/d is served. Everything times d * total weight, to stay in integers.
+        slack = 2 * len(self._weights) - 2
+        best: str | None = None
+        best_deadline = Fraction(0)
+        for name, weight in self._weights.items():
+            lead = slack * (weight * (self._places + 1) - self._counts[name] * self._total_weight)
+            if lead < self._total_weight:
+                continue
+            deadline = Fraction((slack - 1) * self._total_weight - lead, weight)
+            if best is None or deadline < best_deadline:
+                best, best_deadline = name, deadline
+        assert best is not None, "Tijdeman's rule always has a candidate"
+        return best
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": dict(self._weights), "counts": dict(self._counts), "places": self._places}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the state left off; with other domains or shares than then, the account starts anew."""
+        if state["weights"] == self._weights:
+            self._counts = dict(state["counts"])
+            self._places = state["places"]

@@ -1,0 +1,105 @@
+"""What happened while a batch was made: counts and sums, for metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from roll_lite.data.samples import Outcome, SampleGroup
+
+
+@dataclass
+class DomainStats:
+    requested: int = 0
+    """Groups that the batch asked for."""
+    delivered: int = 0
+    """Groups that it got."""
+    lost_groups: int = 0
+    """Groups without a surviving sample or without their greedy baseline, each replaced by another prompt."""
+    accepted: int = 0
+    """Samples that can train."""
+    scored: int = 0
+    """Samples that got a score, greedy baselines and samples of lost groups among them."""
+    failed: int = 0
+    """Samples that failed for good, greedy baselines among them."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Samples that failed for good, by cause."""
+    retries: Counter[str] = field(default_factory=Counter)
+    """Attempts that failed and were repeated, by cause."""
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    response_tokens: int = 0
+    generation_s: float = 0.0
+    """Sum over successful requests of the time between sending and completion."""
+    reward_s: float = 0.0
+    """Sum over scored samples of the time between asking for the score and getting it."""
+    requested_share: float = 0.0
+    realised_share: float = 0.0
+    """Of all groups delivered in the run so far."""
+
+
+@dataclass
+class RolloutStats:
+    domains: dict[str, DomainStats]
+    version: int = 0
+    """Weights that the engines had when the batch was complete."""
+    wall_s: float = 0.0
+    generation_s: float = 0.0
+    """From the start to the last completion: rewards run beside it."""
+    reward_tail_s: float = 0.0
+    """From the last completion to the last score: reward time that generation did not hide."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(domain.prompt_tokens + domain.response_tokens for domain in self.domains.values())
+
+    @property
+    def response_tokens(self) -> int:
+        return sum(domain.response_tokens for domain in self.domains.values())
+
+
+class Recorder:
+    """Collects what happens between two batches. Long-lived: samples in flight write to it over a batch's border."""
+
+    def __init__(self, domains: Iterable[str], now: float) -> None:
+        self._names = list(domains)
+        self.start(now)
+
+    def start(self, now: float) -> None:
+        self.domains = {name: DomainStats() for name in self._names}
+        self._started = self.last_completion = self.last_score = now
+
+    def finish(self, now: float, version: int) -> RolloutStats:
+        """What was collected since the start."""
+        return RolloutStats(
+            domains=self.domains,
+            version=version,
+            wall_s=now - self._started,
+            generation_s=self.last_completion - self._started,
+            reward_tail_s=max(0.0, self.last_score - self.last_completion),
+        )
+
+    def group(self, group: SampleGroup) -> None:
+        """A group is finished: count its samples by outcome."""
+        domain = self.domains[group.domain]
+        failures = [sample.failure or "unknown" for sample in group.samples if sample.outcome is Outcome.FAILED]
+        lost = loss_of(group)
+        if lost is None:
+            domain.delivered += 1
+            domain.accepted += len(group.samples) - len(failures)
+        else:
+            domain.lost_groups += 1
+        if group.baseline is not None and group.baseline.outcome is Outcome.FAILED:
+            failures.append(f"greedy baseline: {group.baseline.failure or 'unknown'}")
+        domain.failed += len(failures)
+        domain.failures.update(failures)
+
+
+def loss_of(group: SampleGroup) -> str | None:
+    """Why a group cannot train, if it cannot. Without its baseline it cannot be judged: a missing score is not a score of 0."""
+    if group.baseline is not None and group.baseline.outcome is Outcome.FAILED:
+        return f"greedy baseline: {group.baseline.failure or 'unknown'}"
+    if all(sample.outcome is Outcome.FAILED for sample in group.samples):
+        return group.samples[0].failure or "unknown"
+    return None

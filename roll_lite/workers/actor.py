@@ -1,0 +1,160 @@
+"""The policy in training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+import torch
+
+from roll_lite.algorithms.by_domain import Peaks, sums_by_domain
+from roll_lite.algorithms.kl import kl_estimate
+from roll_lite.algorithms.objectives import OLD_COLUMN, ActorLoss, OldLogProbs, mismatch_of_tokens
+from roll_lite.config.schema import AlgorithmConfig
+from roll_lite.data.keys import KEYS, Kind
+from roll_lite.data.microbatch import MicroBatch, micro_batches
+from roll_lite.data.proto import Column, DataProto
+from roll_lite.data.ragged import Ragged
+from roll_lite.distributed.dataflow import Block, Shard, put_block
+from roll_lite.distributed.strategy.base import ExportPlan
+from roll_lite.distributed.weight_sync.checksum import checksum
+from roll_lite.distributed.weight_sync.gloo import GlooSender, open_store
+from roll_lite.distributed.weight_sync.plan import TransferPlan
+from roll_lite.workers.credit import Credit, assign_credit
+from roll_lite.workers.model import ModelRole, ModelWorker, TrainShare, Update
+
+
+@dataclass(frozen=True)
+class CreditReport:
+    """One rank's advantages, and what is worth telling of them: sums that add up over ranks, and peaks that do not."""
+
+    block: Block
+    sums: dict[str, float]
+    peaks: dict[str, float]
+
+
+class ActorWorker(ModelWorker):
+    def __init__(self, role: ModelRole, algorithm: AlgorithmConfig, domains: int) -> None:
+        super().__init__(role)
+        self.algorithm = algorithm
+        self.domains = domains
+        self.loss = ActorLoss(
+            policy_loss=algorithm.policy_loss,
+            mismatch_correction=algorithm.mismatch_correction,
+            kl_coef=algorithm.kl_in_loss.coef,
+            kl_estimator=algorithm.kl_in_loss.estimator,
+            kl_unbiased_gradient=algorithm.kl_in_loss.unbiased_gradient,
+            entropy_coef=algorithm.entropy_coef,
+            old_log_probs=algorithm.old_log_probs,
+            measure_entropy=algorithm.old_log_probs != "recompute",
+            domains=domains,
+        )
+
+    def old_log_probs(self, shard: Shard, distribution: bool = False) -> Block | None:
+        """The policy's log-probs before the step, and its entropy, which that forward pass gives away. `distribution`: those of the
+        whole vocabulary as well."""
+        whole = {"distribution": "old_distribution"} if distribution else {}
+        return self._forward(shard, {"log_probs": "old_log_probs", "entropy": "old_entropy", **whole})
+
+    def assign_credit(self, shard: Shard, kl_coef: float) -> CreditReport:
+        """Advantages (and the critic's targets) of this rank's rows. Called on the head ranks, all of them."""
+        batch = shard.materialize()
+        rows = _all_rows(batch)
+        credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.heads)
+        lengths = batch.lengths - 1
+        columns: dict[str, Column] = {"sample": batch.tensor("sample"), "advantages": Ragged.from_padded(credit.advantages, lengths)}
+        if credit.returns is not None:
+            columns["returns"] = Ragged.from_padded(credit.returns, lengths)
+        sums, peaks = credit_metrics(rows, credit, self.algorithm.old_log_probs, self.domains)
+        return CreditReport(put_block(DataProto(columns)), sums, peaks)
+
+    def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
+        """Every mini-batch of every epoch, until the policy has moved too far. `kl_coef`: of the KL in the loss, for this step."""
+        loss = self.loss.with_kl_coef(kl_coef)
+        updates: list[Update] = []
+        for mini_batch, result in self._train(share, loss, loss.outputs):
+            updates.append(Update(mini_batch.epoch, result, loss.peaks.collect(), loss.ratios.collect()))
+            if moved_too_far(result.metrics, self.algorithm.early_stop_kl):
+                break
+        return updates
+
+    # ---------------------------------------------------------------- weights for the engines
+
+    def export_plan(self, bucket_bytes: int) -> ExportPlan:
+        return self.strategy.export_plan(bucket_bytes)
+
+    def open_transfer(self, timeout_s: float) -> tuple[str, int]:
+        """Host the rendezvous of the transfer group."""
+        host = ray.util.get_node_ip_address()
+        self._transfer_store = open_store(host, timeout_s)
+        return host, self._transfer_store.port
+
+    def join_transfer(self, host: str, port: int, plan: TransferPlan, timeout_s: float) -> None:
+        """Ranks that own buckets join the group; the others have nothing to send."""
+        if self.rank in plan.senders:
+            rank = plan.senders.index(self.rank)
+            self._sender = GlooSender(host, port, rank, plan.world_size, len(plan.senders), timeout_s, plan.members())
+
+    def send_weights(self, plan: ExportPlan) -> None:
+        """Gather and send one bucket after the other."""
+        for bucket in plan.buckets():
+            tensors = self.strategy.export_bucket(plan, bucket[0].bucket)
+            if tensors is not None:
+                self._sender.send(bucket, tensors)
+
+    def weight_checksums(self, plan: ExportPlan) -> dict[str, str]:
+        """Of the tensors that this rank owns."""
+        sums: dict[str, str] = {}
+        for bucket in plan.buckets():
+            tensors = self.strategy.export_bucket(plan, bucket[0].bucket) or {}
+            sums |= {name: checksum(tensor) for name, tensor in tensors.items()}
+        return sums
+
+
+def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
+    """By the sums of an update, which are the same on all ranks: all of them stop or none does. NaN is too far."""
+    if limit is None:
+        return False
+    kl, tokens = (sum(value for name, value in metrics.items() if name.startswith(f"actor/{what}#")) for what in ("approx_kl", "tokens"))
+    return not kl <= limit * tokens
+
+
+def _all_rows(batch: DataProto) -> MicroBatch:
+    """The whole shard as one padded batch: a few numbers per token, no activations."""
+    if len(batch) == 0:
+        columns = {
+            name: torch.zeros(0, *(() if KEYS[name].kind is Kind.ROW else (1, 1) if name.endswith("distribution") else (1,)))
+            for name in batch.columns
+        }
+        return MicroBatch(columns, torch.zeros(0, 1, dtype=torch.bool))
+    return micro_batches(batch, len(batch))[0][1]
+
+
+def credit_metrics(rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Sums by domain, and peaks, over the samples that train."""
+    mask = rows.mask & (rows.columns["train_weight"] > 0)[:, None]
+
+    def column(name: str) -> torch.Tensor:
+        return rows.columns[name].masked_fill(~mask, 0.0)
+
+    advantages = credit.advantages.masked_fill(~mask, 0.0).double()
+    tokens = {"credit/tokens": mask, "credit/advantage_mean": advantages, "credit/advantage_square": advantages.square()}
+    numbers = rows.columns["domain_number"].long()
+    peaks = Peaks(domains)
+    peaks.record("credit/advantage_max", credit.advantages, mask, numbers)
+    peaks.record("credit/advantage_min", credit.advantages, mask, numbers, smallest=True)
+    old = OLD_COLUMN[old_log_probs]
+    if credit.kl is not None:
+        tokens["credit/kl_in_reward"] = credit.kl.masked_fill(~mask, 0.0)
+    if old is not None and "ref_log_probs" in rows.columns:
+        tokens["credit/kl_ref"] = kl_estimate(column(old), column("ref_log_probs"), "k3")
+    if "old_entropy" in rows.columns:
+        tokens["actor/entropy_before"] = column("old_entropy")
+    if old_log_probs == "recompute":
+        difference, k3 = mismatch_of_tokens(column("rollout_log_probs"), column("old_log_probs"))
+        tokens |= {"mismatch/mean": difference, "mismatch/k3": k3}
+        peaks.record("mismatch/max", difference, mask, numbers)
+    per_row = {"credit/rows": torch.ones(len(mask), 1), "credit/reward": credit.rewards_per_row[:, None]}
+    sums = sums_by_domain(tokens, numbers, domains) | sums_by_domain(per_row, numbers, domains)
+    return {name: float(value) for name, value in sums.items()}, peaks.collect()

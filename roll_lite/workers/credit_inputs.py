@@ -1,0 +1,82 @@
+"""What a user's own advantage estimator is told, and what is made of its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from roll_lite.algorithms.advantages import spread_over_tokens
+from roll_lite.config.schema import CustomAdvantageConfig
+from roll_lite.data.user_function import load_function
+
+WHERE = "algorithm.advantage.function"
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """The samples of the whole global batch, those that do not train included; all [N]. Rows of a rank stand together, in its order."""
+
+    rewards: torch.Tensor
+    """float64: the shaped score minus what the sample pays for KL in the reward."""
+    groups: torch.Tensor
+    """int64: samples of one prompt have the same number."""
+    policy_tokens: torch.Tensor
+    """int64."""
+    local: slice
+    """This rank's rows: everyone.rewards[everyone.local] belongs to the rows of the inputs."""
+
+
+@dataclass(frozen=True)
+class CreditInputs:
+    """This rank's rows, padded; there may be none. Token tensors [B, T-1] hold anything where the mask is 0."""
+
+    token_rewards: torch.Tensor
+    """[B, T-1] float32: the reward on the last policy token, minus coef * KL on every policy token."""
+    mask: torch.Tensor
+    """[B, T-1] bool: tokens that the policy chose."""
+    values: torch.Tensor | None
+    """[B, T-1] float32, with a critic: the value before each token is chosen."""
+    reward: torch.Tensor
+    """[B] float32: the shaped score, without KL."""
+    groups: torch.Tensor
+    """[B] int64."""
+    policy_tokens: torch.Tensor
+    """[B] int64."""
+    truncated: torch.Tensor
+    """[B] bool: cut at max_tokens."""
+    train_weight: torch.Tensor
+    """[B] float32: 0 does not train."""
+    everyone: RowTable
+    """The rows of all ranks, for baselines."""
+
+
+def custom_advantages(inputs: CreditInputs, config: CustomAdvantageConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The user's advantages, one per sample or one per token, as [B, T-1] float32, 0 where masked; with a critic its targets as well."""
+    result = load_function(config.function, WHERE, "CreditInputs -> advantages")(inputs, **config.args)
+    pair = isinstance(result, tuple)
+    if inputs.values is not None and not (pair and len(result) == 2):
+        raise ValueError(f"{WHERE}: with a critic {config.function} returns (advantages, returns), the critic's targets")
+    if inputs.values is None and pair:
+        raise ValueError(f"{WHERE}: {config.function} returned targets for a critic, but there is none; it returns advantages")
+    if pair:
+        return _per_token(result[0], "advantages", inputs, config), _per_token(result[1], "returns", inputs, config)
+    return _per_token(result, "advantages", inputs, config), None
+
+
+def _per_token(result: object, what: str, inputs: CreditInputs, config: CustomAdvantageConfig) -> torch.Tensor:
+    name, mask = config.function, inputs.mask
+    rows = [mask.shape[0]]
+    if not isinstance(result, torch.Tensor):
+        raise ValueError(f"{WHERE}: {name} returned {type(result).__name__}, expected a tensor {rows} or {list(mask.shape)}")
+    if list(result.shape) not in (rows, list(mask.shape)):
+        raise ValueError(
+            f"{WHERE}: {name} returned {what} {list(result.shape)}, expected {rows}, one number per sample, "
+            f"or {list(mask.shape)}, one per token"
+        )
+    found = result.detach().cpu().float()
+    tokens = spread_over_tokens(found, mask) if found.dim() == 1 else found.masked_fill(~mask, 0.0)
+    bad = (~torch.isfinite(tokens)).any(1).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(f"{WHERE}: {name} returned NaN or infinite {what} for rows {bad[:10]} of {mask.shape[0]}")
+    return tokens

@@ -1,0 +1,135 @@
+"""An inference engine in a process of its own, and the rollout service's view of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from roll_lite.config.schema import InferStrategyConfig, ModelConfig, ScriptedStrategyConfig, VllmStrategyConfig
+from roll_lite.data.samples import GenerationRequest
+from roll_lite.distributed.strategy.base import EngineHealth, ExportedTensor, ExportPlan, InferenceStrategy, PauseMode, TransferEndpoint
+from roll_lite.distributed.worker import AsyncWorker
+from roll_lite.scheduler.engines import BatchedEngine, Collected, CompletionPump
+
+POLL_SECONDS = 10.0
+"""A call that asks for completions comes back after this time also without any."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine replica needs to know."""
+
+    model: ModelConfig
+    strategy: InferStrategyConfig
+    max_model_len: int
+    seed: int = 1
+    threads: int = 1
+
+
+def build_engine(spec: EngineSpec) -> InferenceStrategy:
+    """The one place where an engine is chosen. Each is imported only where it runs: they are large and exclude each other."""
+    match spec.strategy:
+        case VllmStrategyConfig():
+            from roll_lite.distributed.strategy.vllm import VllmStrategy
+
+            return VllmStrategy(spec.model, spec.strategy, max_model_len=spec.max_model_len, seed=spec.seed, threads=spec.threads)
+        case ScriptedStrategyConfig():
+            from roll_lite.distributed.strategy.scripted import ScriptedEngine
+
+            return ScriptedEngine(spec.strategy)
+
+
+class InferWorker(AsyncWorker):
+    """One engine replica: every method runs in the process's event loop, beside the engine's own work."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__()
+        # Replicas with one seed would draw the same numbers, and samples of one prompt on two replicas could come out alike.
+        self._strategy = build_engine(replace(spec, seed=spec.seed + self.rank))
+        self._pump = CompletionPump(self._strategy)
+
+    async def initialize(self) -> None:
+        await self._strategy.initialize()
+
+    # ------------------------------------------------------------ rollouts
+
+    async def submit(self, requests: list[GenerationRequest], frozen: bool = False) -> None:
+        """`frozen`: the engine starts on the first once it has all of them."""
+        await self._pump.submit(requests, frozen)
+
+    async def collect(self, max_wait_s: float = POLL_SECONDS) -> Collected:
+        """Everything that finished since the last call."""
+        return await self._pump.collect(max_wait_s)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        await self._strategy.abort(request_ids)
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._strategy.pause(mode)
+
+    async def resume(self) -> None:
+        await self._strategy.resume()
+
+    # ------------------------------------------------------------ weights
+
+    async def connect_weights(self, endpoint: TransferEndpoint) -> None:
+        await self._strategy.connect_weights(endpoint)
+
+    async def update_weights(self, tensors: Sequence[ExportedTensor], version: int) -> None:
+        """A whole update, bucket by bucket, beside the trainers' `send_weights`."""
+        await self._strategy.begin_weight_update(tensors)
+        for bucket in ExportPlan(tuple(tensors)).buckets():
+            await self._strategy.receive_bucket(bucket)
+        await self._strategy.finish_weight_update(version)
+
+    async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
+        await self._strategy.begin_weight_update(tensors)
+
+    async def receive_bucket(self, tensors: Sequence[ExportedTensor]) -> None:
+        await self._strategy.receive_bucket(tensors)
+
+    async def finish_weight_update(self, version: int) -> None:
+        await self._strategy.finish_weight_update(version)
+
+    async def weight_checksums(self) -> dict[str, str]:
+        return await self._strategy.weight_checksums()
+
+    # ------------------------------------------------------------ life
+
+    async def load(self) -> None:
+        await self._strategy.load()
+
+    async def offload(self) -> None:
+        await self._strategy.offload()
+
+    async def health(self) -> EngineHealth:
+        return await self._strategy.health()
+
+    async def shutdown(self) -> None:
+        await self._strategy.shutdown()
+
+
+class RemoteEngine(BatchedEngine):
+    """An engine behind an InferWorker. When the worker's process dies, the call that waits for completions fails at once."""
+
+    def __init__(self, name: str, worker: Any, frozen_admission: bool = False) -> None:
+        super().__init__(name, frozen_admission)
+        self._worker = worker
+
+    async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:
+        await self._call(self._worker.submit.remote(requests, frozen))
+
+    async def _collect(self) -> Collected:
+        return await self._call(self._worker.collect.remote())
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        await self._call(self._worker.abort.remote(request_ids))
+
+    async def _call(self, reference: Any) -> Any:
+        try:
+            return await reference
+        except RayActorError as error:
+            raise ConnectionError(f"its process is gone: {str(error).strip().partition(chr(10))[0]}") from error

@@ -1,0 +1,144 @@
+"""What the actor, the critic and the reference share: a rank that holds a model behind a train strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from roll_lite.config.schema import CriticRoleConfig, ForwardRoleConfig, ModelConfig, OptimizerConfig, TrainRoleConfig
+from roll_lite.data.minibatches import MiniBatch
+from roll_lite.data.proto import DataProto
+from roll_lite.data.ragged import from_numpy
+from roll_lite.distributed.dataflow import Block, Shard, put_block
+from roll_lite.distributed.strategy.base import LossFn, RankLayout, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.worker import Worker
+from roll_lite.workers.credit import Exchange
+
+
+@dataclass(frozen=True)
+class ModelRole:
+    """Everything a rank needs to build its part of a model."""
+
+    model: ModelConfig
+    config: ForwardRoleConfig
+    temperature: float
+    total_updates: int
+    """Optimizer steps of the whole run, for a learning rate that decays."""
+    seed: int
+    deterministic: bool
+
+    @property
+    def optimizer(self) -> OptimizerConfig | None:
+        return self.config.optimizer if isinstance(self.config, TrainRoleConfig) else None
+
+    @property
+    def train_micro_batch_size(self) -> int:
+        own = self.config.train_micro_batch_size if isinstance(self.config, TrainRoleConfig) else None
+        return own or self.config.micro_batch_size
+
+
+@dataclass(frozen=True)
+class TrainShare:
+    """One data-parallel rank's part of a step: the rows it will need, shipped once, and its share of every mini-batch."""
+
+    shard: Shard
+    mini_batches: list[MiniBatch]
+
+
+@dataclass(frozen=True)
+class Update:
+    """One optimizer step, for metrics."""
+
+    epoch: int
+    result: TrainResult
+    peaks: dict[str, float]
+    ratios: np.ndarray | None = None
+    """Histogram of the ratios of new and old policy, [domains, bins] (see ratio_histogram.py); the actor's only."""
+
+
+class ModelWorker(Worker):
+    strategy: TrainStrategy
+
+    def __init__(self, role: ModelRole) -> None:
+        super().__init__()
+        self.spec = role
+
+    def initialize(self) -> RankLayout:
+        from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+
+        torch.manual_seed(self.spec.seed)
+        self.init_process_group()
+        critic = self.spec.config if isinstance(self.spec.config, CriticRoleConfig) else None
+        self.strategy = MegatronStrategy(
+            self.spec.model,
+            self.spec.config.strategy,
+            self.spec.optimizer,
+            value_head=critic is not None,
+            value_init=critic.init if critic else "actor",
+            seed=self.spec.seed,
+            deterministic=self.spec.deterministic,
+            total_steps=self.spec.total_updates,
+        )
+        self.strategy.initialize()
+        self._heads = self._make_heads_group()
+        return self.strategy.layout
+
+    def load(self, groups: Sequence[StateGroup]) -> None:
+        self.strategy.load(groups)
+
+    def offload(self, groups: Sequence[StateGroup]) -> None:
+        self.strategy.offload(groups)
+
+    def save_checkpoint(self, folder: Path) -> None:
+        self.strategy.save_checkpoint(folder)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        self.strategy.load_checkpoint(folder)
+
+    def save_hf(self, folder: Path) -> None:
+        self.strategy.save_hf(folder)
+
+    def _forward(self, shard: Shard, columns: dict[str, str]) -> Block | None:
+        """`columns`: model output -> name of the batch column it becomes."""
+        batch = shard.materialize()
+        outputs = self.strategy.forward(batch, list(columns), self.spec.temperature, self.spec.config.micro_batch_size)
+        if outputs is None:
+            return None
+        named = {name: outputs[output] for output, name in columns.items()}
+        return put_block(DataProto({"sample": batch.tensor("sample"), **named}))
+
+    def _train(self, share: TrainShare, loss_fn: LossFn, outputs: Sequence[str]) -> Iterator[tuple[MiniBatch, TrainResult]]:
+        batch = share.shard.materialize()
+        place = {int(sample): row for row, sample in enumerate(batch.tensor("sample").tolist())}
+        for mini_batch in share.mini_batches:
+            rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
+            rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))
+            yield mini_batch, self.strategy.train_step(rows, loss_fn, outputs, self.spec.temperature, self.spec.train_micro_batch_size)
+
+    def _make_heads_group(self) -> dist.ProcessGroup | None:
+        layouts: list[RankLayout | None] = [None] * self.strategy.layout.world_size
+        dist.all_gather_object(layouts, self.strategy.layout)
+        heads = sorted((layout for layout in layouts if layout and layout.is_head), key=lambda layout: layout.data_rank)
+        return dist.new_group([layout.rank for layout in heads], backend="gloo")
+
+    @property
+    def heads(self) -> Exchange:
+        """Exchange among the head ranks, in data-rank order."""
+        size = self.strategy.layout.data_size
+
+        def gather(rows: torch.Tensor) -> list[torch.Tensor]:
+            everyone: list[torch.Tensor | None] = [None] * size
+            dist.all_gather_object(everyone, rows, group=self._heads)
+            return [part for part in everyone if part is not None]
+
+        def total(x: torch.Tensor) -> torch.Tensor:
+            summed = x.clone()
+            dist.all_reduce(summed, group=self._heads)
+            return summed
+
+        return Exchange(gather, total)

@@ -1,0 +1,137 @@
+"""A rank that holds a reward model, or its part of one, and scores texts with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roll_lite.config.schema import HfStrategyConfig, ModelConfig, RewardModelConfig
+from roll_lite.data.proto import DataProto
+from roll_lite.data.ragged import Ragged
+from roll_lite.data.templates import load_tokenizer
+from roll_lite.distributed.strategy.base import ForwardStrategy, RankLayout, StateGroup
+from roll_lite.distributed.worker import Worker
+from roll_lite.rewards.model import ScoredText
+
+
+@dataclass(frozen=True)
+class RewardModelSpec:
+    name: str
+    config: RewardModelConfig
+    seed: int
+    deterministic: bool
+
+    @property
+    def path_key(self) -> str:
+        return f"reward_models.{self.name}.path"
+
+
+def build_strategy(spec: RewardModelSpec) -> ForwardStrategy:
+    """The one place where the strategy is chosen. Each is imported only where it runs."""
+    config = spec.config
+    if isinstance(config.strategy, HfStrategyConfig):
+        from roll_lite.distributed.strategy.hf.strategy import HfRewardStrategy
+
+        return HfRewardStrategy(config.path, config.dtype, path_key=spec.path_key)
+    from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+
+    return MegatronStrategy(
+        ModelConfig(path=config.path, dtype=config.dtype),
+        config.strategy,
+        None,
+        value_head=True,
+        value_init="reward_model",
+        seed=spec.seed,
+        deterministic=spec.deterministic,
+        path_key=spec.path_key,
+    )
+
+
+class RewardModelWorker(Worker):
+    strategy: ForwardStrategy
+
+    def __init__(self, spec: RewardModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def initialize(self) -> RankLayout:
+        torch.manual_seed(self.spec.seed)
+        self._tokens = TextTokens(self.spec)
+        if not isinstance(self.spec.config.strategy, HfStrategyConfig):
+            self.init_process_group()
+        self.strategy = build_strategy(self.spec)
+        self.strategy.initialize()
+        return self.strategy.layout
+
+    def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
+        """On every rank of a copy of the model, at once. For each text its score or why it has none; None on ranks other than heads."""
+        tokens = [self._tokens.of(text) for text in texts]
+        scores = self._scores([ids for ids in tokens if not isinstance(ids, str)])
+        if scores is None:
+            return None
+        found = iter(scores)
+        return [ids if isinstance(ids, str) else next(found) for ids in tokens]
+
+    def load(self, groups: Sequence[StateGroup]) -> None:
+        self.strategy.load(groups)
+
+    def offload(self, groups: Sequence[StateGroup]) -> None:
+        self.strategy.offload(groups)
+
+    def _scores(self, rows: list[list[int]]) -> list[float] | None:
+        """Rows of like lengths together, so that little is padded."""
+        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+        batch = DataProto(
+            {
+                "input_ids": Ragged.from_rows([torch.tensor(rows[row], dtype=torch.int64) for row in order], torch.int64),
+                "response_mask": Ragged.from_rows([torch.zeros(len(rows[row]), dtype=torch.bool) for row in order], torch.bool),
+            }
+        )
+        # A row's last digits depend on what it is padded to: alone in its pass it has the same score in every run.
+        size = 1 if self.spec.deterministic else self.spec.config.micro_batch_size
+        outputs = self.strategy.forward(batch, ["final_value"], 1.0, size)
+        if outputs is None:
+            return None
+        scores = [0.0] * len(rows)
+        for row, score in zip(order, outputs.tensor("final_value").tolist(), strict=True):
+            scores[row] = score
+        return scores
+
+
+class TextTokens:
+    """From texts to token ids, with the reward model's own tokenizer."""
+
+    def __init__(self, spec: RewardModelSpec) -> None:
+        self._tokenizer: Any = load_tokenizer(spec.config.path, spec.path_key)
+        raw = json.loads((spec.config.path / "config.json").read_text(encoding="utf-8"))
+        self._limit = spec.config.max_length or raw.get("max_position_embeddings")
+        self._padding = raw.get("pad_token_id")
+
+    def of(self, text: ScoredText) -> list[int] | str:
+        """Or what is wrong with the text."""
+        try:
+            ids = self._encode(text)
+        except Exception as error:  # whatever the model's own chat template objects to
+            return f"the reward model's chat template refuses the messages: {error}"
+        # As transformers has it: the output of the last token that is not the padding token.
+        while len(ids) > 1 and ids[-1] == self._padding:
+            ids.pop()
+        if not ids:
+            return "the text has no tokens"
+        if self._limit is not None and len(ids) > self._limit:
+            return f"the text has {len(ids)} tokens, the reward model reads at most {self._limit} (max_length)"
+        return ids
+
+    def _encode(self, text: ScoredText) -> list[int]:
+        """Special tokens that the tokenizer adds by itself are not added to a text that has them already."""
+        tokenizer = self._tokenizer
+        if isinstance(text, str):
+            add = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+        else:
+            text, add = tokenizer.apply_chat_template(text, tokenize=False), False
+        ids: list[int] = tokenizer(text, add_special_tokens=add, return_attention_mask=False, verbose=False)["input_ids"]
+        return list(ids)

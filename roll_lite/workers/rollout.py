@@ -1,0 +1,208 @@
+"""The rollout service on Ray: one asynchronous actor that owns prompts, domains, router and reward workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from roll_lite.config.check_reward_models import MODEL_REWARD
+from roll_lite.config.keep_mask import is_truncated
+from roll_lite.config.schema import DomainConfig, ModelConfig, RewardModelConfig, RolloutConfig, SamplingConfig
+from roll_lite.data.prompts import PromptOrder, PromptSet, Split, load_prompts
+from roll_lite.data.proto import DataProto
+from roll_lite.data.samples import SampleGroup, Sampling
+from roll_lite.data.templates import load_tokenizer
+from roll_lite.distributed.dataflow import Block, put_block
+from roll_lite.distributed.worker import AsyncWorker
+from roll_lite.scheduler.domain import Domain
+from roll_lite.scheduler.router import Router
+from roll_lite.scheduler.service import RolloutService, accepted
+from roll_lite.scheduler.stats import RolloutStats
+from roll_lite.workers.infer import RemoteEngine
+from roll_lite.workers.judge import JudgeAddress, with_addresses
+from roll_lite.workers.reward import RewardPool
+from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
+from roll_lite.workers.rollout_columns import Extras, columns_of, row_columns_of, rows_and_tokens
+from roll_lite.workers.sample_dump import write_samples
+
+BLOCK_TOKENS = 2**18
+"""Tokens of one block in the object store: some megabytes, so that a reader of a few rows does not fetch a whole batch."""
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """The slices of the configuration that rollouts depend on."""
+
+    model: ModelConfig
+    domains: dict[str, DomainConfig]
+    rollout: RolloutConfig
+    seed: int
+    deterministic: bool
+    samples_folder: Path | None = None
+    """Where samples are written; None writes none."""
+    greedy_baseline: bool = False
+    """One more, greedy response to every prompt (ReMax)."""
+    reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
+    """By name."""
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """A batch on its way to the driver: rows, and where their tokens are."""
+
+    rows: DataProto
+    blocks: list[Block]
+    stats: RolloutStats
+    replaced: dict[str, int] = field(default_factory=dict)
+    """Reward workers that had to be replaced since the last batch, by domain."""
+
+
+class RolloutWorker(AsyncWorker):
+    _service: RolloutService
+
+    def __init__(self, spec: RolloutSpec) -> None:
+        super().__init__()
+        self._spec = spec
+        self._pools: dict[str, RewardPool | RewardModelPool] = {}
+        self._reward_models: dict[str, RewardModelClient] = {}
+        self._data_counts: list[str] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    async def initialize(
+        self,
+        engines: Sequence[Any],
+        reward_models: Mapping[str, Sequence[Any]] | None = None,
+        judges: Mapping[str, JudgeAddress] | None = None,
+    ) -> None:
+        """Read the data, start the reward workers. `engines`: the InferWorker actors. `reward_models`: the RewardModelWorker actors by
+        the models' names. `judges`: where those that the run has started are."""
+        spec = self._spec
+        ranks = reward_models or {}
+        self._reward_models = {name: RewardModelClient(name, ranks[name], config) for name, config in spec.reward_models.items()}
+        self._pools = {name: self._pool(name, domain, judges or {}) for name, domain in spec.domains.items()}
+        starting = asyncio.gather(*(pool.start() for pool in self._pools.values()))
+        domains = await asyncio.to_thread(self._load_domains)
+        await starting
+        clients = [RemoteEngine(f"actor_infer[{i}]", engine, frozen_admission=spec.deterministic) for i, engine in enumerate(engines)]
+        router = Router(clients, spec.rollout.request_timeout_s, deterministic=spec.deterministic)
+        self._service = RolloutService(domains, router, spec.rollout.retries, seed=spec.seed if spec.deterministic else None)
+
+    def _pool(self, name: str, domain: DomainConfig, judges: Mapping[str, JudgeAddress]) -> RewardPool | RewardModelPool:
+        reward = with_addresses(domain.reward, judges)
+        if reward.type != MODEL_REWARD:
+            return RewardPool(name, reward)
+        return RewardModelPool(name, reward, self._reward_models[reward.args["model"]])
+
+    def _load_domains(self) -> list[Domain]:
+        tokenizer = load_tokenizer(self._spec.model.path)
+        return [self._load_domain(name, config, tokenizer) for name, config in self._spec.domains.items()]
+
+    def _load_domain(self, name: str, config: DomainConfig, tokenizer: Any) -> Domain:
+        prompts = self._load_prompts(name, config, "train", tokenizer)
+        return Domain(
+            name=name,
+            prompts=prompts,
+            order=PromptOrder(len(prompts), self._spec.seed, name),
+            sampling=sampling_of(config.sampling, self._spec.rollout.keep_mask),
+            samples_per_prompt=config.samples_per_prompt or self._spec.rollout.samples_per_prompt,
+            share=config.share,
+            rewards=self._pools[name],
+            reward_retries=config.reward.retries,
+            validation=self._load_prompts(name, config, "validation", tokenizer) if config.data.validation else None,
+            greedy_baseline=self._spec.greedy_baseline,
+        )
+
+    def _load_prompts(self, name: str, config: DomainConfig, split: Split, tokenizer: Any) -> PromptSet:
+        prompts = load_prompts(name, config, split, tokenizer, self._spec.domains)
+        self._data_counts.append(f"domains.{name}.data.{split}: {prompts.counts()}")
+        return prompts
+
+    async def reward_notes(self) -> list[str]:
+        """How samples are scored, where there is something to know of it: to be said at the start."""
+        pools = {name: pool for name, pool in self._pools.items() if isinstance(pool, RewardPool)}
+        return [f"domains.{name}.reward: {pool.note}" for name, pool in pools.items() if pool.note]
+
+    async def data_counts(self) -> list[str]:
+        """How many prompts each domain has, and how many rows were left out for what: to be said at the start."""
+        return self._data_counts
+
+    async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
+        """The samples that can train, of exactly `prompts` prompts. Their tokens stay in the object store."""
+        result = await self._service.next_batch(prompts)
+        await self._reward_models_rest()
+        await self._write(f"step_{step:06d}.jsonl", result.groups)
+        rows: list[DataProto] = []
+        blocks: list[Block] = []
+        first_sample = 0
+        whole = accepted(result.groups)
+        extras = Extras.of(whole)
+        for groups in in_blocks(whole):
+            row_columns, token_columns = rows_and_tokens(columns_of(groups, first_sample, extras))
+            rows.append(row_columns)
+            blocks.append(put_block(token_columns))
+            first_sample += len(row_columns)
+        replaced = {name: pool.newly_replaced() for name, pool in self._pools.items() if isinstance(pool, RewardPool)}
+        return RolloutBatch(DataProto.concat(rows), blocks, result.stats, replaced)
+
+    async def evaluate(self, samples_per_prompt: int, temperature: float, step: int) -> tuple[DataProto, RolloutStats]:
+        """Rows of all validation samples that could be generated and scored; the stats count the others."""
+        result = await self._service.evaluate(samples_per_prompt, temperature)
+        await self._reward_models_rest()
+        await self._write(f"validation_{step:06d}.jsonl", result.groups)
+        return row_columns_of(accepted(result.groups)), result.stats
+
+    async def _reward_models_rest(self) -> None:
+        await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
+
+    async def _write(self, name: str, groups: list[SampleGroup]) -> None:
+        """In a thread, beside the training; the one before must be done, and what went wrong with it is raised here."""
+        if self._writing is not None:
+            await self._writing
+        if self._spec.samples_folder is not None:
+            self._writing = asyncio.create_task(asyncio.to_thread(write_samples, self._spec.samples_folder / name, groups))
+
+    async def set_version(self, version: int) -> None:
+        self._service.set_version(version)
+
+    async def state_dict(self) -> dict[str, Any]:
+        return self._service.state_dict()
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._service.load_state_dict(state)
+
+    async def shutdown(self) -> None:
+        self._service.close()
+        for part in (*self._pools.values(), *self._reward_models.values()):
+            part.close()
+        if self._writing is not None:
+            await self._writing
+
+
+def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
+    """`keep_mask` counts only where something is truncated."""
+    return Sampling(
+        temperature=config.temperature,
+        max_tokens=config.max_tokens,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        min_tokens=config.min_tokens,
+        stop=tuple(config.stop),
+        keep_mask=keep_mask and is_truncated(config),
+    )
+
+
+def in_blocks(groups: Sequence[SampleGroup]) -> Iterator[list[SampleGroup]]:
+    """Whole groups, in order, cut where a block has enough tokens; at least one block, possibly empty."""
+    block: list[SampleGroup] = []
+    tokens = 0
+    for group in groups:
+        if block and tokens >= BLOCK_TOKENS:
+            yield block
+            block, tokens = [], 0
+        block.append(group)
+        tokens += sum(len(sample.prompt.token_ids) + len(sample.completion.token_ids) for sample in group.samples)
+    yield block

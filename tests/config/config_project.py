@@ -1,0 +1,71 @@
+"""A small project on disk with a configuration that is right, for tests that make it wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll_lite.config.loading import load_config
+from roll_lite.config.problems import ConfigError, Problem
+from roll_lite.config.schema import RunConfig
+
+VALID = """
+experiment: probe
+model: {path: model, dtype: float32}
+rollout: {prompts_per_step: 8, samples_per_prompt: 4}
+domains:
+  add:
+    data: {train: train.jsonl, validation: held_out.jsonl}
+    sampling: {max_prompt_tokens: 32, max_tokens: 16}
+    reward: {type: math}
+  copy:
+    data: {train: train.jsonl}
+    sampling: {max_prompt_tokens: 16, max_tokens: 24}
+    reward: {type: exact}
+"""
+
+MODEL = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 6,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+
+
+@dataclass
+class Project:
+    folder: Path
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def write_model(self, name: str, **changes: object) -> Path:
+        shape = {key: value for key, value in {**MODEL, **changes}.items() if value is not None}
+        self.write(f"{name}/config.json", json.dumps(shape))
+        self.write(f"{name}/tokenizer.json", "{}")
+        self.write(f"{name}/tokenizer_config.json", "{}")
+        return self.write(f"{name}/model.safetensors", "").parent
+
+    def load(self, *overrides: str, name: str = "run", allow_scripted: bool = False) -> RunConfig:
+        return load_config(name, self.folder / "configs", list(overrides), allow_scripted=allow_scripted)
+
+    def problems(self, *overrides: str, name: str = "run") -> list[Problem]:
+        """What is wrong; an empty list where nothing is."""
+        try:
+            self.load(*overrides, name=name)
+        except ConfigError as error:
+            return list(error.problems)
+        return []
+
+    def problems_of(self, yaml: str, *overrides: str) -> list[Problem]:
+        """Of the valid configuration with this YAML laid over it."""
+        self.write("configs/changed.yaml", f"defaults: [run, _self_]\n{yaml}")
+        return self.problems(*overrides, name="changed")

@@ -1,0 +1,100 @@
+"""One mistake in the algorithm's settings, one problem at its path."""
+
+from __future__ import annotations
+
+import pytest
+from config_project import Project
+
+from roll_lite.config.schema import RunConfig
+
+MISTAKES = {
+    "early stop of one update": ("early_stop_kl: 0.1", "algorithm.early_stop_kl", "one update per batch"),
+    "correction of nothing": (
+        "{old_log_probs: rollout, mismatch_correction: {}}",
+        "algorithm.mismatch_correction",
+        "every weight would be 1",
+    ),
+    "empty range of the correction": ("mismatch_correction: {low: 2.0}", "algorithm.mismatch_correction.low", "not below high (2.0)"),
+    "constant without use": ("aggregation_constant: 10", "algorithm.aggregation_constant", "only used by aggregation: constant"),
+    "range upside down": ("policy_loss: {name: topr, negative: [1.0, 0.5]}", "algorithm.policy_loss.negative", "lower end first"),
+    "masks upside down": ("masks: {group_mean: [0.9, 0.1]}", "algorithm.masks.group_mean", "lower end first"),
+    "lengths upside down": ("masks: {response_tokens: [9, 3]}", "algorithm.masks.response_tokens", "lower end first"),
+    "no such loss of one's own": ("policy_loss: {name: custom, function: nowhere.loss}", "algorithm.policy_loss.function", "'nowhere'"),
+    "no path": ("advantage: {name: custom, function: mine}", "algorithm.advantage.function", "dotted path"),
+    "no such mask": ("masks: {function: nowhere.weights}", "algorithm.masks.function", "'nowhere'"),
+    "nothing to control": (
+        "kl_in_loss: {controller: {name: adaptive, target: 0.1}}",
+        "algorithm.kl_in_loss.controller.name",
+        "algorithm.kl_in_loss.coef, which is 0",
+    ),
+    "remax and length": ("{advantage: {name: remax}, reward: {length_penalty: {coef: 1.0}}}", "algorithm.reward.length_penalty", "greedy"),
+    "remax and truncation": ("{advantage: {name: remax}, masks: {truncated: penalize}}", "algorithm.masks.truncated", "greedy"),
+    "overlong from the start": (
+        "reward: {overlong: {buffer_tokens: 25}}",
+        "algorithm.reward.overlong.buffer_tokens",
+        "domains.copy.sampling.max_tokens (24)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_named(project: Project, case: tuple[str, str, str]) -> None:
+    settings, path, fragment = case
+    yaml = f"algorithm: {settings}" if settings.startswith("{") else f"algorithm: {{{settings}}}"
+    problems = project.problems_of(f"domains: {{add: {{sampling: {{max_tokens: 30}}}}}}\n{yaml}")
+    assert [problem.path for problem in problems] == [path]
+    assert fragment in problems[0].message
+
+
+def test_a_functions_arguments_are_looked_at(project: Project) -> None:
+    project.write("mine/__init__.py", "")
+    project.write("mine/parts.py", "def loss(terms, *, strength): return 1\ndef weights(rows): return 1\n")
+    loss = "algorithm: {policy_loss: {name: custom, function: mine.parts.loss, args: {%s}}, masks: {function: mine.parts.weights}}"
+    assert project.problems_of(loss % "strength: 2") == []
+    assert [problem.path for problem in project.problems_of(loss % "")] == ["algorithm.policy_loss.args"]
+    assert [problem.path for problem in project.problems_of(loss % "strength: 1, other: 2")] == ["algorithm.policy_loss.args.other"]
+
+
+def test_full_kl_is_refused_where_whole_distributions_do_not_fit(project: Project) -> None:
+    settings = "reference: {}\nalgorithm: {kl_in_loss: {coef: 0.1, estimator: full}}"
+    assert project.problems_of(settings) == []
+    (problem,) = project.problems_of(settings, "ray.object_store_mb=1")
+    assert problem.path == "algorithm.kl_in_loss.estimator" and "MB a step" in problem.message
+
+
+@pytest.mark.parametrize(
+    "advantage", ["{name: rloo}", "{name: opo}", "{name: gpg}", "{name: grpo}", "{name: reinforce_plus_plus, baseline: group}"]
+)
+def test_comparing_a_group_of_one_is_refused(project: Project, advantage: str) -> None:
+    (problem,) = project.problems_of(f"algorithm: {{advantage: {advantage}}}", "rollout.samples_per_prompt=1")
+    assert problem.path == "rollout.samples_per_prompt"
+
+
+@pytest.mark.parametrize("advantage", ["{name: reinforce}", "{name: reinforce_plus_plus}", "{name: remax}"])
+def test_others_need_no_group(project: Project, advantage: str) -> None:
+    assert project.problems_of(f"algorithm: {{advantage: {advantage}}}", "rollout.samples_per_prompt=1") == []
+
+
+def test_a_pattern_that_is_none(project: Project) -> None:
+    (problem,) = project.problems_of("domains: {add: {reward: {format: {pattern: '('}}}}")
+    assert problem.path == "domains.add.reward.format.pattern"
+
+
+def test_the_keep_mask_makes_truncated_rollout_log_probs_complete(project: Project) -> None:
+    rollout = "domains: {copy: {sampling: {%s}}}\nrollout: {keep_mask: %s}\nalgorithm: {old_log_probs: rollout}"
+    assert [problem.path for problem in project.problems_of(rollout % ("top_k: 5", "false"))] == ["domains.copy.sampling.top_k"]
+    assert project.problems_of(rollout % ("top_k: 5", "true")) == []
+    project.write_model("large", vocab_size=150_000)
+    (problem,) = project.problems_of("model: {path: large}\n" + rollout % ("top_p: 0.9", "true"))
+    assert problem.path == "domains.copy.sampling.top_p" and "set top_k" in problem.message
+
+
+def test_the_constant_follows_from_the_domains(project: Project) -> None:
+    from roll_lite.config.arithmetic import aggregation_constant
+
+    def constant(config: RunConfig) -> int | None:
+        return aggregation_constant(config)
+
+    assert constant(project.load()) is None
+    assert constant(project.load("algorithm.aggregation=constant")) == 24
+    assert constant(project.load("algorithm.aggregation=constant", "algorithm.aggregation_constant=7")) == 7

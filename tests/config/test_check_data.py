@@ -1,0 +1,132 @@
+"""Data that a configuration names: kinds of files, their columns, tags and filters, before anything is loaded."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from config_project import Project
+from pyarrow import parquet
+
+COPY = "domains.copy.data"
+
+
+def table(path: Path, **columns: list[object]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.table(columns), path)
+    return path
+
+
+def told(project: Project, yaml: str) -> list[tuple[str, str]]:
+    return [(problem.path, problem.message) for problem in project.problems_of(yaml)]
+
+
+def copy(data: str) -> str:
+    return f"domains: {{copy: {{data: {{{data}}}}}}}"
+
+
+def test_tables_and_folders_are_right(project: Project) -> None:
+    table(project.folder / "rows.parquet", prompt=["1+1="], answer=["2"])
+    for name in ("0", "1"):
+        table(project.folder / f"shards/{name}.parquet", prompt=["1+1="], answer=["2"])
+    assert told(project, copy("train: rows.parquet, validation: shards")) == []
+
+
+def test_columns_of_a_table_are_read_from_its_schema(project: Project) -> None:
+    """No row is: the data of this file is gone."""
+    path = table(project.folder / "rows.parquet", prompt=["1+1="] * 1000, answr=["2"] * 1000, rate=[0.5] * 1000)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\0" * 50 + whole[54:])
+    assert told(project, copy("train: rows.parquet, weight: wait, filter: {difficulty: rat, difficulty_range: [0, 1]}")) == [
+        (f"{COPY}.answer", f"{path} has no such column; did you mean 'answr'?"),
+        (f"{COPY}.weight", f"{path} has no such column; valid here: answr, prompt, rate."),
+        (f"{COPY}.filter.difficulty", f"{path} has no such column; did you mean 'rate'?"),
+    ]
+
+
+def test_held_out_prompts_need_neither_weight_nor_difficulty(project: Project) -> None:
+    project.write("rich.jsonl", '{"prompt": "1+1=", "answer": "2", "w": 1, "rate": 0.5}\n')
+    chosen = "weight: w, filter: {difficulty: rate, difficulty_range: [0, 1]}"
+    assert told(project, copy(f"train: rich.jsonl, validation: held_out.jsonl, {chosen}")) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "fragment"),
+    [
+        ("rows.csv", "unknown suffix '.csv'; known are .jsonl, .parquet, .arrow and folders with such files"),
+        ("damaged.parquet", "cannot be read as parquet"),
+        ("folder", "folder holds no .jsonl, .parquet, .arrow file"),
+        ("gone.parquet", "no such file"),
+    ],
+)
+def test_files_that_cannot_be_read(project: Project, file: str, fragment: str) -> None:
+    for name in ("rows.csv", "damaged.parquet", "folder/readme.txt"):
+        project.write(name, "prompt,answer\n1,2\n")
+    ((path, message),) = told(project, copy(f"train: {file}"))
+    assert path == f"{COPY}.train" and fragment in message
+
+
+# ---------------------------------------------------------------- tags
+
+
+def test_shared_files(project: Project) -> None:
+    project.write("both.jsonl", '{"prompt": "1", "answer": "1", "task": "a"}\n{"question": "1", "task": "b"}\n')
+    shared = "train: both.jsonl, validation: null, tag: task, tags: "
+    both = "domains: {{add: {{data: {{{}}}}}, copy: {{data: {{{}}}}}}}\nvalidation: {{enabled: false}}"
+    assert told(project, both.format(f"{shared}[a]", f"{shared}[b], prompt: question, answer: null")) == []
+    assert told(project, both.format(f"{shared}[a]", f"{shared}[b]"))[0][0] == f"{COPY}.prompt", "only its own rows count"
+    claimed = told(project, both.format(f"{shared}[a, b]", f"{shared}[c, b], prompt: question, answer: null"))
+    assert (f"{COPY}.tags", "domain 'add' of the same file claims 'b' too; a row belongs to one domain") in claimed
+    assert told(project, both.format(f"{shared}[a]", f"{shared}[bb], prompt: question, answer: null")) == [
+        ("domains.add.data.tags", f"{project.folder}/both.jsonl, line 2: the tag belongs to no domain; did you mean 'bb'?"),
+        (f"{COPY}.train", "no row has a tag of this domain"),
+    ]
+
+
+def test_tags_and_their_column_belong_together(project: Project) -> None:
+    project.write("tagged.jsonl", '{"prompt": "1", "answer": "1", "task": "a"}\n')
+    assert told(project, copy("tags: [a]")) == [(f"{COPY}.tags", "there is no column to look for them; name it with `tag`, or remove them")]
+    message = dict(told(project, copy("train: tagged.jsonl, tag: task")))[f"{COPY}.tag"]
+    assert "List their tags in `tags`" in message
+    assert (f"{COPY}.tags", "'a' stands there twice") in told(project, copy("train: tagged.jsonl, tag: task, tags: [a, a]"))
+    assert (f"{COPY}.tag", f"{project.folder}/tagged.jsonl has no such column; did you mean 'task'?") in told(
+        project, copy("train: tagged.jsonl, tag: tsk, tags: [a]")
+    )
+
+
+def test_the_same_tag_of_two_files_or_columns_is_no_conflict(project: Project) -> None:
+    for name, column in (("one", "task"), ("two", "kind")):
+        project.write(f"{name}.jsonl", f'{{"prompt": "1", "answer": "1", "{column}": "a"}}\n')
+    yaml = """
+domains:
+  add: {data: {train: one.jsonl, validation: null, tag: task, tags: [a]}}
+  copy: {data: {train: two.jsonl, tag: kind, tags: [a]}}
+validation: {enabled: false}
+"""
+    assert told(project, yaml) == []
+
+
+# ---------------------------------------------------------------- filters
+
+
+def test_filters_that_mean_nothing(project: Project) -> None:
+    project.write("rich.jsonl", '{"prompt": "1+1=", "answer": "2", "rate": 0.5}\n')
+    upside_down = "filter: {prompt_tokens: [8, 4], difficulty: rate, difficulty_range: [0.8, 0.2]}"
+    assert told(project, copy(f"train: rich.jsonl, {upside_down}")) == [
+        (f"{COPY}.filter.prompt_tokens", "is upside down, nothing lies in it; use [4, 8]"),
+        (f"{COPY}.filter.difficulty_range", "is upside down, nothing lies in it; use [0.2, 0.8]"),
+    ]
+    ((path, message),) = told(project, copy("filter: {difficulty_range: [0, 1]}"))
+    assert path == f"{COPY}.filter.difficulty_range" and "`difficulty`" in message
+    ((path, message),) = told(project, copy("train: rich.jsonl, filter: {difficulty: rate}"))
+    assert path == f"{COPY}.filter.difficulty" and "without difficulty_range" in message
+    ((path, message),) = told(project, copy("filter: {prompt_tokens: [20, 40]}"))
+    assert path == f"{COPY}.filter.prompt_tokens" and "sampling.max_prompt_tokens (16)" in message
+
+
+def test_only_tables_cost_the_import_of_pyarrow() -> None:
+    code = "import sys, roll_lite.config.loading; sys.exit(bool({'pyarrow', 'numpy', 'torch'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,77 @@
+"""Checks of judges and of rewards behind HTTP: one wrong YAML, one problem."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from config_project import Project
+
+KEY = "sk-secret-0123"
+JUDGE = "judges: {main: {path: model}}\n"
+ASKS = "domains: {add: {reward: {type: judge, args: {server: main, api: completions, %s}}}}"
+REMOTE = "domains: {add: {reward: {type: remote, timeout_s: 10, args: {%s}}}}"
+EXTERNAL = "domains: {add: {reward: {type: judge, args: {%s}}}}"
+
+PROBLEMS = {
+    "an unused judge": (JUDGE, "judges.main", "no domain uses it"),
+    "a judge's name": (
+        "judges: {a b: {path: model}}\ndomains: {add: {reward: {type: judge, args: {server: a b, api: completions}}}}",
+        "judges.a b",
+        "part of file names",
+    ),
+    "no folder": ("judges: {main: {path: nowhere}}\n" + ASKS % "", "judges.main.path", "no such folder"),
+    "devices": (
+        "judges: {main: {path: model, devices: 3, strategy: {tensor_parallel: 2}}}\n" + ASKS % "",
+        "judges.main.devices",
+        "3 devices into whole",
+    ),
+    "own arguments": (
+        "judges: {main: {path: model, strategy: {engine_args: {port: 80}}}}\n" + ASKS % "",
+        "judges.main.strategy.engine_args.port",
+        "roll_lite sets this one itself",
+    ),
+    "no such judge": (
+        ASKS.replace("server: main", "server: mian") % "",
+        "domains.add.reward.args.server",
+        "there is no section `judges` yet",
+    ),
+    "a judge with an address": (JUDGE + ASKS % "url: 'http://h/v1'", "domains.add.reward.args.url", "is the run's to say"),
+    "no chat template": (JUDGE + (ASKS % "").replace("api: completions, ", ""), "domains.add.reward.args.api", "use completions"),
+    "no model": (EXTERNAL % "url: 'http://h/v1'", "domains.add.reward.args", "needs model"),
+    "a password": (REMOTE % f"url: 'http://me:{KEY}@h/get'", "domains.add.reward.args.url", "a user or a password"),
+    "a scheme": (REMOTE % "url: 'h:80/get'", "domains.add.reward.args.url", "of the form http://"),
+    "no address": (REMOTE % "url: []", "domains.add.reward.args.url", "at least one"),
+    "the key itself": (REMOTE % f"url: 'http://h', api_key_env: {KEY}", "domains.add.reward.args.api_key_env", "must not stand here"),
+    "no variable": (REMOTE % "url: 'http://h', api_key_env: NO_SUCH", "domains.add.reward.args.api_key_env", "no environment variable"),
+    "time-outs": (REMOTE % "url: 'http://h', timeout_s: 10", "domains.add.reward.args.timeout_s", "as long as the whole sample"),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_problems(project: Project, name: str) -> None:
+    yaml, path, message = PROBLEMS[name]
+    problems = project.problems_of(yaml)
+    assert [(problem.path, message in problem.message) for problem in problems] == [(path, True)], problems
+    assert KEY not in "".join(map(str, problems))
+
+
+def test_judges_that_are_right(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    assert project.problems_of(JUDGE + ASKS % "") == []
+    assert project.problems_of(JUDGE + "domains: {add: {reward: {terms: [{type: judge, args: {server: main, api: completions}}]}}}") == []
+    assert project.problems_of(EXTERNAL % "url: 'https://h/v1', model: m, api_key_env: JUDGE_KEY") == []
+    assert project.problems_of(REMOTE % "url: ['http://h', 'http://[::1]:80/x']") == []
+    project.write("model/tokenizer_config.json", json.dumps({"chat_template": "x"}))
+    assert project.problems_of(JUDGE + (ASKS % "").replace("api: completions, ", "")) == []
+
+
+def test_judges_have_devices_of_their_own(project: Project) -> None:
+    from roll_lite.config.arithmetic import derive, render
+
+    project.write("configs/judged.yaml", f"defaults: [run, _self_]\njudges: {{main: {{path: model, devices: [0, 3]}}}}\n{ASKS % ''}")
+    arithmetic = derive(project.load(name="judged"))
+    judge = arithmetic.cluster("judges.main")
+    assert (judge.devices, judge.copies, judge.layout) == ((0, 3), 2, "vllm: 2 replicas")
+    assert set(judge.shares_with) == {"actor_train", "actor_infer"}
+    assert "judges.main" in render(arithmetic)

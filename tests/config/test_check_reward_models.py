@@ -1,0 +1,172 @@
+"""Reward models in a configuration: every mistake is found before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from config_project import Project
+
+from roll_lite.config.arithmetic import derive, render, roles
+from roll_lite.config.loading import load_config
+
+SECTION = """
+reward_models:
+  helpful: {path: helpful, dtype: float32, devices: [1, 2], %s}
+domains:
+  add:
+    reward: {type: model, args: {model: helpful, %s}}
+"""
+
+
+@pytest.fixture
+def helpful(project: Project) -> Project:
+    write_reward_model(project, "helpful")
+    return project
+
+
+def write_reward_model(project: Project, name: str, head: tuple[int, ...] | None = (1, 48), **changes: object) -> Path:
+    given = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}, **changes}
+    folder = project.write_model(name, **given)
+    header = json.dumps({} if head is None else {"score.weight": {"dtype": "F32", "shape": list(head), "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return folder
+
+
+def found(project: Project, settings: str = "", args: str = "") -> dict[str, str]:
+    return {problem.path: problem.message for problem in project.problems_of(SECTION % (settings, args))}
+
+
+@pytest.mark.parametrize("settings", ["", "strategy: {name: megatron}", "strategy: {name: megatron, tensor_parallel: 2}, max_length: 64"])
+def test_what_is_right_passes_and_has_its_place_in_the_plan(helpful: Project, settings: str) -> None:
+    assert found(helpful, settings, "template: '{prompt} -> {response}', scale: sigmoid") == {}
+    config = helpful.load(name="changed")
+    assert list(roles(config)) == ["actor_train", "actor_infer", "reward_models.helpful"]
+    cluster = derive(config).cluster("reward_models.helpful")
+    assert cluster.devices == (1, 2)
+    assert cluster.copies == (1 if "tensor_parallel" in settings else 2)
+    assert "reward_models.helpful" in render(derive(config))
+
+
+def test_a_run_without_reward_models_may_say_so(project: Project) -> None:
+    assert project.problems_of("reward_models: {}") == []
+
+
+def test_names_have_to_meet(helpful: Project) -> None:
+    problems = {one.path: one.message for one in helpful.problems_of(SECTION.replace("model: helpful", "model: helpfull") % ("", ""))}
+    assert problems["domains.add.reward.args.model"] == "no such reward model; did you mean 'helpful'?"
+    assert "no domain uses it" in problems["reward_models.helpful"]
+    alone = helpful.problems_of("domains: {add: {reward: {type: model, args: {model: helpful}}}}")
+    assert [(one.path, one.message) for one in alone] == [
+        ("domains.add.reward.args.model", "no such reward model; there is no section `reward_models` yet")
+    ]
+    missing = helpful.problems_of("domains: {add: {reward: {type: model}}}")
+    assert [(one.path, one.message) for one in missing] == [("domains.add.reward.args", "'model' needs model")]
+
+
+CHECKPOINTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a language model": ({"architectures": ["Qwen2ForCausalLM"]}, "path", "names the architecture Qwen2ForCausalLM"),
+    "no architecture": ({"architectures": None}, "path", "names the architecture (none)"),
+    "three labels": ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "path", "has 3 labels"),
+    "transformers' default of two labels": ({"id2label": None}, "path", "has 2 labels"),
+    "a head of another size": ({"head": (3, 48)}, "path", "its score.weight has the shape [3, 48]"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_the_checkpoint_is_a_reward_models(project: Project, case: str) -> None:
+    changes, key, message = CHECKPOINTS[case]
+    write_reward_model(project, "helpful", **changes)
+    assert message in found(project)[f"reward_models.helpful.{key}"]
+
+
+def test_the_checkpoint_is_complete(project: Project) -> None:
+    assert "no such folder" in found(project)["reward_models.helpful.path"]
+    folder = write_reward_model(project, "helpful")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"")
+    assert "safetensors cannot be read" in found(project)["reward_models.helpful.path"]
+    weights.unlink()
+    assert "no model.safetensors" in found(project)["reward_models.helpful.path"]
+    folder = write_reward_model(project, "helpful")
+    (folder / "tokenizer.json").unlink()
+    assert "no tokenizer in this folder" in found(project)["reward_models.helpful.path"]
+
+
+def test_a_head_of_another_name_is_for_transformers(project: Project) -> None:
+    write_reward_model(project, "helpful", head=None)
+    assert found(project) == {}
+    assert "have no score.weight" in found(project, "strategy: {name: megatron}")["reward_models.helpful.path"]
+
+
+def test_heads_in_several_files(project: Project) -> None:
+    folder = write_reward_model(project, "helpful", head=(2, 48))
+    (folder / "model.safetensors").rename(folder / "model-2.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "score.weight": "model-2.safetensors"}}))
+    assert "has the shape [2, 48]" in found(project)["reward_models.helpful.path"]
+    index.write_text(json.dumps({"weight_map": {"classifier.weight": "model-1.safetensors"}}))
+    assert found(project) == {}
+
+
+LAYOUTS = {
+    "devices": ("strategy: {name: megatron, tensor_parallel: 4}", "devices", "tensor_parallel 4 does not divide 2 devices"),
+    "heads": ("strategy: {name: megatron, tensor_parallel: 3}", "strategy.tensor_parallel", "8 attention heads and 4 key/value heads"),
+    "context": ("strategy: {name: megatron, context_parallel: 2}", "strategy.context_parallel", "not supported yet"),
+    "length": ("max_length: 65", "max_length", "is more than the model's 64 positions"),
+    "unknown strategy": ("strategy: {name: vllm}", "strategy.name", "no such choice; valid here: hf, megatron."),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_layouts(helpful: Project, case: str) -> None:
+    settings, key, message = LAYOUTS[case]
+    assert message in found(helpful, settings)[f"reward_models.helpful.{key}"]
+
+
+def test_families(project: Project) -> None:
+    write_reward_model(project, "helpful", model_type="mistral", architectures=["MistralForSequenceClassification"])
+    assert found(project) == {}
+    message = found(project, "strategy: {name: megatron}")["reward_models.helpful.strategy.name"]
+    assert message == "model_type 'mistral' does not run on Megatron (qwen2, qwen3, llama do); use hf"
+
+
+TEMPLATES = {
+    "no response": ("template: '{prompt}'", "template", "never shows the response"),
+    "braces": ("template: '{response'", "template", "is no template"),
+    "positions": ("template: '{0}{response}'", "template", "{0} is no placeholder"),
+    "question without chat": ("question: '{prompt}'", "question", "is only used with template: chat"),
+    "no chat template": ("template: chat", "template", "has no chat template"),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_templates(helpful: Project, case: str) -> None:
+    args, key, message = TEMPLATES[case]
+    assert message in found(helpful, "", args)[f"domains.add.reward.args.{key}"]
+
+
+def test_one_chat_template_inside_another(helpful: Project) -> None:
+    for name in ("helpful", "model"):
+        helpful.write(f"{name}/chat_template.jinja", "{{ messages }}")
+    assert found(helpful, "", "template: chat") == {}
+    policy = SECTION.replace("  add:", "  add:\n    template: {type: chat}")
+    problems = {one.path: one.message for one in helpful.problems_of(policy % ("", "template: chat"))}
+    assert "carries the policy's chat template already" in problems["domains.add.reward.args.question"]
+    assert helpful.problems_of(policy % ("", "template: chat, question: '{question}'")) == []
+
+
+def test_a_model_is_no_further_term(helpful: Project) -> None:
+    terms = "domains: {copy: {reward: {terms: [{type: model, args: {model: helpful}}]}}}"
+    problems = {one.path: one.message for one in helpful.problems_of(terms)}
+    assert "not a further term" in problems["domains.copy.reward.terms.0.type"]
+
+
+def test_a_written_configuration_loads_again(helpful: Project) -> None:
+    """As the run's folder keeps it."""
+    config = helpful.load()
+    helpful.write("configs/again.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    assert load_config("again", helpful.folder / "configs") == config

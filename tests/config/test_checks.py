@@ -1,0 +1,328 @@
+"""Every check: one wrong YAML laid over a right one gives one problem, at exactly this path, that says this."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from config_project import Project
+
+from roll_lite.config import check_layout
+from roll_lite.config.checks import _readable
+
+CRITIC = "critic: {}\nalgorithm: {advantage: {name: gae}}\n"
+TWO_SIZES = "domains: {add: {samples_per_prompt: 6}}\n"
+
+CROSS_CHECKS = {
+    "experiment name": ("experiment: a/b", "experiment", "names a folder"),
+    "mini-batches": ("algorithm: {mini_batches: 5}", "algorithm.mini_batches", "8 prompts x 4 samples = 32 samples per step"),
+    "mini-batches, nearest": ("algorithm: {mini_batches: 5}", "algorithm.mini_batches", "use 4 or 8"),
+    "mini-batches, groups differ": (TWO_SIZES + "algorithm: {mini_batches: 4}", "algorithm.mini_batches", "add: 6, copy: 4"),
+    "current, epochs": (
+        "algorithm: {old_log_probs: current, ppo_epochs: 2}",
+        "algorithm.old_log_probs",
+        "ppo_epochs 2 x mini_batches 1 are 2",
+    ),
+    "current, mini-batches": ("algorithm: {old_log_probs: current, mini_batches: 4}", "algorithm.old_log_probs", "use recompute"),
+    "current, kl in reward": (
+        "reference: {}\nalgorithm: {old_log_probs: current, kl_in_reward: {coef: 0.1}}",
+        "algorithm.old_log_probs",
+        "before the update",
+    ),
+    "gae without critic": ("algorithm: {advantage: {name: gae}}", "algorithm.advantage.name", "add a `critic` section"),
+    "critic without gae": ("critic: {}", "critic", "grpo does not use values"),
+    "warm-up without critic": ("algorithm: {critic_warmup_steps: 3}", "algorithm.critic_warmup_steps", "no critic"),
+    "warm-up for ever": (
+        "steps: 5\ncritic: {}\nalgorithm: {advantage: {name: gae}, critic_warmup_steps: 5}",
+        "algorithm.critic_warmup_steps",
+        "less than steps (5)",
+    ),
+    "kl in reward without reference": ("algorithm: {kl_in_reward: {coef: 0.1}}", "algorithm.kl_in_reward.coef", "add a `reference`"),
+    "kl in loss without reference": ("algorithm: {kl_in_loss: {coef: 0.1}}", "algorithm.kl_in_loss.coef", "add a `reference`"),
+    "reference without kl": ("reference: {}", "reference", "nothing uses the reference"),
+    "temperatures": ("domains: {copy: {sampling: {temperature: 0.7}}}", "domains.copy.sampling.temperature", "'add' samples at 1.0"),
+    "validation without data": ("domains: {add: {data: {validation: null}}}", "validation.enabled", "domains.add.data.validation"),
+    "trackers": ("trackers: [{type: jsonl}, {type: tensorboard}, {type: jsonl}]", "trackers.2.type", "trackers.0 is jsonl too"),
+    "max_model_len": ("actor_infer: {strategy: {max_model_len: 40}}", "actor_infer.strategy.max_model_len", "32 + max_tokens 16 = 48"),
+    "scripted engine": ("actor_infer: {strategy: {name: scripted}}", "actor_infer.strategy.name", "tests only"),
+    "domain name of all domains together": (
+        "domains: {overall: {data: {train: train.jsonl}, sampling: {max_prompt_tokens: 9, max_tokens: 9}, reward: {type: exact}}}",
+        "domains.overall",
+        "choose another name",
+    ),
+    "domain name": (
+        "domains: {a b: {data: {train: train.jsonl}, sampling: {max_prompt_tokens: 9, max_tokens: 9}, reward: {type: exact}}}",
+        "domains.a b",
+        "a letter, then",
+    ),
+    "group of one": ("rollout: {samples_per_prompt: 1}", "rollout.samples_per_prompt", "every advantage is 0"),
+    "group of one in a domain": ("domains: {copy: {samples_per_prompt: 1}}", "domains.copy.samples_per_prompt", "at least 2"),
+    "min_tokens": ("domains: {copy: {sampling: {min_tokens: 30}}}", "domains.copy.sampling.min_tokens", "max_tokens (24)"),
+    "template without prompt": ("domains: {add: {template: {text: Q}}}", "domains.add.template.text", "{prompt}"),
+    "system in plain": ("domains: {add: {template: {system: S}}}", "domains.add.template.system", "type: chat"),
+    "lr": ("actor_train: {optimizer: {lr: 1e-4, min_lr: 1e-3}}", "actor_train.optimizer.min_lr", "lr (0.0001)"),
+    "betas": ("actor_train: {optimizer: {betas: [0.9, 1.0]}}", "actor_train.optimizer.betas", "less than 1"),
+}
+
+LAYOUT_CHECKS = {
+    "devices twice": ("actor_train: {devices: [0, 1, 1]}", "actor_train.devices", "lists 1 more than once"),
+    "no devices": ("actor_infer: {devices: []}", "actor_infer.devices", "at least one"),
+    "sizes and devices": (
+        "actor_train: {devices: 6, strategy: {tensor_parallel: 2, pipeline_parallel: 2}}",
+        "actor_train.devices",
+        "tensor_parallel 2 x pipeline_parallel 2 = 4 does not divide 6 devices",
+    ),
+    "sizes and devices of engines": (
+        "actor_infer: {devices: [0, 1, 2], strategy: {tensor_parallel: 2}}",
+        "actor_infer.devices",
+        "tensor_parallel 2 does not divide 3 devices into whole replicas",
+    ),
+    "context parallel": (
+        "actor_train: {devices: 2, strategy: {context_parallel: 2}}",
+        "actor_train.strategy.context_parallel",
+        "not supported yet",
+    ),
+    "expert parallel": (
+        "actor_train: {devices: 2, strategy: {expert_parallel: 2}}",
+        "actor_train.strategy.expert_parallel",
+        "not supported yet",
+    ),
+    "sequence parallel": (
+        "actor_train: {strategy: {sequence_parallel: true}}",
+        "actor_train.strategy.sequence_parallel",
+        "needs tensor_parallel > 1",
+    ),
+    "virtual pipeline": (
+        "actor_train: {devices: 2, strategy: {pipeline_parallel: 2, virtual_pipeline: 3}}",
+        "actor_train.strategy.virtual_pipeline",
+        "not supported yet",
+    ),
+    "pipeline and layers": (
+        "actor_train: {devices: 4, strategy: {pipeline_parallel: 4}}",
+        "actor_train.strategy.pipeline_parallel",
+        "6 layers; use one of 1, 2, 3, 6",
+    ),
+    "tensor parallel and heads": (
+        "actor_train: {devices: 3, strategy: {tensor_parallel: 3}}",
+        "actor_train.strategy.tensor_parallel",
+        "8 attention heads and 4 key/value heads; use one of 1, 2, 4",
+    ),
+    "tensor parallel and key/value heads": (
+        "actor_train: {devices: 8, strategy: {tensor_parallel: 8}}",
+        "actor_train.strategy.tensor_parallel",
+        "use one of 1, 2, 4",
+    ),
+    "engine's tensor parallel": (
+        "actor_infer: {devices: 3, strategy: {tensor_parallel: 3}}",
+        "actor_infer.strategy.tensor_parallel",
+        "use one of 1, 2, 4, 8",
+    ),
+    "engine's own arguments": (
+        "actor_infer: {strategy: {engine_args: {model: elsewhere}}}",
+        "actor_infer.strategy.engine_args.model",
+        "sets this one itself",
+    ),
+    "the name of the link": ("experiment: latest", "experiment", "link to the newest run"),
+    "a folder that nobody can write to": ("run_dir: /proc/runs", "run_dir", "cannot be written to"),
+    "no decay left": (
+        "steps: 5\nactor_train: {optimizer: {decay: cosine, warmup_steps: 5}}",
+        "actor_train.optimizer.warmup_steps",
+        "5 optimizer steps",
+    ),
+    "engine's passes": (
+        "actor_infer: {strategy: {max_batched_tokens: 100}}",
+        "actor_infer.strategy.max_batched_tokens",
+        "max_running_requests (256)",
+    ),
+    "positions": ("domains: {copy: {sampling: {max_tokens: 60}}}", "domains.copy.sampling.max_tokens", "16 + max_tokens 60 = 76"),
+    "positions of the engine": (
+        "actor_infer: {strategy: {max_model_len: 65}}",
+        "actor_infer.strategy.max_model_len",
+        "64 positions",
+    ),
+}
+
+FILE_CHECKS = {
+    "model folder": ("model: {path: nowhere}", "model.path", "/nowhere"),
+    "model without config": ("model: {path: configs}", "model.path", "no config.json"),
+    "critic path": ("critic: {init: path}\nalgorithm: {advantage: {name: gae}}", "critic.path", "init: path needs"),
+    "critic folder": (
+        "critic: {init: reward_model, path: nowhere}\nalgorithm: {advantage: {name: gae}}",
+        "critic.path",
+        "/nowhere",
+    ),
+    "critic path unused": ("critic: {path: model}\nalgorithm: {advantage: {name: gae}}", "critic.path", "not used with init: actor"),
+    "resume": ("checkpoint: {resume: runs/last}", "checkpoint.resume", "/runs/last"),
+    "training data": ("domains: {add: {data: {train: gone.jsonl}}}", "domains.add.data.train", "/gone.jsonl"),
+    "validation data": ("domains: {add: {data: {validation: gone.jsonl}}}", "domains.add.data.validation", "/gone.jsonl"),
+    "column": ("domains: {copy: {data: {answer: answr}}}", "domains.copy.data.answer", "did you mean 'answer'?"),
+    "chat template": ("domains: {add: {template: {type: chat}}}", "domains.add.template.type", "no chat template"),
+}
+
+REWARD_CHECKS = {
+    "reward's name": ("domains: {add: {reward: {type: maths}}}", "domains.add.reward.type", "did you mean 'math'?"),
+    "reward's package": ("domains: {add: {reward: {type: nowhere.to.find}}}", "domains.add.reward.type", "no module 'nowhere'"),
+    "reward's module": ("domains: {add: {reward: {type: mine.gone.score}}}", "domains.add.reward.type", "no module 'gone' in mine"),
+    "reward's function": ("domains: {add: {reward: {type: mine.rules.scoer}}}", "domains.add.reward.type", "did you mean 'score'?"),
+    "reward's argument": (
+        "domains: {add: {reward: {type: mine.rules.score, args: {exact: 1, bonos: 2}}}}",
+        "domains.add.reward.args.bonos",
+        "did you mean 'bonus'?",
+    ),
+    "reward's missing argument": ("domains: {add: {reward: {type: mine.rules.score}}}", "domains.add.reward.args", "needs exact"),
+    "built-in's argument": (
+        "domains: {copy: {reward: {args: {stripp: true}}}}",
+        "domains.copy.reward.args.stripp",
+        "did you mean 'strip'?",
+    ),
+    "not a function of a sample": ("domains: {add: {reward: {type: mine.rules.nothing}}}", "domains.add.reward.type", "first argument"),
+}
+
+
+ONE_MISTAKE = {**CROSS_CHECKS, **LAYOUT_CHECKS, **FILE_CHECKS}
+
+
+@pytest.mark.parametrize("case", ONE_MISTAKE.values(), ids=ONE_MISTAKE)
+def test_one_mistake_is_one_problem_at_its_path(project: Project, case: tuple[str, str, str]) -> None:
+    yaml, path, fragment = case
+    problems = project.problems_of(yaml)
+    assert [problem.path for problem in problems] == [path]
+    assert fragment in problems[0].message
+
+
+@pytest.mark.parametrize("case", REWARD_CHECKS.values(), ids=REWARD_CHECKS)
+def test_rewards_are_looked_up_without_importing_them(project: Project, case: tuple[str, str, str]) -> None:
+    project.write("mine/__init__.py", "raise RuntimeError('imported')")
+    source = "raise RuntimeError('imported')\ndef score(sample, exact, *, bonus=0): return 1\ndef nothing(): return 1\n"
+    project.write("mine/rules.py", source)
+    yaml, path, fragment = case
+    problems = project.problems_of(yaml)
+    assert [problem.path for problem in problems] == [path]
+    assert fragment in problems[0].message
+
+
+def test_a_users_own_reward_is_accepted(project: Project) -> None:
+    project.write("mine/__init__.py", "")
+    project.write("mine/rules.py", "import math\nasync def score(sample, exact, *, bonus=0): return 1\nalias = score\n")
+    assert project.problems_of("domains: {add: {reward: {type: mine.rules.score, args: {exact: true}}}}") == []
+    assert project.problems_of("domains: {add: {reward: {type: mine.rules.alias, args: {anything: 1}}}}") == []
+
+
+@pytest.mark.parametrize("option", ["top_p: 0.9", "top_k: 5", "min_p: 0.1", "min_tokens: 2"])
+def test_log_probs_of_a_truncated_distribution_are_refused(project: Project, option: str) -> None:
+    name = option.split(":")[0]
+    yaml = f"domains: {{copy: {{sampling: {{{option}}}}}}}\nalgorithm: {{old_log_probs: %s}}"
+    problems = project.problems_of(yaml % "rollout")
+    assert [problem.path for problem in problems] == [f"domains.copy.sampling.{name}"]
+    assert "old_log_probs: recompute" in problems[0].message
+    assert project.problems_of(yaml % "recompute") == []
+
+
+def test_model_files(project: Project) -> None:
+    project.write_model("gpt", model_type="gpt2")
+    project.write_model("short", vocab_size=None)
+    project.write_model("small", vocab_size=50)
+    project.write_model("bare").joinpath("model.safetensors").unlink()
+    project.write_model("mute").joinpath("tokenizer.json").unlink()
+    project.write("broken/config.json", "{")
+    for folder, fragment in {
+        "gpt": "'gpt2' is not supported; supported are qwen2, qwen3, llama",
+        "short": "has no 'vocab_size'",
+        "bare": "no *.safetensors",
+        "mute": "no tokenizer",
+        "broken": "cannot be read",
+    }.items():
+        problems = project.problems_of(f"model: {{path: {folder}}}")
+        assert [problem.path for problem in problems] == ["model.path"], folder
+        assert fragment in problems[0].message
+    problems = project.problems_of(CRITIC, "critic.init=path", "critic.path=small")
+    assert [(problem.path, "smaller than the model's (100)" in problem.message) for problem in problems] == [("critic.path", True)]
+
+
+def test_a_critics_layout_is_held_against_its_own_model(project: Project) -> None:
+    project.write_model("deep", num_hidden_layers=4)
+    layout = ("critic.devices=4", "critic.strategy.pipeline_parallel=4")
+    assert project.problems_of(CRITIC, "critic.init=path", "critic.path=deep", *layout) == []
+    assert [problem.path for problem in project.problems_of(CRITIC, *layout)] == ["critic.strategy.pipeline_parallel"]
+
+
+def test_data_that_cannot_be_read(project: Project) -> None:
+    for text, fragment in (("\n\n", "empty"), ("{'a': 1}", "not JSON"), ("[1]", "not a JSON object")):
+        project.write("odd.jsonl", text)
+        problems = project.problems("domains.copy.data.train=odd.jsonl")
+        assert [problem.path for problem in problems] == ["domains.copy.data.train"]
+        assert fragment in problems[0].message
+
+
+def test_every_row_of_the_data_is_looked_at(project: Project) -> None:
+    row = '{"prompt": "1+1=", "answer": "2"}\n'
+    project.write("odd.jsonl", row + '{"prompt": "3"}\n' + row)
+    (problem,) = project.problems("domains.copy.data.train=odd.jsonl")
+    assert problem.path == "domains.copy.data.train" and "'answer': line 2" in problem.message
+    project.write("odd.jsonl", row + "{\n" + row + "[1]\n")
+    (problem,) = project.problems("domains.copy.data.train=odd.jsonl")
+    assert "line 2 is not JSON" in problem.message and "line 4 is not a JSON object" in problem.message
+
+
+def test_what_a_run_is_resumed_from(project: Project) -> None:
+    run = project.folder / "runs" / "first"
+    run.mkdir(parents=True)
+    (run.parent / "latest").symlink_to("first")
+    for given in ("runs/nothing", "runs/latest"):
+        (problem,) = project.problems(f"checkpoint.resume={given}")
+        assert problem.path == "checkpoint.resume"
+    state = run / "checkpoints" / "step_000002" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text("{}")
+    assert project.load("checkpoint.resume=runs/latest").checkpoint.resume == run, "the link will lead elsewhere once a run has started"
+    assert project.problems(f"checkpoint.resume={state.parent}") == []
+
+
+def test_models_that_cannot_be_trained_are_refused_at_once(project: Project) -> None:
+    project.write_model("window", use_sliding_window=True)
+    project.write_model("rope", rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    project.write_model("odd", intermediate_size=97)
+    for folder, fragment in {"window": "use_sliding_window", "rope": "'yarn' is not supported"}.items():
+        (problem,) = project.problems_of(f"model: {{path: {folder}}}")
+        assert problem.path == "model.path" and fragment in problem.message
+    (problem,) = project.problems_of("model: {path: odd}\nactor_train: {devices: 2, strategy: {tensor_parallel: 2}}")
+    assert problem.path == "actor_train.strategy.tensor_parallel" and "feed-forward size of 97" in problem.message
+
+
+def test_a_missing_file_says_where_it_would_have_been_right(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    below = project.folder / "deeper"
+    below.mkdir()
+    monkeypatch.chdir(below)
+    problem = next(one for one in project.problems() if one.path == "model.path")
+    assert f"no such folder: {below / 'model'}" in problem.message
+    assert f"start from {project.folder}" in problem.message
+
+
+def test_deterministic_runs_need_a_cpu(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_layout, "gpus_visible", lambda: True)
+    assert [problem.path for problem in project.problems("deterministic=true")] == ["deterministic"]
+    monkeypatch.setattr(check_layout, "gpus_visible", lambda: False)
+    assert project.problems("deterministic=true") == []
+
+
+def test_gpus_can_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert check_layout.gpus_visible()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not check_layout.gpus_visible()
+
+
+def test_combinations_that_are_right(project: Project) -> None:
+    assert project.problems() == []
+    assert project.problems_of("reference: {}\n" + CRITIC, "algorithm.kl_in_reward.coef=0.1", "rollout.samples_per_prompt=1") == []
+    assert project.problems_of("algorithm: {mini_batches: 4, ppo_epochs: 2}\ndomains: {add: {samples_per_prompt: 8}}") == []
+    sizes = "devices: 8, strategy: {tensor_parallel: 2, pipeline_parallel: 2, sequence_parallel: true}"
+    assert project.problems_of(f"actor_train: {{{sizes}}}\nactor_infer: {{devices: 8, strategy: {{tensor_parallel: 8}}}}") == []
+    assert project.load("actor_infer.strategy.name=scripted", allow_scripted=True).actor_infer.strategy.name == "scripted"
+
+
+def test_a_bug_in_a_check_is_not_taken_for_a_refused_field() -> None:
+    with pytest.raises(AttributeError):
+        _readable(iter([SimpleNamespace().nothing]) for _ in range(1))  # type: ignore[arg-type]

@@ -1,0 +1,255 @@
+"""Composition, overrides, schema, and that all mistakes come together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pydantic
+import pytest
+from config_project import Project
+
+from roll_lite.config.loading import load_config
+from roll_lite.config.problems import ConfigError
+from roll_lite.config.schema import VllmStrategyConfig
+
+# ---------------------------------------------------------------- everything at once
+
+TEN_MISTAKES = """
+defaults: [run, missing_file]
+stepps: 3
+model: {dtype: float16}
+actor_train: {devices: 3, strategy: {tensor_parallel: 2}}
+rollout: {prompts_per_step: 0}
+domains:
+  copy: {share: -1, reward: {type: exakt}}
+  empty: {data: {train: train.jsonl}, sampling: {max_prompt_tokens: 9, max_tokens: 9}}
+algorithm: {kl_in_loss: {coef: 0.1}}
+experiment: ${nothing.there}
+"""
+
+
+def test_ten_mistakes_are_reported_together(project: Project) -> None:
+    project.write("configs/wrong.yaml", TEN_MISTAKES)
+    with pytest.raises(ConfigError) as caught:
+        project.load("rollout.samples_per_prompt: 3", "~actor_infer.devices", "trackers.0.type=jsonl", name="wrong")
+    assert {problem.path: problem.message.split(";")[-1].strip() for problem in caught.value.problems} == {
+        "wrong.yaml: defaults[1]": "valid here: run, wrong.",
+        "rollout.samples_per_prompt: 3": "write key=value, +key=value to add, or ~key to delete",
+        "~actor_infer.devices": "did you mean 'actor_train'?",
+        "trackers.0.type=jsonl": "give the whole list: trackers=[...]",
+        "experiment": "Interpolation key 'nothing.there' not found",
+        "stepps": "did you mean 'steps'?",
+        "model.dtype": "did you mean 'bfloat16' or 'float32'?",
+        "rollout.prompts_per_step": "expected integer > 0",
+        "domains.copy.share": "expected number > 0",
+        "domains.copy.reward.type": "did you mean 'exact'? A function of your own is a dotted path, package.module.function",
+        "domains.empty.reward": "expected a section with the keys type, args, terms, workers, timeout_s, retries, weight, format",
+        "actor_train.devices": "use a multiple of 2",
+        "algorithm.kl_in_loss.coef": "add a `reference` section, or use 0",
+    }
+    assert len(caught.value.problems) == 13
+    text = str(caught.value)
+    assert text.startswith("13 mistakes in configuration 'wrong':")
+    assert "- stepps = 3: unknown key; did you mean 'steps'?  [wrong.yaml:3]" in text
+
+
+def test_a_refused_field_starts_no_false_alarm(project: Project) -> None:
+    """Each of these would break a cross-check, had the refused value been replaced by its default."""
+    assert [one.path for one in project.problems("rollout.prompts_per_step=x", "algorithm.mini_batches=7")] == ["rollout.prompts_per_step"]
+    assert [one.path for one in project.problems("critic=5", "algorithm.advantage.name=gae")] == ["critic"]
+    assert [one.path for one in project.problems("algorithm.advantage.name=gea", "critic={}")] == ["algorithm.advantage.name"]
+    assert [one.path for one in project.problems("domains.add=null")] == ["domains.add"]
+    assert [one.path for one in project.problems("domains=null")] == ["domains"]
+    assert [one.path for one in project.problems("domains.add.data=${gone}")] == ["domains.add.data"]
+
+
+def test_a_refused_field_hides_no_other_mistake(project: Project) -> None:
+    paths = {
+        one.path for one in project.problems("domains.add.share=x", "domains.add.reward.type=y", "domains.copy.sampling.temperature=2")
+    }
+    assert paths == {"domains.add.share", "domains.add.reward.type", "domains.copy.sampling.temperature"}
+
+
+# ---------------------------------------------------------------- schema
+
+WRONG_VALUES = {
+    "unknown key": ("rollout.prompts=1", "rollout.prompts", "did you mean 'prompts_per_step'"),
+    "unknown key in a variant": ("actor_infer.strategy.max_model_length=9", "actor_infer.strategy.max_model_length", "'max_model_len'"),
+    "known elsewhere": ("lr=1", "lr", "there is actor_train.optimizer.lr and critic.optimizer.lr"),
+    "text for a number": ("steps='3'", "steps", "expected integer > 0"),
+    "fraction for an integer": ("steps=1.5", "steps", "expected integer > 0"),
+    "true for an integer": ("steps=true", "steps", "expected integer > 0"),
+    "null for an integer": ("steps=null", "steps", "expected integer > 0"),
+    "number for a text": ("experiment=12", "experiment", "put it in quotes"),
+    "number for a truth": ("deterministic=1", "deterministic", "expected true or false"),
+    "not finite": ("actor_train.optimizer.lr=.inf", "actor_train.optimizer.lr", "number > 0"),
+    "out of range": ("actor_infer.strategy.gpu_memory_utilization=1.5", "actor_infer.strategy.gpu_memory_utilization", "> 0 and <= 1"),
+    "a choice": ("model.dtype=bfloat", "model.dtype", "one of float32, bfloat16; did you mean 'bfloat16'"),
+    "devices": ("actor_train.devices=[0,-1]", "actor_train.devices", "integer > 0 or list of (integer >= 0)"),
+    "a pair": ("actor_train.optimizer.betas=[0.9]", "actor_train.optimizer.betas", "list of 2"),
+    "value for a section": ("rollout=3", "rollout", "expected a section with the keys prompts_per_step"),
+    "value for a variant": ("actor_infer.strategy=vllm", "actor_infer.strategy", "did you mean strategy.name=vllm?"),
+    "variant": ("actor_infer.strategy.name=vlm", "actor_infer.strategy.name", "did you mean 'vllm'?"),
+    "single variant": ("actor_train.strategy.name=megatorn", "actor_train.strategy.name", "expected megatron"),
+    "value for a list": ("trackers=jsonl", "trackers", "expected list of"),
+    "value in a list": ("trackers=[jsonl]", "trackers.0", "expected a section with the keys type"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_VALUES.values(), ids=WRONG_VALUES)
+def test_a_wrong_value(project: Project, case: tuple[str, str, str]) -> None:
+    override, path, fragment = case
+    problems = project.problems(override)
+    assert [problem.path for problem in problems] == [path]
+    assert fragment in problems[0].message
+    assert problems[0].source == "command line"
+
+
+def test_missing_keys(project: Project) -> None:
+    assert [str(one) for one in project.problems("~domains.copy.reward.type")] == [
+        "domains.copy.reward.type: is missing; expected text  [command line]"
+    ]
+    problems = project.problems("~domains.copy.reward", "domains.copy.rewards={type: exact}")
+    assert [one.path for one in problems] == ["domains.copy.rewards"], "a misspelt key is not reported as missing too"
+    assert [one.path for one in project.problems("~domains.add", "~domains.copy")] == ["domains"]
+
+
+def test_the_name_of_a_variant_follows_from_the_default(project: Project) -> None:
+    config = project.load("actor_infer.strategy.max_running_requests=7")
+    assert config.actor_infer.strategy == VllmStrategyConfig(max_running_requests=7)
+
+
+def test_nothing_can_be_changed(project: Project) -> None:
+    config = project.load()
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.steps = 3
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.domains["add"].sampling.top_p = 0.5
+
+
+def test_paths_are_absolute_from_the_current_folder(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(project.folder / "home"))
+    config = project.load("run_dir=~/runs")
+    assert config.model.path == project.folder / "model"
+    assert config.run_dir == project.folder / "home" / "runs"
+    assert project.load().run_dir == project.folder / "runs"
+
+
+# ---------------------------------------------------------------- composition
+
+
+def test_a_file_wins_over_its_defaults_and_self_moves_it(project: Project) -> None:
+    project.write("configs/one.yaml", "defaults: [run]\nsteps: 1\n")
+    project.write("configs/two.yaml", "defaults: [one, _self_]\nsteps: 2\n")
+    project.write("configs/first.yaml", "defaults: [_self_, two]\nsteps: 3\nseed: 4\n")
+    assert project.load(name="one").steps == 1
+    assert project.load(name="two.yaml").steps == 2
+    assert (project.load(name="first").steps, project.load(name="first").seed) == (2, 4)
+
+
+def test_mappings_are_merged_and_lists_replaced(project: Project) -> None:
+    project.write("configs/more.yaml", "defaults: [run]\ntrackers: [{type: jsonl}]\ndomains: {copy: {share: 3}}\n")
+    project.write("configs/most.yaml", "defaults: [more]\ntrackers: [{type: tensorboard}]\n")
+    config = project.load(name="most")
+    assert [tracker.type for tracker in config.trackers] == ["tensorboard"]
+    assert (config.domains["copy"].share, config.domains["copy"].reward.type) == (3, "exact")
+
+
+def write_groups(project: Project) -> None:
+    project.write("configs/algorithm/short.yaml", "ppo_epochs: 1\nmini_batches: 2\n")
+    project.write("configs/algorithm/long.yaml", "defaults: [short]\nppo_epochs: 3\n")
+    project.write("configs/algorithm/kl_in_loss/strong.yaml", "coef: 0.5\n")
+    project.write("configs/pace/slow.yaml", "# @package _global_\nsteps: 9\n")
+    project.write("configs/grouped.yaml", "defaults:\n  - run\n  - algorithm: long\n  - optional pace: none\n  - _self_\n")
+
+
+def test_groups(project: Project) -> None:
+    write_groups(project)
+    config = project.load(name="grouped")
+    assert (config.algorithm.ppo_epochs, config.algorithm.mini_batches) == (3, 2)
+    assert project.load("algorithm=short", name="grouped").algorithm.ppo_epochs == 1
+    assert project.load("pace=slow", name="grouped").steps == 9
+    assert project.load("algorithm=null", name="grouped").algorithm.mini_batches == 1
+    assert project.load("+pace=slow").steps == 9
+
+
+def test_group_packages(project: Project) -> None:
+    write_groups(project)
+    project.write("configs/optimizers/fast.yaml", "lr: 0.5\n")
+    project.write(
+        "configs/packages.yaml", "defaults: [run, optimizers@actor_train.optimizer: fast, algorithm/short, {pace: [slow]}]\nreference: {}\n"
+    )
+    config = project.load("algorithm.kl_in_loss.coef=0.25", name="packages")
+    assert (config.actor_train.optimizer.lr, config.algorithm.mini_batches, config.steps) == (0.5, 2, 9)
+    project.write("configs/algorithm/nested.yaml", "defaults: [kl_in_loss: strong, /pace: slow]\n")
+    project.write("configs/nesting.yaml", "defaults: [run, algorithm: nested]\nreference: {}\n")
+    assert project.load(name="nesting").algorithm.kl_in_loss.coef == 0.5
+    project.write("configs/overriding.yaml", "defaults: [grouped, override algorithm: short]\n")
+    assert project.load(name="overriding").algorithm.ppo_epochs == 1
+
+
+COMPOSITION_MISTAKES = {
+    "unknown file": ("defaults: [rnu]", "wrong.yaml: defaults[0]", "did you mean 'run'?"),
+    "unknown option": ("defaults: [run, algorithm: shrot]", "wrong.yaml: defaults[1]", "did you mean 'short'?"),
+    "not a list": ("defaults: run", "wrong.yaml: defaults", "a list of file names"),
+    "odd entry": ("defaults: [run, 3]", "wrong.yaml: defaults[1]", "write a file's name"),
+    "odd option": ("defaults: [run, algorithm: 3]", "wrong.yaml: defaults[1]", "group: option"),
+    "itself": ("defaults: [run, wrong]", "wrong.yaml: defaults[1]", "wrong -> wrong"),
+    "self twice": ("defaults: [_self_, run, _self_]", "wrong.yaml: defaults", "_self_ is listed twice"),
+    "key twice": ("defaults: [run]\nmodel: {path: a, path: model}", "model.path", "written twice"),
+    "key not text": ("defaults: [run]\nmodel: {1: 2}", "model", "a key has to be text, 1 is not"),
+    "interpolation": ("defaults: [run]\nseed: ${stesp}", "seed", "'stesp' not found"),
+    "circle": ("defaults: [run]\nseed: ${steps}\nsteps: ${seed}", "seed", "ecursi"),
+    "interpolation that cannot be parsed": ("defaults: [run]\nseed: ${steps", "seed", "not a valid interpolation"),
+    "binary": ("defaults: [run]\nmodel: {path: !!binary aGk=}", "model.path", "only text, numbers"),
+    "list for a section": ("defaults: [run]\nrollout: {}\ndomains: []", "domains", "expected mapping of name"),
+    "section for a list": ("defaults: [tracked]\ntrackers: {type: jsonl}", "trackers", "expected list of"),
+    "to be filled in": ("defaults: [run]\nseed: ???", "seed", "seed=..."),
+}
+
+
+@pytest.mark.parametrize("case", COMPOSITION_MISTAKES.values(), ids=COMPOSITION_MISTAKES)
+def test_mistakes_of_composition(project: Project, case: tuple[str, str, str]) -> None:
+    write_groups(project)
+    project.write("configs/tracked.yaml", "defaults: [run]\ntrackers: [{type: jsonl}]\n")
+    text, path, fragment = case
+    project.write("configs/wrong.yaml", text)
+    problems = [one for one in project.problems(name="wrong") if one.path == path]
+    assert len(problems) == 1, project.problems(name="wrong")
+    assert fragment in problems[0].message
+    assert problems[0].path.startswith("wrong.yaml") or problems[0].source.startswith("wrong.yaml:")
+
+
+def test_yaml_that_cannot_be_read(project: Project) -> None:
+    project.write("configs/wrong.yaml", "defaults: [run]\nmodel: {path: [}\n")
+    assert any(one.path == "wrong.yaml" and "line 2, column 16" in one.message for one in project.problems(name="wrong"))
+    project.write("configs/latin.yaml", "").write_bytes(b"experiment: \xe9\n")
+    assert "cannot be read" in project.problems(name="latin")[0].message
+    project.write("configs/listed.yaml", "- 1\n- 2\n")
+    assert any("a mapping of keys" in one.message for one in project.problems(name="listed"))
+
+
+def test_interpolation(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROBE_STEPS", "11")
+    project.write(
+        "configs/linked.yaml", "defaults: [run]\nseed: ${rollout.samples_per_prompt}\nsteps: ${oc.decode:${oc.env:PROBE_STEPS}}\n"
+    )
+    assert (project.load(name="linked").seed, project.load(name="linked").steps) == (4, 11)
+    assert project.load("rollout.samples_per_prompt=8", name="linked").seed == 8
+
+
+def test_an_override_repairs_what_a_file_leaves_open(project: Project) -> None:
+    project.write("configs/open.yaml", "defaults: [run]\nseed: ${gone}\nsteps: ???\ncritic: null\n")
+    assert {one.path for one in project.problems(name="open")} == {"seed", "steps"}
+    assert project.load("seed=1", "steps=2", name="open").steps == 2
+    assert project.problems("seed=1", "steps=2", "critic.init=actor", "algorithm.advantage.name=gae", name="open") == []
+
+
+def test_an_unknown_name_lists_those_there_are(project: Project) -> None:
+    problem = project.problems(name="rnu")[0]
+    assert (problem.path, problem.value) == ("--config-name", "rnu")
+    assert "did you mean 'run'?" in problem.message
+    project.write("configs/another.yaml", "")
+    assert "valid here: another, run." in project.problems(name="xyz")[0].message
+    with pytest.raises(ConfigError, match="no such folder: /no/where"):
+        load_config("run", Path("/no/where"))

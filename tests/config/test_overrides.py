@@ -1,0 +1,114 @@
+"""The grammar of overrides, on a tree and in a whole configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from config_project import Project
+from omegaconf import OmegaConf
+
+from roll_lite.config.overrides import Override, apply_override, parse_override
+from roll_lite.config.problems import Problem
+
+TREE = {
+    "a": {"b": 1, "c": {"d": [1, 2]}},
+    "list": [{"type": "x"}, {"type": "y"}],
+    "text": "t",
+    "none": None,
+    "open": "???",
+    "link": "${gone}",
+}
+
+CHANGES = {
+    "a.b=2": ("a.b", 2),
+    "a.b=text": ("a.b", "text"),
+    "a.b='2'": ("a.b", "2"),
+    "a.b=1e-6": ("a.b", 1e-6),
+    "a.b=-.5": ("a.b", -0.5),
+    "a.b=true": ("a.b", True),
+    "a.b=null": ("a.b", None),
+    "a.b=": ("a.b", None),
+    "a.b=x=y": ("a.b", "x=y"),
+    "a.b=2026-08-01": ("a.b", "2026-08-01"),
+    "a.b=[1,2]": ("a.b", [1, 2]),
+    "a.c.d=[]": ("a.c.d", []),
+    "a={x: 1}": ("a", {"b": 1, "c": {"d": [1, 2]}, "x": 1}),
+    "+a.new.deep=1": ("a.new", {"deep": 1}),
+    "++a.b=3": ("a.b", 3),
+    "fresh.one=1": ("fresh", {"one": 1}),
+    "none.x=1": ("none", {"x": 1}),
+    "open.x=1": ("open", {"x": 1}),
+    "open=1": ("open", 1),
+    "list.0.type=z": ("list", [{"type": "z"}, {"type": "y"}]),
+    "list[1].type=z": ("list", [{"type": "x"}, {"type": "z"}]),
+    "a.c.d.1=5": ("a.c.d", [1, 5]),
+    "a=[1]": ("a", [1]),
+    "list={x: 1}": ("list", {"x": 1}),
+    "link=1": ("link", 1),
+    "link={x: 1}": ("link", {"x": 1}),
+    "list.0={z: 1}": ("list", [{"type": "x", "z": 1}, {"type": "y"}]),
+    "~link": ("link", "absent"),
+    "~a.c": ("a", {"b": 1}),
+    "~list.0": ("list", [{"type": "y"}]),
+    "~none": ("none", "absent"),
+    "~open": ("open", "absent"),
+}
+
+REFUSED = {
+    "a.b": "not an override; write key=value",
+    "": "not an override",
+    "=1": "not an override",
+    "a..b=1": "not an override",
+    "a b=1": "not an override",
+    "~a.b=1": "write ~a.b",
+    "a.b=[1": "not valid YAML",
+    "a.b={x: 1, x: 2}": "written twice",
+    "a.b=${x": "not a valid interpolation",
+    "a.b=!!binary aGk=": "only text, numbers",
+    "link.x=1": "'gone' not found",
+    "text.x=1": 'text is "t", not a section',
+    "a.b.c=1": "a.b is 1, not a section",
+    "list.x=1": "list is a list; after it comes a number, not 'x'",
+    "list.2.type=z": "list has 2 entries, numbered from 0; there is no entry 2",
+    "fresh.0=1": "give the whole list: fresh=[...]",
+    "~a.bb": "nothing to delete at a.bb; did you mean 'b'?",
+    "~x.y": "nothing to delete at x",
+    "~list.7": "there is no entry 7",
+}
+
+
+@pytest.mark.parametrize("text", CHANGES)
+def test_what_an_override_changes(text: str) -> None:
+    tree = OmegaConf.create(TREE)
+    override = parse_override(text)
+    assert isinstance(override, Override)
+    assert apply_override(tree, override) == []
+    path, expected = CHANGES[text]
+    after: Any = OmegaConf.to_container(tree)
+    for key in path.split("."):
+        after = after.get(key, "absent")
+    assert after == expected
+    assert type(after) is type(expected)
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_an_override_may_not_be(text: str) -> None:
+    tree = OmegaConf.create(TREE)
+    override = parse_override(text)
+    problems = [override] if isinstance(override, Problem) else apply_override(tree, override)
+    assert len(problems) == 1
+    assert REFUSED[text] in problems[0].message
+    assert problems[0].source == "command line"
+    assert OmegaConf.to_container(tree) == TREE
+
+
+def test_later_overrides_win_and_see_earlier_ones(project: Project) -> None:
+    project.write("configs/tracked.yaml", "defaults: [run]\ntrackers: [{type: jsonl}, {type: tensorboard}]\n")
+    config = project.load("steps=1", "steps=2", "~trackers.0", "trackers.0.type=jsonl", "critic.devices=[1]", "~critic", name="tracked")
+    assert (config.steps, config.critic) == (2, None)
+    assert [tracker.type for tracker in config.trackers] == ["jsonl"]
+
+
+def test_an_override_may_refer_to_other_values(project: Project) -> None:
+    assert project.load("seed=${steps}", "steps=5").seed == 5

@@ -1,0 +1,31 @@
+"""What every test may use: one local Ray session for the whole suite, and a folder with a short path."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def ray_local() -> Iterator[object]:
+    """The suite's Ray session; it starts with the first test that asks for it."""
+    from roll_lite.config.schema import RayConfig
+    from roll_lite.distributed.ray_session import ray_session
+
+    with ray_session(RayConfig(object_store_mb=200), run_folder=None) as session:
+        yield session
+
+
+@pytest.fixture
+def tmp() -> Iterator[Path]:
+    """A folder for one test, short enough for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,69 @@
+"""What a mini-batch holds and weighs comes from the global batch alone."""
+
+import numpy as np
+import pytest
+
+from roll_lite.data.minibatches import cut_mini_batches, spread
+
+SAMPLES = np.array([10, 11, 12, 13, 14, 15, 16])
+TOKENS = np.array([3, 1, 4, 0, 5, 9, 2])
+
+
+def cut(epochs: int = 2, mini_batches: int = 3, aggregation: str = "token_mean", seed: int = 7, weights: np.ndarray | None = None):
+    given = np.ones(len(SAMPLES), dtype=np.float32) if weights is None else weights
+    return cut_mini_batches(SAMPLES, TOKENS, given, epochs=epochs, mini_batches=mini_batches, aggregation=aggregation, seed=seed)
+
+
+def test_samples_that_do_not_train_are_in_no_mini_batch_and_in_no_denominator() -> None:
+    weights = np.array([1, 0, 1, 1, 0, 0, 2], dtype=np.float32)
+    plan = cut(epochs=1, mini_batches=2, weights=weights)
+    assert sorted(np.concatenate([part.samples for part in plan]).tolist()) == [10, 12, 13, 16]
+    tokens = dict(zip(SAMPLES.tolist(), TOKENS.tolist(), strict=True))
+    for part in plan:
+        total = sum(tokens[sample] for sample in part.samples.tolist())
+        for sample, weight in zip(part.samples.tolist(), part.weights.tolist(), strict=True):
+            factor = (2 if sample == 16 else 1) if tokens[sample] else 0
+            assert weight == pytest.approx(factor / total)
+
+
+def test_parts_without_a_sample_that_trains_are_left_out() -> None:
+    weights = np.zeros(len(SAMPLES), dtype=np.float32)
+    assert cut(weights=weights) == []
+    weights[2] = 1
+    assert [part.samples.tolist() for part in cut(epochs=1, weights=weights)] == [[12]]
+
+
+def test_every_epoch_holds_every_sample_once_in_parts_of_even_size() -> None:
+    plan = cut()
+    assert [len(part.samples) for part in plan] == [3, 2, 2, 3, 2, 2]
+    for epoch in (0, 1):
+        assert sorted(np.concatenate([part.samples for part in plan if part.epoch == epoch])) == SAMPLES.tolist()
+
+
+def test_epochs_are_ordered_differently_and_a_seed_repeats() -> None:
+    first, second = cut(seed=7), cut(seed=8)
+    assert [p.samples.tolist() for p in first] == [p.samples.tolist() for p in cut(seed=7)]
+    assert [p.samples.tolist() for p in first] != [p.samples.tolist() for p in second]
+    assert [p.samples.tolist() for p in first[:3]] != [p.samples.tolist() for p in first[3:]]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean_token_mean"])
+def test_weights_of_a_mini_batch_add_up_to_one_over_its_own_tokens(aggregation: str) -> None:
+    tokens = dict(zip(SAMPLES.tolist(), TOKENS.tolist(), strict=True))
+    for part in cut(aggregation=aggregation):
+        counts = np.array([tokens[s] for s in part.samples.tolist()])
+        assert (part.weights * counts).sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_spreading_over_ranks_changes_neither_rows_nor_weights(ranks: int) -> None:
+    plan = cut()
+    lengths = {int(s): 2 + int(t) for s, t in zip(SAMPLES, TOKENS, strict=True)}
+    shares = spread(plan, lengths, ranks)
+    assert len(shares) == ranks
+    for number, whole in enumerate(plan):
+        parts = [share[number] for share in shares]
+        pairs = {(int(s), float(w)) for part in parts for s, w in zip(part.samples, part.weights, strict=True)}
+        assert pairs == {(int(s), float(w)) for s, w in zip(whole.samples, whole.weights, strict=True)}
+        assert sum(len(part.samples) for part in parts) == len(whole.samples)
+        assert all(part.epoch == whole.epoch for part in parts)

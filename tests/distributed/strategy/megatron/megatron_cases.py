@@ -1,0 +1,137 @@
+"""Models, batches, losses and the Hugging Face oracle that the strategy's tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from support_models import VOCAB_SIZE, load_hf, make_tiny_model
+from transformers import PreTrainedModel
+
+from roll_lite.config.schema import MegatronStrategyConfig, ModelConfig, OptimizerConfig
+from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
+from roll_lite.data.proto import DataProto
+from roll_lite.data.ragged import Ragged
+from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+def tiny(folder: Path, family: str = "qwen2", **overrides: Any) -> Path:
+    """Four heads and two key/value heads, so that two tensor ranks can share it; Llama's embeddings are not tied."""
+    return make_tiny_model(folder, family=family, **{"hidden": 128, "tied": family != "llama", **overrides})  # type: ignore[arg-type]
+
+
+def started(path: Path, optimizer: OptimizerConfig | None = None, dtype: str = "float32", **options: Any) -> MegatronStrategy:
+    """A strategy on this process group. Options that are no fields of the strategy's configuration go to the constructor."""
+    layout = {name: options.pop(name) for name in list(options) if name in MegatronStrategyConfig.model_fields}
+    strategy = MegatronStrategy(ModelConfig(path=path, dtype=dtype), MegatronStrategyConfig(**layout), optimizer, **options)  # type: ignore[arg-type]
+    strategy.initialize()
+    return strategy
+
+
+def batch_of(lengths: Sequence[int] = (9, 4, 12, 2, 7, 5), vocab: int = VOCAB_SIZE, seed: int = 3) -> DataProto:
+    """Rows whose first third or so is the prompt, with a gap in the response mask of longer rows, and random advantages as weights.
+
+    Token 0 does not occur: it is padding, and Hugging Face drops the gradient of its embedding."""
+    generator = torch.Generator().manual_seed(seed)
+    masks = []
+    for length in lengths:
+        mask = torch.arange(length) >= max(1, length // 3)
+        if length > 6:
+            mask[length // 2] = False
+        masks.append(mask)
+    return DataProto(
+        {
+            "sample": torch.arange(len(lengths)),
+            "input_ids": Ragged.from_rows([torch.randint(3, vocab, (length,), generator=generator) for length in lengths]),
+            "response_mask": Ragged.from_rows(masks),
+            "advantages": Ragged.from_rows([torch.randn(length - 1, generator=generator) for length in lengths]),
+            "returns": Ragged.from_rows([torch.randn(length - 1, generator=generator) for length in lengths]),
+        }
+    )
+
+
+def weighted_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A policy-gradient-like sum over the masked tokens, with an entropy bonus where there is an entropy; for values a squared error."""
+    mask, weights = micro_batch.mask, micro_batch.columns["advantages"]
+    if outputs.values is not None:
+        token_loss = 0.5 * (outputs.values - micro_batch.columns["returns"]) ** 2
+    else:
+        assert outputs.log_probs is not None
+        token_loss = -weights * outputs.log_probs
+        if outputs.entropy is not None:
+            token_loss = token_loss - 0.3 * outputs.entropy
+    loss = (token_loss * mask).sum()
+    return loss, {"tokens": mask.sum(), "rows": torch.tensor(mask.shape[0]), "loss": loss}
+
+
+def hf_log_probs(model: PreTrainedModel, input_ids: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One row: log-probs and entropy, [T - 1] each."""
+    log_p = torch.log_softmax(model(input_ids[None]).logits[0, :-1].float() / temperature, dim=-1)
+    return log_p.gather(1, input_ids[1:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def hf_values(model: PreTrainedModel, head: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    """[T - 1]: the value at every position but the last."""
+    hidden = model.model(input_ids[None]).last_hidden_state[0, :-1]
+    return (hidden @ head.T).squeeze(-1)
+
+
+def hf_loss(
+    model: PreTrainedModel, batch: DataProto, temperature: float, entropy: bool = True, head: torch.Tensor | None = None
+) -> torch.Tensor:
+    """weighted_loss over the whole batch, row by row and without padding."""
+    total = torch.zeros(())
+    for row in range(len(batch)):
+        ids, mask = batch.ragged("input_ids").row(row), batch.ragged("response_mask").row(row)[1:]
+        if head is not None:
+            token_loss = 0.5 * (hf_values(model, head, ids) - batch.ragged("returns").row(row)) ** 2
+        else:
+            log_p, bonus = hf_log_probs(model, ids, temperature)
+            token_loss = -batch.ragged("advantages").row(row) * log_p - (0.3 * bonus if entropy else 0.0)
+        total = total + (token_loss * mask).sum()
+    return total
+
+
+def hf_gradients(path: Path, batch: DataProto, temperature: float, entropy: bool = True) -> tuple[float, dict[str, torch.Tensor]]:
+    model = load_hf(path)
+    loss = hf_loss(model, batch, temperature, entropy)
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def own_gradients(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
+    """What train_step accumulated, under Hugging Face's names, on the ranks that own it. Needs distributed_optimizer=False, no clipping."""
+    exported: dict[str, torch.Tensor] = {}
+    for tensors in strategy.export_plan(1 << 16).buckets():
+        exported.update(strategy._exporter.bucket(tensors, read=lambda parameter: parameter.main_grad) or {})
+    return exported
+
+
+def own_weights(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
+    plan = strategy.export_plan(1 << 16)
+    exported: dict[str, torch.Tensor] = {}
+    for number in range(len(plan.buckets())):
+        exported.update(strategy.export_bucket(plan, number) or {})
+    return exported
+
+
+def shard(batch: DataProto, strategy: MegatronStrategy, sizes: Sequence[int] | None = None) -> DataProto:
+    """This data-parallel rank's rows."""
+    layout = strategy.layout
+    if sizes is None:
+        share = -(-len(batch) // layout.data_size)
+        sizes = [min(share, max(0, len(batch) - share * rank)) for rank in range(layout.data_size)]
+    return batch.split(sizes)[layout.data_rank]
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    """Relative to the size of each tensor, and to the largest of all where a tensor is next to nothing (key biases have no gradient)."""
+    assert set(ours) == set(theirs)
+    largest = max(float(tensor.norm()) for tensor in theirs.values())
+    for name, tensor in theirs.items():
+        difference = float((ours[name].float() - tensor).norm())
+        assert difference <= tolerance * max(float(tensor.norm()), 1e-3 * largest), f"{name}: off by {difference} of {float(tensor.norm())}"

@@ -1,0 +1,147 @@
+"""Hugging Face is the oracle: log-probs, entropy, losses and gradients, in every layout that this issue promises."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import (
+    FAMILIES,
+    assert_same,
+    batch_of,
+    hf_gradients,
+    hf_log_probs,
+    own_gradients,
+    shard,
+    started,
+    tiny,
+    weighted_loss,
+)
+from megatron_ranks import RankPool
+from support_models import load_hf
+
+from roll_lite.config.schema import OptimizerConfig
+from roll_lite.data.proto import DataProto
+
+NO_CLIPPING = OptimizerConfig(lr=1e-30, clip_grad=0.0)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {family: tiny(folder / family, family) for family in FAMILIES} | {
+        "odd vocabulary": tiny(folder / "odd", "qwen2", vocab_size=101),
+        "odd vocabulary, untied": tiny(folder / "odd_untied", "qwen3", vocab_size=101, tied=False),
+        "rope linear": tiny(folder / "linear", "llama", rope_parameters={"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}),
+        "rope llama3": tiny(
+            folder / "llama3",
+            "llama",
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        ),
+    }
+
+
+def check_forward(path: Path, vocab: int, layout: dict[str, Any]) -> None:
+    strategy = started(path, **layout)
+    oracle = load_hf(path)
+    batch = batch_of(vocab=vocab)
+    unmasked = batch.select(["input_ids"])
+    mine = shard(unmasked, strategy)
+    for temperature in (1.0, 0.7):
+        out = strategy.forward(mine, ["log_probs", "entropy"], temperature, 2)
+        masked = strategy.forward(shard(batch, strategy), ["log_probs"], temperature, 4)
+        assert (out is not None) == strategy.layout.is_head
+        if out is None or masked is None:
+            continue
+        for row in range(len(mine)):
+            ids = mine.ragged("input_ids").row(row)
+            log_p, entropy = hf_log_probs(oracle, ids, temperature)
+            torch.testing.assert_close(out.ragged("log_probs").row(row), log_p, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(out.ragged("entropy").row(row), entropy, rtol=1e-5, atol=1e-5)
+            mask = shard(batch, strategy).ragged("response_mask").row(row)[1:]
+            torch.testing.assert_close(masked.ragged("log_probs").row(row), log_p * mask, rtol=1e-5, atol=1e-5)
+
+
+def check_gradients(path: Path, vocab: int, layout: dict[str, Any], sizes: list[int] | None, micro_batch_sizes: list[int]) -> None:
+    """The same loss and gradient for every micro-batch size, equal to Hugging Face's on the whole batch without padding."""
+    strategy = started(path, NO_CLIPPING, distributed_optimizer=False, **layout)
+    batch = batch_of(vocab=vocab)
+    for temperature, outputs in ((1.0, ["log_probs"]), (0.7, ["log_probs", "entropy"])):
+        loss, gradients = hf_gradients(path, batch, temperature, entropy="entropy" in outputs)
+        for size in micro_batch_sizes:
+            result = strategy.train_step(shard(batch, strategy, sizes), weighted_loss, outputs, temperature, size)
+            # Positive and negative terms of about 5 each cancel: the tolerance is 1e-5 of their sum without signs.
+            tolerance = 1e-5 * 5 * result.metrics["tokens"]
+            assert abs(result.loss - loss) < tolerance, (result.loss, loss)
+            assert result.metrics["loss"] == result.loss
+            assert result.metrics["tokens"] == sum(int(batch.ragged("response_mask").row(row)[1:].sum()) for row in range(len(batch)))
+            assert result.metrics["rows"] == len(batch)
+            norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+            assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
+            mine = own_gradients(strategy)
+            if mine:
+                assert_same(mine, {name: gradients[name] for name in (mine if layout.get("pipeline_parallel") else gradients)})
+
+
+def check_many(cases: list[tuple[Any, ...]]) -> None:
+    """Several cases in one process group of one layout."""
+    for function, *arguments in cases:
+        function(*arguments)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor_parallel": 2}, {"data": 2}], ids=["one rank", "TP2", "DP2"])
+def test_families(ranks: RankPool, models: dict[str, Path], layout: dict[str, int]) -> None:
+    world_size = max([1, *layout.values()])
+    options = {name: size for name, size in layout.items() if name != "data"}
+    micro_batch_sizes = [1, 2, 6] if world_size == 1 else [2, 4]
+    cases: list[tuple[Any, ...]] = []
+    for family in FAMILIES:
+        cases.append((check_forward, models[family], 100, options))
+        cases.append((check_gradients, models[family], 100, options, None, micro_batch_sizes))
+    if not layout:
+        cases += [(check_forward, models[name], 100, {}) for name in ("rope linear", "rope llama3")]
+    if "data" in layout:
+        # One rank has no rows at all; one rank has a single row where the other runs five micro-batches.
+        cases += [(check_gradients, models["qwen2"], 100, {}, sizes, [1]) for sizes in ([6, 0], [1, 5])]
+        cases.append((check_gradients, models["qwen2"], 100, {"overlap_grad_reduce": True}, [0, 6], [2]))
+    if "tensor_parallel" in layout:
+        for name in ("odd vocabulary", "odd vocabulary, untied"):
+            cases += [(check_forward, models[name], 101, options), (check_gradients, models[name], 101, options, None, [3])]
+    ranks(world_size, check_many, cases)
+
+
+@pytest.mark.slow
+def test_layouts_that_come_for_free(ranks: RankPool, models: dict[str, Path]) -> None:
+    for layout in ({"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"recompute": "full"}):
+        for family in FAMILIES:
+            cases = [(check_forward, models[family], 100, layout), (check_gradients, models[family], 100, layout, None, [2, 6])]
+            ranks(2, check_many, cases)
+
+
+@pytest.mark.slow
+def test_two_by_two(ranks: RankPool, models: dict[str, Path]) -> None:
+    for layout in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
+        cases: list[tuple[Any, ...]] = [(check_forward, models["qwen3"], 100, layout)]
+        cases += [(check_gradients, models["qwen3"], 100, layout, sizes, [2]) for sizes in ([1, 5], [6, 0])]
+        ranks(4, check_many, cases)
+
+
+def forward_of_nothing(path: Path) -> None:
+    strategy = started(path)
+    empty: DataProto = batch_of().slice(0, 0)
+    out = strategy.forward(empty, ["log_probs"], 1.0, 4)
+    assert out is not None
+    assert len(out) == 0
+    with pytest.raises(ValueError, match="has log_probs, entropy"):
+        strategy.forward(empty, ["values"], 1.0, 4)
+
+
+def test_a_rank_without_rows_returns_an_empty_batch(ranks: RankPool, models: dict[str, Path]) -> None:
+    ranks(1, forward_of_nothing, models["qwen2"])

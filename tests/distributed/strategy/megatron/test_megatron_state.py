@@ -1,0 +1,194 @@
+"""State that leaves and comes back: offloading frees storages and changes no bit; checkpoints resume, also under another layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import batch_of, own_weights, shard, started, tiny, weighted_loss
+from megatron_ranks import RankPool
+
+from roll_lite.config.schema import OptimizerConfig
+from roll_lite.distributed.strategy.base import StateGroup, TrainResult
+from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+
+CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1, warmup_steps=3, decay="linear")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "DP2": {"data": 2},
+    "DP2 replicated": {"data": 2, "distributed_optimizer": False},
+    "TP2": {"tensor_parallel": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("state") / "model", "qwen3", vocab_size=101)
+
+
+def begin(path: Path, layout: dict[str, Any], dtype: str = "float32") -> MegatronStrategy:
+    return started(path, CONFIG, dtype, total_steps=20, **{name: value for name, value in layout.items() if name != "data"})
+
+
+def steps(strategy: MegatronStrategy, numbers: range) -> list[TrainResult]:
+    results = []
+    for number in numbers:
+        batch = shard(batch_of(seed=number), strategy, [5, 1] if strategy.layout.data_size == 2 else None)
+        results.append(strategy.train_step(batch, weighted_loss, ["log_probs", "entropy"], 0.7, 3))
+    return results
+
+
+def same_weights(ours: MegatronStrategy, theirs: MegatronStrategy) -> None:
+    expected = own_weights(theirs)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in own_weights(ours).items())
+
+
+# ---------------------------------------------------------------- offloading
+
+
+def parameters_bytes(strategy: MegatronStrategy) -> int:
+    return sum(storage.nbytes() for storage in {p.untyped_storage()._cdata: p.untyped_storage() for p in _parameters(strategy)}.values())
+
+
+def _parameters(strategy: MegatronStrategy) -> list[torch.nn.Parameter]:
+    return [parameter for chunk in strategy._chunks for parameter in chunk.parameters()]
+
+
+def offload_and_go_on(path: Path, layout: dict[str, Any], dtype: str) -> None:
+    strategy, undisturbed = begin(path, layout, dtype), begin(path, layout, dtype)
+    numel = sum(parameter.numel() for parameter in _parameters(strategy))
+    width = 4 if dtype == "float32" else 2
+    shards = 2 if layout.get("data") and layout.get("distributed_optimizer", True) else 1
+    moments = 2 * 4 * numel / shards
+    main_weights = 0 if dtype == "float32" else 4 * numel / shards
+    expected = {StateGroup.WEIGHTS: width * numel, StateGroup.GRADIENTS: 4 * numel, StateGroup.OPTIMIZER: moments + main_weights}
+
+    for number, groups in enumerate(([], [StateGroup.OPTIMIZER], [StateGroup.WEIGHTS, StateGroup.GRADIENTS], list(StateGroup))):
+        strategy.offload(groups)
+        strategy.offload(groups)  # a second time changes nothing
+        for group in StateGroup:
+            resident = strategy._mover.resident_bytes(group)
+            if group in groups:
+                assert resident == 0, f"{group}: {resident} bytes are still there"
+            else:
+                assert 0.9 * expected[group] <= resident <= 1.2 * expected[group] + 20_000, f"{group}: {resident}, not {expected[group]}"
+        assert (parameters_bytes(strategy) == 0) == (StateGroup.WEIGHTS in groups)
+        if StateGroup.WEIGHTS in groups:
+            with pytest.raises(AssertionError, match="weights are offloaded"):
+                strategy.forward(batch_of(), ["log_probs"], 1.0, 2)
+        if groups == [StateGroup.OPTIMIZER]:
+            # Weight sync and forward passes need the weights alone.
+            strategy.forward(shard(batch_of(), strategy), ["log_probs"], 1.0, 2)
+            same_weights(strategy, undisturbed)
+        strategy.load(groups)
+        strategy.load(groups)
+        assert steps(strategy, range(number, number + 1)) == steps(undisturbed, range(number, number + 1))
+    same_weights(strategy, undisturbed)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_offloading_frees_memory_and_changes_no_bit(ranks: RankPool, path: Path, name: str) -> None:
+    world_size = 1 if not LAYOUTS[name] else 2
+    for dtype in ("float32", "bfloat16") if name in ("one rank", "DP2") else ("float32",):
+        ranks(world_size, offload_and_go_on, path, LAYOUTS[name], dtype)
+
+
+def offload_a_reference(path: Path) -> None:
+    strategy = started(path)
+    assert not any(parameter.requires_grad for parameter in _parameters(strategy))
+    before = strategy.forward(batch_of(), ["log_probs"], 1.0, 2)
+    strategy.offload(StateGroup)
+    assert parameters_bytes(strategy) == 0
+    strategy.load(StateGroup)
+    after = strategy.forward(batch_of(), ["log_probs"], 1.0, 2)
+    assert before is not None
+    assert after is not None
+    assert torch.equal(before.ragged("log_probs").values, after.ragged("log_probs").values)
+    with pytest.raises(AssertionError, match="without an optimizer"):
+        strategy.train_step(batch_of(), weighted_loss, ["log_probs"], 1.0, 2)
+
+
+def test_a_forward_only_role_has_weights_to_move_and_nothing_else(ranks: RankPool, path: Path) -> None:
+    ranks(1, offload_a_reference, path)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def save_and_resume(path: Path, folder: Path, layout: dict[str, Any], dtype: str, first: int) -> None:
+    """Steps, a checkpoint, more steps; a new strategy that loads it takes the same further steps, bit for bit."""
+    straight = begin(path, layout, dtype)
+    steps(straight, range(first))
+    torch.manual_seed(1234 + straight.layout.rank)
+    straight.save_checkpoint(folder)
+    random_numbers = torch.rand(3)
+    expected = steps(straight, range(first, first + 3))
+
+    resumed = begin(path, layout, dtype)
+    steps(resumed, range(7, 9))  # anything: loading must overwrite it
+    resumed.load_checkpoint(folder)
+    assert torch.equal(torch.rand(3), random_numbers), "every rank goes on with its own random numbers"
+    assert steps(resumed, range(first, first + 3)) == expected
+    same_weights(resumed, straight)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resuming_is_bit_identical(ranks: RankPool, path: Path, tmp_path: Path, name: str) -> None:
+    world_size = 1 if not LAYOUTS[name] else 2
+    ranks(world_size, save_and_resume, path, tmp_path / "started", LAYOUTS[name], "float32", 2)
+    ranks(world_size, save_and_resume, path, tmp_path / "unused", LAYOUTS[name], "float32", 0)
+    ranks(world_size, save_and_resume, path, tmp_path / "bfloat16", LAYOUTS[name], "bfloat16", 2)
+
+
+def save_after(path: Path, folder: Path, layout: dict[str, Any], count: int) -> tuple[dict[str, torch.Tensor], list[TrainResult]]:
+    strategy = begin(path, layout)
+    steps(strategy, range(count))
+    strategy.save_checkpoint(folder)
+    further = steps(strategy, range(count, count + 2))
+    return own_weights(strategy), further
+
+
+def resume_elsewhere(path: Path, folder: Path, layout: dict[str, Any], count: int) -> tuple[dict[str, torch.Tensor], list[TrainResult]]:
+    strategy = begin(path, layout)
+    strategy.load_checkpoint(folder)
+    further = steps(strategy, range(count, count + 2))
+    return own_weights(strategy), further
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("TP2", "one rank"), ("one rank", "TP2"), ("DP2", "one rank"), ("one rank", "DP2"), ("DP2", "TP2")]
+)
+def test_another_layout_goes_on_where_the_first_stopped(ranks: RankPool, path: Path, tmp_path: Path, saved: str, loaded: str) -> None:
+    sizes = {name: 1 if name == "one rank" else 2 for name in LAYOUTS}
+    expected, further = ranks(sizes[saved], save_after, path, tmp_path, LAYOUTS[saved], 3)[0]
+    weights, results = ranks(sizes[loaded], resume_elsewhere, path, tmp_path, LAYOUTS[loaded], 3)[0]
+    for result, other in zip(results, further, strict=True):
+        assert result.lr == other.lr
+        assert result.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-5)  # two steps of 1e-3
+
+
+def critic_checkpoint(path: Path, folder: Path) -> None:
+    straight = started(path, CONFIG, total_steps=20, value_head=True, tensor_parallel=2)
+    batch = batch_of()
+    straight.train_step(batch, weighted_loss, ["values"], 1.0, 3)
+    straight.save_checkpoint(folder)
+    expected = straight.train_step(batch, weighted_loss, ["values"], 1.0, 3)
+    resumed = started(path, CONFIG, total_steps=20, value_head=True, tensor_parallel=2)
+    resumed.load_checkpoint(folder)
+    assert resumed.train_step(batch, weighted_loss, ["values"], 1.0, 3) == expected
+
+
+def test_a_critic_resumes_too(ranks: RankPool, path: Path, tmp_path: Path) -> None:
+    ranks(2, critic_checkpoint, path, tmp_path)
+
+
+def no_checkpoint(path: Path, folder: Path) -> str:
+    with pytest.raises(ValueError) as error:
+        begin(path, {}).load_checkpoint(folder)
+    return str(error.value)
+
+
+def test_an_incomplete_checkpoint_is_refused(ranks: RankPool, path: Path, tmp_path: Path) -> None:
+    assert f"checkpoint.resume: {tmp_path} is not a complete checkpoint" in ranks(1, no_checkpoint, path, tmp_path)[0]

@@ -1,0 +1,175 @@
+"""Several optimizer steps equal torch's AdamW on the Hugging Face model, in every layout; and what a step reports."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import batch_of, hf_loss, own_weights, shard, started, tiny, weighted_loss
+from megatron_ranks import RankPool
+from support_models import load_hf
+
+from roll_lite.config.schema import OptimizerConfig
+from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
+from roll_lite.distributed.strategy.base import TrainResult
+
+# A large eps keeps Adam from blowing rounding errors of tiny gradients up to whole steps.
+CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-2, clip_grad=20.0)
+STEPS = 4
+
+
+def torch_steps(path: Path, config: OptimizerConfig, learning_rates: list[float]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The oracle: weights after the steps, and the gradient norms."""
+    model = load_hf(path)
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    exempt = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    norms = []
+    for step, lr in enumerate(learning_rates):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        hf_loss(model, batch_of(seed=step), 0.7).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad or float("inf"))))
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
+
+
+def megatron_steps(
+    path: Path, config: OptimizerConfig, layout: dict[str, Any], steps: int
+) -> tuple[dict[str, torch.Tensor], list[TrainResult]]:
+    strategy = started(path, config, total_steps=steps, **layout)
+    results = []
+    for step in range(steps):
+        batch = shard(batch_of(seed=step), strategy, [2, 4] if strategy.layout.data_size == 2 else None)
+        results.append(strategy.train_step(batch, weighted_loss, ["log_probs", "entropy"], 0.7, 3))
+    return own_weights(strategy), results
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("training") / "model", "qwen2")
+
+
+def check_steps(ranks: RankPool, path: Path, config: OptimizerConfig, layout: dict[str, Any], learning_rates: list[float]) -> None:
+    world_size = 1 if not layout else 2
+    options = {name: value for name, value in layout.items() if name != "data"}
+    returned = ranks(world_size, megatron_steps, path, config, options, len(learning_rates))
+    results = [result for _, result in returned]
+    assert all(result == results[0] for result in results), "every rank reports the same"
+    expected, norms = torch_steps(path, config, learning_rates)
+    start = {name: parameter.detach() for name, parameter in load_hf(path).named_parameters()}
+    for result, norm, lr in zip(results[0], norms, learning_rates, strict=True):
+        assert result.grad_norm == pytest.approx(norm, rel=1e-4)
+        assert result.lr == pytest.approx(lr, abs=1e-12)
+        assert not result.skipped
+    weights = {name: tensor for exported, _ in returned for name, tensor in exported.items()}
+    assert set(weights) == set(expected)
+    for name, tensor in expected.items():
+        moved = float((tensor - start[name]).norm())
+        assert moved > 0
+        assert float((weights[name] - tensor).norm()) < 1e-4 * moved, f"{name} moved by {moved}"
+
+
+@pytest.mark.parametrize("distributed_optimizer", [True, False], ids=["distributed", "replicated"])
+@pytest.mark.parametrize("layout", [{}, {"data": 2}, {"tensor_parallel": 2}], ids=["one rank", "DP2", "TP2"])
+def test_steps_equal_adamw(ranks: RankPool, path: Path, layout: dict[str, Any], distributed_optimizer: bool) -> None:
+    check_steps(ranks, path, CONFIG, {**layout, "distributed_optimizer": distributed_optimizer} if layout else {}, [CONFIG.lr] * STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"data": 2, "overlap_grad_reduce": True}],
+    ids=["PP2", "TP2 SP", "DP2 overlap"],
+)
+def test_steps_equal_adamw_in_further_layouts(ranks: RankPool, path: Path, layout: dict[str, Any]) -> None:
+    check_steps(ranks, path, CONFIG, layout, [CONFIG.lr] * STEPS)
+
+
+@pytest.mark.parametrize(
+    ("decay", "learning_rates"),
+    [
+        ("constant", [0.0, 5e-4, 1e-3, 1e-3, 1e-3, 1e-3]),
+        ("linear", [0.0, 5e-4, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4]),
+        ("cosine", [0.0, 5e-4, 1e-3, 1e-4 + 9e-4 * (1 + 2**-0.5) / 2, 1e-4 + 9e-4 / 2, 1e-4 + 9e-4 * (1 - 2**-0.5) / 2]),
+    ],
+)
+def test_learning_rates(ranks: RankPool, path: Path, decay: str, learning_rates: list[float]) -> None:
+    """Two steps of warm-up, then from 1e-3 to 1e-4 at step 6; worked out by hand."""
+    config = CONFIG.model_copy(update={"decay": decay, "warmup_steps": 2, "min_lr": 1e-4, "clip_grad": 0.0})
+    check_steps(ranks, path, config, {}, learning_rates)
+
+
+def bad_optimizer(path: Path, config: OptimizerConfig, total_steps: int | None) -> str:
+    with pytest.raises(ValueError) as error:
+        started(path, config, total_steps=total_steps)
+    return str(error.value)
+
+
+def test_schedules_that_cannot_be(ranks: RankPool, path: Path) -> None:
+    linear = CONFIG.model_copy(update={"decay": "linear", "warmup_steps": 5})
+    assert "optimizer.decay: 'linear' needs the number of optimizer steps" in ranks(1, bad_optimizer, path, linear, None)[0]
+    assert "optimizer.warmup_steps: 5 leaves nothing of the run's 5" in ranks(1, bad_optimizer, path, linear, 5)[0]
+    above = CONFIG.model_copy(update={"min_lr": 1.0})
+    assert "optimizer.min_lr: 1.0 is larger than optimizer.lr 0.001" in ranks(1, bad_optimizer, path, above, None)[0]
+
+
+def exploding_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Infinite gradients wherever there are rows."""
+    assert outputs.log_probs is not None
+    loss = (outputs.log_probs * micro_batch.mask).sum() * float("inf")
+    return loss, {"rows": torch.tensor(float(micro_batch.mask.shape[0]))}
+
+
+def skip_and_go_on(path: Path, layout: dict[str, Any]) -> None:
+    strategy, untouched = started(path, CONFIG, **layout), started(path, CONFIG, **layout)
+    # Only data-parallel rank 0 has rows, so only its gradient explodes; all ranks must skip.
+    batch = shard(batch_of(), strategy, [6, 0] if strategy.layout.data_size == 2 else None)
+    before = own_weights(strategy)
+    skipped = strategy.train_step(batch, exploding_loss, ["log_probs"], 1.0, 4)
+    assert skipped.skipped
+    assert skipped.metrics["rows"] == 6
+    assert all(torch.equal(tensor, before[name]) for name, tensor in own_weights(strategy).items())
+    after = strategy.train_step(batch, weighted_loss, ["log_probs"], 1.0, 4)
+    expected = untouched.train_step(batch, weighted_loss, ["log_probs"], 1.0, 4)
+    assert after == expected, "the step after a skipped one is that of a strategy that never saw it"
+    theirs = own_weights(untouched)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in own_weights(strategy).items())
+
+
+@pytest.mark.parametrize("layout", [{}, {"data": 2}, {"tensor_parallel": 2}], ids=["one rank", "DP2", "TP2"])
+def test_a_gradient_that_is_not_finite_changes_nothing(ranks: RankPool, path: Path, layout: dict[str, Any]) -> None:
+    ranks(2 if layout else 1, skip_and_go_on, path, {name: size for name, size in layout.items() if name != "data"})
+
+
+def bfloat16_training(path: Path, layout: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    strategy = started(path, CONFIG.model_copy(update={"eps": 1e-8}), dtype="bfloat16", **layout)
+    losses = []
+    for _ in range(8):
+        batch = shard(batch_of(), strategy, [2, 4] if strategy.layout.data_size == 2 else None)
+        losses.append(strategy.train_step(batch, weighted_loss, ["log_probs"], 1.0, 3).loss)
+    return losses, own_weights(strategy)
+
+
+def test_bfloat16_with_float32_main_weights(ranks: RankPool, path: Path) -> None:
+    """Low precision moves the figures, not the course: the loss falls as in float32."""
+    for layout, world_size in (({}, 1), ({"distributed_optimizer": False}, 2)):
+        losses, weights = ranks(world_size, bfloat16_training, path, layout)[0]
+        assert losses[-1] < losses[0] - 5
+        assert all(tensor.dtype == torch.bfloat16 for tensor in weights.values())
+
+
+def repeated(path: Path) -> list[TrainResult]:
+    try:
+        strategy = started(path, CONFIG, deterministic=True, tensor_parallel=2)
+        with pytest.raises(ValueError, match="another role in this process has 2 x 1; roles that share processes need the same layout"):
+            started(path)
+        return [strategy.train_step(batch_of(seed=step), weighted_loss, ["log_probs", "entropy"], 0.7, 3) for step in range(3)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_runs_repeat_bit_for_bit(ranks: RankPool, path: Path) -> None:
+    assert ranks(2, repeated, path) == ranks(2, repeated, path)

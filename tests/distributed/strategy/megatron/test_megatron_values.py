@@ -1,0 +1,147 @@
+"""The critic: values and gradients equal Hugging Face's hidden states times the head; the three ways to start one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import (
+    FAMILIES,
+    assert_same,
+    batch_of,
+    hf_loss,
+    hf_values,
+    own_gradients,
+    own_weights,
+    shard,
+    started,
+    tiny,
+    weighted_loss,
+)
+from megatron_ranks import RankPool
+from safetensors.torch import load_file, save_file
+from support_models import load_hf
+from transformers import AutoModelForSequenceClassification
+
+from roll_lite.config.schema import OptimizerConfig
+
+NO_CLIPPING = OptimizerConfig(lr=1e-30, clip_grad=0.0)
+
+
+def reward_model(folder: Path, family: str, **overrides: Any) -> tuple[Path, torch.Tensor]:
+    """A sequence-classification checkpoint as Hugging Face saves it, and its head."""
+    tiny(folder, family, **overrides)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    with torch.no_grad():
+        head = torch.randn(1, 128, generator=torch.Generator().manual_seed(5)) / 8
+        model.score.weight.copy_(head)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    model.save_pretrained(folder)
+    return folder, head
+
+
+def check_values(path: Path, base: Path, head: torch.Tensor, layout: dict[str, Any], init: str) -> None:
+    """`base` is the language model below the value model, for the oracle."""
+    strategy = started(path, NO_CLIPPING, value_head=True, value_init=init, distributed_optimizer=False, **layout)
+    batch = batch_of()
+    oracle = load_hf(base)
+    mine = shard(batch, strategy, [2, 4] if strategy.layout.data_size == 2 else None)
+    out = strategy.forward(mine, ["values"], 1.0, 2)
+    if out is not None:
+        for row in range(len(mine)):
+            mask = mine.ragged("response_mask").row(row)[1:]
+            expected = hf_values(oracle, head, mine.ragged("input_ids").row(row)).detach() * mask
+            torch.testing.assert_close(out.ragged("values").row(row), expected, rtol=1e-5, atol=1e-5)
+    weight = head.clone().requires_grad_()
+    loss = hf_loss(oracle, batch, 1.0, head=weight)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in oracle.model.named_parameters(prefix="model")} | {"score.weight": weight.grad}
+    for size in (1, 3):
+        result = strategy.train_step(mine, weighted_loss, ["values"], 1.0, size)
+        assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+        ours = own_gradients(strategy)
+        if ours:
+            assert_same(ours, {name: gradients[name] for name in (ours if layout.get("pipeline_parallel") else gradients)})
+
+
+def check_values_of_all(cases: list[tuple[Any, ...]]) -> None:
+    for case in cases:
+        check_values(*case)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path, torch.Tensor]]:
+    """Per family: a reward model, the language model with the same body, the head."""
+    folder = tmp_path_factory.mktemp("rewards")
+    found = []
+    for family in FAMILIES:
+        path, head = reward_model(folder / family, family)
+        found.append((path, tiny(folder / f"{family}_base", family), head))
+    return found
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor_parallel": 2}, {"data": 2}], ids=["one rank", "TP2", "DP2"])
+def test_values_and_gradients(ranks: RankPool, checkpoints: list[tuple[Path, Path, torch.Tensor]], layout: dict[str, int]) -> None:
+    options = {name: size for name, size in layout.items() if name != "data"}
+    ranks(2 if layout else 1, check_values_of_all, [(*case, options, "reward_model") for case in checkpoints])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}], ids=["PP2", "TP2 SP"])
+def test_values_and_gradients_in_further_layouts(
+    ranks: RankPool, checkpoints: list[tuple[Path, Path, torch.Tensor]], layout: dict[str, Any]
+) -> None:
+    ranks(2, check_values_of_all, [(*case, layout, "reward_model") for case in checkpoints])
+
+
+def fresh_critic(path: Path, target: Path) -> None:
+    strategy = started(path, OptimizerConfig(lr=1e-2), value_head=True)
+    batch = batch_of()
+    out = strategy.forward(batch, ["values"], 1.0, 4)
+    assert out is not None
+    assert out.ragged("values").values.abs().max() == 0, "a new critic's values are all 0"
+    first = strategy.train_step(batch, weighted_loss, ["values"], 1.0, 4).loss
+    for _ in range(5):
+        last = strategy.train_step(batch, weighted_loss, ["values"], 1.0, 4).loss
+    assert last < 0.8 * first
+    strategy.save_hf(target)
+    trained = own_weights(strategy)
+    again = started(target, None, value_head=True, value_init="path")
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in own_weights(again).items())
+    mine, theirs = (one.forward(batch, ["values"], 1.0, 4) for one in (strategy, again))
+    assert mine is not None
+    assert theirs is not None
+    assert torch.equal(mine.ragged("values").values, theirs.ragged("values").values)
+    with pytest.raises(ValueError, match="a model with value head has values"):
+        strategy.forward(batch, ["log_probs"], 1.0, 4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_new_critic_is_trained_saved_and_loaded(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    path = tiny(tmp_path / "model", family)
+    ranks(1, fresh_critic, path, tmp_path / "out")
+    assert "score.weight" in load_file(tmp_path / "out" / "model.safetensors")
+    assert not any(name.startswith("lm_head") for name in load_file(tmp_path / "out" / "model.safetensors"))
+    model, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"], "transformers finds every weight"
+    assert model.score.weight.shape == (1, 128)
+
+
+def refused(path: Path, init: str) -> str:
+    with pytest.raises(ValueError) as error:
+        started(path, None, value_head=True, value_init=init)
+    return str(error.value)
+
+
+def test_checkpoints_without_or_with_another_head(ranks: RankPool, tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model")
+    for init in ("reward_model", "path"):
+        assert (
+            f"critic.path: {path} lacks score.weight; critic.init '{init}' needs a checkpoint with a value head"
+            in ranks(1, refused, path, init)[0]
+        )
+    several = load_file(path / "model.safetensors") | {"score.weight": torch.zeros(3, 128)}
+    save_file(several, path / "model.safetensors")
+    message = ranks(1, refused, path, "reward_model")[0]
+    assert "score.weight make up a tensor of shape (3, 128) on this rank, config.json says (1, 128)" in message

@@ -1,0 +1,198 @@
+"""Hugging Face weights in and out: bit for bit the same, under every layout; and what is said of checkpoints that do not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import FAMILIES, batch_of, hf_log_probs, own_weights, started, tiny
+from megatron_ranks import RankPool
+from safetensors.torch import load_file, save_file
+from support_models import load_hf
+from transformers import AutoTokenizer
+
+from roll_lite.config.hf_config import read_hf_config
+from roll_lite.distributed.strategy.megatron.hf_mapping import LAYER, Layout, checkpoint_names, join, take_apart
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def round_trip(path: Path, target: Path, layout: dict[str, Any], dtype: str) -> dict[str, Any]:
+    strategy = started(path, dtype=dtype, **layout)
+    plan = strategy.export_plan(1 << 16)
+    exported = own_weights(strategy)
+    strategy.save_hf(target)
+    for tensor in plan.tensors:
+        if tensor.owner == strategy.layout.rank:
+            assert exported[tensor.name].shape == tensor.shape
+            assert exported[tensor.name].dtype == tensor.dtype
+            assert exported[tensor.name].is_contiguous()
+    return {"plan": plan, "names": sorted(exported), "layout": strategy.layout}
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"tensor_parallel": 2}, {"data": 2}, {"pipeline_parallel": 2}], ids=["one rank", "TP2", "DP2", "PP2"]
+)
+def test_what_comes_out_is_what_went_in(ranks: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
+    world_size = max([1, *layout.values()])
+    options = {name: size for name, size in layout.items() if name != "data"}
+    for family in FAMILIES:
+        path = tiny(tmp_path / family, family, vocab_size=101)
+        returned = ranks(world_size, round_trip, path, tmp_path / f"{family}_out", options, "float32")
+        plans = [one["plan"] for one in returned]
+        assert all(plan == plans[0] for plan in plans), "the plan is the same on every rank"
+        before, after = tensors_of(path), tensors_of(tmp_path / f"{family}_out")
+        assert set(before) == set(after) == {tensor.name for tensor in plans[0].tensors}
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        for bucket in plans[0].buckets():
+            assert len({tensor.owner for tensor in bucket}) == 1
+            assert len(bucket) == 1 or sum(before[tensor.name].nbytes for tensor in bucket) <= 1 << 16
+        owners = {tensor.owner for tensor in plans[0].tensors}
+        assert owners == ({0, 1} if "pipeline_parallel" in layout else {0})
+        load_hf(tmp_path / f"{family}_out")
+        assert AutoTokenizer.from_pretrained(tmp_path / f"{family}_out").encode("a1") == AutoTokenizer.from_pretrained(path).encode("a1")
+
+
+def test_bfloat16_goes_through_unchanged(ranks: RankPool, tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model", dtype=torch.bfloat16)
+    ranks(1, round_trip, path, tmp_path / "out", {}, "bfloat16")
+    before, after = tensors_of(path), tensors_of(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_checkpoint_in_several_files(ranks: RankPool, tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model", "qwen3")
+    load_hf(path).save_pretrained(tmp_path / "several", max_shard_size="200KB")
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
+    ranks(2, round_trip, tmp_path / "several", tmp_path / "out", {"tensor_parallel": 2}, "float32")
+    before, after = tensors_of(path), tensors_of(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def save_in_pieces(path: Path, target: Path) -> None:
+    from roll_lite.distributed.strategy.megatron.hf_export import save_hf
+
+    strategy = started(path)
+    save_hf(strategy._exporter, strategy.export_plan(200_000), path, target, torch.float32, False)
+
+
+def test_a_large_model_is_saved_in_several_files(ranks: RankPool, tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model", "llama")
+    ranks(1, save_in_pieces, path, tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    ids = batch_of().ragged("input_ids").row(0)
+    assert torch.equal(hf_log_probs(load_hf(tmp_path / "out"), ids, 1.0)[0], hf_log_probs(load_hf(path), ids, 1.0)[0])
+
+
+def error_of(path: Path, layout: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as error:
+        started(path, **layout)
+    return str(error.value)
+
+
+def changed(path: Path, target: Path, **tensors: torch.Tensor | None) -> Path:
+    """A copy of a checkpoint with some tensors replaced, added or (None) taken away; dots in names are written as double underscores."""
+    target.mkdir()
+    for file in path.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    kept = tensors_of(path)
+    for name, tensor in tensors.items():
+        if tensor is None:
+            del kept[name.replace("__", ".")]
+        else:
+            kept[name.replace("__", ".")] = tensor
+    save_file(kept, target / "model.safetensors")
+    return target
+
+
+def test_checkpoints_that_do_not_fit(ranks: RankPool, tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model", "qwen2")
+    missing = changed(path, tmp_path / "missing", model__layers__1__self_attn__k_proj__bias=None, model__norm__weight=None)
+    unknown = changed(path, tmp_path / "unknown", model__layers__7__mlp__up_proj__weight=torch.zeros(2, 2))
+    narrow = changed(path, tmp_path / "narrow", model__layers__0__mlp__down_proj__weight=torch.zeros(128, 96))
+    short = changed(path, tmp_path / "short", model__embed_tokens__weight=torch.zeros(90, 128))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    no_weights = tmp_path / "no_weights"
+    no_weights.mkdir()
+    (no_weights / "config.json").write_text((path / "config.json").read_text())
+    cases = [
+        (missing, {}, "lacks model.layers.1.self_attn.k_proj.bias, model.norm.weight"),
+        (unknown, {}, "has tensors that a qwen2 model has no place for: model.layers.7.mlp.up_proj.weight"),
+        (narrow, {}, "model.layers.0.mlp.down_proj.weight make up a tensor of shape (128, 96) on this rank, config.json says (128, 256)"),
+        (short, {}, "model.embed_tokens.weight has 90 rows, config.json says vocab_size 100"),
+        (empty, {}, "holds no config.json"),
+        (no_weights, {}, "holds neither model.safetensors nor model.safetensors.index.json"),
+        (path, {"context_parallel": 2}, "strategy.context_parallel: 2 is not supported yet; it must be 1"),
+        (path, {"expert_parallel": 2}, "strategy.expert_parallel: 2 is not supported yet; it must be 1"),
+        (path, {"tensor_parallel": 2}, "strategy: tensor_parallel 2 x pipeline_parallel 1 does not divide the 1 ranks"),
+        (path, {"sequence_parallel": True}, "strategy.sequence_parallel: true needs strategy.tensor_parallel > 1"),
+        (path, {"virtual_pipeline": 2}, "strategy.virtual_pipeline: 2 is not supported yet; it must be 1"),
+    ]
+    for folder, layout, message in cases:
+        assert message in ranks(1, error_of, folder, layout)[0]
+    for message, layout in (
+        ("strategy.tensor_parallel: 2 does not divide the model's 1 key/value heads", {"tensor_parallel": 2}),
+        ("strategy.pipeline_parallel: 2 does not divide the model's 3 layers", {"pipeline_parallel": 2}),
+    ):
+        folder = tiny(tmp_path / next(iter(layout)), "llama", num_key_value_heads=1, layers=3)
+        assert message in ranks(2, error_of, folder, layout)[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model_type", "gpt2", "model_type 'gpt2' cannot be trained; supported are qwen2, qwen3, llama"),
+        ("hidden_act", "gelu", "hidden_act is 'gelu'; only 'silu' is supported"),
+        ("use_sliding_window", True, "use_sliding_window is True"),
+        ("attention_bias", True, "attention_bias is True"),
+        ("mlp_bias", True, "mlp_bias is True"),
+        (
+            "rope_parameters",
+            {"rope_type": "yarn", "factor": 4.0},
+            "RoPE scaling 'yarn' is not supported; supported are default, linear and llama3",
+        ),
+        ("rope_parameters", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}, "llama3 with low_freq_factor 2.0; only 1.0"),
+        ("rope_parameters", {"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+    ],
+)
+def test_models_that_cannot_be_trained(tmp_path: Path, field: str, value: object, message: str) -> None:
+    path = tiny(tmp_path / "model", "llama")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, field: value}))
+    with pytest.raises(ValueError, match=r"config\.json") as error:
+        read_hf_config(path)
+    assert message in str(error.value)
+
+
+def test_configs_of_older_transformers_are_understood(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model", "llama")
+    config = json.loads((path / "config.json").read_text())
+    del config["rope_parameters"]
+    old = {**config, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    (path / "config.json").write_text(json.dumps(old))
+    rope = read_hf_config(path).rope
+    assert (rope.theta, rope.linear_factor, rope.llama3_factor) == (5e5, 2.0, None)
+    (path / "config.json").write_text(json.dumps({**config, "rope_theta": 2e4, "rope_scaling": None}))
+    assert read_hf_config(path).rope.theta == 2e4
+
+
+def test_grouped_layout_puts_each_group_together(tmp_path: Path) -> None:
+    """Worked out by hand: 4 query heads, 2 key/value heads: q0 q1 k0 v0 q2 q3 k1 v1."""
+    hf = read_hf_config(tiny(tmp_path / "model", "qwen2"))
+    entry = next(entry for entry in LAYER if entry.layout is Layout.GROUPED and entry.megatron.endswith("bias"))
+    numbers = {"q": [0, 1, 2, 3], "k": [10, 11], "v": [20, 21]}
+    cuts = [torch.tensor(heads).repeat_interleave(hf.head_dim) for heads in numbers.values()]
+    joined = join(entry, cuts, hf)
+    assert joined[:: hf.head_dim].tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
+    assert all(torch.equal(back, cut) for back, cut in zip(take_apart(entry, joined, hf), cuts, strict=True))
+
+
+def test_the_table_names_exactly_the_checkpoint(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        path = tiny(tmp_path / family, family)
+        assert checkpoint_names(read_hf_config(path)) == set(tensors_of(path))

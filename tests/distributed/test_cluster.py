@@ -1,0 +1,107 @@
+"""Dispatch verbs on real actors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cluster_workers import Adder, Grid, MainThreadAdder, Service
+
+from roll_lite.distributed.cluster import Cluster, ClusterDead, ClusterSpec, gather, start_cluster
+from roll_lite.distributed.placement import anywhere
+
+
+@pytest.fixture(scope="module")
+def adders(ray_local: object) -> Iterator[Cluster[Adder]]:
+    cluster = start_cluster(ClusterSpec("adders", anywhere(2), threads=3, env={"EXTRA": "yes"}), Adder, base=1000)
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def grid(ray_local: object) -> Iterator[Cluster[Grid]]:
+    cluster = start_cluster(ClusterSpec("grid", anywhere(4)), Grid)
+    yield cluster
+    cluster.shutdown()
+
+
+def test_all_and_one(adders: Cluster[Adder]) -> None:
+    assert adders.all(Adder.add, 1, b=2) == [1003, 1103]
+    assert adders.one(Adder.add, 5) == 1005
+
+
+def test_rank_environment_is_there_before_the_process_starts(adders: Cluster[Adder]) -> None:
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "EXTRA"]
+    assert [tuple(found.values()) for found in adders.all(Adder.environment, names)] == [
+        ("0", "2", "0", "3", "yes"),
+        ("1", "2", "1", "3", "yes"),
+    ]
+    places = adders.all(Adder.environment, ["MASTER_ADDR", "MASTER_PORT"])
+    assert places[0] == places[1] and int(places[0]["MASTER_PORT"] or 0) > 0
+
+
+def test_without_a_strategy_every_rank_is_a_data_rank(adders: Cluster[Adder]) -> None:
+    assert [(layout.rank, layout.data_rank, layout.data_size, layout.is_head) for layout in adders.layouts] == [
+        (0, 0, 2, True),
+        (1, 1, 2, True),
+    ]
+    assert adders.scatter(Adder.add, [1, 2], 10) == [1011, 1112]
+
+
+def test_methods_run_on_one_thread(adders: Cluster[Adder]) -> None:
+    threads = [adders.one(Adder.thread) for _ in range(5)]
+    assert len({thread for thread, _ in threads}) == 1
+
+
+def test_heads_return_in_data_rank_order(grid: Cluster[Grid]) -> None:
+    assert grid.all(Grid.who) == [0, 1, 2, 3]
+    assert grid.heads(Grid.who) == [3, 1]
+
+
+def test_scatter_sends_a_shard_to_every_rank_of_its_data_rank(grid: Cluster[Grid]) -> None:
+    assert grid.scatter(Grid.total, [[1, 2, 3, 4], []], 100) == [(3, 110), (1, 100)]
+    assert grid.all(Grid.last_total) == [100, 100, 110, 110]
+
+
+def test_heads_scatter_leaves_the_other_ranks_alone(grid: Cluster[Grid]) -> None:
+    grid.scatter(Grid.total, [[0], [0]], 0)
+    assert grid.heads_scatter(Grid.total, [[7], [8, 9]], 1) == [(3, 8), (1, 18)]
+    assert grid.all(Grid.last_total) == [0, 18, 0, 8]
+
+
+def test_wrong_number_of_shards(grid: Cluster[Grid]) -> None:
+    with pytest.raises(ValueError, match=r"grid\.total: 3 shards for 2 data-parallel ranks"):
+        grid.scatter(Grid.total, [[1], [2], [3]], 0)
+
+
+def test_start_does_not_wait_and_clusters_overlap(adders: Cluster[Adder], grid: Cluster[Grid]) -> None:
+    sleeping = adders.start_all(Adder.sleep, 0.5)
+    assert grid.one(Grid.who) == 0
+    assert not all(call.done for call in sleeping.calls)
+    both = gather(sleeping, adders.start_all(Adder.add, 0))
+    assert both == [[0.5, 0.5], [1000, 1100]]
+
+
+def test_async_workers(ray_local: object) -> None:
+    services = start_cluster(ClusterSpec("services", anywhere(2)), Service)
+    endless = services.start_one(Service.forever)
+    assert services.all(Service.twice, 21) == [42, 42]
+    services.shutdown()
+    with pytest.raises(ClusterDead, match="services is dead: it was shut down"):
+        endless.result()
+    with pytest.raises(ClusterDead, match="shut down"):
+        services.all(Service.twice, 1)
+
+
+def test_an_unwatched_worker_has_the_main_thread(ray_local: object) -> None:
+    cluster = start_cluster(ClusterSpec("rewards", anywhere(1)), MainThreadAdder)
+    assert cluster.one(Adder.thread)[1]
+    cluster.shutdown()
+
+
+def test_coroutines_need_an_async_worker(ray_local: object) -> None:
+    class Mixed(Adder):
+        async def wait(self) -> None: ...
+
+    with pytest.raises(TypeError, match="Mixed has coroutine methods: it must derive from AsyncWorker"):
+        start_cluster(ClusterSpec("mixed", anywhere(1)), Mixed)

@@ -1,0 +1,73 @@
+"""Devices on a machine without GPUs. Several nodes and GPUs: test_ray_cluster.py."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import ray
+from cluster_workers import Adder
+
+from roll_lite.distributed import placement
+from roll_lite.distributed.cluster import ClusterSpec, start_cluster
+from roll_lite.distributed.placement import Placement, PlacementTimeout
+
+
+def bundles(place: Placement, role: str) -> list[int]:
+    return [slot.strategy.placement_group_bundle_index for slot in place.slots(role)]
+
+
+def test_roles_that_name_the_same_device_share_it(ray_local: object) -> None:
+    place = Placement({"actor_train": 2, "actor_infer": [2, 3], "critic": [1, 2]}, timeout_s=20)
+    try:
+        assert bundles(place, "actor_train") == [0, 1]
+        assert bundles(place, "actor_infer") == [2, 3]
+        assert bundles(place, "critic") == [1, 2]
+        assert [slot.local_rank for slot in place.slots("critic")] == [0, 1]
+        actors, critics = (start_cluster(ClusterSpec(role, place.slots(role)), Adder) for role in ("actor_train", "critic"))
+        assert actors.all(Adder.add, 0) == [0, 100] and critics.all(Adder.add, 0) == [0, 100]
+        actors.shutdown()
+        critics.shutdown()
+    finally:
+        place.release()
+
+
+def test_more_slots_than_cores_fit(ray_local: object) -> None:
+    place = Placement({"actor_train": int(8 * ray.cluster_resources()["CPU"])}, timeout_s=20)
+    assert len(place.slots("actor_train")) == 8 * ray.cluster_resources()["CPU"]
+    place.release()
+
+
+def test_workers_of_several_devices(ray_local: object) -> None:
+    place = Placement({"actor_infer": 4}, timeout_s=20)
+    try:
+        assert [slot.strategy.placement_group_bundle_index for slot in place.slots("actor_infer", devices_per_worker=2)] == [0, 2]
+        with pytest.raises(ValueError, match=r"actor_infer\.devices: 4 devices cannot be shared out to workers of 3 devices each"):
+            place.slots("actor_infer", devices_per_worker=3)
+    finally:
+        place.release()
+
+
+def test_no_room_says_what_was_wanted_and_what_there_is(ray_local: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_cpu_slot", lambda slots: 1000.0)
+    with pytest.raises(PlacementTimeout) as caught:
+        Placement({"actor_train": 2, "critic": [0, 5]}, timeout_s=0.5)
+    message = str(caught.value)
+    cores = ray.cluster_resources()["CPU"]
+    assert "after 0.5 s. Wanted: 3 devices of 1000 CPU each (actor_train: devices 0, 1; critic: devices 0, 5)" in message
+    assert re.search(rf"1 node\(s\) with {cores:g} CPU in all \([\d.]+ {cores:g}\), [\d.]+ of them free", message)
+
+
+@pytest.mark.parametrize(
+    ("cores", "slots", "size"),
+    [
+        ({"a": 2.0}, 1, 1.0),
+        ({"a": 2.0}, 6, 0.3),  # 0.9 of two cores
+        ({"a": 1.0, "b": 1.0}, 3, 0.45),  # 0.6 would fit in sum, but not on the nodes: one slot each, the third nowhere
+        ({"a": 64.0}, 8, 1.0),
+        ({"a": 0.0}, 2, 0.01),
+    ],
+)
+def test_size_of_a_cpu_slot(monkeypatch: pytest.MonkeyPatch, cores: dict[str, float], slots: int, size: float) -> None:
+    monkeypatch.setattr(placement, "_free_cores", lambda: cores)
+    assert placement._cpu_slot(slots) == pytest.approx(size)

@@ -1,0 +1,121 @@
+"""A rank raises, leaves or is killed while others hang in a collective: the driver says who and why within seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster_workers import Adder, Collective, MainThreadAdder, Service, Unbuildable
+
+from roll_lite.distributed.cluster import ClusterDead, ClusterSpec, RankFailed, RankTimeout, gather, start_cluster
+from roll_lite.distributed.placement import anywhere
+
+SECONDS = 5.0
+"""Well within 'seconds'; measured below 0.2 on an idle machine."""
+
+
+def assert_gone(processes: list[int]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while left := [pid for pid in processes if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [("raise", "ValueError: the data is broken"), ("exit", r"its process \d+ died .*about to leave"), ("kill", r"its process \d+ died")],
+)
+def test_failure_while_another_rank_hangs_in_a_collective(ray_local: object, tmp: Path, how: str, cause: str) -> None:
+    cluster = start_cluster(ClusterSpec("actor_train", anywhere(2), log_folder=tmp), Collective)
+    processes = cluster.all(Collective.process_id)
+    assert cluster.all(Collective.reduce) == [2.0, 2.0]
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match=rf"(?s)actor_train rank 1 failed in fail_in_collective: {cause}") as caught:
+        cluster.all(Collective.fail_in_collective, how)
+    assert time.monotonic() - start < SECONDS
+    assert (caught.value.role, caught.value.rank, caught.value.phase) == ("actor_train", 1, "fail_in_collective")
+    assert_gone(processes)
+    with pytest.raises(ClusterDead, match=r"(?s)actor_train is dead: actor_train rank 1 failed in fail_in_collective"):
+        cluster.all(Collective.reduce)
+    if how == "raise":
+        assert "in fail_in_collective" in caught.value.cause and "cluster_workers.py" in caught.value.cause, "the remote traceback"
+
+
+@pytest.mark.parametrize("worker", [Adder, Service])
+def test_death_in_another_cluster_is_noticed_while_waiting(ray_local: object, worker: type[Adder] | type[Service]) -> None:
+    busy = start_cluster(ClusterSpec("reference", anywhere(1)), Adder)
+    other = start_cluster(ClusterSpec("actor_infer", anywhere(2)), worker)
+    victims = other.all(worker.process_id)
+    waiting = busy.start_all(Adder.sleep, 60.0)
+    killed: list[float] = []
+
+    def kill() -> None:
+        os.kill(victims[1], signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    threading.Timer(0.5, kill).start()
+    with pytest.raises(RankFailed, match=f"actor_infer rank 1 failed in idle: its process {victims[1]} died"):
+        waiting.result()
+    assert time.monotonic() - killed[0] < 3.0
+    assert_gone(victims)
+    busy.shutdown()
+
+
+def test_gather_raises_at_the_first_failure_of_any(ray_local: object) -> None:
+    slow = start_cluster(ClusterSpec("actor_train", anywhere(1)), Adder)
+    broken = start_cluster(ClusterSpec("critic", anywhere(1)), Adder)
+    calls = slow.start_all(Adder.sleep, 60.0), broken.start_all(Adder.add, "not a number")  # type: ignore[arg-type]
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match="critic rank 0 failed in add: TypeError"):
+        gather(*calls)
+    assert time.monotonic() - start < SECONDS
+    slow.shutdown()
+
+
+def test_a_constructor_that_raises(ray_local: object) -> None:
+    cluster = start_cluster(ClusterSpec("critic", anywhere(2)), Unbuildable, "/nowhere")
+    with pytest.raises(RankFailed, match=r"(?s)critic rank [01] failed in start.*FileNotFoundError: no model at /nowhere") as caught:
+        cluster.all(Unbuildable.process_id)
+    assert caught.value.phase == "start"
+
+
+def test_an_unwatched_worker_fails_at_its_call(ray_local: object) -> None:
+    cluster = start_cluster(ClusterSpec("rewards", anywhere(1)), MainThreadAdder)
+    os.kill(cluster.one(Adder.process_id), signal.SIGKILL)
+    with pytest.raises(RankFailed, match=r"rewards rank 0 failed in add: its process \d+ died"):
+        cluster.all(Adder.add, 1)
+
+
+def test_a_time_out_names_the_stuck_rank_and_where_it_stands(ray_local: object) -> None:
+    cluster = start_cluster(ClusterSpec("actor_train", anywhere(2), timeout_s=30.0), Adder)
+    cluster.all(Adder.process_id)
+    start = time.monotonic()
+    with pytest.raises(RankTimeout, match=r"(?s)no answer after 1 s from rank 1; rank 0 answered.*in sleep_where") as caught:
+        cluster.start_all(Adder.sleep_where, 1, 60.0).result(timeout_s=1.0)
+    assert caught.value.rank == 1 and time.monotonic() - start < SECONDS
+    with pytest.raises(ClusterDead):
+        cluster.all(Adder.process_id)
+
+
+def test_ctrl_c_ends_a_wait(ray_local: object) -> None:
+    cluster = start_cluster(ClusterSpec("actor_train", anywhere(1)), Adder)
+    waiting = cluster.start_all(Adder.sleep, 60.0)
+    start = time.monotonic()
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        waiting.result()
+    assert time.monotonic() - start < 3.0
+    cluster.shutdown()
+
+
+def test_children_of_a_killed_worker_die_with_it(ray_local: object) -> None:
+    cluster = start_cluster(ClusterSpec("actor_infer", anywhere(1)), Adder)
+    child = cluster.one(Adder.start_child)
+    assert psutil.pid_exists(child)
+    cluster.shutdown()
+    assert_gone([child])

@@ -1,0 +1,113 @@
+"""An existing Ray cluster of two nodes with (pretended) GPUs: attaching, placing workers, leaving without a trace."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_ray_session import running_driver, wait_until
+
+from roll_lite.distributed import session_guard
+
+pytestmark = pytest.mark.slow
+
+PLACING = """
+import ray
+from cluster_workers import Adder, Collective
+from roll_lite.config.schema import RayConfig
+from roll_lite.distributed.cluster import ClusterSpec, start_cluster
+from roll_lite.distributed.placement import Placement, PlacementTimeout
+from roll_lite.distributed.ray_session import ray_session
+
+NAMES = ["CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "RANK"]
+
+def where(cluster):
+    return [tuple(found.values()) for found in cluster.all(Adder.environment, NAMES)]
+
+with ray_session(RayConfig(), None) as session:
+    assert not session.started
+    place = Placement({"actor_train": 4, "actor_infer": 4, "critic": [3]}, timeout_s=30)
+    nodes = [place.devices[number].node for number in range(4)]
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3], nodes
+    assert nodes[0] == ray.get_runtime_context().get_node_id(), "the driver's node comes first"
+    train = start_cluster(ClusterSpec("actor_train", place.slots("actor_train")), Adder)
+    assert where(train) == [("0", "0", "0"), ("1", "0", "1"), ("0", "0", "2"), ("1", "0", "3")], where(train)
+    infer = start_cluster(ClusterSpec("actor_infer", place.slots("actor_infer", devices_per_worker=2)), Adder)
+    assert where(infer) == [("0,1", "0", "0"), ("0,1", "0", "1")], where(infer)
+    critic = start_cluster(ClusterSpec("critic", place.slots("critic")), Adder)
+    assert where(critic) == [("1", "0", "0")], where(critic)
+    try:
+        Placement({"reference": 1}, timeout_s=1)
+    except PlacementTimeout as error:
+        assert "Wanted: 1 devices of 1 GPU each" in str(error) and "2 node(s) with 4 GPU in all" in str(error), error
+    else:
+        raise AssertionError("a fifth GPU was found")
+    try:
+        place.slots("actor_train", devices_per_worker=4)
+    except ValueError as error:
+        assert "needs them on one node" in str(error)
+    else:
+        raise AssertionError("an engine was spread over two nodes")
+    for cluster in (train, infer, critic):
+        cluster.shutdown()
+    across = start_cluster(ClusterSpec("across", [place.slots("actor_train")[i] for i in (0, 2)]), Collective)
+    assert across.all(Collective.reduce) == [2.0, 2.0]
+print("placed")
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Started as a user would, in a folder of its own; ended by the mark that its processes carry."""
+    mark, folder = uuid.uuid4().hex, Path(f"/tmp/t-{uuid.uuid4().hex[:8]}")
+    folder.mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {session_guard.MARK: mark, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=2", "--num-gpus=2", "--object-store-memory=100000000"]
+    try:
+        head = [*ray, "--head", "--port=0", f"--temp-dir={folder}", "--include-dashboard=false"]
+        subprocess.run(head, env=environment, check=True, capture_output=True, text=True, timeout=120)
+        address = (folder / "ray_current_cluster").read_text().strip()
+        subprocess.run([*ray, f"--address={address}"], env=environment, check=True, capture_output=True, text=True, timeout=120)
+        yield address
+    finally:
+        session_guard.end_processes(mark, folder, grace_s=0.0)
+        subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+def actors_alive(address: str) -> int:
+    """Asked from outside, by a driver of its own."""
+    code = (
+        "import sys, ray; from ray._private.state import actors\n"
+        "ray.init(address=sys.argv[1], log_to_driver=False, logging_level='error')\n"
+        "print(sum(actor['State'] == 'ALIVE' for actor in actors().values()), len(ray.nodes()))"
+    )
+    run = subprocess.run([sys.executable, "-c", code, address], capture_output=True, text=True, timeout=120, check=True)
+    alive, nodes = run.stdout.split()
+    assert nodes == "2", "the cluster is still whole"
+    return int(alive)
+
+
+def test_roles_are_placed_over_nodes_and_gpus(cluster_address: str) -> None:
+    environment = {**os.environ, "RAY_ADDRESS": cluster_address, "PYTHONPATH": str(Path(__file__).parent)}
+    run = subprocess.run([sys.executable, "-c", PLACING], env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert (run.returncode, run.stdout.strip()) == (0, "placed"), run.stderr
+
+
+@pytest.mark.parametrize("how", ["return", "kill"])
+def test_a_run_takes_only_its_own_actors_with_it(cluster_address: str, tmp: Path, how: str) -> None:
+    with running_driver("sleep", tmp, cluster_address) as (bystander, _):
+        with running_driver("sleep" if how == "kill" else how, tmp, cluster_address) as (driver, _):
+            if how == "kill":
+                assert actors_alive(cluster_address) == 2
+                driver.kill()
+            assert driver.wait(60) == (-9 if how == "kill" else 0)
+        wait_until(lambda: actors_alive(cluster_address) == 1, seconds=60)
+        time.sleep(1)
+        assert bystander.poll() is None and actors_alive(cluster_address) == 1

@@ -1,0 +1,216 @@
+"""A session leaves nothing behind, however its driver ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster_workers import Adder
+
+from roll_lite.config.schema import RayConfig
+from roll_lite.distributed import ray_session as module
+from roll_lite.distributed import session_guard
+from roll_lite.distributed.cluster import ClusterSpec, start_cluster
+from roll_lite.distributed.placement import anywhere
+from roll_lite.distributed.ray_session import ray_session
+
+HERE = Path(__file__).parent
+SECONDS = 10.0
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = SECONDS) -> float:
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, "it did not happen in time"
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def family(process: int) -> list[psutil.Process]:
+    """All that belong to the driver's session, also those whose parent has died: the guard is told its mark and its folder."""
+    for child in psutil.Process(process).children():
+        command = child.cmdline()
+        if any(part.endswith("session_guard.py") for part in command):
+            return [psutil.Process(pid) for pid in session_guard.session_processes(command[-2], Path(command[-1]))]
+    return []
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Zombies have ended: this process may have become their parent, since Ray makes its driver a subreaper."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@contextmanager
+def running_driver(how: str, tmp: Path, address: str = "") -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The program, once its actor works, and the number of the actor's child. Ended with the block, at the latest."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    driver = subprocess.Popen(
+        [sys.executable, str(HERE / "session_driver.py"), how, address, str(tmp / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, "TMPDIR": str(tmp), "PYTHONPATH": str(HERE)},
+    )
+    assert driver.stdout is not None and driver.stderr is not None
+    with driver.stdout, driver.stderr:
+        try:
+            said = driver.stdout.readline().split()
+            assert said, driver.stderr.read()
+            yield driver, int(said[2])
+        finally:
+            driver.kill()
+            driver.wait()
+
+
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [
+        ("sleep", signal.SIGKILL),
+        pytest.param("wait", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("sleep", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("raise", None, marks=pytest.mark.slow),
+        pytest.param("return", None, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_left_behind(tmp: Path, how: str, end: signal.Signals | None) -> None:
+    with running_driver(how, tmp) as (driver, child):
+        processes = [psutil.Process(child)] if psutil.pid_exists(child) else []
+        if end is not None:
+            # A process that is just starting its program has no environment to be recognised by.
+            wait_until(lambda: child in [process.pid for process in family(driver.pid)])
+            processes = family(driver.pid)
+            names = {process.name() for process in processes}
+            assert {"raylet", "gcs_server", "ray::DashboardAgent"} < names and any(name.startswith("ray::Adder") for name in names), names
+            assert len(list(tmp.glob("rl-*"))) == 1
+            driver.send_signal(end)
+        wait_until(lambda: driver.poll() is not None)
+        took = wait_until(lambda: not any(map(is_running, processes)))
+        wait_until(lambda: not list(tmp.glob("rl-*")))
+        assert driver.returncode == (0 if how == "return" else 1 if how == "raise" else driver.returncode)
+        assert (driver.returncode == 0) == (how == "return")
+        assert took < SECONDS
+        if how == "raise":
+            assert driver.stderr is not None and "ValueError: as told" in driver.stderr.read()
+
+
+def test_folders_of_dead_owners_are_purged(tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    own = module._identity(os.getpid())
+    _, tick, namespace = own.split(" ")
+    owners = {
+        "rl-dead": f"{ended.pid} {tick} {namespace}",
+        "rl-number-reused": f"{os.getpid()} {int(tick) - 1} {namespace}",
+        "rl-alive": own,
+        "rl-other-container": f"{ended.pid} {tick} pid:[1]",
+        "rl-not-ours": None,
+    }
+    for name, owner in owners.items():
+        (tmp / name).mkdir()
+        if owner:
+            (tmp / name / "owner").write_text(owner)
+    new = module._make_folder()
+    assert {folder.name for folder in tmp.iterdir()} == {"rl-alive", "rl-other-container", "rl-not-ours", new.name}
+    assert (new / "owner").read_text() == own
+
+
+def test_a_process_that_wrote_its_title_over_its_mark_is_known_by_its_files(tmp: Path) -> None:
+    log = tmp / "session" / "log"
+    log.parent.mkdir()
+    hold = ["-c", 'exec -a "$1" sleep 1000 9>"$0"', str(log)]
+    titled, untitled = (subprocess.Popen(["bash", *hold, title]) for title in ("ray::Agent", "tail"))
+    try:
+        wait_until(lambda: titled.pid in session_guard.session_processes("mark", log.parent))
+        assert untitled.pid not in session_guard.session_processes("mark", log.parent)
+        assert titled.pid not in session_guard.session_processes("mark", tmp / "other")
+    finally:
+        for process in (titled, untitled):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("how", ["killed", "done"])
+def test_the_guard_ends_marked_processes(tmp: Path, how: str) -> None:
+    mark, folder = uuid.uuid4().hex, tmp / "session"
+    folder.mkdir()
+    driver = subprocess.Popen(["sleep", "1000"])
+    marked = subprocess.Popen(["sleep", "1000"], env={**os.environ, session_guard.MARK: mark}, start_new_session=True)
+    other = subprocess.Popen(["sleep", "1000"], env={**os.environ, session_guard.MARK: mark + "0"})
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", session_guard.__file__, str(driver.pid), mark, str(folder)], stdin=subprocess.PIPE
+    )
+    assert guard.stdin is not None
+    time.sleep(0.5)
+    assert guard.poll() is None and marked.poll() is None
+    if how == "killed":
+        driver.kill()
+    else:
+        guard.stdin.write(b".")
+        guard.stdin.flush()
+    assert guard.wait(SECONDS) == 0
+    assert marked.wait(SECONDS) == -signal.SIGKILL
+    assert not folder.exists() and other.poll() is None
+    guard.stdin.close()
+    for process in (driver, other):
+        process.kill()
+        process.wait()
+
+
+def test_one_session_at_a_time(ray_local: object) -> None:
+    with pytest.raises(RuntimeError, match="connected to a Ray cluster already"), ray_session(RayConfig(), None):
+        pass
+
+
+def test_exit_codes_of_children_are_not_lost(ray_local: object) -> None:
+    """Ray would have them all be 0."""
+    assert subprocess.run(["sh", "-c", "exit 3"], check=False).returncode == 3
+    cluster = start_cluster(ClusterSpec("adder", anywhere(1)), Adder)
+    assert cluster.one(Adder.exit_code) == 3
+    cluster.shutdown()
+
+
+def test_sessions_start_in_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.ray, "is_initialized", lambda: False)
+    raised: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            with ray_session(RayConfig(), None):
+                pass
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join(SECONDS)
+    assert "starts in the main thread" in str(raised[0])
+
+
+def test_unsupported_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.ray, "__version__", "2.40.1")
+    with pytest.raises(RuntimeError, match=r"Ray 2\.40\.1 is not supported: 2\.60 up to below 2\.62 is"):
+        module._check_version()
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "message"),
+    [
+        ("127.0.0.1:1", ConnectionError, r"no Ray cluster answers at 127\.0\.0\.1:1 \(ray\.address, RAY_ADDRESS\)"),
+        ("head:6379x", ConnectionError, "no Ray cluster answers at head:6379x"),
+        ("ray://head:10001", ValueError, "is a Ray Client address; start the run on a node of the cluster"),
+    ],
+)
+def test_an_address_that_is_of_no_use(address: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        module._check_address(address)

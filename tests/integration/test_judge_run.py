@@ -1,0 +1,50 @@
+"""A whole run whose judge the pipeline starts, and what a run writes about keys: nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.test_runs import SMALL, Run, until_gone
+
+KEY = "sk-a-key-that-nobody-may-see"
+JUDGE = "judges={main: {path: examples/models/tiny, dtype: float32, strategy: {max_model_len: 64, max_running_requests: 16}}}"
+ARGS = (
+    "{server: main, api: completions, template: '{prompt}{response}', pattern: '^.*?(7|$)', "
+    "choices: {'7': 1, '': 0}, max_tokens: 4, api_key_env: JUDGE_KEY}"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(590)
+def test_a_run_starts_its_judge_and_shares_it_among_domains(tmp_path: Path) -> None:
+    rewards = [f"domains.{name}.reward={{type: judge, args: {ARGS}, timeout_s: 60}}" for name in ("add", "repeat")]
+    run = Run(tmp_path, "tiny_grpo", *SMALL, "steps=2", JUDGE, *rewards, environment={"JUDGE_KEY": KEY})
+    try:
+        run.wait_for_step(1)
+        processes = run.tree()
+        servers = [one for one in processes if is_server(one)]
+        assert len(servers) == 1, "one for both domains"
+        code, output = run.finish(400)
+    finally:
+        if run.process.poll() is None:
+            run.process.terminate()
+            run.process.communicate(timeout=60)
+    assert code == 0, output
+    judged = [sample for step in (1, 2) for sample in run.samples(step) if sample["domain"] in ("add", "repeat")]
+    assert judged and all(sample["score"] in (0.0, 1.0) and sample["details"]["extracted"] in ("7", "") for sample in judged)
+    assert [record["rollout/failed"] for record in run.metrics() if "rollout/failed" in record] == [0, 0]
+    assert until_gone(processes, 5) == []
+    assert KEY not in output
+    for file in run.folder.rglob("*"):
+        assert not file.is_file() or KEY.encode() not in file.read_bytes(), file
+
+
+def is_server(process: psutil.Process) -> bool:
+    try:
+        command = process.cmdline()
+    except psutil.Error:
+        return False
+    return "roll_lite.distributed.strategy.vllm.server" in command

@@ -1,0 +1,332 @@
+"""Whole runs, started as a user starts them: the real Megatron-Core, the real vLLM, the real Ray, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation.enabled=false"]
+START_SECONDS = 240
+
+
+class Run:
+    """A run in a process of its own."""
+
+    def __init__(self, folder: Path, config: str, *overrides: str, environment: dict[str, str] | None = None) -> None:
+        self.run_dir = folder / "runs"
+        command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", config, f"run_dir={self.run_dir}", *overrides]
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | (environment or {}),
+            start_new_session=True,
+        )
+
+    def finish(self, timeout: float = START_SECONDS) -> tuple[int, str]:
+        """Exit code and everything it said."""
+        output, _ = self.process.communicate(timeout=timeout)
+        return self.process.returncode, output
+
+    @property
+    def folder(self) -> Path:
+        return (self.run_dir / "latest").resolve()
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def samples(self, step: int) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "samples" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        wanted = self.run_dir / "latest" / "samples" / f"step_{step:06d}.jsonl"
+        while not wanted.exists():
+            assert self.process.poll() is None, f"the run ended early:\n{self.process.communicate()[0]}"
+            assert time.monotonic() < deadline, f"no step {step} after {START_SECONDS} s"
+            time.sleep(0.05)
+
+    def tree(self) -> list[psutil.Process]:
+        """Every process of the run, Ray's and the engines' too."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    runs: list[Run] = []
+
+    def begin(config: str, *overrides: str, **options: Any) -> Run:
+        runs.append(Run(tmp_path, config, *overrides, **options))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.terminate()
+            run.process.communicate(timeout=60)
+
+
+def until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that still run after that time."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Empty where it has ended: the sandbox's programs come and go."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def worker(processes: list[psutil.Process], name: str) -> psutil.Process:
+    found = [process for process in processes if name in " ".join(command_of(process))]
+    assert found, f"no process {name}"
+    return found[0]
+
+
+def engine_core(processes: list[psutil.Process]) -> psutil.Process:
+    """vLLM's own process, a child of the worker that hosts it: the one with the largest memory."""
+    return max(worker(processes, "InferWorker").children(recursive=True), key=lambda process: process.memory_info().rss)
+
+
+def test_grpo_runs_from_end_to_end_and_leaves_what_it_promises(start: Any) -> None:
+    run = start(
+        "tiny_grpo",
+        *SMALL[:2],
+        "steps=2",
+        "validation.every=0",
+        "validation.enabled=true",
+        "weight_sync.verify_weights=true",
+        "checkpoint.every=2",
+    )
+    code, output = run.finish()
+    assert code == 0, output
+    summary = run.summary()
+    assert summary["exit"] == "completed" and summary["steps"] == 2
+    assert set(summary["accuracy"]) == {"overall", "add", "make", "repeat"}
+    assert all(0 <= share <= 1 for entry in summary["accuracy"].values() for share in entry.values())
+    assert summary["tokens"]["trained"] > 0
+    assert (run.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (run.folder / "model" / "model.safetensors").exists() and (run.folder / "config.yaml").exists()
+    assert (run.folder / "checkpoints" / "step_000002" / "state.json").exists()
+    steps = [record for record in run.metrics() if "time/step" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    for record in steps:
+        phases = sum(seconds for name, seconds in record.items() if name.startswith("time/") and name not in ("time/step", "time/other"))
+        assert phases >= 0.95 * record["time/step"]
+        assert record["rollout/samples"] == 24 and record["rollout/failed"] == 0
+        assert record["mismatch/max"] < 1e-4, "engine and trainer disagree about the same tokens in float32"
+    assert len(run.samples(1)) == 24
+
+
+@pytest.mark.slow
+def test_ppo_trains_actor_and_critic_after_a_warm_up_of_the_critic(start: Any) -> None:
+    run = start("tiny_ppo", *SMALL, "steps=2", "algorithm.critic_warmup_steps=1")
+    code, output = run.finish()
+    assert code == 0, output
+    first, second = [record for record in run.metrics() if "time/step" in record]
+    assert "critic/loss" in first and "actor/loss" not in first
+    assert "critic/loss" in second and "actor/loss" in second
+    assert 0 < second["actor/approx_kl"] < 1, "the updates of a step move the policy, and do not throw it away"
+    assert first["credit/kl_in_reward"] == pytest.approx(0, abs=1e-5), "the actor still is the reference"
+
+
+@pytest.mark.slow
+def test_roles_that_leave_their_devices_when_idle_come_back_for_everything_that_needs_them(start: Any) -> None:
+    offload = [f"{role}.offload=true" for role in ("actor_train", "actor_infer", "reference", "critic")]
+    extra = ["validation.enabled=true", "validation.every=1", "weight_sync.verify_weights=true", "checkpoint.every=1"]
+    run = start("tiny_ppo", *SMALL, *offload, *extra, "steps=3", "algorithm.critic_warmup_steps=0")
+    code, output = run.finish()
+    assert code == 0, output
+    assert run.summary()["exit"] == "completed"
+    assert (run.folder / "critic" / "model.safetensors").exists()
+    exported = f"critic.path={run.folder / 'critic'}"
+    again = start("tiny_ppo", *SMALL, "steps=1", "critic.init=path", exported, "algorithm.critic_warmup_steps=0")
+    code, output = again.finish()
+    assert code == 0, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("old", ["rollout", "recompute"])
+def test_kl_in_rewards_and_loss_entropy_bonus_and_mini_batches_go_together(start: Any, old: str) -> None:
+    settings = [f"algorithm.old_log_probs={old}", "algorithm.critic_warmup_steps=0", "algorithm.kl_in_loss.coef=0.01"]
+    run = start(
+        "tiny_ppo", *SMALL, *settings, "algorithm.entropy_coef=0.01", "algorithm.mini_batches=2", "steps=2", "actor_train.devices=2"
+    )
+    code, output = run.finish()
+    assert code == 0, output
+    first, second = [record for record in run.metrics() if "actor/loss" in record]
+    for name in ("actor/kl_loss", "actor/kl_ref", "credit/kl_in_reward", "mismatch/max"):
+        assert name in first and name in second
+    assert first["mismatch/max"] < 1e-4
+    assert abs(first["credit/kl_in_reward"]) < 1e-5 < abs(second["credit/kl_in_reward"])
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_devices_serves_a_run(start: Any) -> None:
+    run = start("tiny_grpo", *SMALL, "actor_infer.devices=2", "actor_infer.strategy.tensor_parallel=2", "steps=2")
+    code, output = run.finish()
+    assert code == 0, output
+    assert all(record["mismatch/max"] < 1e-4 for record in run.metrics() if "time/step" in record)
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_start_says_why(start: Any) -> None:
+    run = start("tiny_grpo", *SMALL, "actor_infer.strategy.engine_args={max_num_partial_prefills: 0}")
+    code, output = run.finish()
+    assert code == 1
+    assert "actor_infer rank 0 failed in initialize" in output and "max_num_partial_prefills" in output.split("Traceback")[0], output
+
+
+@pytest.mark.slow
+def test_deterministic_runs_repeat_sample_for_sample_and_a_resumed_run_goes_on_like_an_uninterrupted_one(start: Any) -> None:
+    settings = [*SMALL, "deterministic=true", "checkpoint.every=2", "checkpoint.export_model=false"]
+
+    def content(run: Run, step: int) -> list[tuple[str, str, float]]:
+        return [(sample["prompt"], sample["response"], sample["score"]) for sample in run.samples(step)]
+
+    whole = start("tiny_grpo", *settings, "steps=3")
+    code, output = whole.finish()
+    assert code == 0, output
+    uninterrupted = [content(whole, step) for step in (1, 2, 3)]
+    losses = [record["actor/loss"] for record in whole.metrics() if "actor/loss" in record]
+    checkpoint = whole.folder / "checkpoints" / "step_000002"
+
+    again = start("tiny_grpo", *settings, "steps=2")
+    assert again.finish()[0] == 0
+    assert [content(again, step) for step in (1, 2)] == uninterrupted[:2]
+    assert [record["actor/loss"] for record in again.metrics() if "actor/loss" in record] == losses[:2]
+
+    (whole.run_dir / "latest").unlink()
+    (whole.run_dir / "latest").symlink_to(checkpoint.parents[1])
+    resumed = start("tiny_grpo", *settings, "steps=3", f"checkpoint.resume={whole.run_dir / 'latest'}")
+    code, output = resumed.finish()
+    assert code == 0, output
+    assert resumed.summary()["resumed_after"] == 2 and "resumed after step 2" in output
+    assert content(resumed, 3) == uninterrupted[2]
+    assert [record["actor/loss"] for record in resumed.metrics() if "actor/loss" in record] == losses[2:]
+
+
+@pytest.mark.slow
+def test_the_layout_of_ranks_and_engines_changes_no_loss(start: Any) -> None:
+    settings = [*SMALL, "deterministic=true", "steps=1", "checkpoint.export_model=false", "algorithm.mini_batches=2"]
+    layouts = {
+        "one rank": [],
+        "two data-parallel ranks": ["actor_train.devices=2", "critic.devices=2", "reference.devices=2"],
+        "two tensor-parallel ranks": [
+            f"{role}.{key}=2" for role in ("actor_train", "critic", "reference") for key in ("devices", "strategy.tensor_parallel")
+        ],
+        "two engines, small micro-batches": ["actor_infer.devices=2", "actor_train.train_micro_batch_size=3"],
+    }
+    steps = {}
+    for name, overrides in layouts.items():
+        run = start("tiny_ppo", *settings, "algorithm.critic_warmup_steps=0", *overrides)
+        code, output = run.finish()
+        assert code == 0, f"{name}:\n{output}"
+        (steps[name],) = [record for record in run.metrics() if "actor/loss" in record]
+    for name, step in steps.items():
+        for metric in ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "credit/advantage_std", "actor/tokens"):
+            assert step[metric] == pytest.approx(steps["one rank"][metric], rel=1e-4, abs=1e-6), f"{metric} under {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_learns_every_domain_within_four_minutes(start: Any) -> None:
+    run = start("tiny_grpo")
+    code, output = run.finish(400)
+    assert code == 0, output
+    summary = run.summary()
+    accuracy = summary["accuracy"]
+    assert accuracy["overall"]["after"] >= accuracy["overall"]["before"] + 0.20
+    for domain in ("add", "make", "repeat"):
+        assert accuracy[domain]["after"] >= accuracy[domain]["before"], domain
+    assert summary["wall_s"]["total"] < 240
+
+
+@pytest.mark.slow
+def test_the_exported_model_generates_with_transformers(start: Any) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = start("tiny_grpo", *SMALL, "steps=2", "actor_train.devices=2", "actor_train.strategy.tensor_parallel=2")
+    code, output = run.finish()
+    assert code == 0, output
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(ROOT / "examples" / "models" / "tiny", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "model")
+    moved = max(float((new - old).abs().max()) for new, old in zip(model.parameters(), base.parameters(), strict=True))
+    assert 0 < moved < 0.1, "trained, from where it started"
+    prompt = tokenizer(run.samples(1)[0]["prompt"], return_tensors="pt")
+    assert model.generate(**prompt, max_new_tokens=8, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ctrl-c", "terminate"])
+def test_an_interrupted_run_ends_within_seconds_and_leaves_no_process(start: Any, how: str) -> None:
+    run = start("tiny_grpo", *SMALL, "steps=1000")
+    run.wait_for_step(2)
+    processes = run.tree()
+    if how == "ctrl-c":
+        os.killpg(run.process.pid, signal.SIGINT)  # a terminal sends it to every process in the foreground
+    else:
+        run.process.terminate()
+    started = time.monotonic()
+    code, output = run.finish(60)
+    assert code == 130 and time.monotonic() - started < 20, output
+    assert run.summary()["exit"] == "interrupted"
+    assert until_gone(processes, 5) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["ActorWorker", "RolloutWorker", "EngineCore"])
+def test_a_killed_worker_ends_the_run_with_its_role_and_the_cause(start: Any, role: str) -> None:
+    run = start("tiny_grpo", *SMALL, "steps=1000")
+    run.wait_for_step(2)
+    processes = run.tree()
+    victim = engine_core(processes) if role == "EngineCore" else worker(processes, role)
+    victim.kill()
+    started = time.monotonic()
+    code, output = run.finish(90)
+    assert code == 1 and time.monotonic() - started < 30, output
+    name = {"ActorWorker": "actor_train", "RolloutWorker": "rollouts", "EngineCore": "actor_infer"}[role]
+    assert name in output and name in run.summary()["exit"]
+    assert until_gone(processes, 5) == []
+
+
+@pytest.mark.slow
+def test_nothing_is_left_after_the_driver_was_killed(start: Any) -> None:
+    run = start("tiny_grpo", *SMALL, "steps=1000")
+    run.wait_for_step(1)
+    processes = run.tree()
+    assert len(processes) > 5
+    run.process.kill()
+    run.process.communicate(timeout=30)
+    assert until_gone(processes, 20) == []
+
+
+def test_a_wrong_configuration_ends_with_exit_code_2_before_anything_starts(start: Any) -> None:
+    run = start("tiny_grpo", "actor_train.optimizer.learning_rate=1", "rollout.prompts_per_step=-1", "domains.add.reward.type=maths")
+    code, output = run.finish(60)
+    assert code == 2
+    for path in ("actor_train.optimizer.learning_rate", "rollout.prompts_per_step", "domains.add.reward.type"):
+        assert path in output
+    assert not run.run_dir.exists()

@@ -1,0 +1,61 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from roll_lite.observability.report import accuracy_change, write_summary
+
+
+def test_the_summary_is_what_the_readme_promises(tmp_path: Path) -> None:
+    before = {"validation/accuracy": 0.25, "domain/add/validation/accuracy": 0.2, "domain/make/validation/accuracy": 0.3}
+    after = {"validation/accuracy": 0.75, "domain/add/validation/accuracy": 0.9}
+    write_summary(
+        tmp_path,
+        accuracy=accuracy_change(["add", "make"], before, after),
+        steps=40,
+        wall_s={"total": 100.00049, "generate": 60.0},
+        tokens={"prompt": 10, "response": 20},
+        exit_state="completed",
+    )
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "accuracy": {
+            "overall": {"before": 0.25, "after": 0.75},
+            "add": {"before": 0.2, "after": 0.9},
+            "make": {"before": 0.3, "after": None},
+        },
+        "steps": 40,
+        "resumed_after": 0,
+        "wall_s": {"total": 100.0, "generate": 60.0},
+        "tokens": {"prompt": 10, "response": 20},
+        "exit": "completed",
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"], "no draft is left"
+
+
+def test_a_later_summary_replaces_the_first_and_numbers_json_lacks_are_null(tmp_path: Path) -> None:
+    for state in ("completed", "interrupted", "failed: actor_train rank 1 in train: out of memory"):
+        write_summary(
+            tmp_path,
+            accuracy=accuracy_change([], {"validation/accuracy": math.nan}, {}),
+            steps=0,
+            wall_s={"total": 1.0},
+            tokens={"per_second": math.inf},
+            exit_state=state,
+        )
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert summary["exit"] == state
+    assert summary["accuracy"]["overall"]["before"] is None and summary["tokens"]["per_second"] is None
+
+
+def test_a_failure_in_writing_leaves_the_old_summary(tmp_path: Path) -> None:
+    good = {"accuracy": {}, "steps": 1, "wall_s": {"total": 1.0}, "tokens": {}}
+    write_summary(tmp_path, **good, exit_state="completed")
+    with pytest.raises(TypeError):
+        write_summary(tmp_path, **(good | {"tokens": {"a": object()}}), exit_state="completed")
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
+
+
+def test_other_exit_states_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="crashed"):
+        write_summary(tmp_path, accuracy={}, steps=1, wall_s={"total": 1.0}, tokens={}, exit_state="crashed")

@@ -1,0 +1,79 @@
+import pytest
+
+from roll_lite.observability.timers import StepTimers, phase
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Pipeline:
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.timers = StepTimers(self.clock)
+
+    @phase("generate")
+    def generate(self, seconds: float) -> str:
+        self.clock.now += seconds
+        return f"{seconds} s"
+
+    @phase("train")
+    def train(self) -> None:
+        """1 s of its own, 2 s in an inner phase, 0.5 s after it."""
+        self.clock.now += 1
+        with self.timers.phase("critic"):
+            self.clock.now += 2
+        self.clock.now += 0.5
+
+
+def test_phases_other_and_total_add_up() -> None:
+    pipeline = Pipeline()
+    with pipeline.timers.step():
+        assert pipeline.generate(4.0) == "4.0 s"
+        pipeline.clock.now += 0.25
+        pipeline.train()
+        pipeline.generate(1.0)
+    last = pipeline.timers.last
+    assert last.phases == {"generate": 5.0, "train": 3.5}
+    assert last.inner == {"train/critic": 2.0}
+    assert last.total == 8.75 and last.other == 0.25, "the inner phase is not counted twice"
+    assert last.labelled() == {"generate": 5.0, "train": 3.5, "train/critic": 2.0, "other": 0.25, "step": 8.75}
+    assert list(last.phases) == ["generate", "train"]
+
+
+def test_steps_do_not_leak_into_each_other_but_the_run_adds_up() -> None:
+    pipeline = Pipeline()
+    pipeline.generate(10.0)
+    for seconds in (1.0, 2.0):
+        with pipeline.timers.step():
+            pipeline.generate(seconds)
+    assert pipeline.timers.last.phases == {"generate": 2.0}
+    pipeline.train()
+    pipeline.clock.now += 7
+    assert pipeline.timers.wall() == {"total": 23.5, "generate": 13.0, "train": 3.5}, "outermost phases only"
+
+
+def test_a_step_or_phase_that_fails_is_measured_and_closed() -> None:
+    pipeline = Pipeline()
+    with pytest.raises(RuntimeError), pipeline.timers.step():
+        with pipeline.timers.phase("train"):
+            pipeline.clock.now += 3
+            raise RuntimeError
+    assert pipeline.timers.last.phases == {"train": 3.0}
+    with pipeline.timers.step():
+        pipeline.generate(1.0)
+    assert pipeline.timers.last.phases == {"generate": 1.0}, "nothing was left open"
+
+
+def test_the_decorated_method_keeps_its_name() -> None:
+    assert Pipeline.generate.__name__ == "generate"
+
+
+def test_reserved_names_are_refused() -> None:
+    for name in ("other", "step", "a/b"):
+        with pytest.raises(AssertionError, match="not a name for a phase"), StepTimers().phase(name):
+            pass

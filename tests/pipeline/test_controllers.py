@@ -1,0 +1,98 @@
+"""The driver's own state: KL controllers and reward moments, stepped once per step and saved. Clusters are stand-ins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from roll_lite.config.loading import load_config
+from roll_lite.config.schema import RunConfig
+from roll_lite.data.proto import DataProto
+from roll_lite.distributed.dataflow import Batch
+from roll_lite.distributed.strategy.base import TrainResult
+from roll_lite.observability.timers import StepTimers
+from roll_lite.pipeline import rlvr
+from roll_lite.pipeline.rlvr import RLVRPipeline, per_token
+from roll_lite.workers.model import Update
+
+ROOT = Path(__file__).resolve().parents[2]
+ADAPTIVE = "{name: adaptive, target: 0.1, horizon: 100}"
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.chdir(ROOT)
+    terms = [f"algorithm.{term}={{coef: 0.5, controller: {ADAPTIVE}}}" for term in ("kl_in_reward", "kl_in_loss")]
+    return load_config("tiny_ppo", ROOT / "examples/configs", [*terms, "algorithm.reward.normalize={over: running}"])
+
+
+def pipeline(config: RunConfig, checkpoints: Any = None, **parts: Any) -> RLVRPipeline:
+    silent = SimpleNamespace(timers=StepTimers(), credit=lambda *_: None, updates=lambda *_: None, resumed=lambda *_: None)
+    return RLVRPipeline(config, SimpleNamespace(reference=object(), critic=None, **parts), silent, checkpoints)  # type: ignore[arg-type]
+
+
+def batch(samples: int) -> Batch:
+    return Batch(DataProto({"sample": torch.arange(samples)}))
+
+
+def test_mistake_11_the_controller_of_the_reward_is_stepped_once_per_step_over_all_domains_and_ranks(config: RunConfig) -> None:
+    """KL of 0.2 per token over two ranks and three domains: twice the target, so the limit of 0.2 times 20 / 100 samples."""
+    reports = [
+        SimpleNamespace(
+            block=None, sums={"credit/kl_in_reward#0": 3.0, "credit/tokens#0": 10.0, "credit/kl_in_reward#1": 0.0, "credit/tokens#1": 0.0}
+        ),
+        SimpleNamespace(block=None, sums={"credit/kl_in_reward#2": 1.0, "credit/tokens#2": 10.0}),
+    ]
+    actor = SimpleNamespace(ranks=SimpleNamespace(heads_scatter=lambda *_: reports), shards=lambda *_: [])
+    made = pipeline(config, actor=actor)
+    rows = batch(20)
+    rows.add = lambda blocks: None  # type: ignore[method-assign]
+    made.assign_credit(rows)
+    assert made.kl_in_reward.coef == pytest.approx(0.5 * (1 + 0.2 * 0.2))
+    assert made.kl_in_loss.coef == 0.5
+
+
+def test_the_controller_of_the_loss_sees_all_updates_but_those_that_were_skipped(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def update(kl: float, skipped: bool = False) -> Update:
+        return Update(0, TrainResult({"actor/kl_ref#0": kl, "actor/tokens#0": 10.0}, 0.0, 1.0, 1e-3, skipped), {})
+
+    monkeypatch.setattr(rlvr, "gather", lambda *pending: [[[update(0.5), update(float("nan"), skipped=True), update(1.0)]]])
+    monkeypatch.setattr(rlvr, "shares", lambda *_: [])
+    monkeypatch.setattr(RLVRPipeline, "cut", lambda self, batch: [])
+    loaded = SimpleNamespace(__enter__=None)
+    actor = SimpleNamespace(ranks=SimpleNamespace(start_scatter=lambda *_: None), loaded=lambda groups: _nothing(), role=loaded)
+    made = pipeline(config, actor=actor)
+    made.steps_done = config.algorithm.critic_warmup_steps
+    made.train(batch(50))
+    assert made.kl_in_loss.coef == pytest.approx(0.5 * (1 - 0.2 * 0.5)), "1.5 / 20 is below 0.1 by more than a fifth"
+
+
+def _nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def test_mistake_11_controllers_and_moments_go_through_the_checkpoint(config: RunConfig) -> None:
+    first = pipeline(config)
+    first.steps_done = 7
+    first.kl_in_reward.coef, first.kl_in_loss.coef = 0.25, 0.75
+    first.shaping.load_state_dict({"running": {"count": 9, "mean": 0.3, "squares": 2.0}})
+    saved = first.state_dict()
+    second = pipeline(config, checkpoints=SimpleNamespace(load=lambda parts: saved))
+    second.resume()
+    assert second.steps_done == 7
+    assert (second.kl_in_reward.coef, second.kl_in_loss.coef) == (0.25, 0.75)
+    assert second.state_dict() == saved
+
+
+def test_a_mean_over_tokens_is_taken_over_sums() -> None:
+    parts = [{"kl#0": 1.0, "n#0": 10.0, "kl#1": 3.0, "n#1": 10.0}, {"kl#0": 0.0, "n#0": 20.0}]
+    assert per_token(parts, "kl", "n") == pytest.approx(0.1)
+    assert per_token([], "kl", "n") == 0.0

@@ -1,0 +1,83 @@
+"""What a run says of itself, from what its parts report."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roll_lite.algorithms.ratio_histogram import BINS
+from roll_lite.config.loading import load_config
+from roll_lite.distributed.strategy.base import TrainResult
+from roll_lite.pipeline.journal import SOLVED, Journal
+from roll_lite.workers.model import Update
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
+    monkeypatch.chdir(ROOT)
+    return Journal(load_config("tiny_grpo", ROOT / "examples/configs", ["trackers=[{type: jsonl}]"]), tmp_path)
+
+
+def update(mismatch: float, tokens: tuple[int, int, int] = (10, 0, 30), epoch: int = 0) -> Update:
+    sums = {"actor/loss": 0.5, "actor/policy_loss": 0.5}
+    for number, count in enumerate(tokens):
+        sums |= {
+            f"actor/tokens#{number}": float(count),
+            f"actor/ratio#{number}": 1.0 * count,
+            f"actor/ratio_square#{number}": 2.0 * count,
+            f"mismatch/mean#{number}": mismatch * count,
+        }
+    ratios = np.zeros((3, BINS), dtype=np.int64)
+    ratios[0, BINS // 2] = tokens[0]
+    ratios[2, -1] = tokens[2]
+    return Update(epoch, TrainResult(sums, 0.5, 1.0, 1e-3), {"mismatch/max#0": mismatch}, ratios)
+
+
+def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_engine_and_trainer_are_compared_before_the_steps_first_update_only(journal: Journal, tmp_path: Path) -> None:
+    with journal.step(1):
+        journal.updates(1, {"actor": [[update(0.1), update(5.0)]]}, kl_coef=0.0)
+    journal.close("completed")
+    (record,) = records(tmp_path)
+    assert record["mismatch/mean"] == pytest.approx(0.1) and record["mismatch/max"] == pytest.approx(0.1)
+
+
+def test_sums_by_domain_are_read_by_domain_and_overall(journal: Journal, tmp_path: Path) -> None:
+    with journal.step(1):
+        journal.updates(1, {"actor": [[update(0.1)], [update(0.1)]]}, kl_coef=0.0)
+    journal.close("completed")
+    (record,) = records(tmp_path)
+    assert record["actor/tokens"] == 40 and record["domain/repeat/actor/tokens"] == 30
+    assert record["domain/add/actor/ess"] == pytest.approx(0.5)
+    assert "domain/make/actor/ratio" not in record, "a domain without tokens has no mean"
+    assert record["domain/add/actor/ratio_p99"] == pytest.approx(1.0)
+    assert record["actor/ratio_p01"] == pytest.approx(1.0) and record["actor/ratio_p99"] > 1e6
+
+
+def test_every_update_leaves_a_line(journal: Journal, tmp_path: Path) -> None:
+    with journal.step(3):
+        journal.updates(3, {"actor": [[update(0.1), update(0.1, epoch=1)]]}, kl_coef=0.2)
+    journal.close("completed")
+    lines = records(tmp_path, "updates.jsonl")
+    assert [(line["step"], line["role"], line["update"], line["epoch"]) for line in lines] == [(3, "actor", 1, 1), (3, "actor", 2, 2)]
+    assert all(line["actor/grad_norm"] == 1.0 for line in lines)
+    (record,) = records(tmp_path)
+    assert record["actor/updates"] == 2 and record["actor/kl_coef"] == 0.2
+
+
+@pytest.mark.parametrize("correct", range(9))
+def test_every_solve_rate_falls_into_one_bin(correct: int) -> None:
+    share = correct / 8
+    bins = [name for name, (low, high) in SOLVED.items() if low < share <= high]
+    names = {0: "none", 1: "quarter", 2: "quarter", 3: "half", 4: "half", 5: "three_quarters", 6: "three_quarters", 7: "most", 8: "all"}
+    assert bins == [names[correct]]
+    assert not math.isnan(share)

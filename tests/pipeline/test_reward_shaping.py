@@ -1,0 +1,78 @@
+"""What the driver decides from row columns: rewards, masks, which rows go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from roll_lite.config.loading import load_config
+from roll_lite.config.schema import RunConfig
+from roll_lite.data.proto import DataProto, object_column
+from roll_lite.distributed.dataflow import Batch
+from roll_lite.pipeline.shaping import RewardShaping
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def configured(*overrides: str) -> RunConfig:
+    return load_config("tiny_grpo", ROOT / "examples/configs", list(overrides))
+
+
+def batch() -> Batch:
+    """Three groups of two: one of `add` with spread, one of `repeat` that is all right, one of `add` that was cut off."""
+    return Batch(
+        DataProto(
+            {
+                "sample": torch.arange(6),
+                "group": torch.tensor([7, 7, 3, 3, 5, 5]),
+                "domain": object_column(["add", "add", "repeat", "repeat", "add", "add"]),
+                "finish_reason": object_column(["stop", "stop", "stop", "stop", "length", "length"]),
+                "score": torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]),
+                "correct": torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]),
+                "format_ok": torch.zeros(6),
+                "sample_weight": torch.ones(6),
+                "policy_tokens": torch.tensor([3, 4, 5, 6, 12, 12]),
+            }
+        )
+    )
+
+
+def test_without_settings_the_reward_is_the_score_and_everything_trains() -> None:
+    shaped = RewardShaping(configured())(batch())
+    assert torch.equal(shaped.batch.rows.tensor("reward"), batch().rows.tensor("score"))
+    assert shaped.batch.rows.tensor("train_weight").tolist() == [1.0] * 6
+    assert shaped.batch.rows.tensor("domain_number").tolist() == [0, 0, 2, 2, 0, 0]
+    assert shaped.batch.rows.tensor("max_tokens").tolist() == [12] * 6
+    assert shaped.batch.rows.tensor("truncated").tolist() == [False] * 4 + [True] * 2
+
+
+def test_groups_of_which_no_sample_trains_are_left_out_and_still_reported() -> None:
+    shaped = RewardShaping(configured("algorithm.masks.truncated=mask", "algorithm.masks.group_mean=[0.1,0.9]"))(batch())
+    assert shaped.batch.rows.tensor("sample").tolist() == [0, 1]
+    assert len(shaped.rows) == 6
+    assert shaped.masked.causes["truncated"].tolist() == [False] * 4 + [True] * 2
+    assert shaped.masked.causes["group_mean"].tolist() == [False, False, True, True, False, False]
+
+
+def test_a_domains_weight_and_settings_meet_the_domains_rows() -> None:
+    shaped = RewardShaping(configured("domains.repeat.reward.weight=0.5", "algorithm.reward.scale=2"))(batch())
+    assert shaped.batch.rows.tensor("reward").tolist() == [2.0, 0.0, 1.0, 1.0, 0.0, 2.0]
+
+
+def test_running_moments_go_on_where_a_checkpoint_left_them() -> None:
+    config = configured("algorithm.reward.normalize={over: running}")
+    whole, first = RewardShaping(config), RewardShaping(config)
+    whole(batch())
+    first(batch())
+    resumed = RewardShaping(config)
+    resumed.load_state_dict(first.state_dict())
+    expected, found = whole(batch()).batch.rows.tensor("reward"), resumed(batch()).batch.rows.tensor("reward")
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, RewardShaping(config)(batch()).batch.rows.tensor("reward")), "without the state they would start anew"

@@ -1,0 +1,74 @@
+"""When weights are pushed, and that engines which hold others are noticed. Ranks and engines are stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from roll_lite.config.schema import WeightSyncConfig
+from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan
+from roll_lite.pipeline import weights as module
+from roll_lite.pipeline.weights import WeightSync
+
+PLAN = ExportPlan((ExportedTensor("a", (2,), torch.float32, 0, 0),))
+
+
+class Cluster:
+    world_size = 1
+
+    def __init__(self, checksums: dict[str, str]) -> None:
+        self.checksums = checksums
+        self.calls: list[str] = []
+
+    def all(self, method: Any, *arguments: Any) -> list[Any]:
+        self.calls.append(method.__name__)
+        return [{"export_plan": PLAN, "weight_checksums": self.checksums}.get(method.__name__)]
+
+    def one(self, method: Any, *arguments: Any) -> Any:
+        self.calls.append(method.__name__)
+        return ("host", 1) if method.__name__ == "open_transfer" else None
+
+    def start_all(self, method: Any, *arguments: Any) -> None:
+        self.calls.append(method.__name__)
+
+    start_scatter = start_all
+
+
+@pytest.fixture
+def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(module, "gather", lambda *pending, timeout_s: list(pending))
+    loads: list[str] = []
+
+    @contextmanager
+    def loaded(groups: Any) -> Iterator[None]:
+        loads.append("in")
+        yield
+        loads.append("out")
+
+    def make(held: str) -> Any:
+        actor, engines, rollouts = Cluster({"a": "1"}), Cluster({"a": held}), Cluster({})
+        model = SimpleNamespace(ranks=actor, loaded=loaded)
+        sync = WeightSync(model, engines, rollouts, WeightSyncConfig(verify_weights=True), 1)  # type: ignore[arg-type]
+        return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads)
+
+    return make
+
+
+def test_a_version_is_pushed_once_with_the_actor_on_its_devices(sync: Any) -> None:
+    made = sync("1")
+    assert made.sync.push(3).version == 3
+    assert made.loads == ["in", "out"] and made.actor.calls.count("send_weights") == 1
+    assert made.sync.push(3) is None and made.loads == ["in", "out"]
+    assert made.sync.push(4).version == 4 and made.actor.calls.count("export_plan") == 1
+
+
+def test_an_engine_with_other_weights_is_noticed_before_anything_is_sampled(sync: Any) -> None:
+    made = sync("2")
+    with pytest.raises(RuntimeError, match="engine 0 does not hold version 3 after its update: 1 of 1 tensors differ, among them a"):
+        made.sync.push(3)
+    assert "set_version" not in made.rollouts.calls

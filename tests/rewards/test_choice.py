@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll_lite.data.samples import RewardInput
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.choice import Extract, choice
+
+COLOURS = ["red", "dark blue", "blue", "a green one"]
+
+
+def item(answer: Any, response: str, options: Any = None) -> RewardInput:
+    return RewardInput("quiz", "prompt", response, answer, {} if options is None else {"options": options}, "stop")
+
+
+@pytest.mark.parametrize(
+    ("response", "chosen"),
+    [
+        ("C", "C"),
+        ("c", "C"),
+        (" C. ", "C"),
+        ("(C)", "C"),
+        ("[C]", "C"),
+        ("**C**", "C"),
+        ("C)", "C"),
+        ("C: the third", "C"),
+        ("Answer: C", "C"),
+        ("answer: (C)", "C"),
+        ("The answer is C.", "C"),
+        ("The correct answer is (C), since A and B are false.", "C"),
+        ("I first thought the answer is A. But the answer is C", "C"),
+        ("So I choose option C.", "C"),
+        ("**Answer:** C", "C"),
+        (r"\boxed{C}", "C"),
+        (r"so \boxed{\text{C}}", "C"),
+        (r"$\boxed{\textbf{(C)}}$ it is, not A", "C"),
+        (r"\boxed{C}, as said: \boxed{C}", "C"),
+        ("<answer>C</answer>", "C"),
+        ("<think>A?</think> <answer> (C) </answer>", "C"),
+        ("It must be (C) because", "C"),
+        ("A or C", ""),
+        ("A, C", ""),
+        ("AC", ""),
+        ("The answer is A or C", ""),
+        (r"\boxed{A} and \boxed{C}", ""),
+        (r"\boxed{A, C}", ""),
+        ("(A) is tempting, (C) too", ""),
+        ("", ""),
+        ("I cannot tell", ""),
+        ("A car is red", ""),
+        ("The answer is a mystery", ""),
+        ("I like it", ""),
+        ("Z", ""),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_letters(response: str, chosen: str) -> None:
+    score = choice(item("C", response), letters=4)
+    assert score.details["extracted"] == chosen
+    assert score.correct is (chosen == "C") and score.value == float(chosen == "C")
+
+
+@pytest.mark.parametrize(
+    ("response", "chosen"),
+    [
+        ("blue", "C"),
+        ("Dark  Blue.", "B"),
+        ("C. blue", "C"),
+        ("(C) blue", "C"),
+        ("C. dark blue", ""),
+        (r"\boxed{a green one}", "D"),
+        ("I would say it is dark blue", "B"),
+        ("E", ""),
+        ("yellow", ""),
+    ],
+)
+def test_texts_of_options(response: str, chosen: str) -> None:
+    assert choice(item("C", response, COLOURS)).details["extracted"] == chosen
+    assert choice(item("blue", response, dict(zip("ABCD", COLOURS, strict=True)))).details["extracted"] == chosen
+
+
+@pytest.mark.parametrize(
+    ("extract", "response", "value"),
+    [
+        ("boxed", "C", 0.0),
+        ("boxed", r"\boxed{A} \boxed{C}", 1.0),
+        ("tagged", r"\boxed{C}", 0.0),
+        ("tagged", "<answer>A</answer><answer>C</answer>", 1.0),
+    ],
+)
+def test_extract(extract: Extract, response: str, value: float) -> None:
+    assert choice(item("C", response), extract=extract).value == value
+
+
+def test_ambiguity_is_told() -> None:
+    assert choice(item("A", "A or B")).details["verdict"] == "ambiguous: A, B"
+
+
+@pytest.mark.parametrize(("answer", "options"), [("E", COLOURS), (None, None), (3, None), ("yellow", COLOURS), ("A", "red"), ("A", 3)])
+def test_unusable_references_are_failures(answer: Any, options: Any) -> None:
+    with pytest.raises(RewardFailed, match="reward choice: "):
+        choice(item(answer, "A", options))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=100) | st.text("ABCabc ()answer:\\boxed{}.,", max_size=60))
+def test_any_response_has_a_verdict(response: str) -> None:
+    score = choice(item("A", response, COLOURS))
+    assert score.value in (0.0, 1.0) and score.details["extracted"] in ("", "A", "B", "C", "D")

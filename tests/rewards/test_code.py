@@ -1,0 +1,264 @@
+"""The reward `code`: forms of tests, languages, partial credit, limits, the remote back end, failures that are failures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll_lite.config.schema import RewardConfig
+from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards import code_backends
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.code import code, warm_code
+from roll_lite.rewards.code_backends import RemoteBackend
+from roll_lite.rewards.code_compare import same_output, same_value
+from roll_lite.rewards.code_languages import extract_code, known_languages
+from roll_lite.rewards.registry import build_reward
+from roll_lite.rewards.sandbox.pool import SandboxPool, SandboxTrouble
+from roll_lite.rewards.sandbox.values import decode, encode
+
+ROOT = Path(__file__).resolve().parents[2]
+DOUBLE = "print(int(input()) * 2)"
+
+
+def sample(response: str, answer: Any, **columns: Any) -> RewardInput:
+    return RewardInput("code", "prompt", response, answer, columns, "stop")
+
+
+def scored(response: str, answer: Any, columns: dict[str, Any] | None = None, **args: Any) -> Score:
+    [score] = code([sample(response, answer, **(columns or {}))], **args)
+    assert isinstance(score, Score), score
+    return score
+
+
+def failed(response: str, answer: Any, columns: dict[str, Any] | None = None, **args: Any) -> str:
+    [score] = code([sample(response, answer, **(columns or {}))], **args)
+    assert isinstance(score, RewardFailed), score
+    return score.cause
+
+
+def pairs(*numbers: int) -> list[dict[str, str]]:
+    return [{"stdin": f"{number}\n", "stdout": f"{2 * number}\n"} for number in numbers]
+
+
+STDIO = pairs(1, 5)
+CALLS = {"fn_name": "f", "inputs": [[[1, 2]], [[]]], "outputs": [3, 0]}
+HUMAN_EVAL = {"test": "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n", "entry_point": "f"}
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "answer", "columns"),
+    [
+        (DOUBLE, "print(2)", STDIO, {}),
+        (DOUBLE, "print(2)", json.dumps(STDIO), {}),
+        (DOUBLE, "print(2)", {"inputs": ["1\n", "5\n"], "outputs": ["2\n", "10\n"]}, {}),
+        (DOUBLE, "print(2)", [{"input": "4\n", "output": "8\n", "testtype": "stdin"}], {}),
+        ("def f(x): return sum(x)", "def f(x): return 3", CALLS, {}),
+        ("class Solution:\n    def f(self, x): return sum(x)", "class Solution:\n    def f(self, x): return 3", json.dumps(CALLS), {}),
+        ("def f(x): return sum(x)", "def f(x): pass", [{"input": "[1, 2]", "output": "3", "testtype": "functional"}], {"fn_name": "f"}),
+        ("def f(x): return sum(x)", "def f(y): return 3", [{"args": [], "kwargs": {"x": [4]}, "expected": 4, "fn_name": "f"}], {}),
+        ("def f(x): return sum(x)", "def f(x): return 3", "assert f([1, 2]) == 3\nassert f([]) == 0", {}),
+        ("def f(x): return sum(x)", "def f(x): return 3", ["assert f([1, 2]) == 3", "assert f([]) == 0"], {}),
+        ("def f(x): return sum(x)", "def f(x): return 3", HUMAN_EVAL, {}),
+        ("def f(x): x.sort()", "def f(x): pass", "x = [2, 1]\nf(x)\nassert x == [1, 2]", {}),
+        ("def f(x): raise KeyError(x)", "def f(x): pass", "try:\n    f(1)\nexcept KeyError: pass\nelse: assert False", {}),
+        ("class C:\n    n = 4\n    def g(self): return 5", "class C:\n    n = 4", "c = C()\nassert c.n == 4 and c.g() == 5", {}),
+    ],
+)
+def test_forms_of_tests(right: str, wrong: str, answer: Any, columns: dict[str, Any]) -> None:
+    assert scored(f"Here:\n```python\n{right}\n```", answer, columns).value == 1.0
+    bad = scored(wrong, answer, columns)
+    assert bad.value == 0.0 and bad.correct is False and str(bad.details["verdict"]).startswith("test ")
+
+
+def test_partial_credit_and_fail_fast() -> None:
+    source = "n = int(input()); print(n * 2 if n != 2 else 0)"
+    assert scored(source, pairs(1, 2, 3, 4), score="fraction").value == 0.75
+    assert scored(source, pairs(1, 2, 3, 4), score="fraction", fail_fast=True).value == 0.25
+    whole = scored(source, pairs(1, 2, 3, 4))
+    assert (whole.value, whole.details["passed"], whole.details["tests"]) == (0.0, 1.0, 4.0) or whole.details["passed"] == 1
+    assert whole.details["verdict"] == "test 2: printed '0\\n', expected '4\\n'"
+
+
+def test_programs_that_fail_are_wrong_and_no_failures() -> None:
+    limits: dict[str, Any] = {"test_s": 0.4, "wall_s": 1.0, "memory_mb": 128, "output_kb": 16}
+    for source, verdict in {
+        "while True: pass": "time limit",
+        "import time; time.sleep(9)": "time limit: did not end",
+        "x = bytearray(1 << 30)": "exit status 1: MemoryError",
+        "while True: print('x' * 99)": "output limit",
+        "def f(": "exit status 1: SyntaxError",
+        "import os; os._exit(3)": "exit status 3",
+        "import no_such_module_here": "ModuleNotFoundError",
+    }.items():
+        score = scored(source, STDIO, **limits)
+        assert score.value == 0.0 and verdict in str(score.details["verdict"]), (source, score)
+
+
+def test_all_tests_together_have_a_limit() -> None:
+    source = "import time\ns = time.process_time()\nwhile time.process_time() - s < 0.3: pass\nprint(int(input()) * 2)"
+    score = scored(source, pairs(1, 2, 3, 4), score="fraction", test_s=2.0, total_s=0.5)
+    assert score.value < 1 and ("no time left" in str(score.details["verdict"]) or "time limit" in str(score.details["verdict"]))
+
+
+def test_expressions() -> None:
+    def value(response: str, answer: Any, **args: Any) -> float:
+        return scored(response, answer, mode="expression", **args).value
+
+    assert value("3 + 4", 7) == value(" (1 + 2) * 3\n", "9") == value("0.1 + 0.2", 0.3) == value("'a' * 3", "aaa") == 1.0
+    assert value("3 + 5", 7) == value("3 +", 7) == value("1 / 0", 7) == value("exit()", 7) == value("x := 7", 7) == 0.0
+    assert value("7", 7) == 1.0 and value("7", 7, must_contain=["+"]) == 0.0 and value("1 + 6", 7, must_contain=["+"]) == 1.0
+    assert value("3 * 2 + 1", 7, forbid=["*"]) == 0.0 and value("", 7) == 0.0
+    assert value("type('E', (), {'__eq__': lambda s, o: True})()", 7) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("language", "tag", "needs", "source"),
+    [
+        ("bash", "sh", "bash", "read n; echo $((n * 2))"),
+        ("javascript", "js", "node", "console.log(Number(require('fs').readFileSync(0, 'utf8')) * 2)"),
+        ("c++", "cpp", "g++", "#include <iostream>\nint main() { int n; std::cin >> n; std::cout << n * 2 << std::endl; }"),
+        ("c", "c", "gcc", '#include <stdio.h>\nint main() { int n; scanf("%d", &n); printf("%d", n * 2); }'),
+    ],
+)
+def test_languages(language: str, tag: str, needs: str, source: str) -> None:
+    if shutil.which(needs) is None:
+        pytest.skip(f"no {needs}")
+    assert scored(f"```{tag}\n{source}\n```", STDIO, languages=["python", language]).value == 1.0
+    assert scored(f"```{tag}\n{source}\n```", [{"stdin": "1", "stdout": "3"}], languages=["python", language]).value == 0.0
+    assert "expected python" in str(scored(f"```{tag}\n{source}\n```", STDIO).details["verdict"])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_what_does_not_compile_is_wrong() -> None:
+    score = scored("```cpp\nint main( {\n```", STDIO, languages=["c++"])
+    assert score.value == 0.0 and "does not compile" in str(score.details["verdict"])
+
+
+def test_what_cannot_be_scored_is_a_failure() -> None:
+    assert "the tests cannot be read" in failed(DOUBLE, 5)
+    assert "the tests cannot be read" in failed(DOUBLE, "no tests at all")
+    assert "there are no tests" in failed(DOUBLE, [])
+    assert "no column 'tests'" in failed(DOUBLE, None, column="tests")
+    assert scored(DOUBLE, None, {"tests": STDIO}, column="tests").value == 1.0
+
+
+def test_a_failure_leaves_its_neighbours_alone() -> None:
+    results = code([sample(DOUBLE, STDIO), sample(DOUBLE, 5), sample("no", STDIO), sample(DOUBLE, STDIO)], parallel=2)
+    assert [one.value if isinstance(one, Score) else "failed" for one in results] == [1.0, "failed", 0.0, 1.0]
+
+
+def test_a_dead_sandbox_is_a_failure_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(SandboxPool, "run_many", lambda _, jobs: [SandboxTrouble("the sandbox died")] * len(jobs))
+        assert failed(DOUBLE, STDIO) == "reward code: the sandbox died"
+    assert scored(DOUBLE, STDIO).value == 1.0
+
+
+def test_refuses_to_run_unprotected(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = SandboxPool(walls="none")
+    with pytest.raises(ValueError, match="cannot isolate programs.*files.*allow_unprotected: true"):
+        pool.start()
+    allowed = SandboxPool(allow_unprotected=True, walls="none")
+    try:
+        assert "missing: files" in allowed.start().describe()
+    finally:
+        allowed.close()
+
+
+def test_the_registry_builds_and_warms_it() -> None:
+    reward = build_reward(RewardConfig(type="code", args={"mode": "expression", "must_contain": ["+"]}))
+    reward.warm()
+    assert reward.base(sample("1 + 1", "2")).value == 1.0
+    with pytest.raises(ValueError, match=r"reward\.args\.score"):
+        build_reward(RewardConfig(type="code", args={"score": "most"}))
+    with pytest.raises(ValueError, match="'cobol' is unknown"):
+        warm_code(languages=["cobol"])
+    with pytest.raises(ValueError, match="needs no-such-compiler, which is not installed here"):
+        known_languages(["own"], {"own": {"file": "main.x", "run": ["no-such-compiler", "main.x"]}}, local=True)
+
+
+# ---------------------------------------------------------------- remote
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    spec = importlib.util.spec_from_file_location("sandbox_server", ROOT / "examples" / "sandbox_server.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    server = module.SandboxServer(("127.0.0.1", 0), 2, key="open sesame")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_remote(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_KEY", "open sesame")
+    backend = RemoteBackend(url=f"http://127.0.0.1:{server.server_port}/run", api_key_env="SANDBOX_KEY")
+    assert scored(DOUBLE, STDIO, backend=backend).value == 1.0
+    assert scored("def f(x): return sum(x)", HUMAN_EVAL, backend=backend).value == 1.0
+    assert scored("print(1)", STDIO, backend=backend).value == 0.0
+    results = code([sample(f"{n} + 1", n + 1) for n in range(20)], mode="expression", backend=backend)
+    assert [one.value for one in results if isinstance(one, Score)] == [1.0] * 20
+    monkeypatch.setenv("SANDBOX_KEY", "guessed")
+    cause = failed(DOUBLE, STDIO, backend=backend)
+    assert "401" in cause and "guessed" not in cause
+
+
+def test_a_remote_that_is_down_is_a_failure() -> None:
+    backend = RemoteBackend(url="http://127.0.0.1:9/run", retries=1)
+    assert "no answer after 2 attempts" in failed(DOUBLE, STDIO, backend=backend)
+    code_backends._OF_PROCESS.clear()
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_extraction() -> None:
+    assert extract_code("a\n```python\nx\n```\nb\n```py\ny\n```\n", "auto") == ("y\n", "python")
+    assert extract_code("~~~\nx\n~~~", "auto") == ("x\n", "")
+    assert extract_code("plain", "auto") == ("plain", "") and extract_code("plain", "fenced") is None
+    assert extract_code("```python\ncut off", "auto") is None and extract_code("  ", "auto") is None
+    assert extract_code("```\nx\n```", "whole") == ("```\nx\n```", "")
+
+
+def test_comparisons() -> None:
+    assert same_output("1 2\n3\n", "1 2  \n3\n\n", "lines", 0) and not same_output("1 2", "1  2", "lines", 0)
+    assert same_output("1 2", "1 2", "exact", 0) and not same_output("1 2", "1 2\n", "exact", 0)
+    assert same_output("0.333333 yes", "0.3333333\nyes", "numeric", 1e-5) and not same_output("1 yes", "1 no", "numeric", 1e-5)
+    assert same_value([1, [2.0]], (1, (2,)), 1e-9) and same_value({"1": "a"}, {1: "a"}, 0) and same_value(10**30, 10**30, 0)
+    assert not same_value(1, True, 0) and not same_value("1", 1, 0) and not same_value([1], [1, 2], 0) and not same_value(0, None, 0)
+    assert not same_value(10**16, 10**16 + 1, 1e-6) and not same_value(1.0, 10**400, 1e-6)
+
+
+@pytest.mark.parametrize("value", [None, True, 3, 10**50, -(2**70), 1.5, "x\ud83d", b"\0a", 1 + 2j, [1, (2, {3})], {(1, 2): {"a": []}}])
+def test_values_survive(value: Any) -> None:
+    again = decode(json.loads(json.dumps(encode(value))))
+    assert again == value and type(again) is type(value)
+    assert str(decode(json.loads(json.dumps(encode([float("nan"), float("inf")]))))) == "[nan, inf]"
+
+
+@pytest.mark.parametrize("data", [{"r": 0}, {"x": 1}, {}, {"i": 3}, {"s": [[1]]}, {"d": [1]}, {"a": 1, "b": 2}])
+def test_what_is_no_value_is_told(data: Any) -> None:
+    with pytest.raises(ValueError):
+        decode(data)
+
+
+@pytest.mark.slow
+def test_a_thousand_samples_with_planted_trouble() -> None:
+    spec = importlib.util.spec_from_file_location("reward_code_bench", ROOT / "bench" / "reward_code.py")
+    assert spec is not None and spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    report = bench.account(1000)
+    assert (report["accounted"], report["wrong"], report["failed"]) == (1000, 0, 0)

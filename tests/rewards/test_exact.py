@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from roll_lite.data.samples import RewardInput
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.exact import exact
+
+
+def item(answer: Any, response: str) -> RewardInput:
+    return RewardInput("words", "prompt", response, answer, {}, "stop")
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "args", "value"),
+    [
+        ("stone", "stone", {}, 1.0),
+        ("stone", " stone\n", {}, 1.0),
+        (" stone", "stone", {}, 1.0),
+        ("stone", " stone", {"strip": False}, 0.0),
+        ("stone", "Stone", {}, 0.0),
+        ("straße", "STRASSE", {"ignore_case": True}, 1.0),
+        ("a  b", "a b", {}, 0.0),
+        ("a  b", "a\nb", {"collapse_spaces": True}, 1.0),
+        ("stone", "stones", {}, 0.0),
+        (7, "7", {}, 1.0),
+        (7, "7.0", {}, 0.0),
+        (0.5, "0.5", {}, 1.0),
+        (["yes", "y"], "y", {}, 1.0),
+        (["yes", "y"], "n", {}, 0.0),
+        ("", "", {}, 1.0),
+        ("it's so", "Its so!", {"ignore_punctuation": True, "ignore_case": True}, 1.0),
+        ("its so", "it's so", {}, 0.0),
+        ("stone", "a stone, I think", {"contains": True}, 1.0),
+        ("stone", "a Stone, I think", {"contains": True}, 0.0),
+    ],
+)
+def test_judgements(answer: Any, response: str, args: dict[str, bool], value: float) -> None:
+    score = exact(item(answer, response), **args)
+    assert score.value == value and score.correct is bool(value)
+
+
+@pytest.mark.parametrize("answer", [None, True, {"a": 1}, [], ["a", None]])
+def test_an_unusable_answer_is_a_failure(answer: Any) -> None:
+    with pytest.raises(RewardFailed, match="reward exact: the answer"):
+        exact(item(answer, "a"))

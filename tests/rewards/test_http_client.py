@@ -1,0 +1,204 @@
+"""The HTTP client against a server that fails in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import warnings
+from typing import Any
+
+import pytest
+from support_http import Reply, StubServer, unused_url
+
+from roll_lite.rewards import http_client
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.http_client import HttpClient, Refused, Service, shared, shown
+
+KEY = "sk-very-secret-0123"
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "BACKOFF_S", 0.02)
+
+
+def client(*urls: str, **settings: Any) -> HttpClient:
+    return HttpClient(Service("remote", urls, **settings))
+
+
+async def test_an_answer_and_a_connection_that_lives_on() -> None:
+    with StubServer(lambda request, number: Reply({"got": request})) as server:
+        http = client(server.url)
+        for number in range(5):
+            assert await http.post({"n": number}) == ({"got": {"n": number}}, server.url)
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    "first", [Reply(status=429), Reply("out of memory", 500), Reply(status=503), Reply(reset=True), Reply(b"{not json")]
+)
+async def test_what_passes_is_tried_again(first: Reply) -> None:
+    with StubServer(lambda request, number: first if number < 2 else Reply("fine")) as server:
+        assert (await client(server.url).post({}))[0] == "fine"
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "cause", "kind"),
+    [
+        (Reply(b"CUDA error\nat line 3", 500), "answered 500 Internal Server Error: CUDA error", Refused),
+        (Reply({"error": "slow down"}, 429), 'answered 429 Too Many Requests: {"error": "slow down"}', RewardFailed),
+        (Reply(b"<html>", 200), "answered with malformed JSON (Expecting value: line 1 column 1 (char 0)): <html>", Refused),
+        (Reply(reset=True), "cannot be reached: ", RewardFailed),
+        (Reply(b"", 200, {"Content-Length": "10"}), "cannot be reached: ", RewardFailed),
+    ],
+)
+async def test_what_does_not_pass_is_a_failure_with_its_cause(reply: Reply, cause: str, kind: type[RewardFailed]) -> None:
+    with StubServer(lambda request, number: reply) as server:
+        with pytest.raises(RewardFailed) as caught:
+            await client(server.url, retries=1, timeout_s=2.0).post({})
+    # A body that ends early keeps its connection open: it shows as a time-out.
+    assert caught.value.cause.startswith("reward remote: no answer after ")
+    assert f"{server.url} " in caught.value.cause
+    if reply.headers:
+        assert "no answer within 2 s" in caught.value.cause
+    else:
+        assert f"after 2 attempts: {server.url} {cause}" in caught.value.cause
+        assert len(server.requests) == 2
+        assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(("status", "reason"), [(400, "Bad Request"), (401, "Unauthorized"), (404, "Not Found"), (302, "Found")])
+async def test_a_refusal_is_final(status: int, reason: str) -> None:
+    with StubServer(lambda request, number: Reply(b"no such thing", status, {"Location": "http://elsewhere/"})) as server:
+        with pytest.raises(Refused, match=f"^reward remote: {server.url} answered {status} {reason}: no such thing$"):
+            await client(server.url).post({})
+    assert len(server.requests) == 1
+
+
+async def test_down() -> None:
+    url = unused_url()
+    with pytest.raises(RewardFailed, match=f"no answer after 3 attempts: {url} cannot be reached: .*[Cc]onnect"):
+        await client(url, retries=2).post({})
+
+
+async def test_a_name_that_nobody_knows() -> None:
+    with pytest.raises(RewardFailed, match="http://no-such-host.invalid/v1 cannot be reached: "):
+        await client("http://no-such-host.invalid/v1", retries=0).post({})
+
+
+async def test_slow_is_not_asked_twice_for_the_same() -> None:
+    with StubServer(lambda request, number: Reply("late", delay_s=1.0)) as server:
+        started = time.monotonic()
+        with pytest.raises(RewardFailed, match=f"no answer after 1 attempt: {server.url} gave no answer within 0.2 s"):
+            await client(server.url, timeout_s=0.2).post({})
+        assert time.monotonic() - started < 0.8
+
+
+async def test_retry_after_is_honoured() -> None:
+    with StubServer(lambda request, number: Reply("fine") if number else Reply(status=429, headers={"Retry-After": "0.3"})) as server:
+        started = time.monotonic()
+        await client(server.url).post({})
+        assert 0.3 <= time.monotonic() - started < 2
+
+
+async def test_one_of_two_urls_down_costs_nobody_a_sample_and_is_hardly_asked() -> None:
+    down = unused_url()
+    with StubServer(lambda request, number: Reply(number)) as server:
+        http = client(down, server.url, retries=2)
+        answers = await asyncio.gather(*(http.post({}) for _ in range(50)))
+        assert {url for _, url in answers} == {server.url}
+        failures = http._endpoints[0].failures
+        for _ in range(20):
+            await http.post({})
+        assert http._endpoints[0].failures <= failures + 2
+
+
+async def test_a_url_that_comes_back_is_used_again() -> None:
+    broken = True
+    with StubServer(lambda request, number: Reply(status=503) if broken else Reply("a")) as a, StubServer(lambda r, n: Reply("b")) as b:
+        http = client(a.url, b.url)
+        for _ in range(4):
+            assert (await http.post({}))[0] == "b"
+        broken = False
+        await asyncio.sleep(0.5)
+        answers = [answer for answer, _ in await asyncio.gather(*(http.post({}) for _ in range(20)))]
+        answers += [answer for answer, _ in await asyncio.gather(*(http.post({}) for _ in range(20)))]
+    assert {"a", "b"} == set(answers)
+
+
+async def test_requests_go_where_fewest_are_under_way() -> None:
+    with StubServer(lambda r, n: Reply("fast", delay_s=0.01)) as fast, StubServer(lambda r, n: Reply("slow", delay_s=0.5)) as slow:
+        http = client(fast.url, slow.url, concurrency=4)
+        await asyncio.gather(*(http.post({}) for _ in range(60)))
+    assert len(slow.requests) <= 10 < 50 <= len(fast.requests)
+
+
+async def test_concurrency_is_limited() -> None:
+    with StubServer(lambda r, n: Reply("ok", delay_s=0.05)) as server:
+        http = client(server.url, concurrency=3)
+        await asyncio.gather(*(http.post({}) for _ in range(12)))
+    assert server.most_at_once == 3
+
+
+async def test_proxies_of_the_environment_do_not_redirect_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", unused_url())
+    monkeypatch.setenv("no_proxy", "")
+    with StubServer(lambda r, n: Reply("direct")) as server:
+        assert (await client(server.url).post({}))[0] == "direct"
+        with pytest.raises(RewardFailed):
+            await client(server.url, trust_env=True, retries=0).post({})
+
+
+@pytest.mark.parametrize(("header", "sent"), [("Authorization", f"Bearer {KEY}"), ("X-Api-Key", KEY)])
+async def test_the_key_is_sent_and_repeated_nowhere(monkeypatch: pytest.MonkeyPatch, header: str, sent: str) -> None:
+    monkeypatch.setenv("JUDGE_KEY", f"{KEY}\n")
+    wrong = Reply({"error": f"Incorrect API key provided: {KEY}"}, 401)
+    with StubServer(lambda r, n: wrong if n else Reply({"echo": KEY})) as server:
+        http = client(server.url, api_key_env="JUDGE_KEY", api_key_header=header)
+        assert (await http.post({}))[0] == {"echo": "***"}
+        with pytest.raises(Refused, match=r"Incorrect API key provided: \*\*\*") as caught:
+            await http.post({})
+    assert server.headers[0][header] == sent
+    assert KEY not in repr(caught.value) + repr(http) + str(caught.value.__cause__) + str(caught.value.__context__)
+
+
+async def test_a_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    with pytest.raises(RewardFailed, match=r"the environment variable JUDGE_KEY \(api_key_env\) is not set"):
+        await client(unused_url(), api_key_env="JUDGE_KEY").post({})
+
+
+async def test_credentials_in_a_url_are_not_shown() -> None:
+    host = unused_url().removeprefix("http://")
+    with pytest.raises(RewardFailed) as caught:
+        await client(f"http://me:{KEY}@{host}/get?key={KEY}", retries=0).post({})
+    assert KEY not in caught.value.cause and f"http://{host}/get cannot be reached" in caught.value.cause
+    assert shown("http://[") == "(a URL that cannot be read)"
+
+
+async def test_what_is_no_url_and_what_is_no_json() -> None:
+    with pytest.raises(RewardFailed, match="reward remote: nonsense"):
+        await client("nonsense", retries=0).post({})
+    with pytest.raises(RewardFailed, match="the request cannot be written as JSON: Object of type set"):
+        await client(unused_url()).post({"labels": {1}})
+
+
+def test_each_loop_has_its_own_client_and_closes_it() -> None:
+    async def use() -> int:
+        service = Service("remote", (server.url,))
+        assert shared(service) is shared(service)
+        await shared(service).post({})
+        return id(asyncio.get_running_loop())
+
+    before = set(http_client._OF_LOOP)
+    with StubServer(lambda r, n: Reply("ok")) as server, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with asyncio.Runner() as runner:
+            runner.run(use())
+            runner.run(use())
+        assert server.connections == 1
+        asyncio.run(use())
+        gc.collect()
+        assert len(set(http_client._OF_LOOP) - before) <= 2

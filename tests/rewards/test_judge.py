@@ -1,0 +1,250 @@
+"""Reward `judge` against a stub endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_http import Reply, StubServer, unused_url
+
+from roll_lite.config.schema import RewardConfig
+from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards import http_client
+from roll_lite.rewards.base import RewardFailed, RewardFunction
+from roll_lite.rewards.registry import build_reward
+from roll_lite.rewards.verdict import VerdictParser
+from roll_lite.rewards.verdict_cache import VerdictCache, cache_key
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "BACKOFF_S", 0.01)
+
+
+def item(response: str = "4", answer: Any = "4", **columns: Any) -> RewardInput:
+    return RewardInput("toy", "2+2=", response, answer, columns, "stop")
+
+
+def chat(text: str | None) -> Reply:
+    return Reply({"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}]})
+
+
+def build(**args: Any) -> RewardFunction:
+    return build_reward(RewardConfig(type="judge", args=args), "domains.toy.reward")
+
+
+async def ask(server: StubServer, sample: RewardInput | None = None, **args: Any) -> Score:
+    return await build(url=f"{server.url}/v1", model="m", **args).score(sample or item())
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "value"),
+    [
+        (VerdictParser(), "Yes", 1.0),
+        (VerdictParser(), "The answer is wrong: no.", 0.0),
+        (VerdictParser(), "yes and no. Verdict: YES", 1.0),
+        (VerdictParser(), "yesterday, nowhere", None),
+        (VerdictParser(), "<think>no, or yes?</think>", None),
+        (VerdictParser(), "<think>no</think> yes", 1.0),
+        (VerdictParser(choices={"A": 1, "A+": 2, "not good": -1}), "I say a+", 2.0),
+        (VerdictParser(choices={"A": 1, "A+": 2, "not good": -1}), "Not good", -1.0),
+        (VerdictParser(choices={"A": 1}), "B", None),
+        (VerdictParser(scale=(1, 5)), "Rating: 4", 0.75),
+        (VerdictParser(scale=(0, 10)), "2 of 3 criteria, so 7.5", 0.75),
+        (VerdictParser(scale=(1, 5)), "10", None),
+        (VerdictParser(scale=(1, 5)), "-3", None),
+        (VerdictParser(r"score:\s*(-?[\d.]+)"), "score: 2\nscore: 3.5", 3.5),
+        (VerdictParser(r"score:\s*(\S+)"), "score: high", None),
+        (VerdictParser(r"score:\s*(\S+)"), "score: nan", None),
+        (VerdictParser(r"\[\[(\d+)\]\]", scale=(1, 10)), "[[10]] is the rating, 3 the number of errors", 1.0),
+        (VerdictParser(r"<v>(.*?)</v>", {"good": 1, "bad": 0}), "<v> Good </v>", 1.0),
+        (VerdictParser(r"<v>(.*?)</v>", {"good": 1, "bad": 0}), "<v>fair</v> good", None),
+        (VerdictParser(r"(?:is (right))|(?:is (wrong))", {"right": 1, "wrong": 0}), "it is wrong", 0.0),
+        (VerdictParser(), "", None),
+    ],
+)
+def test_verdicts(parser: VerdictParser, text: str, value: float | None) -> None:
+    verdict = parser(text)
+    assert (verdict.value if verdict else None) == value
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+async def test_a_judge_is_asked_and_its_verdict_is_kept_with_the_sample() -> None:
+    with StubServer(lambda request, number: chat("Verdict: yes")) as server:
+        score = await ask(server, item("it is {answer}"), system="Be strict.")
+    assert score == Score(1.0, None, {"extracted": "yes", "verdict": "Verdict: yes"})
+    (request,) = server.requests
+    assert (request["model"], request["temperature"], request["max_tokens"]) == ("m", 0.0, 256)
+    system, user = request["messages"]
+    assert system == {"role": "system", "content": "Be strict."}
+    assert "[Question]\n2+2=\n" in user["content"] and "[Reference answer]\n4\n" in user["content"]
+    assert "[Response]\nit is {answer}\n" in user["content"], "braces in a response are text"
+
+
+async def test_completions_for_models_without_a_chat_template() -> None:
+    with StubServer(lambda request, number: Reply({"choices": [{"text": " 7", "index": 0}]})) as server:
+        args = {
+            "api": "completions",
+            "template": '{{"q": {level}}} {response}',
+            "scale": [0, 10],
+            "stop": ["\n"],
+            "extra_body": {"seed": 3},
+        }
+        score = await ask(server, item("{prompt}", level=[1, "{"]), **args)
+    assert score.value == 0.7
+    (request,) = server.requests
+    assert request["prompt"] == '{"q": [1, "{"]} {prompt}'
+    assert request["stop"] == ["\n"] and request["seed"] == 3 and "messages" not in request
+
+
+async def test_an_unreadable_verdict_is_asked_for_again_and_then_a_failure_never_a_zero() -> None:
+    with StubServer(lambda request, number: chat("yes" if number else "hm")) as server:
+        assert (await ask(server)).value == 1.0
+    assert [request["temperature"] for request in server.requests] == [0.0, 0.7]
+    with StubServer(lambda request, number: chat("m" * 500)) as server:
+        with pytest.raises(RewardFailed) as caught:
+            await ask(server, asks=3)
+    assert caught.value.cause == f"reward judge: asked 3 times, the judge gave no verdict that can be read: '{'m' * 200}'"
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("answer", [{}, [], {"choices": []}, {"choices": [{}]}, {"choices": [{"message": {"content": 1}}]}])
+async def test_answers_of_another_shape_are_failures(answer: Any) -> None:
+    with StubServer(lambda request, number: Reply(answer)) as server:
+        with pytest.raises(RewardFailed, match=f"^reward judge: {server.url}/v1/chat/completions: "):
+            await ask(server)
+
+
+async def test_no_content_is_no_verdict() -> None:
+    with StubServer(lambda request, number: chat(None)) as server:
+        with pytest.raises(RewardFailed, match="no verdict that can be read: ''"):
+            await ask(server)
+
+
+async def test_down_and_missing_parts() -> None:
+    url = unused_url()
+    with pytest.raises(RewardFailed, match=f"{url}/v1/chat/completions cannot be reached"):
+        await build(url=f"{url}/v1/", model="m", retries=0).score(item())
+    with pytest.raises(RewardFailed, match="server 'big' has no address here"):
+        await build(server="big").score(item())
+    with pytest.raises(RewardFailed, match="needs url and model, or server"):
+        await build().score(item())
+    with pytest.raises(RewardFailed, match="needs model, its name at the endpoint"):
+        await build(url=url).score(item())
+    for sample, template in ((item(answer=None), "{answer} {response}"), (item(), "{level} {response}")):
+        with pytest.raises(RewardFailed, match="which this sample has not"):
+            await build(url=url, model="m", template=template).score(sample)
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ({"template": "{response"}, "expected '}'.*braces that stay"),
+        ({"template": "{response} {a.b}"}, r"\{a\.b\} is no placeholder"),
+        ({"template": "{prompt}"}, "never shows the response"),
+        ({"pattern": "("}, r"'\(' is no regular expression"),
+        ({"scale": [5, 1]}, "the first number has to be less"),
+        ({"asks": 0}, "greater than 0"),
+        ({"api_key_env": "NO_SUCH_VARIABLE"}, "no such environment variable"),
+        ({"choices": {"yes": "good"}}, "valid number"),
+        ({"choices": {True: 1, False: 0}}, "YAML reads yes, no, on and off as true and false: put choices in quotes"),
+    ],
+)
+def test_wrong_arguments_are_told_at_the_start(args: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=rf"^domains\.toy\.reward\.args\.{next(iter(args))}: .*{problem}"):
+        build(url="http://h/v1", model="m", **args)
+
+
+async def test_choices_may_be_numbers() -> None:
+    with StubServer(lambda request, number: chat("2")) as server:
+        assert (await ask(server, choices={1: 0.5, 2: 1})).value == 1.0
+
+
+# ---------------------------------------------------------------- the cache
+
+
+async def test_greedy_questions_are_asked_once() -> None:
+    with StubServer(lambda request, number: Reply(chat("yes").content, delay_s=0.05)) as server:
+        function = build(url=server.url, model="m")
+        await asyncio.gather(*(function.score(item()) for _ in range(8)))
+        await function.score(item())
+        await function.score(item("5"))
+        assert len(server.requests) == 2
+        sampled = build(url=server.url, model="m", temperature=1.0)
+        await asyncio.gather(*(sampled.score(item()) for _ in range(3)))
+    assert len(server.requests) == 5
+
+
+async def test_the_timeout_of_one_sample_leaves_the_answer_to_the_others() -> None:
+    with StubServer(lambda request, number: Reply(chat("yes").content, delay_s=0.2)) as server:
+        function = build(url=server.url, model="m")
+        patient = asyncio.create_task(function.score(item()))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await function.score(item())
+        assert (await patient).value == 1.0
+    assert len(server.requests) == 1
+
+
+async def test_failures_and_unreadable_verdicts_are_not_remembered() -> None:
+    replies = [chat("hm"), chat("hm"), Reply(status=400), chat("no")]
+    with StubServer(lambda request, number: replies[number]) as server:
+        function = build(url=server.url, model="m")
+        for _ in range(2):
+            with pytest.raises(RewardFailed):
+                await function.score(item())
+        assert (await function.score(item())).value == 0.0
+
+
+def test_a_file_carries_verdicts_from_one_run_to_the_next(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "verdicts.sqlite"
+
+    def run(**args: Any) -> float:
+        return asyncio.run(ask(server, cache_file=file, **args)).value
+
+    with StubServer(lambda request, number: chat("yes" if number == 0 else "no")) as server:
+        assert [run(), run(), run(choices={"yes": 0.5})] == [1.0, 1.0, 0.5], "the verdict is read anew"
+        assert len(server.requests) == 1
+        for changed in ({"max_tokens": 8}, {"system": "x"}, {"fingerprint": "other weights"}, {"extra_body": {"seed": 1}}):
+            assert run(**changed) == 0.0
+        assert len(server.requests) == 5
+
+
+def test_a_file_that_is_no_cache(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("not a database " * 100)
+    with pytest.raises(ValueError, match=r"cache_file: .*notes\.txt cannot be used: file is not a database"):
+        VerdictCache(1, file)
+
+
+def test_several_processes_may_share_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "v.sqlite"
+    mine, other = VerdictCache(0, file), VerdictCache(10, file)
+    mine.put("a", "yes")
+    assert other.get("a") == "yes" and other.get("b") is None
+    blocker = sqlite3.connect(file)
+    blocker.execute("BEGIN EXCLUSIVE")
+    mine.put("b", "no")
+    assert mine.get("b") is None, "lost, not fatal"
+    blocker.rollback()
+    blocker.close()
+    mine.close()
+    other.close()
+
+
+def test_the_memory_forgets_what_was_asked_longest_ago() -> None:
+    cache = VerdictCache(2)
+    cache.put("a", "1")
+    cache.put("b", "2")
+    assert cache.get("a") == "1"
+    cache.put("c", "3")
+    assert (cache.get("a"), cache.get("b"), cache.get("c")) == ("1", None, "3")
+    assert cache_key(x=1, y={"b": 1, "a": 2}) == cache_key(y={"a": 2, "b": 1}, x=1) != cache_key(x=2, y={})

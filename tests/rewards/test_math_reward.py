@@ -1,0 +1,269 @@
+"""The reward `math`: a table of judgements made by hand, and what odd responses and references do."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rewards.math_pairs import PAIRS, WORTH
+
+from roll_lite.data.samples import RewardInput
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.math import NOT_A_NUMBER, Extract, math, warm_math
+from roll_lite.rewards.numbers import is_number, plain_number
+
+EQUAL: list[tuple[Any, str]] = [
+    (7, "7"),
+    (7, "The answer is 7."),
+    (7, "7.0"),
+    (-4, "-4"),
+    (0, "-0"),
+    ("07", "7"),
+    ("1/2", "0.5"),
+    ("1/2", r"\frac{2}{4}"),
+    ("0.5", r"so we get \boxed{\frac12}"),
+    (0.5, "$1/2$"),
+    (1e5, "100000"),
+    ("1e5", "100,000"),
+    (1e-7, "10^{-7}"),
+    ("1,000", "1000"),
+    ("1 000", "1000"),
+    ("$1,234.50", "1234.5"),
+    ("50%", r"\boxed{50\%}"),
+    ("50%", "0.5"),
+    ("1 1/2", "1.5"),
+    ("-1 1/2", "-1.5"),
+    (r"1\frac{1}{2}", "3/2"),
+    ("1/3", "0.333333"),
+    (r"2\sqrt{3}", r"therefore $\sqrt{12}$"),
+    (r"2\sqrt{3}", r"2\sqrt{3}"),
+    ("sqrt(2)", r"\sqrt{2}"),
+    (r"3\pi", "9.42477796"),
+    ("2**10", "1024"),
+    ("x+1", "1+x"),
+    ("x^2-1", "(x-1)(x+1)"),
+    ("(1,2)", "(1, 2)"),
+    (r"\{1,2\}", r"\boxed{\{2,1\}}"),
+    ("x^2y^2", "y^2x^2"),
+    ("2^{3^2}", "512"),
+    ("x=5", "5"),
+    (5, "x = 5"),
+    (5, "first 3, then 5"),
+    (r"90^\circ", "90"),
+    ("12 cm", r"\boxed{12\text{ cm}}"),
+    (r"\infty", r"\infty"),
+    (r"$\frac{3}{4}$", "3/4"),
+    (r"\boxed{7}", "7"),
+]
+DIFFERENT: list[tuple[Any, str]] = [
+    (7, "8"),
+    (-4, "4"),
+    (0, "1"),
+    ("1/3", "0.33"),
+    ("0.3333", "1/3"),
+    (2, r"2\sqrt{3}"),
+    ("1 1/2", "1"),
+    (12, "3 4"),
+    (5, "55"),
+    (10, "3+8"),
+    ("x+1", "x + 2"),
+    ("x", "y"),
+    ("(1,2)", "(2,1)"),
+    (5, r"\boxed{3} or \boxed{5}"),
+    (5, r"\boxed{5}, \boxed{3}"),
+    (5, "The final answer is 3 or 5"),
+    (5, "5 or 3"),
+    (1000001, "1000000"),
+    ("10000000000000000000000001", "10000000000000000000000000"),
+    (5, "1/0"),
+]
+
+
+def item(answer: Any, response: str) -> RewardInput:
+    return RewardInput("maths", "prompt", response, answer, {}, "stop")
+
+
+def verdict_of(answer: Any, response: str, **args: Any) -> str:
+    score = math(item(answer, response), **args)
+    assert score.value == float(bool(score.correct)) == float(score.details["verdict"] == "equal")
+    return str(score.details["verdict"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    warm_math()
+
+
+@pytest.mark.parametrize(("answer", "response"), EQUAL)
+def test_equal(answer: Any, response: str) -> None:
+    score = math(item(answer, response))
+    assert (score.value, score.correct, score.details["verdict"]) == (1.0, True, "equal")
+
+
+@pytest.mark.parametrize(("answer", "response"), DIFFERENT)
+def test_different(answer: Any, response: str) -> None:
+    score = math(item(answer, response))
+    assert (score.value, score.correct) == (0.0, False)
+
+
+@pytest.mark.parametrize(
+    "response", ["", "   ", "???", "five", "\\boxed{", "\\boxed{}", "$$", "\x00", "\ud800", "}{", "\\frac{1}{", "=" * 500, "\\" * 500]
+)
+@pytest.mark.parametrize("extract", ["auto", "boxed", "tagged"])
+def test_odd_responses_are_wrong_and_say_so(response: str, extract: Extract) -> None:
+    assert verdict_of(5, response, extract=extract) in ("no answer found", "not readable as mathematics", NOT_A_NUMBER)
+
+
+@pytest.mark.parametrize(
+    ("extract", "response", "value"),
+    [
+        ("boxed", "5", 0.0),
+        ("boxed", r"\boxed{5}", 1.0),
+        ("boxed", r"\boxed{3}, no, \boxed{5}", 1.0),
+        ("boxed", r"\boxed{5}, no, \boxed{3}", 0.0),
+        ("boxed", r"\boxed{5} and \boxed{3", 1.0),
+        ("boxed", r"\boxed{\frac{10}{2}}", 1.0),
+        ("boxed", r"\boxed{the 5}", 0.0),
+        ("tagged", "5", 0.0),
+        ("tagged", "<answer>5</answer>", 1.0),
+        ("tagged", "<answer>3</answer> <answer>\n$x=5$\n</answer>", 1.0),
+        ("tagged", "<answer>5</answer> <answer>3</answer>", 0.0),
+        ("tagged", "5 <answer>5", 0.0),
+    ],
+)
+def test_extract(extract: Extract, response: str, value: float) -> None:
+    assert math(item(5, response), extract=extract).value == value
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "  ",
+        "???",
+        r"\frac{1}{",
+        "1/0",
+        "0/0",
+        "#### 72",
+        "1 2",
+        "2**3**2",
+        "2^3^2",
+        "√2",
+        None,
+        True,
+        [1],
+        {"a": 1},
+        float("nan"),
+        float("inf"),
+    ],
+)
+def test_an_unreadable_reference_is_a_failure_never_a_zero(answer: Any) -> None:
+    with pytest.raises(RewardFailed, match="reward math: the reference answer"):
+        math(item(answer, "72"))
+
+
+@pytest.mark.parametrize(
+    "response", [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{100000000!}", "(9^9^9^9)", r"\boxed{\sum_{n=1}^{10000000} \frac{1}{n^2}}"]
+)
+def test_endless_comparisons_are_stopped(response: str) -> None:
+    started = time.process_time()
+    verdict = verdict_of(5, response, accept="value", cpu_limit_s=0.3)
+    assert verdict == ("not readable as mathematics" if response.startswith("(") else "comparison takes too long")
+    assert math(item(5, response), cpu_limit_s=0.3).value == 0
+    assert time.process_time() - started < 5
+
+
+def test_an_endless_reference_is_a_failure() -> None:
+    with pytest.raises(RewardFailed, match=r"cannot be read: more than 0\.1 s of computing"):
+        math(item("(" * 2000 + "5" + ")" * 2000, "5"), cpu_limit_s=0.1)
+
+
+@pytest.mark.parametrize(("reference", "response", "equal"), PAIRS)
+def test_pairs(reference: str, response: str, equal: bool) -> None:
+    started = time.process_time()
+    assert (verdict_of(reference, response) == "equal") is equal
+    assert time.process_time() - started < 7
+
+
+def test_there_are_many_pairs() -> None:
+    assert len(PAIRS) >= 150
+
+
+@pytest.mark.parametrize(("reference", "response", "equal"), WORTH)
+def test_pairs_by_value(reference: str, response: str, equal: bool) -> None:
+    assert (verdict_of(reference, response, accept="value") == "equal") is equal
+
+
+@pytest.mark.parametrize(
+    ("response", "extract", "extracted"),
+    [
+        ("5", "auto", "5"),
+        ("it is 5, or 1/2", "auto", "1/2"),
+        (r"so \boxed{\frac{1}{2}} it is", "auto", r"\frac{1}{2}"),
+        ("<answer> 7 </answer> 8", "auto", "7"),
+        (r"<answer>\boxed{7}</answer>", "tagged", "7"),
+        (r"\boxed{x} and \boxed{ y }", "boxed", "y"),
+        ("from 3 to -1,234.5 km", "number", "-1,234.5"),
+        ("10-3", "number", "3"),
+        ("50% of 1/2", "number", "1/2"),
+        ("none", "number", ""),
+        ("none", "auto", ""),
+    ],
+)
+def test_what_was_extracted_is_shown(response: str, extract: Extract, extracted: str) -> None:
+    assert math(item(5, response), extract=extract).details["extracted"] == extracted
+
+
+NUMBERS = st.one_of(
+    st.integers(-(10**12), 10**12).map(str),
+    st.integers(-(10**7), 10**7).map(lambda number: f"{number:,}"),
+    st.decimals(-1000, 1000, places=3).map(str),
+    st.tuples(st.integers(-99, 99), st.integers(1, 99)).map(lambda pair: f"{pair[0]}/{pair[1]}"),
+    st.tuples(st.integers(-99, 99), st.integers(1, 99)).map(lambda pair: rf"\frac{{{pair[0]}}}{{{pair[1]}}}"),
+    st.tuples(st.integers(1, 99), st.integers(0, 9)).map(lambda pair: rf"{pair[0]} \times 10^{{{pair[1]}}}"),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(NUMBERS, NUMBERS)
+def test_exact_arithmetic_and_the_library_say_the_same(reference: str, response: str) -> None:
+    subject = importlib.import_module("roll_lite.rewards.math")
+    for answer in (response, reference):
+        known = subject._decided(plain_number(reference), plain_number(answer))
+        if known is not None:
+            slow = subject._library().verify(subject._parse_whole(reference), subject._parse_whole(answer), timeout_seconds=None)
+            assert (known == "equal") is slow, (reference, answer)
+
+
+@settings(max_examples=150, deadline=None)
+@given(NUMBERS)
+def test_numbers_are_found_in_every_wrapping(number: str) -> None:
+    value = plain_number(number)
+    assert value is not None and is_number(number)
+    for wrapped in (f" {number} ", f"${number}$", rf"\({number}\)", f"**{number}**", f"x = {number}", rf"{number}\text{{ cm}}"):
+        assert is_number(wrapped)
+    assert plain_number(f"${number}$") == value
+    for response, extract in ((rf"then \boxed{{{number}}}", "boxed"), (f"a <answer>{number}</answer> b", "tagged")):
+        assert math(item(number, response), extract=extract).correct is True  # type: ignore[arg-type]
+    assert not is_number(f"{number}+{number}") and not is_number(f"{number}*")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.text(max_size=200) | st.text("\\boxed{}<>answer/ 0123456789.,+-*=$^%()", max_size=80),
+    st.sampled_from(["auto", "boxed", "tagged", "number"]),
+)
+def test_any_response_has_a_verdict(response: str, extract: Extract) -> None:
+    score = math(item(5, response), extract=extract, cpu_limit_s=1.0)
+    assert score.value in (0.0, 1.0) and score.details["verdict"]
+    assert extract == "auto" or str(score.details["extracted"]) in response
+
+
+def test_the_same_every_time() -> None:
+    for answer, response in [*EQUAL[::5], *DIFFERENT[::5]]:
+        first = math(item(answer, response))
+        assert all(math(item(answer, response)) == first for _ in range(3))

@@ -1,0 +1,70 @@
+"""The domain's side of the reward `model`: what the model reads, and what becomes of its output."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from roll_lite.config.schema import RewardConfig
+from roll_lite.data.samples import RewardInput
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.model import score_of, scored_text
+from roll_lite.rewards.registry import build_reward
+
+
+def sample(**columns: Any) -> RewardInput:
+    return RewardInput("toy", "Q: 1+1?\nA:", " 2", 2, columns, "stop")
+
+
+def test_the_text_is_the_prompt_and_the_response_unless_a_template_says_otherwise() -> None:
+    assert scored_text(sample()) == "Q: 1+1?\nA: 2"
+    assert scored_text(sample(topic="sums"), template="[{topic}] {prompt}{response} ({answer}){{}}") == "[sums] Q: 1+1?\nA: 2 (2){}"
+
+
+def test_chat_makes_messages_for_the_reward_models_own_template() -> None:
+    assert scored_text(sample(question="1+1?"), template="chat", question="{question}") == [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": " 2"},
+    ]
+    talk = [{"role": "system", "content": "Short."}, {"role": "user", "content": "1+1?"}]
+    assert scored_text(sample(talk=talk), template="chat", question="{talk}") == [*talk, {"role": "assistant", "content": " 2"}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"), [({}, "'topic'.*is missing"), ({"topic": ["a"]}, r"must be a string or a number, got \['a'\]")]
+)
+def test_a_placeholder_without_a_text_is_a_failure(columns: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RewardFailed, match=problem):
+        scored_text(sample(**columns), template="{topic}{response}")
+
+
+def test_outputs_become_scores() -> None:
+    plain = score_of(-1.5)
+    assert (plain.value, plain.correct, plain.details) == (-1.5, False, {"reward_model": -1.5})
+    squashed = score_of(math.log(3), scale="sigmoid")  # 3 / (1 + 3)
+    assert squashed.value == pytest.approx(0.75)
+    assert squashed.correct is True
+    assert score_of(-1000.0, scale="sigmoid").value == 0.0
+    assert score_of(1000.0, scale="sigmoid").value == 1.0
+    assert score_of(0.4, threshold=0.5).correct is False
+
+
+@pytest.mark.parametrize("output", [math.nan, math.inf])
+def test_an_output_that_is_no_number_is_a_failure(output: float) -> None:
+    with pytest.raises(RewardFailed, match="not finite"):
+        score_of(output)
+
+
+def test_outside_of_a_run_there_is_no_model() -> None:
+    function = build_reward(RewardConfig(type="model", args={"model": "helpful"}))
+    with pytest.raises(RewardFailed, match="'helpful' scores within a run only"):
+        function(sample())
+
+
+def test_arguments_are_checked_at_the_start() -> None:
+    with pytest.raises(ValueError, match=r"reward\.args: reward 'model' needs model"):
+        build_reward(RewardConfig(type="model"))
+    with pytest.raises(ValueError, match=r"reward\.args\.scale: 'sigmoidal'"):
+        build_reward(RewardConfig(type="model", args={"model": "m", "scale": "sigmoidal"}))

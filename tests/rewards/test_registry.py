@@ -1,0 +1,233 @@
+"""From the configuration to a reward function, with users' own functions, their results and their mistakes."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll_lite.config.schema import RewardConfig
+from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.combine import Reward
+from roll_lite.rewards.registry import build_reward
+
+ROOT = Path(__file__).parents[2]
+
+USER_MODULE = """
+import asyncio
+from typing import Literal
+from roll_lite.data.samples import RewardInput, Score
+
+LOOPS = []
+
+def from_answer(sample):
+    return sample.answer
+
+def fails(sample):
+    return 1 / 0
+
+async def waits(sample, seconds: float = 0.0):
+    LOOPS.append(asyncio.get_running_loop())
+    await asyncio.sleep(seconds)
+    return sample.answer
+
+async def fails_late(sample):
+    await asyncio.sleep(0)
+    raise KeyError("late")
+
+def with_args(sample, weight: float, mode: Literal["a", "b"] = "a", names: tuple[str, ...] = (), **rest):
+    return {"value": weight, "details": {"mode": mode, "names": "+".join(names), "rest": len(rest)}}
+
+def strict(sample: RewardInput, *, scale: int = 1) -> Score:
+    return Score(scale, details={"scale": scale})
+
+def no_sample():
+    return 1
+
+def unresolvable(sample, x: "Missing" = 1):
+    return x
+
+class Judge:
+    async def __call__(self, sample, bonus: int = 0):
+        return 1 + bonus
+
+judge = Judge()
+not_callable = 3
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def user_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_rewards.py").write_text(USER_MODULE)
+    (folder / "broken_rewards.py").write_text("import no_such_package_at_all\n")
+    (folder / "raising_rewards.py").write_text("raise RuntimeError('no licence')\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield
+
+
+def item(answer: Any = None, response: str = "", **columns: Any) -> RewardInput:
+    return RewardInput("own", "prompt", response, answer, columns, "stop")
+
+
+def reward(type_: str, **args: Any) -> Reward:
+    return build_reward(RewardConfig(type=type_, args=args), "domains.own.reward")
+
+
+def test_built_in_rewards() -> None:
+    assert reward("math")(item("1/2", "0.5")).is_correct
+    assert reward("math", extract="boxed")(item("1/2", "0.5")).value == 0.0
+    assert reward("exact", ignore_case=True)(item("a", "A")) == Score(1.0, True, {"extracted": "a"})
+    reward("math").warm()
+    reward("exact").warm()
+
+
+def test_the_example_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    score = reward("examples.domains.reverse.score", partial_credit=0.5)
+    assert score(item(response=" enots\n", word="stone")) == Score(1.0)
+    assert score(item(response="enott", word="stone")).value == pytest.approx(0.5 * 4 / 5)
+    assert score(item(response="", word="stone")).value == 0.0
+    assert not score(item(response="", word="stone")).is_correct
+    with pytest.raises(RewardFailed, match=r"reward examples\.domains\.reverse\.score: KeyError: 'word' \(.*reverse\.py, line \d+\)"):
+        score(item(response="enots"))
+
+
+@pytest.mark.parametrize(
+    ("returned", "score"),
+    [
+        (1, Score(1.0)),
+        (-0.25, Score(-0.25)),
+        (True, Score(1.0, True)),
+        (False, Score(0.0, False)),
+        (np.float32(0.5), Score(0.5)),
+        (np.int64(2), Score(2.0)),
+        (np.bool_(True), Score(1.0, True)),
+        ({"value": 0.5}, Score(0.5)),
+        ({"value": 0.5, "correct": True, "details": {"length": 3, "kind": "x"}}, Score(0.5, True, {"length": 3.0, "kind": "x"})),
+        (Score(0.5, None, {"a": 1}), Score(0.5, None, {"a": 1.0})),
+    ],
+)
+def test_results_become_scores(returned: Any, score: Score) -> None:
+    for function in (reward("own_rewards.from_answer"), reward("own_rewards.waits")):
+        found = function(item(returned))
+        assert found == score and type(found.value) is float
+        assert asyncio.run(function.score(item(returned))) == score
+        function.close()
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (None, "returned None of type NoneType; expected a number, a bool, a Score or a dict"),
+        ("1", "returned '1' of type str"),
+        ([1], "of type list"),
+        (1j, "of type complex"),
+        (float("nan"), "returned nan, which is not finite"),
+        (float("-inf"), "returned -inf, which is not finite"),
+        (Score(float("nan")), "not finite"),
+        (Score("1"), "of type str"),  # type: ignore[arg-type]
+        ({}, "a dict with no value; its keys are value"),
+        ({"score": 1}, "a dict with unknown score; its keys are value"),
+        ({"value": 1, "correct": 1}, "correct must be a bool or None, got 1"),
+        ({"value": 1, "details": [1]}, "details must be a dict"),
+        ({"value": 1, "details": {"a": None}}, r"details\['a'\]: must be a number or a string, got None"),
+    ],
+)
+def test_other_results_are_failures_never_zeros(returned: Any, problem: str) -> None:
+    for function in (reward("own_rewards.from_answer"), reward("own_rewards.waits")):
+        with pytest.raises(RewardFailed, match=problem):
+            function(item(returned))
+        function.close()
+
+
+def test_exceptions_are_failures_with_their_place() -> None:
+    with pytest.raises(
+        RewardFailed, match=r"reward own_rewards\.fails: ZeroDivisionError: division by zero \(.*own_rewards\.py, line 12\)"
+    ) as caught:
+        reward("own_rewards.fails")(item())
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    late = reward("own_rewards.fails_late")
+    with pytest.raises(RewardFailed, match="KeyError: 'late'"):
+        late(item())
+    with pytest.raises(RewardFailed, match="KeyError: 'late'"):
+        asyncio.run(late.score(item()))
+    late.close()
+
+
+def test_failures_cross_processes() -> None:
+    copy = pickle.loads(pickle.dumps(RewardFailed("no judge")))
+    assert isinstance(copy, RewardFailed) and copy.cause == str(copy) == "no judge"
+
+
+def test_async_functions_keep_their_loop_and_overlap() -> None:
+    import own_rewards  # type: ignore[import-not-found]
+
+    function = reward("own_rewards.waits", seconds=0.2)
+    assert function.is_async and not reward("own_rewards.from_answer").is_async
+    own_rewards.LOOPS.clear()
+    function(item(1))
+    function(item(1))
+    assert own_rewards.LOOPS[0] is own_rewards.LOOPS[1]
+    function.close()
+
+    async def many() -> float:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        scores = await asyncio.gather(*[function.score(item(i)) for i in range(20)])
+        assert [score.value for score in scores] == list(range(20))
+        return loop.time() - started
+
+    assert asyncio.run(many()) < 1.0
+
+
+def test_callable_objects() -> None:
+    function = reward("own_rewards.judge", bonus=2)
+    assert function.is_async and function(item()).value == 3.0
+    function.close()
+
+
+def test_arguments_are_checked_and_converted_when_the_function_is_built() -> None:
+    score = reward("own_rewards.with_args", weight=2, mode="b", names=["x", "y"], other=1)(item())
+    assert score == Score(2.0, None, {"mode": "b", "names": "x+y", "rest": 1.0})
+    assert reward("own_rewards.unresolvable", x=3)(item()).value == 3.0
+    with pytest.raises(ValueError, match=r"domains\.own\.reward\.args: reward 'own_rewards\.with_args' needs weight"):
+        reward("own_rewards.with_args")
+    with pytest.raises(ValueError, match=r"domains\.own\.reward\.args\.weight: 'heavy': Input should be a valid number"):
+        reward("own_rewards.with_args", weight="heavy")
+    with pytest.raises(
+        ValueError, match=r"args\.scal: reward 'own_rewards\.strict' takes no such argument, did you mean 'scale'\?; it takes scale"
+    ):
+        reward("own_rewards.strict", scal=2)
+    with pytest.raises(ValueError, match=r"args\.sample: .* takes no such argument"):
+        reward("own_rewards.with_args", weight=1, sample=2)
+    with pytest.raises(ValueError, match=r"args\.extract: 'boxes': Input should be 'auto', 'boxed', 'tagged' or 'number'"):
+        reward("math", extract="boxes")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("maths", "'maths' is no reward, did you mean 'math'.; there are "),
+        ("own_rewards.fail", "module own_rewards has no 'fail', did you mean 'fails'"),
+        ("no_such_module_here.score", "there is no module 'no_such_module_here'; it must be importable from"),
+        ("own_rewards.deeper.score", "there is no module 'own_rewards.deeper'"),
+        ("broken_rewards.score", "importing broken_rewards failed: No module named 'no_such_package_at_all'"),
+        ("raising_rewards.score", "importing raising_rewards failed: RuntimeError: no licence"),
+        ("own_rewards.not_callable", "is int, expected a function"),
+        ("own_rewards.Judge", "is type, expected a function"),
+        ("own_rewards.no_sample", "must take the sample as its first argument"),
+        (".score", "'.score'"),
+    ],
+)
+def test_types_that_are_none(name: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=r"^domains\.own\.reward\.type: ") as caught:
+        reward(name)
+    assert problem.replace("'.;", "'?;") in str(caught.value)

@@ -1,0 +1,121 @@
+"""Terms that combine with any reward: length, repetition, format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from roll_lite.config.schema import RewardConfig, RewardTermConfig
+from roll_lite.data.samples import RewardInput
+from roll_lite.rewards import form
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.form import format as format_reward
+from roll_lite.rewards.length import length
+from roll_lite.rewards.registry import build_reward
+from roll_lite.rewards.repetition import repetition
+
+
+def item(response: str, answer: Any = None) -> RewardInput:
+    return RewardInput("toy", "prompt", response, answer, {}, "stop")
+
+
+@pytest.mark.parametrize(
+    ("response", "args", "value"),
+    [
+        ("x" * 50, {"target": 50, "width": 10}, 1.0),
+        ("x" * 53, {"target": 50, "width": 10}, 0.7),
+        ("x" * 45, {"target": 50, "width": 10}, 0.5),
+        ("x" * 53, {"target": 50, "width": 10, "tolerance": 3}, 1.0),
+        ("x" * 90, {"target": 50, "width": 10}, 0.0),
+        ("x" * 50, {"limit": 50}, 1.0),
+        ("", {"limit": 50}, 1.0),
+        ("x" * 75, {"limit": 50}, 0.75),
+        ("a b c d", {"limit": 2, "width": 4, "unit": "words"}, 0.5),
+        ("x" * 25, {}, 0.25),
+        ("x" * 250, {}, 1.0),
+    ],
+)
+def test_length(response: str, args: dict[str, Any], value: float) -> None:
+    assert length(item(response), **args).value == pytest.approx(value)
+
+
+def test_length_arguments() -> None:
+    with pytest.raises(ValueError, match="target or limit"):
+        length(item("a"), target=1, limit=2)
+
+
+@pytest.mark.parametrize(
+    ("response", "args", "value"),
+    [
+        ("a b c d e f", {"n": 2}, 0.0),
+        ("a b a b a b", {"n": 2}, 3 / 5),
+        ("A b a B", {"n": 1}, 0.5),
+        ("a a a a", {"n": 1, "free": 0.5}, 0.5),
+        ("a b a", {"n": 1, "free": 0.5}, 0.0),
+        ("aaaa", {"n": 2, "unit": "characters"}, 2 / 3),
+        ("a b", {"n": 4}, 0.0),
+        ("", {}, 0.0),
+    ],
+)
+def test_repetition(response: str, args: dict[str, Any], value: float) -> None:
+    assert repetition(item(response), **args).value == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("preset", "response", "value"),
+    [
+        ("think_answer", "<think>a\nb</think>\n<answer>3</answer>\n", 1),
+        ("think_answer", "<think></think><answer></answer>", 1),
+        ("think_answer", "<think>a</think> so <answer>3</answer>", 0),
+        ("think_answer", "<think>a</think><answer>3</answer> done", 0),
+        ("think_answer", "<think>a<answer>3</answer></think>", 0),
+        ("think_answer", "<think>a</think><think>b</think><answer>3</answer>", 0),
+        ("think_answer", "<think>a</think><answer>3</answer><answer>4</answer>", 0),
+        ("think_answer", "<answer>3</answer><think>a</think>", 0),
+        ("think", "<think>a</think> 3", 1),
+        ("think", "well <think>a</think> 3", 0),
+        ("think", "<think>a</think> 3 <think>", 0),
+        ("answer", "so <answer>3</answer>.", 1),
+        ("answer", "<answer>3</answer><answer>4</answer>", 0),
+        ("boxed", r"so \boxed{\frac{1}{2}}", 1),
+        ("boxed", r"so \boxed{3", 0),
+    ],
+)
+def test_presets(preset: Any, response: str, value: int) -> None:
+    assert format_reward(item(response), preset=preset).value == value
+
+
+def test_patterns() -> None:
+    assert format_reward(item("a\nb"), pattern="^a.b$").value == 1
+    assert format_reward(item("ab"), pattern="^a.b$").value == 0
+    with pytest.raises(RewardFailed, match="either pattern or preset"):
+        format_reward(item("a"))
+
+
+def test_a_runaway_search_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "FORMAT_SECONDS", 0.2)
+    with pytest.raises(RewardFailed, match="reward format: time-out: pattern"):
+        format_reward(item("a" * 60 + "b"), pattern=r"^(a+)+$")
+
+
+def test_terms_combine_with_any_reward() -> None:
+    config = RewardConfig(
+        type="exact",
+        terms=[
+            RewardTermConfig(type="length", args={"limit": 3, "width": 4}, weight=0.5),
+            RewardTermConfig(type="repetition", args={"n": 1, "unit": "characters"}, weight=-1.0),
+            RewardTermConfig(type="format", args={"pattern": "^[a-z]+$"}, weight=0.25),
+            RewardTermConfig(type="format", args={"preset": "boxed"}, weight=2.0),
+        ],
+    )
+    score = build_reward(config)(item("aab", "aab"))
+    assert score.correct is True
+    assert score.value == pytest.approx(1 + 0.5 - 1 / 3 + 0.25)
+    assert score.details["base"] == 1.0 and score.details["extracted"] == "aab"
+    assert (score.details["length"], score.details["format"], score.details["format_2"]) == (1.0, 1.0, 0.0)
+    assert score.details["length.characters"] == 3.0
+    wrong = build_reward(config)(item("ab", "aab"))
+    assert wrong.correct is False and wrong.value == pytest.approx(0.75)
+    with pytest.raises(ValueError, match=r"reward\.terms\.0\.args\.limt: .*did you mean 'limit'"):
+        build_reward(RewardConfig(type="exact", terms=[RewardTermConfig(type="length", args={"limt": 3})]))

@@ -1,0 +1,130 @@
+"""The command line, from outside: what it prints, how it exits, what it does not import."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from roll_lite.cli import main
+from roll_lite.config.schema import RunConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+QWEN = "qwen2.5_7b_grpo"
+
+
+@pytest.fixture(autouse=True)
+def repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def command(*arguments: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, *flags, "-m", "roll_lite.cli", *arguments], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+
+
+@pytest.mark.parametrize("name", ["tiny_base", "tiny_grpo", "tiny_ppo"])
+def test_shipped_configurations_are_right(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config-name", name]) == 0
+    output = capsys.readouterr().out
+    resolved, tables = output.split("\nrole ", 1)
+    config = RunConfig.model_validate(yaml.safe_load(resolved))
+    assert config.model.path == ROOT / "examples/models/tiny"
+    assert list(config.domains) == ["add", "make", "repeat"]
+    assert "updates per step" in tables
+
+
+def test_the_gpu_example_asks_for_its_paths_and_is_right_with_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The tiny model's tokenizer has no chat template and its shape is another; what is left are the paths' own problems."""
+    assert main(["check", "--config-name", QWEN]) == 2
+    error = capsys.readouterr().err
+    asked = {"model.path", "domains.math.data.train", "domains.math.data.validation"}
+    assert {line.split(":")[0].removeprefix("  - ") for line in error.splitlines()[1:]} == asked
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen2", "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,'
+        '"hidden_size": 3584, "intermediate_size": 18944, "vocab_size": 152064, "max_position_embeddings": 32768}'
+    )
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "..."}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("")
+    data = "examples/data/add_train.jsonl"
+    given = [f"model.path={tmp_path}", f"domains.math.data.train={data}", f"domains.math.data.validation={data}"]
+    assert main(["check", "--config-name", QWEN, *given]) == 0
+    assert "megatron: TP 4 x DP 1" in capsys.readouterr().out
+
+
+def test_mistakes_go_to_stderr_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config-name", "tiny_grpo", "stepps=1", "model.dtype=int8"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "2 mistakes in configuration 'tiny_grpo':",
+        "  - stepps = 1: unknown key; did you mean 'steps'?  [command line]",
+        '  - model.dtype = "int8": expected one of float32, bfloat16  [command line]',
+    ]
+
+
+def test_an_unknown_name_lists_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config_name", "tinygrpo"]) == 2
+    assert "did you mean 'tiny_grpo'" in capsys.readouterr().err
+
+
+def test_overrides_may_stand_anywhere_and_both_spellings_work(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text((ROOT / "examples/configs/tiny_base.yaml").read_text())
+    assert main(["check", "steps=5", "--config_path", str(tmp_path), "seed=6", "--config_name=mine", "~trackers"]) == 0
+    resolved = yaml.safe_load(capsys.readouterr().out.split("\nrole ", 1)[0])
+    assert (resolved["steps"], resolved["seed"], len(resolved["trackers"])) == (5, 6, 2)
+
+
+def test_no_arguments_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "usage: roll-lite" in capsys.readouterr().out
+
+
+def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "--config-name", "tiny_grpo", "--stepps", "1"])
+    assert stopped.value.code == 2
+    assert "--stepps" in capsys.readouterr().err
+
+
+def test_run_hands_the_configuration_over_and_passes_the_exit_code_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[RunConfig] = []
+
+    def run(config: RunConfig) -> int:
+        received.append(config)
+        return 7
+
+    monkeypatch.setitem(sys.modules, "roll_lite.pipeline.build", SimpleNamespace(run=run))
+    assert main(["run", "--config-name", "tiny_grpo", "steps=3"]) == 7
+    assert received[0].steps == 3
+    assert main(["run", "--config-name", "tiny_grpo", "steps=0"]) == 2
+    assert len(received) == 1, "nothing starts with a wrong configuration"
+
+
+def test_checking_is_fast_and_imports_nothing_heavy() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = command("check", "--config-name", "tiny_ppo", flags=("-X", "importtime"))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "ray", "numpy", "transformers", "vllm", "megatron"}
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 2, "processor time, because the machine may be busy"
+
+
+def test_the_entry_point_is_the_run_command() -> None:
+    arguments = [sys.executable, "examples/start_rlvr_pipeline.py", "--config_name", "tiny_grpo", "steps=none"]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert 'steps = "none": expected integer > 0' in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,96 @@
+"""Imports point downwards: the order of DESIGN.md, read from the source without importing it."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "roll_lite"
+
+LAYERS = (
+    ("cli",),
+    ("observability.viewer",),
+    ("pipeline",),
+    ("workers",),
+    ("rewards", "scheduler"),
+    ("distributed",),
+    ("data", "algorithms"),
+    ("observability",),
+    ("config",),
+)
+"""Top to bottom. Packages of one layer may use each other. Metrics, timers, trackers and the report know nothing of what they
+measure, so they stand low; a viewer reads finished runs and stands high."""
+
+
+def modules(package: Path = PACKAGE) -> dict[str, Path]:
+    """Name below roll_lite to file, without roll_lite itself."""
+    named = {".".join(path.relative_to(package).with_suffix("").parts): path for path in sorted(package.rglob("*.py"))}
+    return {name.removesuffix(".__init__"): path for name, path in named.items() if name != "__init__"}
+
+
+def imported(source: str, name: str, known: set[str], is_package: bool) -> set[str]:
+    """Modules of roll_lite that a source imports anywhere in it: lazily and for type checking as well."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = f"roll_lite.{name}".split(".")[: None if is_package and node.level == 1 else -(node.level - is_package)]
+                base = ".".join([*parents, *([node.module] if node.module else [])])
+            found |= {f"{base}.{alias.name}" for alias in node.names} | {base}
+    inner = {one.removeprefix("roll_lite.") for one in found if one.startswith("roll_lite.")}
+    return {one for one in inner if one in known}
+
+
+def layer(name: str) -> int:
+    matches = [(len(prefix), index) for index, prefixes in enumerate(LAYERS) for prefix in prefixes if f"{name}.".startswith(f"{prefix}.")]
+    assert matches, f"roll_lite/{name.replace('.', '/')} belongs to no layer; give it its place in LAYERS"
+    return max(matches)[1]
+
+
+def graph() -> dict[str, set[str]]:
+    files = modules()
+    return {
+        name: imported(path.read_text(encoding="utf-8"), name, set(files), path.name == "__init__.py") - {name}
+        for name, path in files.items()
+    }
+
+
+def upward(imports: dict[str, set[str]]) -> list[str]:
+    return [f"{name} imports {target}" for name, targets in imports.items() for target in sorted(targets) if layer(target) < layer(name)]
+
+
+def test_imports_point_downwards() -> None:
+    assert upward(graph()) == []
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    imports = graph()
+    # A package's own __init__ runs before its modules; an import of the package by its module is not a circle of files.
+    files = {name: {target for target in targets if not name.startswith(f"{target}.")} for name, targets in imports.items()}
+    TopologicalSorter(files).prepare()
+
+
+def test_the_guard_sees_every_kind_of_import() -> None:
+    known = {"cli", "pipeline.build", "pipeline", "config.schema", "data.proto", "distributed.strategy", "distributed.strategy.base"}
+    source = """
+import roll_lite.cli
+from roll_lite.pipeline import build
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from roll_lite.config.schema import RunConfig
+def lazily():
+    from ..data import proto
+    from .strategy.base import TrainStrategy
+"""
+    expected = {"cli", "pipeline", "pipeline.build", "config.schema", "data.proto", "distributed.strategy.base"}
+    assert imported(source, "distributed.cluster", known, is_package=False) == expected
+    assert imported("from .base import x", "distributed.strategy", known, is_package=True) == {"distributed.strategy.base"}
+    assert upward({"config.schema": {"data.proto"}, "workers.infer": {"scheduler.router"}}) == ["config.schema imports data.proto"]
+    with pytest.raises(AssertionError, match="belongs to no layer"):
+        layer("utils")

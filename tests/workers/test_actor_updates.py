@@ -1,0 +1,79 @@
+"""When the actor stops early, and what it tells of its advantages."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from roll_lite.algorithms.objectives import ActorLoss
+from roll_lite.config.schema import AlgorithmConfig
+from roll_lite.data.microbatch import MicroBatch
+from roll_lite.distributed.strategy.base import TrainResult
+from roll_lite.workers.actor import ActorWorker, credit_metrics, moved_too_far
+from roll_lite.workers.credit import Credit
+
+
+def sums(*by_domain: tuple[float, float]) -> dict[str, float]:
+    found: dict[str, float] = {"actor/loss": 1.0}
+    for number, (kl, tokens) in enumerate(by_domain):
+        found |= {f"actor/approx_kl#{number}": kl, f"actor/tokens#{number}": tokens}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("metrics", "limit", "far"),
+    [
+        (sums((1.0, 10.0), (0.0, 10.0)), 0.04, True),
+        (sums((1.0, 10.0), (0.0, 10.0)), 0.05, False),
+        (sums((1.0, 10.0)), None, False),
+        (sums((0.0, 0.0)), 0.1, False),
+        (sums((math.nan, 10.0)), 0.1, True),
+    ],
+)
+def test_how_far_is_too_far(metrics: dict[str, float], limit: float | None, far: bool) -> None:
+    assert moved_too_far(metrics, limit) is far
+
+
+def test_the_rest_of_the_updates_is_left_out_once_the_policy_has_moved_too_far() -> None:
+    results = [TrainResult(sums((kl, 10.0)), 0.0, 1.0, 1e-3) for kl in (0.1, 3.0, 0.1)]
+    made: list[int] = []
+
+    def train(share: Any, loss: Any, outputs: Any) -> Any:
+        for number, result in enumerate(results):
+            made.append(number)
+            yield SimpleNamespace(epoch=0), result
+
+    def run(limit: float | None) -> int:
+        made.clear()
+        worker = SimpleNamespace(_train=train, loss=ActorLoss(), algorithm=AlgorithmConfig(early_stop_kl=limit))
+        return len(ActorWorker.train(worker, None, 0.0))  # type: ignore[arg-type]
+
+    assert run(0.2) == 2 and made == [0, 1], "the third update was not made"
+    assert run(None) == 3
+
+
+def test_advantages_of_what_trains_by_domain() -> None:
+    """The smallest advantage of rows of ones is 1: neither padding nor a row that does not train is a candidate."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
+    advantages = torch.tensor([[1.0, 1.0, 0.0], [2.0, 0.0, 0.0], [-9.0, -9.0, -9.0]])
+    columns = {
+        "train_weight": torch.tensor([1.0, 0.5, 0.0]),
+        "domain_number": torch.tensor([0, 1, 1]),
+        "rollout_log_probs": torch.zeros(3, 3),
+    }
+    zeros = torch.zeros(3, 3)
+    credit = Credit(advantages, None, zeros, None, torch.tensor([1.0, 2.0, 3.0]).double(), mask.sum(1))
+    found, peaks = credit_metrics(MicroBatch(columns, mask), credit, "current", 2)
+    assert found["credit/tokens#0"] == 2 and found["credit/tokens#1"] == 1
+    assert found["credit/advantage_mean#0"] == 2 and found["credit/advantage_square#1"] == 4
+    assert found["credit/rows#1"] == 2 and found["credit/reward#1"] == 5
+    assert peaks == {
+        "credit/advantage_max#0": 1.0,
+        "credit/advantage_max#1": 2.0,
+        "credit/advantage_min#0": 1.0,
+        "credit/advantage_min#1": 2.0,
+    }

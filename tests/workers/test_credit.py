@@ -1,0 +1,272 @@
+"""From columns to advantages: every estimator of the configuration, on one rank, on several, and on ranks without rows."""
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import reference_advantages as paper
+import torch
+
+from roll_lite.config.schema import AlgorithmConfig
+from roll_lite.data.microbatch import MicroBatch
+from roll_lite.workers.credit import ALONE, Credit, Exchange, assign_credit
+
+NAN = math.nan
+
+ESTIMATORS: list[dict[str, Any]] = [
+    {"name": "gae"},
+    {"name": "gae", "lam_critic": 1.0, "length_adaptive": 0.5, "bootstrap_truncated": True},
+    {"name": "grpo"},
+    {"name": "grpo", "normalize_std": False},
+    {"name": "rloo"},
+    {"name": "reinforce", "gamma": 0.9},
+    {"name": "reinforce_plus_plus", "gamma": 0.9},
+    {"name": "reinforce_plus_plus", "gamma": 0.9, "baseline": "group"},
+    {"name": "remax"},
+    {"name": "opo"},
+    {"name": "gpg"},
+    {"name": "custom", "function": "credit_functions.above_best_of_batch", "args": {"scale": 0.5}},
+]
+
+
+def algorithm(advantage: dict[str, Any], whiten: bool = False, kl: str = "k1") -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate({"advantage": advantage, "whiten_advantages": whiten, "kl_in_reward": {"estimator": kl}})
+
+
+def make_rows(rewards: list[float], masks: list[list[int]], groups: list[int] | None = None, **columns: torch.Tensor) -> MicroBatch:
+    count = len(rewards)
+    defaults = {
+        "reward": torch.tensor(rewards),
+        "group": torch.tensor(groups if groups is not None else [0] * count, dtype=torch.int64),
+        "train_weight": torch.ones(count),
+        "truncated": torch.zeros(count, dtype=torch.bool),
+    }
+    return MicroBatch(defaults | columns, torch.tensor(masks, dtype=torch.bool))
+
+
+def many_rows(count: int = 24, width: int = 17) -> MicroBatch:
+    """Uneven groups spread over the batch, gaps, a row without policy tokens, NaN in every masked place."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(count, width, generator=generator) < torch.rand(count, 1, generator=generator)
+    mask[5] = False
+    tokens = {
+        name: torch.randn(count, width, generator=generator).masked_fill(~mask, NAN)
+        for name in ("values", "old_log_probs", "ref_log_probs")
+    }
+    distributions = {
+        name: torch.randn(count, width, 6, generator=generator).log_softmax(-1).masked_fill(~mask[:, :, None], NAN)
+        for name in ("old_distribution", "ref_distribution")
+    }
+    rows = {
+        "reward": torch.randn(count, generator=generator),
+        "group": torch.randint(0, 6, (count,), generator=generator) * 1000,
+        "train_weight": (torch.rand(count, generator=generator) < 0.8).float(),
+        "truncated": torch.rand(count, generator=generator) < 0.3,
+        "final_value": torch.randn(count, generator=generator),
+        "baseline_score": torch.randn(count, generator=generator),
+    }
+    return MicroBatch(rows | tokens | distributions, mask)
+
+
+def part(rows: MicroBatch, start: int, stop: int) -> MicroBatch:
+    return MicroBatch({name: column[start:stop] for name, column in rows.columns.items()}, rows.mask[start:stop])
+
+
+def empty_rows() -> MicroBatch:
+    """What a rank without rows has: row columns [0] and token columns [0, 1], all of them float; no distributions."""
+    row_columns = ("reward", "group", "train_weight", "truncated", "final_value", "baseline_score")
+    token_columns = ("values", "old_log_probs", "ref_log_probs")
+    columns = {name: torch.zeros(0) for name in row_columns} | {name: torch.zeros(0, 1) for name in token_columns}
+    return MicroBatch(columns, torch.zeros(0, 1, dtype=torch.bool))
+
+
+def on_ranks(parts: list[MicroBatch], work: Callable[[MicroBatch, int, Exchange], Credit]) -> list[Credit]:
+    """Every part on a thread of its own; an exchange that some rank leaves out is a broken barrier."""
+    barrier = threading.Barrier(len(parts), timeout=30)
+    board: list[Any] = [None] * len(parts)
+
+    def exchange(rank: int) -> Exchange:
+        def gather(x: torch.Tensor) -> list[torch.Tensor]:
+            board[rank] = x
+            barrier.wait()
+            everyone = list(board)
+            barrier.wait()
+            return everyone
+
+        return Exchange(gather, lambda x: torch.stack(gather(x)).sum(0))
+
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return [one.result() for one in [pool.submit(work, mine, rank, exchange(rank)) for rank, mine in enumerate(parts)]]
+
+
+@pytest.mark.parametrize("kl", [None, "k3", "full"])
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("advantage", ESTIMATORS, ids=lambda config: "-".join(str(value) for value in config.values()))
+def test_how_rows_are_split_over_ranks_changes_nothing(advantage: dict[str, Any], whiten: bool, kl: str | None) -> None:
+    """Ranks without rows take part in every exchange. Masked NaNs show nowhere."""
+    rows, config, coef = many_rows(), algorithm(advantage, whiten, kl or "k1"), 0.1 if kl else 0.0
+    together = assign_credit(rows, 0, config, coef, ALONE)
+    parts = [part(rows, 0, 5), empty_rows(), part(rows, 5, 6), part(rows, 6, 24), empty_rows()]
+    credits = on_ranks(parts, lambda mine, rank, exchange: assign_credit(mine, rank, config, coef, exchange))
+    for name in ("advantages", "returns", "token_rewards", "kl", "rewards_per_row", "policy_tokens"):
+        expected = getattr(together, name)
+        found = [getattr(credit, name) for credit in credits]
+        if expected is None:
+            assert all(one is None for one in found)
+            continue
+        assert found[1].shape[0] == found[4].shape[0] == 0 and found[1].dtype == expected.dtype
+        joined = torch.cat([one for index, one in enumerate(found) if index not in (1, 4)])
+        torch.testing.assert_close(joined, expected, rtol=1e-5, atol=1e-6)
+        if expected.dim() == 2:
+            assert expected.dtype == torch.float32 and (expected[~rows.mask] == 0).all() and torch.isfinite(expected).all()
+    assert (together.advantages[rows.mask] != 0).any()
+
+
+@pytest.mark.parametrize("advantage", ESTIMATORS, ids=lambda config: "-".join(str(value) for value in config.values()))
+def test_rows_that_do_not_train_stay_out_of_whitening(advantage: dict[str, Any]) -> None:
+    rows = many_rows()
+    whitened = assign_credit(rows, 0, algorithm(advantage, whiten=True), 0.0, ALONE).advantages
+    counted = whitened[rows.mask & (rows.columns["train_weight"] > 0)[:, None]].double()
+    assert float(counted.mean()) == pytest.approx(0, abs=1e-5) and float(counted.std()) == pytest.approx(1, abs=1e-4)
+
+
+def test_rows_that_do_not_train_count_in_group_baselines() -> None:
+    rows = make_rows([1.0, 0.0, 0.0], [[1], [1], [1]], train_weight=torch.tensor([1.0, 1.0, 0.0]))
+    credit = assign_credit(rows, 0, algorithm({"name": "grpo", "normalize_std": False}), 0.0, ALONE)
+    torch.testing.assert_close(credit.advantages, torch.tensor([[2 / 3], [-1 / 3], [-1 / 3]]))
+
+
+def test_reward_lands_on_the_last_policy_token() -> None:
+    """FINDINGS 6.6: not on index -1. The second row ends in padding, the third in a tool's output, the fourth has no policy token."""
+    rows = make_rows([1.0, 2.0, 3.0, 4.0], [[0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [1, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
+    credit = assign_credit(rows, 0, algorithm({"name": "reinforce", "gamma": 0.5}), 0.0, ALONE)
+    assert credit.token_rewards.tolist() == [[0, 0, 0, 0, 1], [0, 0, 2, 0, 0], [0, 0, 3, 0, 0], [0, 0, 0, 0, 0]]
+    assert credit.advantages.tolist() == [[0, 0, 0.25, 0.5, 1], [0, 1, 2, 0, 0], [1.5, 0, 3, 0, 0], [0, 0, 0, 0, 0]]
+    assert credit.rewards_per_row.tolist() == [1, 2, 3, 4] and credit.policy_tokens.tolist() == [3, 2, 2, 0]
+
+
+def test_kl_in_the_reward_by_hand() -> None:
+    # Log-ratios 0.5 and -1 on the two policy tokens: with k1 and coef 0.1 the row's reward is 1 - 0.05 + 0.1.
+    masks = [[1, 0, 1], [1, 1, 1]]
+    old, ref = torch.tensor([[-1.0, NAN, -2.0], [0.0, 0.0, 0.0]]), torch.tensor([[-1.5, 3.0, -1.0], [0.0, 0.0, 0.0]])
+    rows = make_rows([1.0, 0.0], masks, old_log_probs=old, ref_log_probs=ref)
+    credit = assign_credit(rows, 0, algorithm({"name": "grpo", "normalize_std": False}), 0.1, ALONE)
+    assert credit.kl is not None
+    torch.testing.assert_close(credit.kl, torch.tensor([[0.5, 0.0, -1.0], [0.0, 0.0, 0.0]]))
+    torch.testing.assert_close(credit.token_rewards, torch.tensor([[-0.05, 0.0, 1.1], [0.0, 0.0, 0.0]]))
+    torch.testing.assert_close(credit.rewards_per_row, torch.tensor([1.05, 0.0], dtype=torch.float64))
+    torch.testing.assert_close(credit.advantages, torch.tensor([[0.525, 0.0, 0.525], [-0.525] * 3]))
+
+
+def test_full_kl_in_the_reward_by_hand() -> None:
+    # KL of (1/2, 1/2) from (1/4, 3/4): ln(2)/2 + ln(2/3)/2.
+    old, ref = torch.tensor([[[0.5, 0.5], [NAN, NAN]]]).log(), torch.tensor([[[0.25, 0.75], [NAN, NAN]]]).log()
+    rows = make_rows([0.0], [[1, 0]], old_distribution=old, ref_distribution=ref)
+    credit = assign_credit(rows, 0, algorithm({"name": "reinforce"}, kl="full"), 2.0, ALONE)
+    torch.testing.assert_close(credit.advantages, torch.tensor([[-(math.log(2) + math.log(2 / 3)), 0.0]]))
+
+
+def test_gae_options_reach_the_recurrence_by_hand() -> None:
+    # gamma 1, values 0.2, 0.4, reward 1. Row 0 ended: deltas 0.2 and 0.6. Row 1 was cut: its end is worth 0.5: deltas 0.2 and 1.1.
+    # alpha 1, two tokens: lambda 1/2: first advantages 0.5 and 0.75. Targets with lambda 1: 0.2 + 0.8 and 0.2 + 1.3.
+    values = torch.tensor([[0.2, 0.4], [0.2, 0.4]])
+    cut = {"truncated": torch.tensor([False, True]), "final_value": torch.tensor([9.0, 0.5])}
+    rows = make_rows([1.0, 1.0], [[1, 1], [1, 1]], values=values, **cut)
+    config = {"name": "gae", "gamma": 1.0, "length_adaptive": 1.0, "lam_critic": 1.0, "bootstrap_truncated": True}
+    credit = assign_credit(rows, 0, algorithm(config), 0.0, ALONE)
+    torch.testing.assert_close(credit.advantages, torch.tensor([[0.5, 0.6], [0.75, 1.1]]))
+    torch.testing.assert_close(credit.returns, torch.tensor([[1.0, 1.0], [1.5, 1.5]]))
+    plain = assign_credit(rows, 0, algorithm({"name": "gae", "lam": 0.5}), 0.0, ALONE)
+    torch.testing.assert_close(plain.advantages, torch.tensor([[0.5, 0.6], [0.5, 0.6]]))
+    torch.testing.assert_close(plain.returns, torch.tensor([[0.7, 1.0], [0.7, 1.0]]))
+
+
+def test_reinforce_plus_plus_whitens_always_by_hand() -> None:
+    # Returns 1, 1 | 0: mean 2/3, variance 1/3.
+    rows = make_rows([1.0, 0.0], [[1, 1], [1, 0]])
+    credit = assign_credit(rows, 0, algorithm({"name": "reinforce_plus_plus"}), 0.0, ALONE)
+    root = math.sqrt(1 / 3)
+    torch.testing.assert_close(credit.advantages, torch.tensor([[1 / 3 / root, 1 / 3 / root], [-2 / 3 / root, 0.0]]))
+
+
+def test_reinforce_plus_plus_takes_the_groups_mean_off_the_reward_and_not_off_the_kl_by_hand() -> None:
+    # Group 0: 1, 0 become +-0.5. Group 1 is flat: 0. KL costs 0.1 on the very first token only: returns 0.4, 0.5 | -0.5 | 0.
+    old = torch.tensor([[0.1, 0.0], [0.0, NAN], [0.0, NAN]])
+    rows = make_rows([1.0, 0.0, 0.6], [[1, 1], [1, 0], [1, 0]], [3, 3, 1], old_log_probs=old, ref_log_probs=torch.zeros(3, 2))
+    credit = assign_credit(rows, 0, algorithm({"name": "reinforce_plus_plus", "baseline": "group"}), 1.0, ALONE)
+    returns = torch.tensor([0.4, 0.5, -0.5, 0.0])
+    expected = (returns - returns.mean()) / returns.std()
+    torch.testing.assert_close(credit.advantages[rows.mask], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("baseline", ["none", "group"])
+def test_reinforce_plus_plus_equals_the_paper(baseline: str) -> None:
+    rows = many_rows()
+    rows.columns["train_weight"].fill_(1.0)
+    rewards, groups = rows.columns["reward"].tolist(), rows.columns["group"].tolist()
+    if baseline == "group":
+        members = [[r for r, g in zip(rewards, groups, strict=True) if g == group] for group in groups]
+        rewards = [r - math.fsum(group) / len(group) for r, group in zip(rewards, members, strict=True)]
+    responses = [[0.0] * (int(count) - 1) + [r] * (count > 0) for r, count in zip(rewards, rows.mask.sum(1), strict=True)]
+    expected = [a for row in paper.reinforce_plus_plus(responses, 0.9) for a in row]
+    config = algorithm({"name": "reinforce_plus_plus", "gamma": 0.9, "baseline": baseline})
+    advantages = assign_credit(rows, 0, config, 0.0, ALONE).advantages
+    torch.testing.assert_close(advantages[rows.mask], torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_whitening_a_batch_without_policy_tokens() -> None:
+    for rows in (make_rows([1.0, 0.0], [[0, 0], [0, 0]]), empty_rows()):
+        assert (assign_credit(rows, 0, algorithm({"name": "grpo"}, whiten=True), 0.0, ALONE).advantages == 0).all()
+
+
+# ---------------------------------------------------------------- a user's own
+
+
+def custom(name: str, **args: Any) -> AlgorithmConfig:
+    return algorithm({"name": "custom", "function": f"credit_functions.{name}", "args": args})
+
+
+def test_a_users_own_estimator() -> None:
+    rows = make_rows([1.0, 0.5], [[1, 1, 0], [0, 1, 0]])
+    per_row = assign_credit(rows, 0, custom("above_best_of_batch", scale=2.0), 0.0, ALONE)
+    assert per_row.advantages.tolist() == [[0.0, 0.0, 0.0], [0.0, -1.0, 0.0]]
+    per_token = assign_credit(rows, 0, custom("reward_per_token"), 0.0, ALONE)
+    assert per_token.advantages.tolist() == [[0.5, 0.5, 0.0], [0.0, 0.5, 0.0]]
+    assert assign_credit(rows, 0, custom("what_it_was_told"), 0.0, ALONE).advantages.sum() == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("too_short", r"credit_functions.too_short returned advantages \[3\], expected \[2\].*or \[2, 3\]"),
+        ("not_a_number", r"credit_functions.not_a_number returned NaN or infinite advantages for rows \[0, 1\]"),
+        ("a_list", r"credit_functions.a_list returned list, expected a tensor \[2\] or \[2, 3\]"),
+        ("absent", r"algorithm.advantage.function: 'credit_functions.absent'"),
+    ],
+)
+def test_a_users_mistake_is_named(name: str, message: str) -> None:
+    rows = make_rows([1.0, 0.5], [[1, 1, 0], [0, 1, 0]])
+    with pytest.raises(ValueError, match=message):
+        assign_credit(rows, 0, custom(name), 0.0, ALONE)
+
+
+def test_with_a_critic_a_users_estimator_gives_its_targets_as_well() -> None:
+    rows = make_rows([1.0, 0.5], [[1, 1, 0], [0, 1, 0]], values=torch.zeros(2, 3))
+    credit = assign_credit(rows, 0, custom("above_best_of_batch"), 0.0, ALONE)
+    assert credit.advantages.tolist() == [[0.0, 0.0, 0.0], [0.0, -0.5, 0.0]]
+    assert credit.returns is not None and credit.returns.tolist() == [[1.0, 1.0, 0.0], [0.0, 0.5, 0.0]]
+    with pytest.raises(ValueError, match="with a critic credit_functions.alone returns"):
+        assign_credit(rows, 0, custom("alone"), 0.0, ALONE)
+
+
+def test_mistake_4_kl_is_not_scaled_up_to_a_signal_where_all_scores_are_equal() -> None:
+    """Group 0 scores the same throughout and pays a little KL here and there; group 1 has a signal."""
+    noise = torch.tensor([[1e-4, 0.0], [-2e-4, 0.0], [1e-4, 0.0], [0.0, 2e-4]])
+    columns = {"old_log_probs": noise, "ref_log_probs": torch.zeros(4, 2)}
+    rows = make_rows([1.0, 1.0, 1.0, 0.0], [[1, 1]] * 4, [0, 0, 1, 1], **columns)
+    advantages = assign_credit(rows, 0, algorithm({"name": "grpo"}), 0.01, ALONE).advantages
+    assert advantages[:2].tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert advantages[2, 0] == pytest.approx(math.sqrt(0.5), rel=1e-4) and advantages[3, 0] == pytest.approx(-math.sqrt(0.5), rel=1e-4)

@@ -1,0 +1,135 @@
+"""Judges of the run's own: addresses, arguments, and the real vLLM server with the tiny model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from roll_lite.config.schema import JudgeServerConfig, RewardConfig, RewardTermConfig, VllmStrategyConfig
+from roll_lite.data.samples import RewardInput
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.registry import build_reward
+from roll_lite.workers.judge import JudgeAddress, JudgeWorker, fingerprint, reserve_port, with_addresses
+
+TINY = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny"
+ARGS = {
+    "server": "main",
+    "api": "completions",
+    "template": "{prompt}{response}",
+    "pattern": "^.*?(7|$)",
+    "choices": {"7": 1, "": 0},
+    "max_tokens": 4,
+}
+
+
+def config(**changes: Any) -> JudgeServerConfig:
+    strategy = VllmStrategyConfig(max_model_len=64, max_running_requests=16)
+    return JudgeServerConfig(**{"path": TINY, "dtype": "float32", "strategy": strategy, **changes})
+
+
+def test_rewards_and_terms_get_the_addresses_of_the_judges_that_they_name() -> None:
+    address = JudgeAddress.of([JudgeAddress((f"http://h:{port}/v1",), "main", "abc") for port in (1, 2)])
+    terms = [RewardTermConfig(type="judge", args={"server": "main"}), RewardTermConfig(type="length")]
+    reward = with_addresses(RewardConfig(type="judge", args={"server": "main", "asks": 3}, terms=terms), {"main": address})
+    known = {"url": ["http://h:1/v1", "http://h:2/v1"], "model": "main", "fingerprint": "abc"}
+    assert reward.args == {"server": "main", "asks": 3, **known}
+    assert [term.args for term in reward.terms] == [{"server": "main", **known}, {}]
+    other = RewardConfig(type="judge", args={"url": "http://x/v1", "model": "m"})
+    assert with_addresses(other, {"main": address}) == other
+
+
+def test_a_fingerprint_follows_the_weights_and_how_they_are_run(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    first = fingerprint(config(path=tmp_path))
+    assert fingerprint(config(path=tmp_path, devices=2, restarts=0)) == first
+    assert fingerprint(config(path=tmp_path, dtype="bfloat16")) != first
+    (tmp_path / "model.safetensors").write_bytes(b"12")
+    assert fingerprint(config(path=tmp_path)) != first
+
+
+def test_a_reserved_port_is_the_servers_and_nobody_elses() -> None:
+    held = reserve_port("127.0.0.1")
+    port = held.getsockname()[1]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=1)
+    for _ in range(2):  # and again, after the server has died
+        with socket.create_server(("127.0.0.1", port)) as server:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            server.accept()[0].close()
+    held.close()
+
+
+def test_the_servers_arguments() -> None:
+    from roll_lite.distributed.strategy.vllm.server import command
+
+    given = VllmStrategyConfig(engine_args={"reasoning_parser": "qwen3", "hf_overrides": {"a": 1}, "enable_prefix_caching": False})
+    words = command(config(strategy=given), "127.0.0.1", 80, "main", cuda=False)
+    for flag, value in (("--port", "80"), ("--reasoning-parser", "qwen3"), ("--hf-overrides", '{"a": 1}'), ("--served-model-name", "main")):
+        assert words[words.index(flag) + 1] == value
+    assert "--enforce-eager" in words and "--no-enable-prefix-caching" in words and "--gpu-memory-utilization" not in words
+    on_gpus = command(config(strategy=VllmStrategyConfig(tensor_parallel=2)), "h", 1, "main", cuda=True)
+    assert "--gpu-memory-utilization" in on_gpus and "mp" in on_gpus and "--no-enforce-eager" in on_gpus
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(590)
+@pytest.mark.usefixtures("ray_local")
+async def test_the_real_server_judges_comes_back_after_its_death_and_leaves_nothing(tmp: Path) -> None:
+    from roll_lite.distributed.cluster import ClusterSpec, start_cluster
+    from roll_lite.distributed.placement import anywhere
+
+    servers = start_cluster(ClusterSpec("judges.main", anywhere(1), log_folder=tmp), JudgeWorker, config(restarts=1))
+    try:
+        servers.all(JudgeWorker.initialize)
+        address = JudgeAddress.of(servers.all(JudgeWorker.address))
+        reward = build_reward(with_addresses(RewardConfig(type="judge", args=ARGS), {"main": address}))
+        sample = RewardInput("toy", "45+25=", "70", "70", {}, "stop")
+        score = await reward.score(sample)
+        assert score.value in (0.0, 1.0)
+        assert score.details["extracted"] in ("7", "")
+
+        wrong = build_reward(RewardConfig(type="judge", args={**ARGS, "api": "chat", "url": list(address.urls), "model": "main"}))
+        with pytest.raises(RewardFailed, match=r"/v1/chat/completions answered 400 Bad Request: .*chat template"):
+            await wrong.score(sample)
+        unknown = build_reward(RewardConfig(type="judge", args={**ARGS, "url": list(address.urls), "model": "other"}))
+        with pytest.raises(RewardFailed, match="answered 404 Not Found: .*`other` does not exist"):
+            await unknown.score(sample)
+
+        before = servers.one(JudgeWorker.server_process)
+        assert before is not None
+        family = [psutil.Process(before), *psutil.Process(before).children(recursive=True)]
+        os.kill(before, signal.SIGKILL)
+        again = build_reward(with_addresses(RewardConfig(type="judge", args={**ARGS, "template": "{response}"}), {"main": address}))
+        assert (await until_scored(again, sample)) in (0.0, 1.0)
+        assert servers.one(JudgeWorker.restarts) == 1
+        after = servers.one(JudgeWorker.server_process)
+        assert after != before
+        assert running(family) == []
+        family = [psutil.Process(after), *psutil.Process(after).children(recursive=True)]
+    finally:
+        servers.shutdown()
+    assert running(family) == []
+
+
+def running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """After a while. What has ended but was adopted by a Ray worker stays a zombie until the worker ends."""
+    left = psutil.wait_procs(processes, timeout=5)[1]
+    return [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+async def until_scored(reward: Any, sample: RewardInput) -> float:
+    import asyncio
+
+    for _ in range(400):
+        try:
+            return (await reward.score(sample)).value
+        except RewardFailed as failure:
+            assert "cannot be reached" in failure.cause, failure.cause
+            await asyncio.sleep(0.5)
+    raise AssertionError("the server did not come back")

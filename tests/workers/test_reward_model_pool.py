@@ -1,0 +1,299 @@
+"""Batches for reward models: how samples of several domains come together, and what a failing rank costs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError
+from support_models import hf_scores, make_tiny_reward_model, make_tokenizer
+
+from roll_lite.config.schema import (
+    FormatConfig,
+    MegatronStrategyConfig,
+    RewardConfig,
+    RewardModelConfig,
+    RewardTermConfig,
+)
+from roll_lite.data.samples import RewardInput, Score
+from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
+from roll_lite.distributed.placement import anywhere
+from roll_lite.distributed.strategy.base import RankLayout
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker
+from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
+
+USER = "tests.workers.reward_functions"
+
+
+class Method:
+    """Stands for a method of an actor's handle."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def remote(self, *args: Any) -> Awaitable[Any]:
+        return asyncio.ensure_future(self._call(*args))
+
+
+class FakeRank:
+    """Scores a text with its length; says what it was asked and in which order."""
+
+    def __init__(self, layout: RankLayout, seconds: float = 0.0) -> None:
+        self.own = layout
+        self.seconds = seconds
+        self.calls: list[list[str]] = []
+        self.moves: list[str] = []
+        self.error: Exception | None = None
+        self.hangs = False
+        self.layout, self.score = Method(self._layout), Method(self._score)
+        self.load, self.offload = Method(self._loaded), Method(self._offloaded)
+
+    async def _layout(self) -> RankLayout:
+        return self.own
+
+    async def _score(self, texts: Any) -> list[float | str] | None:
+        texts = ray.get(texts) if isinstance(texts, ray.ObjectRef) else texts
+        self.calls.append(texts)
+        await asyncio.sleep(1000 if self.hangs else self.seconds)
+        if self.error is not None:
+            raise self.error
+        return [float(len(text)) if text else "the text has no tokens" for text in texts] if self.own.is_head else None
+
+    async def _loaded(self, groups: Any) -> None:
+        self.moves.append("load")
+
+    async def _offloaded(self, groups: Any) -> None:
+        self.moves.append("offload")
+
+
+def ranks(copies: int, tensor: int = 1, seconds: float = 0.0) -> list[FakeRank]:
+    """In rank order; the last tensor rank of a copy is its head, so that nobody takes the first for granted."""
+    size = copies * tensor
+    return [
+        FakeRank(RankLayout(rank, size, rank // tensor, copies, rank % tensor, 0, 0, rank % tensor == tensor - 1), seconds)
+        for rank in range(size)
+    ]
+
+
+@asynccontextmanager
+async def client(actors: Any, **settings: Any) -> AsyncIterator[RewardModelClient]:
+    one = RewardModelClient("toy", actors, RewardModelConfig(path=Path("model"), **settings))
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+async def outcome(score: Awaitable[Any]) -> Any:
+    try:
+        return await score
+    except RewardFailed as failure:
+        return failure.cause
+
+
+async def test_scores_come_back_to_their_texts_in_batches_over_the_copies() -> None:
+    actors = ranks(2, seconds=0.02)
+    async with client(actors, micro_batch_size=8) as model:
+        scores = await asyncio.gather(*(model.score("x" * i) for i in range(1, 65)))
+    assert scores == [float(i) for i in range(1, 65)]
+    sizes = [[len(call) for call in actor.calls] for actor in actors]
+    assert sizes == [[8] * 4, [8] * 4]
+
+
+async def test_few_samples_are_shared_out_and_late_ones_join() -> None:
+    actors = ranks(2, seconds=0.02)
+    async with client(actors, micro_batch_size=8) as model:
+        await asyncio.gather(*(model.score("x") for _ in range(6)))
+        assert [len(actor.calls[0]) for actor in actors] == [3, 3]
+
+        async def late(seconds: float) -> float:
+            await asyncio.sleep(seconds)
+            return await model.score("x")
+
+        await asyncio.gather(late(0), late(0.001), late(0.0015))
+    assert sum(len(actor.calls) for actor in actors) <= 4, "each sample went on its own"
+
+
+async def test_the_copy_with_less_to_do_gets_more() -> None:
+    slow, fast = ranks(2)
+    slow.seconds, fast.seconds = 0.2, 0.01
+    async with client([slow, fast], micro_batch_size=2) as model:
+        started = time.monotonic()
+        await asyncio.gather(*(model.score("x") for _ in range(24)))
+        assert time.monotonic() - started < 0.6
+    assert len(fast.calls) > 5 * len(slow.calls)
+
+
+async def test_a_text_that_cannot_be_scored_costs_its_neighbours_nothing() -> None:
+    async with client(ranks(1)) as model:
+        results = await asyncio.gather(*(outcome(model.score(text)) for text in ("a", "", "ccc")))
+    assert results == [1.0, "reward model toy: the text has no tokens", 3.0]
+
+
+async def test_an_error_of_a_single_rank_fails_its_samples_and_it_goes_on() -> None:
+    (actor,) = ranks(1)
+    actor.error = RuntimeError("out of memory")
+    async with client([actor]) as model:
+        assert await outcome(model.score("a")) == "reward model toy: RuntimeError: out of memory"
+        actor.error = None
+        assert await model.score("a") == 1.0
+
+
+async def test_a_dead_copy_fails_its_samples_and_the_others_serve_the_rest() -> None:
+    dead, alive = ranks(2, seconds=0.01)
+    dead.error = ActorDiedError()
+    async with client([dead, alive], micro_batch_size=2) as model:
+        results = await asyncio.gather(*(outcome(model.score("xx")) for _ in range(12)))
+        failed = [result for result in results if isinstance(result, str)]
+        assert len(failed) == 2 and all("reward model toy: its process died" in cause for cause in failed)
+        assert results.count(2.0) == 10
+        alive.error = ActorDiedError()
+        last = await asyncio.gather(*(outcome(model.score("xx")) for _ in range(6)))
+        assert all("its process died" in result for result in last), "whoever waits for the last copy hears of its end"
+        assert "its process died" in await outcome(model.score("x"))
+
+
+async def test_every_sample_that_waits_ends_within_its_own_time() -> None:
+    (actor,) = ranks(1)
+    actor.hangs = True
+    async with client([actor]) as model:
+        pool = RewardModelPool("toy", RewardConfig(type="model", args={"model": "toy"}, timeout_s=0.2), model)
+        results = await asyncio.gather(*(outcome(pool.score(item(text))) for text in "abc"))
+    assert set(results) == {"reward model toy: time-out: no score within 0.2 s"}
+
+
+async def test_a_model_that_gives_its_memory_back_is_loaded_when_there_is_something_to_score() -> None:
+    actors = ranks(2, seconds=0.01)
+    async with client(actors, offload=True) as model:
+        await asyncio.gather(*(model.score("x") for _ in range(20)))
+        late = asyncio.create_task(model.score("x"))
+        await asyncio.sleep(0)
+        await asyncio.gather(model.rest(), model.rest())
+        assert late.done(), "it left while it was needed"
+        assert all(actor.moves == ["load", "offload"] for actor in actors)
+        assert await model.score("xx") == 2.0
+    assert all(actor.moves == ["load", "offload", "load"] for actor in actors)
+    staying = ranks(1)
+    async with client(staying) as model:
+        await model.score("x")
+        await model.rest()
+    assert staying[0].moves == []
+
+
+# ---------------------------------------------------------------- on Ray
+
+
+def item(response: str = "abc") -> RewardInput:
+    return RewardInput("toy", "1+1=", response, "answer", {}, "stop")
+
+
+@pytest.mark.usefixtures("ray_local")
+async def test_all_ranks_of_a_copy_take_part_and_its_head_answers() -> None:
+    actors = ranks(2, tensor=2, seconds=0.01)
+    async with client(actors, micro_batch_size=4) as model:
+        assert await asyncio.gather(*(model.score("x" * i) for i in range(1, 17))) == [float(i) for i in range(1, 17)]
+    assert actors[0].calls == actors[1].calls
+    assert actors[2].calls == actors[3].calls
+    assert len(actors[0].calls) + len(actors[2].calls) == 4
+
+
+@pytest.mark.usefixtures("ray_local")
+async def test_a_copy_whose_ranks_stand_apart_is_out_of_service() -> None:
+    """One rank raised; the other may wait in a collective for ever."""
+    broken, stuck = ranks(1, tensor=2)
+    broken.error, stuck.hangs = RuntimeError("out of memory"), True
+    async with client([broken, stuck]) as model:
+        assert await outcome(model.score("a")) == "reward model toy: RuntimeError: out of memory"
+        broken.error = None
+        assert await outcome(model.score("a")) == "reward model toy: RuntimeError: out of memory"
+
+
+@pytest.mark.usefixtures("ray_local")
+async def test_terms_and_forms_are_added_to_the_models_output() -> None:
+    reward = RewardConfig(type="model", args={"model": "toy", "template": "{response}"}, format=FormatConfig(pattern="^a"))
+    async with client(ranks(1)) as model:
+        pool = RewardModelPool("toy", reward, model)
+        await pool.start()
+        scores = await asyncio.gather(*(pool.score(item(text)) for text in ("abc", "bc")))
+        pool.close()
+    assert [(score.value, score.format_ok) for score in scores] == [(3.0, True), (2.0, False)]
+    assert scores[0].details["reward_model"] == 3.0
+
+
+@pytest.mark.usefixtures("ray_local")
+async def test_further_terms_of_a_models_reward() -> None:
+    terms = [RewardTermConfig(type=f"{USER}.length", weight=-0.5)]
+    async with client(ranks(1)) as model:
+        pool = RewardModelPool("toy", RewardConfig(type="model", args={"model": "toy"}, terms=terms), model)
+        await pool.start()
+        score = await pool.score(item("abc"))
+        pool.close()
+    assert score.value == 7 - 0.5 * 3  # "1+1=abc" has 7 characters
+
+
+async def test_a_mistake_in_the_arguments_is_a_value_error_at_the_start() -> None:
+    async with client(ranks(1)) as model:
+        with pytest.raises(ValueError, match=r"domains\.toy\.reward\.args\.scale: 'log'"):
+            await RewardModelPool("toy", RewardConfig(type="model", args={"model": "toy", "scale": "log"}), model).start()
+
+
+@contextmanager
+def cluster(path: Path, world_size: int, **settings: Any) -> Iterator[tuple[Cluster[RewardModelWorker], RewardModelConfig]]:
+    config = RewardModelConfig(path=path, dtype="float32", micro_batch_size=4, devices=world_size, **settings)
+    spec = RewardModelSpec("toy", config, seed=1, deterministic=False)
+    one = start_cluster(ClusterSpec("reward_models.toy", anywhere(world_size)), RewardModelWorker, spec)
+    try:
+        one.all(RewardModelWorker.initialize)
+        yield one, config
+    finally:
+        one.shutdown()
+
+
+async def scored(actors: list[Any], config: RewardModelConfig) -> list[Score]:
+    model = RewardModelClient("toy", actors, config)
+    pools = [RewardModelPool(name, RewardConfig(type="model", args={"model": "toy"}), model) for name in ("one", "two")]
+    try:
+        return await asyncio.gather(*(pools[i % 2].score(item("x" * i)) for i in range(20)))
+    finally:
+        model.close()
+
+
+LAYOUTS = {
+    "hf": (2, {}),
+    "megatron TP2": (2, {"strategy": MegatronStrategyConfig(tensor_parallel=2)}),
+}
+
+
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_real_models_score_as_transformers_does(tmp_path: Path, layout: str) -> None:
+    path = make_tiny_reward_model(tmp_path / "model", "llama")
+    expected = hf_scores(path, [make_tokenizer()("1+1=" + "x" * i)["input_ids"] for i in range(20)])
+    world_size, settings = LAYOUTS[layout]
+    with cluster(path, world_size, **settings) as (ranks_, config):
+        scores = asyncio.run(scored(ranks_.actors, config))
+        again = asyncio.run(scored(ranks_.actors, config))
+    assert [score.value for score in scores] == pytest.approx(expected, abs=1e-4)
+    assert [score.value for score in again] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.usefixtures("ray_local")
+def test_a_killed_rank_fails_what_waits_for_it(tmp_path: Path) -> None:
+    path = make_tiny_reward_model(tmp_path / "model", "llama")
+
+    async def until_noticed(actors: list[Any], config: RewardModelConfig) -> list[Any]:
+        async with client(actors) as model:
+            assert isinstance(await model.score("1+1=2"), float)
+            ray.kill(actors[0])
+            return [await outcome(model.score("1+1=2")) for _ in range(2)]
+
+    with cluster(path, 1) as (ranks_, config):
+        causes = asyncio.run(until_noticed(ranks_.actors, config))
+    assert all("reward model toy: its process died" in cause for cause in causes)

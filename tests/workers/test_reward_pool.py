@@ -1,0 +1,189 @@
+"""Reward workers on a real Ray: batches, time-outs, deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import ray
+
+from roll_lite.config.schema import FormatConfig, RewardConfig
+from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.workers.reward import RewardPool, RewardWorker
+
+pytestmark = pytest.mark.usefixtures("ray_local")
+USER = "tests.workers.reward_functions"
+
+
+def item(response: str = "abc") -> RewardInput:
+    return RewardInput("toy", "prompt", response, "answer", {}, "stop")
+
+
+@asynccontextmanager
+async def pool(
+    reward: str, workers: int = 1, timeout_s: float = 30.0, pattern: str | None = None, **args: Any
+) -> AsyncIterator[RewardPool]:
+    form = FormatConfig(pattern=pattern) if pattern else None
+    rewards = RewardPool("toy", RewardConfig(type=reward, workers=workers, timeout_s=timeout_s, args=args, format=form))
+    await rewards.start()
+    try:
+        yield rewards
+    finally:
+        rewards.close()
+
+
+async def outcome(rewards: RewardPool, response: str) -> Score | str:
+    try:
+        return await rewards.score(item(response))
+    except RewardFailed as failure:
+        return failure.cause
+
+
+async def test_scores_come_back_to_their_samples_from_several_workers() -> None:
+    async with pool(f"{USER}.length", workers=2) as rewards:
+        scores = await asyncio.gather(*(rewards.score(item("x" * i)) for i in range(200)))
+    assert [score.value for score in scores] == [float(i) for i in range(200)]
+
+
+async def test_functions_run_in_the_main_thread() -> None:
+    async with pool(f"{USER}.in_main_thread") as rewards:
+        assert (await rewards.score(item())).correct is True
+
+
+async def test_math_works_in_a_small_process_without_torch() -> None:
+    async with pool("math") as rewards:
+        right = await rewards.score(RewardInput("toy", "p", "the answer is $\\frac{2}{4}$", "0.5", {}, "stop"))
+        wrong = await rewards.score(RewardInput("toy", "p", "the answer is 7", "0.5", {}, "stop"))
+        modules = await rewards.workers[0].loaded_modules.remote()
+    assert (right.value, wrong.value) == (1.0, 0.0)
+    assert "roll_lite" in modules
+    assert not {"torch", "transformers", "vllm", "megatron"} & set(modules)
+
+
+async def test_few_calls_carry_many_samples() -> None:
+    calls = 0
+    async with pool(f"{USER}.length") as rewards:
+        await rewards.score(item())  # tells how long a sample takes
+        take = rewards._take
+
+        async def counting() -> Any:
+            nonlocal calls
+            calls += 1
+            return await take()
+
+        rewards._take = counting  # type: ignore[method-assign]
+        await asyncio.gather(*(rewards.score(item()) for _ in range(256)))
+    assert calls <= 256 / 64 + 2
+
+
+async def test_failures_are_failures_of_their_samples_and_not_zeros() -> None:
+    async with pool(f"{USER}.tricky") as rewards:
+        await rewards.score(item())  # fast so far: the next call carries several samples
+        raised, died, nan, fine = await asyncio.gather(*(outcome(rewards, name) for name in ("raise", "die", "nan", "fine")))
+    assert isinstance(raised, str)
+    assert "KeyError" in raised
+    assert isinstance(died, str)
+    assert "its process died" in died
+    assert isinstance(nan, str)
+    assert "not finite" in nan
+    assert isinstance(fine, Score)
+    assert fine.value == 1.0
+
+
+async def test_a_hanging_sample_costs_itself_and_not_its_neighbours() -> None:
+    async with pool(f"{USER}.tricky", timeout_s=1.0) as rewards:
+        await rewards.score(item())  # fast so far: the next call carries several samples
+        first = rewards.workers[0]
+        names = ["a", "b", "hang", "c", "d"]
+        started = time.monotonic()
+        results = await asyncio.gather(*(outcome(rewards, name) for name in names))
+        took = time.monotonic() - started
+        assert [type(result) for result in results] == [Score, Score, str, Score, Score]
+        assert "time-out: no score within 1 s" in str(results[2])
+        assert took < 20
+        later = await rewards.score(item())
+        assert later.value == 1.0
+        assert len(rewards.workers) == 1
+        assert rewards.workers[0] != first
+        with pytest.raises(ray.exceptions.RayActorError):
+            await first.process_id.remote()
+
+
+async def test_a_killed_worker_is_replaced_and_its_samples_are_not_charged() -> None:
+    async with pool(f"{USER}.costly", workers=2) as rewards:
+        running = [asyncio.create_task(outcome(rewards, str(i))) for i in range(100)]
+        await asyncio.sleep(0.15)
+        ray.kill(rewards.workers[0])
+        results = await asyncio.gather(*running)
+        # One sample may have been alone in the call that died.
+        assert sum(isinstance(result, Score) for result in results) >= 99
+        assert (await rewards.score(item())).value == 1.0
+
+
+async def test_slow_functions_are_spread_over_the_workers() -> None:
+    async with pool(f"{USER}.slow", workers=3) as rewards:
+        started = time.monotonic()
+        await asyncio.gather(*(rewards.score(item()) for _ in range(9)))
+        assert time.monotonic() - started < 9 * 0.2 * 0.75
+
+
+async def test_async_functions_wait_side_by_side_and_time_out_alone() -> None:
+    async with pool(f"{USER}.waiting", timeout_s=2.0) as rewards:
+        started = time.monotonic()
+        results = await asyncio.gather(*(outcome(rewards, name) for name in ["hang", *"abcdefghij"]))
+        assert time.monotonic() - started < 4
+        assert "time-out" in str(results[0])
+        assert all(isinstance(result, Score) and result.value == 0.5 for result in results[1:])
+        worker = rewards.workers[0]
+        await rewards.score(item())
+        assert rewards.workers == [worker]
+
+
+async def test_a_mistake_in_the_configuration_is_a_value_error_at_the_start() -> None:
+    with pytest.raises(ValueError, match=r"domains\.toy\.reward\.type: 'exactly'.*did you mean 'exact'"):
+        async with pool("exactly"):
+            pass
+    with pytest.raises(ValueError, match=r"domains\.toy\.reward\.args\.stripp"):
+        async with pool("exact", stripp=True):
+            pass
+
+
+@pytest.mark.parametrize("function", ["length", "waiting"])
+async def test_forms_come_with_scores_and_a_runaway_pattern_costs_its_own_samples(function: str) -> None:
+    """FINDINGS 6.8: a form that could not be looked at is a failure, not a missed bonus."""
+    responses = ["aaa", "b", "a" * 60 + "b", "caa", "a" * 50 + "c"]
+    async with pool(f"{USER}.{function}", pattern=r"^(a+)+$") as rewards:
+        worker = rewards.workers[0]
+        results = await asyncio.gather(*(outcome(rewards, response) for response in responses))
+        assert rewards.workers == [worker], "the search had to be ended with its process"
+        again = await rewards.score(item("a"))
+    assert [result.format_ok for result in results if isinstance(result, Score)] == [True, False, False]
+    assert [type(result) for result in results] == [Score, Score, str, Score, str]
+    assert all("time-out: format pattern '^(a+)+$'" in str(results[i]) for i in (2, 4))
+    assert again.format_ok is True
+
+
+async def test_without_a_pattern_the_form_is_unknown() -> None:
+    async with pool(f"{USER}.length") as rewards:
+        assert (await rewards.score(item())).format_ok is None
+
+
+async def test_a_bad_pattern_is_a_value_error_at_the_start() -> None:
+    with pytest.raises(ValueError, match=r"domains\.toy\.reward\.format\.pattern: '\('"):
+        async with pool("exact", pattern="("):
+            pass
+
+
+def test_a_slice_ends_with_what_it_has() -> None:
+    worker = RewardWorker(RewardConfig(type=f"{USER}.slow"), "reward")
+    worker.prepare()
+    scored = worker.score([item() for _ in range(6)])
+    done = [result for result in scored.results if result is not None]
+    assert len(scored.results) == 6
+    assert 3 <= len(done) <= 4
+    assert scored.results[len(done) :] == [None] * (6 - len(done))

@@ -1,0 +1,182 @@
+"""The whole way on Ray: rollout worker, engine workers with scripted engines, reward workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from support_models import make_tokenizer
+
+from roll_lite.config.schema import (
+    DataConfig,
+    DomainConfig,
+    FormatConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    ScriptedStrategyConfig,
+)
+from roll_lite.data.samples import GenerationRequest, Sampling
+from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
+from roll_lite.distributed.dataflow import Batch
+from roll_lite.distributed.placement import anywhere
+from roll_lite.scheduler.clients import EngineDead
+from roll_lite.workers.infer import EngineSpec, InferWorker, RemoteEngine
+from roll_lite.workers.rollout import RolloutBatch, RolloutSpec, RolloutWorker, sampling_of
+
+pytestmark = pytest.mark.usefixtures("ray_local")
+USER = "tests.workers.reward_functions"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("model")
+    make_tokenizer().save_pretrained(folder)
+    return ModelConfig(path=folder, dtype="float32")
+
+
+def domain(folder: Path, name: str, share: float, reward: str, validation: int = 0) -> DomainConfig:
+    files = {"train": 40, "validation": validation}
+    for split, count in files.items():
+        lines = [json.dumps({"prompt": f"{name} {i}", "answer": str(i)}) for i in range(count)]
+        (folder / f"{name}_{split}.jsonl").write_text("\n".join(lines))
+    return DomainConfig(
+        data=DataConfig(train=folder / f"{name}_train.jsonl", validation=folder / f"{name}_validation.jsonl" if validation else None),
+        sampling=SamplingConfig(max_tokens=32),
+        reward=RewardConfig(type=reward),
+        share=share,
+    )
+
+
+@contextmanager
+def engines(model: ModelConfig, replicas: int, **script: Any) -> Iterator[Cluster[InferWorker]]:
+    spec = EngineSpec(model, ScriptedStrategyConfig(**script), max_model_len=128)
+    cluster = start_cluster(ClusterSpec("actor_infer", anywhere(replicas)), InferWorker, spec)
+    try:
+        cluster.all(InferWorker.initialize)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@contextmanager
+def rollouts(spec: RolloutSpec, infer: Cluster[InferWorker]) -> Iterator[Cluster[RolloutWorker]]:
+    cluster = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec)
+    try:
+        cluster.one(RolloutWorker.initialize, infer.group.actors)
+        yield cluster
+        cluster.one(RolloutWorker.shutdown)
+    finally:
+        cluster.shutdown()
+
+
+def spec_of(model: ModelConfig, folder: Path) -> RolloutSpec:
+    return RolloutSpec(
+        model=model,
+        domains={"long": domain(folder, "long", 3, f"{USER}.length", validation=5), "math": domain(folder, "math", 1, f"{USER}.tricky")},
+        rollout=RolloutConfig(samples_per_prompt=4),
+        seed=3,
+        deterministic=True,
+        samples_folder=folder / "samples",
+    )
+
+
+def contents(result: Any) -> tuple[dict[str, Any], list[int]]:
+    (shard,) = Batch(result.rows, result.blocks).shards([np.arange(len(result.rows))], ["input_ids"])
+    columns = {name: result.rows[name].tolist() for name in ("group", "index", "attempt", "prompt_uid", "epoch", "domain")}
+    return columns, shard.materialize()["input_ids"].values.tolist()
+
+
+def test_batches_repeat_and_resume_and_their_tokens_stay_in_the_object_store(model: ModelConfig, tmp_path: Path) -> None:
+    spec = spec_of(model, tmp_path)
+    with engines(model, 2, response_tokens=6, failure_rate=0.2) as infer:
+        with rollouts(spec, infer) as service:
+            counts = ["long.data.train: 40 rows", "long.data.validation: 5 rows", "math.data.train: 40 rows"]
+            assert service.one(RolloutWorker.data_counts) == [f"domains.{count}" for count in counts]
+            service.one(RolloutWorker.set_version, 5)
+            first = service.one(RolloutWorker.next_batch, 8, 1)
+            state = service.one(RolloutWorker.state_dict)
+            second = contents(service.one(RolloutWorker.next_batch, 8, 2))
+            validated, stats = service.one(RolloutWorker.evaluate, 2, 0.0, 2)
+            check_batch(first)
+        with rollouts(spec, infer) as service:
+            service.one(RolloutWorker.load_state_dict, state)
+            assert contents(service.one(RolloutWorker.next_batch, 8, 2)) == second
+    assert max(second[0]["attempt"]) > 0, "nothing failed, the test proves too little"
+    assert stats.version == 5
+    assert len(validated) == 10 - stats.domains["long"].failed
+    assert set(validated["epoch"].tolist()) == {-1}
+    assert {path.name for path in (tmp_path / "samples").iterdir()} == {f"{name}.jsonl" for name in WRITTEN}
+
+
+WRITTEN = ("step_000001", "step_000002", "validation_000002")
+
+
+def check_batch(result: RolloutBatch) -> None:
+    rows = result.rows
+    assert rows["sample"].tolist() == list(range(len(rows)))
+    assert len(set(rows["group"].tolist())) == 8
+    of_group = dict(zip(rows["group"].tolist(), rows["domain"].tolist(), strict=True))
+    assert sorted(of_group.values()) == ["long"] * 6 + ["math"] * 2
+    assert not {"input_ids", "response_mask", "rollout_log_probs"} & set(rows.keys())
+    assert set(rows["response_length"].tolist()) == {6}
+    assert set(rows["score"].tolist()) == {1.0, float(len("6 tokens"))}
+    halves = [np.arange(0, len(rows), 2), np.arange(1, len(rows), 2)]
+    odd = Batch(rows, result.blocks).shards(halves, ["sample", "input_ids", "response_mask", "rollout_log_probs"])[1].materialize()
+    assert odd["sample"].tolist() == halves[1].tolist()
+    assert odd["input_ids"].lengths.tolist() == [length + 6 for length in rows["prompt_length"].tolist()[1::2]]
+    assert int(odd["response_mask"].values.sum()) == len(halves[1]) * 6
+
+
+def test_greedy_baselines_and_forms_reach_rows_and_dumps(model: ModelConfig, tmp_path: Path) -> None:
+    spec = replace(spec_of(model, tmp_path), greedy_baseline=True)
+    maths = spec.domains["math"]
+    form = RewardConfig(type=f"{USER}.tricky", format=FormatConfig(pattern=r"^6 tok"))
+    spec = replace(spec, domains={**spec.domains, "math": maths.model_copy(update={"reward": form})})
+    with engines(model, 2, response_tokens=6, failure_rate=0.2) as infer, rollouts(spec, infer) as service:
+        result = service.one(RolloutWorker.next_batch, 8, 1)
+        validated, _ = service.one(RolloutWorker.evaluate, 1, 0.0, 1)
+    rows = result.rows
+    scores = {"long": float(len("6 tokens")), "math": 1.0}
+    assert rows["baseline_score"].tolist() == [scores[name] for name in rows["domain"].tolist()]
+    assert rows["format_ok"].tolist() == [float(name == "math") for name in rows["domain"].tolist()]
+    assert set(rows["index"].tolist()) == {0, 1, 2, 3}
+    assert "baseline_score" not in validated
+    lines = [json.loads(line) for line in (tmp_path / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    assert [line["index"] for line in lines if line["baseline"]] == [4] * 8
+    assert {line["outcome"] for line in lines if line["baseline"]} == {"accepted"}
+
+
+def test_keep_masks_are_asked_for_where_something_is_truncated() -> None:
+    full, cut = (
+        SamplingConfig(),
+        [SamplingConfig(top_p=0.9), SamplingConfig(top_k=5), SamplingConfig(min_p=0.1), SamplingConfig(min_tokens=2)],
+    )
+    assert not sampling_of(full, keep_mask=True).keep_mask
+    assert all(sampling_of(config, keep_mask=True).keep_mask for config in cut)
+    assert not any(sampling_of(config).keep_mask for config in cut)
+
+
+def test_an_engines_death_is_noticed_within_seconds(model: ModelConfig) -> None:
+    async def until_noticed(infer: Cluster[InferWorker]) -> float:
+        engine = RemoteEngine("e", infer.group.actors[0])
+        answer = asyncio.create_task(engine.generate(GenerationRequest("r", (1, 2), Sampling(temperature=1.0, max_tokens=1000))))
+        await asyncio.sleep(1.0)
+        killed = time.monotonic()
+        ray.kill(infer.group.actors[0])
+        with pytest.raises(EngineDead, match="its process is gone"):
+            await answer
+        return time.monotonic() - killed
+
+    with engines(model, 1, response_tokens=500, seconds_per_token=1.0) as infer:
+        assert asyncio.run(until_noticed(infer)) < 5
