@@ -12,6 +12,7 @@ from typing import Any
 from roll_lite.config.data_files import Shard, declared_columns, shards_of
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema import DataConfig, DomainConfig, RunConfig
+from roll_lite.config.tag_owners import TagOwners, files_read
 
 SCANNED_ROWS = 200_000
 """Of JSON lines: a second or two. The start of the run reads all of them."""
@@ -21,7 +22,7 @@ NAMED_LINES = 5
 def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     """Every row has its columns; what only the tokenizer can tell is left to the start of the run."""
     data = domain.data
-    owners = {tag for one in config.domains.values() if one.data.tag == data.tag for tag in one.data.tags}
+    owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
     for split, file in (("train", data.train), ("validation", data.validation)):
         if file is None:
             continue
@@ -68,19 +69,19 @@ class _Scan:
     without: dict[str, list[str]] = field(default_factory=dict)
     """Places by the column that is missing there."""
     mistakes: list[str] = field(default_factory=list)
-    unknown_tags: dict[str, str] = field(default_factory=dict)
-    """First place by tag."""
+    strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
+    """Rows that no domain would get, by tag and file: the first place, and what is wrong there."""
 
 
 def _lines(
-    shards: list[Shard], file: Path, place: str, section: str, data: DataConfig, named: dict[str, str], owners: set[str]
+    shards: list[Shard], file: Path, place: str, section: str, data: DataConfig, named: dict[str, str], owners: TagOwners | None
 ) -> Iterator[Problem]:
     scan = _Scan()
     try:
-        for where, row in islice(_rows(shards), SCANNED_ROWS):
+        for path, where, row in islice(_rows(shards), SCANNED_ROWS):
             if len(scan.mistakes) >= NAMED_LINES:
                 break
-            _look(scan, where, row, data, named, owners)
+            _look(scan, path, where, row, data, named, owners)
     except OSError as error:
         yield Problem(place, f"the file cannot be read: {error}", str(file))
         return
@@ -88,8 +89,8 @@ def _lines(
         nothing = "no row has a tag of this domain" if scan.columns else "the file is empty"
         yield Problem(place, "; ".join(scan.mistakes) or nothing, str(file))
         return
-    for tag, where in scan.unknown_tags.items():
-        yield Problem(f"{section}.tags", f"{file}, {where}: the tag belongs to no domain; {did_you_mean(tag, owners)}", tag)
+    for (tag, _), (where, wrong) in scan.strays.items():
+        yield Problem(f"{section}.tags", f"{file}, {where}: {wrong}", tag)
     for setting, column in named.items():
         places = scan.without.get(column, [])
         if len(places) == scan.rows:
@@ -99,15 +100,15 @@ def _lines(
             yield Problem(place, f"{len(places)} row(s) without the column {column!r}: {listed}", str(file))
 
 
-def _look(scan: _Scan, where: str, row: Any, data: DataConfig, named: dict[str, str], owners: set[str]) -> None:
+def _look(scan: _Scan, file: Path, where: str, row: Any, data: DataConfig, named: dict[str, str], owners: TagOwners | None) -> None:
     if not isinstance(row, dict):
         scan.mistakes.append(f"{where} {row}" if isinstance(row, str) else f"{where} is not a JSON object with columns")
         return
     scan.columns |= dict.fromkeys(row)
     tag = row.get(data.tag) if data.tag is not None else None
-    if tag is not None and str(tag) not in data.tags:
-        if str(tag) not in owners and len(scan.unknown_tags) < NAMED_LINES:
-            scan.unknown_tags.setdefault(str(tag), where)
+    if owners is not None and tag is not None and str(tag) not in data.tags:
+        if owners.owner(str(tag), file) is None and len(scan.strays) < NAMED_LINES:
+            scan.strays.setdefault((str(tag), file), (where, owners.why_nobody(str(tag), file)))
         return
     scan.rows += 1
     for column in named.values():
@@ -115,8 +116,8 @@ def _look(scan: _Scan, where: str, row: Any, data: DataConfig, named: dict[str, 
             scan.without.setdefault(column, []).append(where)
 
 
-def _rows(shards: list[Shard]) -> Iterator[tuple[str, Any]]:
-    """Place and row; in the place of one that is no JSON, what is wrong with it."""
+def _rows(shards: list[Shard]) -> Iterator[tuple[Path, str, Any]]:
+    """File, place and row; in the place of one that is no JSON, what is wrong with it."""
     for shard in shards:
         file = f"{shard.path.name}, " if len(shards) > 1 else ""
         with shard.path.open("rb") as lines:
@@ -127,9 +128,9 @@ def _rows(shards: list[Shard]) -> Iterator[tuple[str, Any]]:
                 try:
                     row = json.loads(text)
                 except ValueError as error:
-                    yield f"{file}line {number}", f"is not JSON: {error}"
+                    yield shard.path, f"{file}line {number}", f"is not JSON: {error}"
                 else:
-                    yield f"{file}line {number}", None if isinstance(row, str) else row
+                    yield shard.path, f"{file}line {number}", None if isinstance(row, str) else row
 
 
 def _tags(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
@@ -144,9 +145,8 @@ def _tags(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Proble
     for other, its in config.domains.items():
         if other == name:
             return  # each pair is told once, at the later one
-        shared = [file for file in (data.train, data.validation) if file is not None and file in (its.data.train, its.data.validation)]
         both = [tag for tag in data.tags if tag in its.data.tags] if data.tag == its.data.tag else []
-        if shared and both:
+        if both and files_read(data) & files_read(its.data):
             message = f"domain {other!r} of the same file claims {', '.join(map(repr, both))} too; a row belongs to one domain"
             yield Problem(f"{path}.data.tags", message, data.tags)
 

@@ -111,9 +111,6 @@ def _model_template(config: RunConfig, path: str, domain: DomainConfig) -> Itera
             yield Problem(f"{place}.question", f"is only used with template: {CHAT_TEMPLATE}; remove it", question)
         return
     yield from _text(f"{place}.question", question)
-    if question is None and domain.template.type == "chat":
-        message = "the prompt carries the policy's chat template already; name the column with the bare question, such as '{question}'"
-        yield Problem(f"{place}.question", message)
     model = config.reward_models.get(domain.reward.args.get("model", ""))
     if model is not None and model.path.is_dir() and not has_chat_template(model.path):
         message = f"the tokenizer in {model.path} has no chat template; write one as text, such as '{{prompt}}{{response}}'"

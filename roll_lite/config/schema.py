@@ -230,11 +230,11 @@ class DataFilterConfig(Section):
     """Rows that are left out; how many is said at the start."""
 
     prompt_tokens: tuple[Annotated[int, Field(ge=0)], PositiveInt] | None = None
-    """Keep prompts (template applied) whose length lies in this range, ends included."""
+    """Keep prompts (template applied) whose length lies in this range, ends included; held-out ones, too."""
     difficulty: str | None = None
-    """Name of a column with a number, such as the share of samples that a model has solved."""
+    """Name of a column with a number, such as the share of samples that a model has solved. Only `train` needs it."""
     difficulty_range: tuple[float, float] | None = None
-    """Keep rows whose difficulty lies in this range, ends included."""
+    """Keep rows of `train` whose difficulty lies in this range, ends included; of held-out prompts all are kept."""
 
 
 class DataConfig(Section):
@@ -245,7 +245,7 @@ class DataConfig(Section):
     tag: str | None = None
     """Name of a column that says which domain a row belongs to, for files that several domains share."""
     tags: list[str] = Field(default_factory=list)
-    """The tags of this domain's rows. A row whose tag belongs to no domain is an error."""
+    """The tags of this domain's rows. A row whose tag belongs to no domain that reads its file is an error."""
     filter: DataFilterConfig = Field(default_factory=DataFilterConfig)
     """Which rows to leave out."""
     prompt: str = "prompt"
@@ -319,6 +319,8 @@ class RewardConfig(Section):
     """Processes that score this domain's samples."""
     timeout_s: PositiveFloat = 30.0
     """Time after which scoring one sample counts as failed."""
+    start_timeout_s: PositiveFloat = 120.0
+    """Time for a worker to start: to import the function and whatever it needs."""
     retries: Annotated[int, Field(ge=0)] = 1
     """How often a failed scoring is tried again before the sample is reported as failed."""
     weight: PositiveFloat = 1.0

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from roll_lite.config.schema import DomainConfig
+from roll_lite.config.tag_owners import TagOwners
 from roll_lite.data.samples import Prompt
 from roll_lite.data.sources import Row, read_rows
 from roll_lite.data.templates import RowError, Template, Tokenizer
@@ -44,9 +45,15 @@ class PromptSet:
         """Rows say by number which columns they have."""
 
     def add(
-        self, text: str, token_ids: Sequence[int], answer: Any = None, columns: Mapping[str, Any] | None = None, weight: float = 1.0
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        answer: Any = None,
+        columns: Mapping[str, Any] | None = None,
+        weight: float = 1.0,
+        question: Any = None,
     ) -> None:
-        """`weight`: of the prompt's samples in the loss."""
+        """`weight`: of the prompt's samples in the loss. `question`: the prompt as the data has it."""
         columns = columns or {}
         names = tuple(columns)
         if names not in self._numbers:
@@ -54,7 +61,9 @@ class PromptSet:
             self._names.append(names)
         self._ids.extend(token_ids)
         self._id_ends.append(len(self._ids))
-        self._rows += pickle.dumps((text, answer, self._numbers[names], tuple(columns.values())), pickle.HIGHEST_PROTOCOL)
+        # An answer or a question that is one of the columns' values is written once.
+        kept = (text, question, answer, self._numbers[names], tuple(columns.values()))
+        self._rows += pickle.dumps(kept, pickle.HIGHEST_PROTOCOL)
         self._row_ends.append(len(self._rows))
         self._weights.append(weight)
 
@@ -66,9 +75,9 @@ class PromptSet:
             raise IndexError(f"prompt {uid} of {len(self)}")
         ids = tuple(self._ids[self._id_ends[uid] : self._id_ends[uid + 1]])
         row = memoryview(self._rows)[self._row_ends[uid] : self._row_ends[uid + 1]]
-        text, answer, names, values = pickle.loads(row)
+        text, question, answer, names, values = pickle.loads(row)
         columns = dict(zip(self._names[names], values, strict=True))
-        return Prompt(self.domain, uid, text, ids, answer, columns, self._weights[uid])
+        return Prompt(self.domain, uid, text, ids, answer, columns, self._weights[uid], question)
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[uid] for uid in range(len(self)))
@@ -83,11 +92,6 @@ class PromptSet:
         out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
         total = len(self) + self.left_out.total()
         return f"{len(self)} of {total} rows; left out: {out}" if out else f"{len(self)} rows"
-
-
-def tags_of(domains: Mapping[str, DomainConfig], column: str | None) -> dict[str, str]:
-    """Which domain each tag of a tag column belongs to."""
-    return {tag: name for name, domain in domains.items() if column and domain.data.tag == column for tag in domain.data.tags}
 
 
 def load_prompts(
@@ -107,7 +111,9 @@ def load_prompts(
     path = config.data.train if split == "train" else config.data.validation
     if path is None:
         raise ValueError(f"{setting}: no file is configured")
-    loader = _Loader(domain, config, split, tokenizer, tags_of({**(domains or {}), domain: config}, config.data.tag))
+    column = config.data.tag
+    owners = TagOwners({**(domains or {}), domain: config}, column) if column is not None else None
+    loader = _Loader(domain, config, split, tokenizer, owners)
     try:
         loader.load(path, limit)
     except ValueError as error:
@@ -127,22 +133,23 @@ class _Read:
 
     row: Row
     text: str
+    question: Any
     answer: Any
     columns: dict[str, Any]
     weight: float
 
 
 class _Loader:
-    """`tags`: which domain each tag belongs to."""
+    """`owners`: whose the rows are, where the domain has a tag."""
 
-    def __init__(self, domain: str, config: DomainConfig, split: Split, tokenizer: Tokenizer, tags: Mapping[str, str]) -> None:
+    def __init__(self, domain: str, config: DomainConfig, split: Split, tokenizer: Tokenizer, owners: TagOwners | None) -> None:
         self.prompts = PromptSet(domain)
         self.mistakes: list[tuple[int, int, str]] = []
         self._domain = domain
         self._data = config.data
         self._longest = config.sampling.max_prompt_tokens
         self._template = Template(config.template, config.data.prompt, tokenizer, f"domains.{domain}.template")
-        self._tags = tags
+        self._owners = owners
         # What steers the training is no matter for held-out prompts.
         self._weight = config.data.weight if split == "train" else None
         self._difficulty = config.data.filter.difficulty if split == "train" else None
@@ -167,24 +174,23 @@ class _Loader:
         content, data = row.content, self._data
         if isinstance(content, str):
             raise ValueError(content)
-        if (reason := self._not_wanted(content)) is not None:
+        if (reason := self._not_wanted(content, row.file)) is not None:
             self.prompts.left_out[reason] += 1
             return None
         text = self._template.render(content)
         answer = _answer(content, data.answer, f"domains.{self._domain}.data.answer")
-        taken = (data.prompt, data.answer, data.weight)
-        columns = {name: value for name, value in content.items() if name not in taken}
-        return _Read(row, text, answer, columns, _weight(content, self._weight))
+        question = content[data.prompt]
+        # One object where they are the same, which is then kept once.
+        return _Read(row, question if question == text else text, question, answer, content, _weight(content, self._weight))
 
-    def _not_wanted(self, content: Mapping[str, Any]) -> str | None:
+    def _not_wanted(self, content: Mapping[str, Any], file: Path) -> str | None:
         """Why a row is left out."""
         data = self._data
-        if data.tag is not None:
+        if data.tag is not None and self._owners is not None:
             tag = _tag(content, data.tag)
-            owner = self._domain if tag in data.tags else self._tags.get(tag)
+            owner = self._domain if tag in data.tags else self._owners.owner(tag, file)
             if owner is None:
-                known = ", ".join(f"{one} ({name})" for one, name in self._tags.items())
-                raise RowError(data.tag, f"the tag {tag!r} belongs to no domain; there are {known}")
+                raise RowError(data.tag, self._owners.why_nobody(tag, file))
             if owner != self._domain:
                 return f"of domain {owner}"
         bounds = data.filter.difficulty_range
@@ -207,7 +213,7 @@ class _Loader:
                 limits = f"domains.{self._domain}.sampling.max_prompt_tokens: {self._longest}"
                 self._mistake(read.row, f"column {self._data.prompt!r}: {len(ids)} tokens with the template, more than {limits}")
             else:
-                self.prompts.add(read.text, ids, read.answer, read.columns, read.weight)
+                self.prompts.add(read.text, ids, read.answer, read.columns, read.weight, read.question)
 
     def _mistake(self, row: Row, problem: str) -> None:
         self.mistakes.append((row.shard, row.number, f"{row.place}: {problem}"))

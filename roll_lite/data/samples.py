@@ -38,9 +38,11 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
-    """All other columns of the row, for rewards that need them."""
+    """The whole row, for rewards that need more of it."""
     weight: float = 1.0
     """Of its samples in the loss."""
+    question: Any = None
+    """The prompt's column as the data has it: a text, or chat messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +117,20 @@ class RewardInput:
 
     domain: str
     prompt: str
+    """The model's input, template applied."""
     response: str
+    """Without special tokens."""
     answer: Any
+    """The reference answer."""
     columns: dict[str, Any]
+    """The whole row of the data, by column."""
     finish_reason: str
+    question: Any = None
+    """The prompt as the data has it, without the template: a text, or a list of chat messages."""
+
+    @staticmethod
+    def of(prompt: Prompt, response: str, finish_reason: str) -> RewardInput:
+        return RewardInput(prompt.domain, prompt.text, response, prompt.answer, prompt.columns, finish_reason, prompt.question)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.format import FormatCheck
 from roll_lite.rewards.registry import build_reward
-from roll_lite.rewards.together import Together, time_out
+from roll_lite.rewards.together import Together, slow_start, time_out
 
 GRACE_SECONDS = 1.0
 """A reward's own time-out comes first: it ends what can be interrupted, and says more."""
@@ -82,7 +82,8 @@ class RewardAlone:
         assert self._process.pid is not None
         self._group = self._process.pid
         try:
-            mistake = self._connection.recv()
+            in_time = self._connection.poll(self._config.start_timeout_s)
+            mistake = self._connection.recv() if in_time else slow_start(self._config, self._path)
         except EOFError:
             self._process.join()
             died = f"its process died at the start (exit code {self._process.exitcode})"

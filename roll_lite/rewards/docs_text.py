@@ -82,7 +82,7 @@ ARGUMENTS = {
     "model": {
         "model": "Name of the model in the section `reward_models`.",
         "template": "The text that the model reads, or chat for its own chat template.",
-        "question": "With `template: chat`, the user's message.",
+        "question": "With `template: chat`, the user's message; where absent, the prompt as the data has it.",
         "scale": "The output as it is, or its sigmoid, between 0 and 1.",
         "threshold": "A response is correct where the unscaled output is above it.",
     },
@@ -91,7 +91,7 @@ ARGUMENTS = {
         "server": "One of the judges that the run starts itself, in place of url and model.",
         "model": "The model's name at the endpoint.",
         "api": "Which of the endpoint's two interfaces to use.",
-        "template": "The question. {prompt}, {response}, {answer} and columns of the data are filled in; {{ and }} are braces that stay.",
+        "template": "What it is asked. {question} (as the data has it), {prompt} (template applied), {response}, {answer}, columns are filled in.",
         "system": "A system message.",
         "pattern": "Regular expression that finds the verdict in what the judge says.",
         "choices": "Verdicts in words and what each is worth.",

@@ -23,7 +23,7 @@ Api = Literal["chat", "completions"]
 TEMPLATE = """Is the response a correct and complete answer to the question?
 
 [Question]
-{prompt}
+{question}
 
 [Reference answer]
 {answer}
@@ -69,7 +69,7 @@ async def judge(
     """The verdict as a number.
 
     url, model: the endpoint's base, such as https://host/v1, or several, and the model's name there; or `server`, one of the judges that
-    the run starts itself. template: {prompt}, {response}, {answer} and {column} are filled in, {{ and }} are braces that stay.
+    the run starts itself. template: {prompt}, {question}, {response}, {answer} and {column} are filled in, {{ and }} stay braces.
     pattern, choices, scale: see VerdictParser; yes and no where all are absent. A verdict that cannot be read is asked for again, `asks`
     times in all, then the sample has failed. Greedy answers are cached: `fingerprint` tells models of one name apart.
     """

@@ -8,6 +8,7 @@ from string import Formatter
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.placeholders import chat_as_text, filling, is_chat
 
 
 @lru_cache(maxsize=64)
@@ -36,8 +37,9 @@ def filled(template: str, sample: RewardInput) -> str:
 
 
 def _filling(name: str, sample: RewardInput) -> str:
-    own = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
-    value = own[name] if name in own else sample.columns.get(name)
+    value = filling(name, sample)
     if value is None:
         raise RewardFailed(f"reward judge: the template has {{{name}}}, which this sample has not")
+    if is_chat(value):
+        return chat_as_text(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

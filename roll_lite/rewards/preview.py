@@ -122,8 +122,7 @@ def _reference(prompt: Prompt, domain: DomainConfig, look: Look) -> _Try:
 
 
 def _sample(one: _Try) -> RewardInput:
-    prompt = one.prompt
-    return RewardInput(prompt.domain, prompt.text, one.response, prompt.answer, prompt.columns, one.finish_reason)
+    return RewardInput.of(one.prompt, one.response, one.finish_reason)
 
 
 def _progress(done: int, total: int) -> None:

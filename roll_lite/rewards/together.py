@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed, RewardFunction
 from roll_lite.rewards.combine import Reward
@@ -31,6 +32,14 @@ class Scored:
 
 def time_out(name: str, seconds: float) -> str:
     return f"reward {name}: time-out: no score within {seconds:g} s"
+
+
+def slow_start(config: RewardConfig, path: str) -> str:
+    """`path`: the reward section's place in the configuration."""
+    return (
+        f"{path}: the reward {config.type!r} was not ready within {config.start_timeout_s:g} s; "
+        f"see what its module does when it is imported, or raise {path}.start_timeout_s"
+    )
 
 
 @dataclass

@@ -85,7 +85,7 @@ class SampleRunner:
         return completion
 
     async def _score(self, sample_id: SampleId, prompt: Prompt, completion: Completion, recorder: Recorder) -> Sample:
-        item = RewardInput(self._domain, prompt.text, completion.text, prompt.answer, prompt.columns, str(completion.finish_reason))
+        item = RewardInput.of(prompt, completion.text, str(completion.finish_reason))
         clock = asyncio.get_running_loop().time
         cause = ""
         for attempt in range(self._retries.reward + 1):

@@ -22,7 +22,7 @@ from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.code import walls_of
 from roll_lite.rewards.format import FormatCheck
 from roll_lite.rewards.registry import build_reward
-from roll_lite.rewards.together import Scored, Together, time_out
+from roll_lite.rewards.together import Scored, Together, slow_start, time_out
 
 BATCH_SECONDS = 0.05
 """How much work goes into one call: much longer than the call's own cost, short enough that nobody waits for a neighbour."""
@@ -135,10 +135,15 @@ class RewardPool:
     # ------------------------------------------------------------ workers
 
     async def _start_worker(self) -> Any:
-        worker = ray.remote(RewardWorker).options(num_cpus=0).remote(self._config, f"domains.{self.domain}.reward")
+        path = f"domains.{self.domain}.reward"
+        worker = ray.remote(RewardWorker).options(num_cpus=0).remote(self._config, path)
         self._workers.append(worker)
         try:
-            self._is_async, self._is_batched, self.note = await worker.prepare.remote()
+            async with asyncio.timeout(self._config.start_timeout_s):
+                self._is_async, self._is_batched, self.note = await worker.prepare.remote()
+        except TimeoutError:
+            self._discard(worker)
+            raise ValueError(slow_start(self._config, path)) from None
         except RayTaskError as error:
             self._discard(worker)
             raise error.cause if isinstance(error.cause, ValueError) else error from None

@@ -81,9 +81,34 @@ def test_shared_files(project: Project) -> None:
     claimed = told(project, both.format(f"{shared}[a, b]", f"{shared}[c, b], prompt: question, answer: null"))
     assert (f"{COPY}.tags", "domain 'add' of the same file claims 'b' too; a row belongs to one domain") in claimed
     assert told(project, both.format(f"{shared}[a]", f"{shared}[bb], prompt: question, answer: null")) == [
-        ("domains.add.data.tags", f"{project.folder}/both.jsonl, line 2: the tag belongs to no domain; did you mean 'bb'?"),
+        ("domains.add.data.tags", f"{project.folder}/both.jsonl, line 2: the tag 'b' belongs to no domain; there are a (add), bb (copy)"),
         (f"{COPY}.train", "no row has a tag of this domain"),
     ]
+
+
+def test_a_row_whose_domain_reads_another_file_is_named(project: Project) -> None:
+    """Each would leave it to the other."""
+    project.write("one.jsonl", '{"prompt": "1", "answer": "1", "task": "a"}\n{"prompt": "1", "answer": "1", "task": "b"}\n')
+    project.write("two.jsonl", '{"prompt": "1", "answer": "1", "task": "b"}\n')
+    shared = "validation: null, tag: task, tags: "
+    yaml = f"domains: {{add: {{data: {{train: one.jsonl, {shared}[a]}}}}, copy: {{data: {{train: %s, {shared}[b]}}}}}}"
+    yaml += "\nvalidation: {enabled: false}"
+    ((path, message),) = told(project, yaml % "two.jsonl")
+    assert path == "domains.add.data.tags"
+    assert f"{project.folder}/one.jsonl, line 2: the tag 'b' is one of domain copy, which does not read this file" in message
+    assert told(project, yaml % "one.jsonl") == []
+
+
+def test_a_folder_and_a_file_in_it_are_the_same_data(project: Project) -> None:
+    project.write("parts/0.jsonl", '{"prompt": "1", "answer": "1", "task": "a"}\n{"prompt": "1", "answer": "1", "task": "b"}\n')
+    yaml = """
+domains:
+  add: {data: {train: parts, validation: null, tag: task, tags: [a]}}
+  copy: {data: {train: parts/0.jsonl, validation: null, tag: task, tags: [%s]}}
+validation: {enabled: false}
+"""
+    assert told(project, yaml % "b") == []
+    assert (f"{COPY}.tags", "domain 'add' of the same file claims 'a' too; a row belongs to one domain") in told(project, yaml % "b, a")
 
 
 def test_tags_and_their_column_belong_together(project: Project) -> None:

@@ -149,13 +149,12 @@ def test_templates(helpful: Project, case: str) -> None:
     assert message in found(helpful, "", args)[f"domains.add.reward.args.{key}"]
 
 
-def test_one_chat_template_inside_another(helpful: Project) -> None:
+def test_chat_templates_of_policy_and_reward_model_go_together(helpful: Project) -> None:
     for name in ("helpful", "model"):
         helpful.write(f"{name}/chat_template.jinja", "{{ messages }}")
     assert found(helpful, "", "template: chat") == {}
     policy = SECTION.replace("  add:", "  add:\n    template: {type: chat}")
-    problems = {one.path: one.message for one in helpful.problems_of(policy % ("", "template: chat"))}
-    assert "carries the policy's chat template already" in problems["domains.add.reward.args.question"]
+    assert helpful.problems_of(policy % ("", "template: chat")) == []
     assert helpful.problems_of(policy % ("", "template: chat, question: '{question}'")) == []
 
 

@@ -12,6 +12,7 @@ import pytest
 from roll_lite.config.schema import DomainConfig
 from roll_lite.data import prompts as prompts_module
 from roll_lite.data.prompts import PromptOrder, PromptSet, load_prompts
+from roll_lite.data.samples import RewardInput
 
 MakeTokenizer = Callable[..., Any]
 
@@ -39,12 +40,13 @@ def test_rows_become_prompts(tmp_path: Path, make_tokenizer: MakeTokenizer) -> N
         "",
         {"question": "three", "answer": [3], "polite": "", "level": 2},
     )
-    config = domain(path, {"prompt": "question"}, template={"text": "add {prompt} {polite}"})
+    config = domain(path, {"prompt": "question", "weight": "level"}, template={"text": "add {prompt} {polite}"})
     prompts = load_prompts("sums", config, "train", make_tokenizer())
     assert len(prompts) == 2 and prompts.longest == 5
     assert prompts[0].text == "add one and two please"
     assert prompts[0].token_ids == (3, 4, 12, 5, 7)
-    assert prompts[0].answer == 3 and prompts[0].columns == {"polite": "please", "level": 1}
+    assert prompts[0].answer == 3 and prompts[0].question == "one and two"
+    assert prompts[0].columns == {"question": "one and two", "answer": 3, "polite": "please", "level": 1}, "rewards may need any of it"
     assert (prompts[1].uid, prompts[1].domain, prompts[1].answer) == (1, "sums", [3])
     assert [prompt.token_ids for prompt in prompts] == [(3, 4, 12, 5, 7), (3, 6)]
     with pytest.raises(IndexError):
@@ -58,6 +60,16 @@ def test_line_separators_inside_strings_and_a_byte_order_mark(tmp_path: Path, ma
     path.write_bytes(b"\xef\xbb\xbf" + '{"prompt": "one\u2028two", "answer": 1}\r\n{"prompt": "three", "answer": 2}'.encode())
     prompts = load_prompts("sums", domain(path), "train", make_tokenizer())
     assert [prompt.text for prompt in prompts] == ["one\u2028two", "three"]
+
+
+def test_rewards_see_the_chat_messages_that_the_template_was_made_of(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
+    talk = [{"role": "system", "content": "add"}, {"role": "user", "content": "one and two"}]
+    path = written(tmp_path, {"talk": talk, "answer": 3})
+    config = domain(path, {"prompt": "talk"}, template={"type": "chat"})
+    [prompt] = load_prompts("sums", config, "train", make_tokenizer(chat=True))
+    seen = RewardInput.of(prompt, "three", "stop")
+    assert seen.prompt == "system : add user : one and two assistant :"
+    assert seen.question == seen.columns["talk"] == talk
 
 
 def test_validation_and_answers_are_optional(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
@@ -75,7 +87,7 @@ def test_weights_of_samples_come_from_their_column(tmp_path: Path, make_tokenize
     config = domain(path, {"weight": "w", "validation": path})
     prompts = list(load_prompts("sums", config, "train", make_tokenizer()))
     assert [prompt.weight for prompt in prompts] == [0.5, 0.0, 2.0]
-    assert all(isinstance(prompt.weight, float) and prompt.columns == {} for prompt in prompts)
+    assert all(isinstance(prompt.weight, float) for prompt in prompts)
     assert [prompt.weight for prompt in load_prompts("sums", domain(path), "train", make_tokenizer())] == [1.0] * 3
 
 
@@ -213,10 +225,25 @@ def test_domains_share_a_file_by_tags(tmp_path: Path, make_tokenizer: MakeTokeni
     )
     domains = {"sums": tagged(path, ["sums", "7"]), "words": tagged(path, ["words"], prompt="question", answer=None)}
     sums = load_prompts("sums", domains["sums"], "train", make_tokenizer(), domains)
-    assert [prompt.text for prompt in sums] == ["one", "three"] and sums[0].columns == {"task": "sums"}
+    assert [prompt.text for prompt in sums] == ["one", "three"] and sums[0].columns["task"] == "sums"
     assert sums.counts() == "2 of 3 rows; left out: 1 of domain words"
     words = load_prompts("words", domains["words"], "train", make_tokenizer(), domains)
     assert [prompt.text for prompt in words] == ["two"] and words.left_out == {"of domain sums": 2}
+
+
+def test_a_tag_of_a_domain_that_reads_another_file_is_a_mistake(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
+    """Each of the two would leave the row to the other."""
+    rows = [{"prompt": "one", "answer": 1, "task": task} for task in ("sums", "words", "words")]
+    path = written(tmp_path, *rows)
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "two", "answer": 2, "task": "words"}))
+    domains = {"sums": tagged(path, ["sums"]), "words": tagged(other, ["words"])}
+    with pytest.raises(ValueError) as caught:
+        load_prompts("sums", domains["sums"], "train", make_tokenizer(), domains)
+    first, *_ = str(caught.value).split("\n")[1:]
+    assert first.startswith(f"  {path}, line 2: column 'task': the tag 'words' is one of domain words, which does not read this file")
+    domains["words"] = tagged(other, ["words"], validation=path)
+    assert load_prompts("sums", domains["sums"], "train", make_tokenizer(), domains).left_out == {"of domain words": 2}
 
 
 def test_a_tag_of_no_domain_is_a_mistake(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:

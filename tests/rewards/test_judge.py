@@ -89,6 +89,17 @@ async def test_a_judge_is_asked_and_its_verdict_is_kept_with_the_sample() -> Non
     assert "[Response]\nit is {answer}\n" in user["content"], "braces in a response are text"
 
 
+async def test_the_judge_reads_the_question_without_the_policys_template() -> None:
+    talk = [{"role": "user", "content": "2+2?"}]
+    sample = RewardInput("toy", "<user>2+2?<assistant>", "4", "4", {"talk": talk}, "stop", talk)
+    with StubServer(lambda request, number: chat("yes")) as server:
+        await ask(server, sample)
+        await ask(server, sample, template="{talk} {prompt} {response}")
+    first, second = (request["messages"][0]["content"] for request in server.requests)
+    assert "[Question]\n2+2?\n" in first and "<user>" not in first
+    assert second == "2+2? <user>2+2?<assistant> 4"
+
+
 async def test_completions_for_models_without_a_chat_template() -> None:
     with StubServer(lambda request, number: Reply({"choices": [{"text": " 7", "index": 0}]})) as server:
         args = {

@@ -14,8 +14,8 @@ from roll_lite.rewards.model import score_of, scored_text
 from roll_lite.rewards.registry import build_reward
 
 
-def sample(**columns: Any) -> RewardInput:
-    return RewardInput("toy", "Q: 1+1?\nA:", " 2", 2, columns, "stop")
+def sample(given: Any = None, **columns: Any) -> RewardInput:
+    return RewardInput("toy", "Q: 1+1?\nA:", " 2", 2, columns, "stop", given)
 
 
 def test_the_text_is_the_prompt_and_the_response_unless_a_template_says_otherwise() -> None:
@@ -29,7 +29,20 @@ def test_chat_makes_messages_for_the_reward_models_own_template() -> None:
         {"role": "assistant", "content": " 2"},
     ]
     talk = [{"role": "system", "content": "Short."}, {"role": "user", "content": "1+1?"}]
+    assert scored_text(sample("1+1?"), template="chat")[0] == {"role": "user", "content": "1+1?"}
+    assert scored_text(sample(talk), template="chat") == [*talk, {"role": "assistant", "content": " 2"}]
+    assert scored_text(sample(talk), template="chat", question="Is it so? {question}")[0] == {
+        "role": "user",
+        "content": "Is it so? system: Short.\n\nuser: 1+1?",
+    }
     assert scored_text(sample(talk=talk), template="chat", question="{talk}") == [*talk, {"role": "assistant", "content": " 2"}]
+
+
+def test_the_question_is_the_prompt_without_the_policys_template() -> None:
+    template = "{question} ->{response}"
+    assert scored_text(sample("1+1?"), template=template) == "1+1? -> 2"
+    assert scored_text(sample([{"role": "user", "content": "1+1?"}]), template=template) == "1+1? -> 2"
+    assert scored_text(sample("<b>1+1?</b>", question="1+1?"), template=template) == "1+1? -> 2", "the data's own column of this name"
 
 
 @pytest.mark.parametrize(

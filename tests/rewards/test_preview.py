@@ -155,7 +155,7 @@ def test_responses_from_a_column(project: Path, capfd: pytest.CaptureFixture[str
     assert look("--column", "solution") == 0
     assert "1 responses of column solution: 1 correct" in capfd.readouterr().out
     assert look("--column", "solutoin") == 2
-    assert "no text in the column 'solutoin'; it has solution" in capfd.readouterr().err
+    assert "no text in the column 'solutoin'; it has prompt, answer, solution" in capfd.readouterr().err
 
 
 def test_domains_without_reference_responses(project: Path, capfd: pytest.CaptureFixture[str]) -> None:

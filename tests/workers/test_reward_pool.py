@@ -153,6 +153,13 @@ async def test_a_mistake_in_the_configuration_is_a_value_error_at_the_start() ->
             pass
 
 
+async def test_a_function_that_cannot_be_imported_in_time_stops_the_start_with_its_domain() -> None:
+    rewards = RewardPool("toy", RewardConfig(type="tests.workers.slow_import.one", start_timeout_s=1.0))
+    with pytest.raises(ValueError, match=r"domains\.toy\.reward: the reward .*slow_import\.one' was not ready within 1 s.*start_timeout_s"):
+        await rewards.start()
+    assert rewards.workers == []
+
+
 @pytest.mark.parametrize("function", ["length", "waiting"])
 async def test_forms_come_with_scores_and_a_runaway_pattern_costs_its_own_samples(function: str) -> None:
     """FINDINGS 6.8: a form that could not be looked at is a failure, not a missed bonus."""

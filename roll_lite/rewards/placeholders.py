@@ -1,0 +1,33 @@
+"""What a placeholder stands for in the texts that judges and reward models read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from roll_lite.data.samples import RewardInput
+
+QUESTION = "question"
+
+
+def filling(name: str, sample: RewardInput) -> Any:
+    """{prompt} is the policy's input with its template applied, {question} the prompt as the data has it, {response} and {answer} the
+    sample's, any other name a column of the data; a column that is called question comes first. None where there is no such thing."""
+    own = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
+    if name in own:
+        return own[name]
+    if name == QUESTION and name not in sample.columns:
+        return sample.prompt if sample.question is None else sample.question
+    return sample.columns.get(name)
+
+
+def is_chat(value: Any) -> bool:
+    """A list of chat messages."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in value)
+
+
+def chat_as_text(messages: Sequence[dict[str, Any]]) -> str:
+    """Who said what; of a single message what it says."""
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
