@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml") if path.stem != "tiny_base")
+Runs = dict[str, Future[list[dict[str, Any]]]]
 SMALL = ["rollout.prompts_per_step=12", "validation.enabled=false", "checkpoint.export_model=false", "steps=3"]
 
 
@@ -36,10 +39,21 @@ def run(recipe: str, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
     return steps
 
 
+@pytest.fixture(scope="module")
+def recipe_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    """The recipes asked for, two at a time: a run of three steps mostly waits for its processes to start."""
+    chosen = [item for item in request.session.items if getattr(item, "originalname", None) == "test_a_recipe_runs"]
+    asked = [item.callspec.params["recipe"] for item in chosen]
+    with ThreadPoolExecutor(2) as pool:
+        overrides = {"tiny_ppo": ["algorithm.critic_warmup_steps=0"]}
+        yield {name: pool.submit(run, name, tmp_path_factory.mktemp(name), *overrides.get(name, [])) for name in asked}
+        pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_runs(recipe: str, tmp_path: Path) -> None:
-    steps = run(recipe, tmp_path, *(["algorithm.critic_warmup_steps=0"] if recipe == "tiny_ppo" else []))
+def test_a_recipe_runs(recipe: str, recipe_runs: Runs) -> None:
+    steps = recipe_runs[recipe].result()
     for record in steps:
         for name in ("actor/loss", "actor/grad_norm", "credit/advantage_std", "actor/ratio", "actor/ess", "masks/samples", "solved/all"):
             assert math.isfinite(record[name]), name
