@@ -55,8 +55,8 @@ def code(
 
     mode expression: the response is a Python expression; its value is compared with the answer. Tests stand in the answer or in
     `column`. must_contain, forbid: pieces of text that the program must and must not have. test_s: computing time of one test, wall_s
-    its time by the clock (three times as much where not given), total_s the computing time of all of a sample's, which have three times
-    as much by the clock: keep that below the domain's timeout_s.
+    its time by the clock (three times as much where not given), total_s the computing time of all of a sample's and of compiling it,
+    which have three times as much by the clock: keep that below the domain's timeout_s.
     fail_fast: the first failed test ends a sample; where not given, if score is all. compare: what counts as the same output.
     commands: further languages. readable, python_path: folders that programs may read, and import from. backend: a remote sandbox.
     """
@@ -195,12 +195,15 @@ class _Judge:
         for one in attempts:
             assert one.language is not None
             order = {"kind": "exec", "files": {one.language.file: one.source}, "command": one.language.compile, "keeps_result": True}
-            jobs.append(Program(order, limits=COMPILE))
+            limits = replace(COMPILE, cpu_s=min(COMPILE.cpu_s, self.total_s), wall_s=min(COMPILE.wall_s, CLOCK * self.total_s))
+            jobs.append(Program(order, limits=limits))
         for attempt, ended in zip(attempts, backend.run_many(jobs) if jobs else [], strict=True):
             if isinstance(ended, SandboxTrouble):
                 attempt.failure = RewardFailed(f"reward code: {ended}")
-            elif ended.exit != 0 or ended.stopped or not ended.result:
-                attempt.verdict = f"does not compile: {_tail(ended.stderr)}"
+                continue
+            attempt.spent_s += max(ended.cpu_s, ended.seconds / CLOCK)
+            if ended.exit != 0 or ended.stopped or not ended.result:
+                attempt.verdict = f"does not compile: {_LIMITS.get(ended.stopped) or _tail(ended.stderr)}"
                 attempt.over = True
             else:
                 attempt.artifact = ended.result
@@ -216,7 +219,7 @@ class _Judge:
             call = {"function": test.function, "args": encode(test.args), "kwargs": encode(test.kwargs)}
             return Program({"kind": "call", **source, **call}, limits=limits)
         if test.source is not None:
-            judge = {"kind": "judge", "source": test.source, "names": test.names}
+            judge = {"kind": "judge", "source": test.source, "names": test.names, "modules": test.modules}
             return Pair(Program({"kind": "serve", **source}, limits=limits), Program(judge, limits=limits))
         if language is None:
             return Program({"kind": "script", **source}, test.stdin.encode(), limits=limits)
@@ -228,6 +231,9 @@ class _Judge:
         attempt.done += 1
         if isinstance(ended, SandboxTrouble):
             attempt.failure = RewardFailed(f"reward code: {ended}")
+            return
+        if test.source is not None and (cannot := _cannot(ended)):
+            attempt.failure = RewardFailed(f"reward code: test {attempt.done}: the harness cannot do this: {cannot}")
             return
         attempt.spent_s += max(ended.cpu_s, ended.seconds / CLOCK)
         verdict = self._verdict(attempt, test, ended)
@@ -246,9 +252,7 @@ class _Judge:
         if ended.stopped:
             return _LIMITS[ended.stopped]
         if test.source is not None:
-            judged = _json(ended.result)
-            passed = ended.exit == 0 and isinstance(judged, dict) and judged.get("value") is True
-            return "" if passed else f"failed: {judged.get('error') if isinstance(judged, dict) else 'the tests did not end'}"
+            return _judged_verdict(ended)
         if attempt.is_expression or test.function is not None:
             return self._value_verdict(test, ended)
         if ended.exit != 0:
@@ -268,6 +272,23 @@ class _Judge:
             return "" if same else f"value {value!r:.{SHOWN}}, expected {test.expected!r:.{SHOWN}}"
         except (ValueError, TypeError, RecursionError) as error:
             return f"no value: {type(error).__name__}"
+
+
+def _judged_verdict(ended: Outcome) -> str:
+    """Of asserts. Where the program ended early, with what it said."""
+    judged = _json(ended.result)
+    if not isinstance(judged, dict):
+        return "failed: the tests did not end"
+    if ended.exit == 0 and judged.get("value") is True:
+        return ""
+    said = _tail(ended.stderr) if "the program ended" in str(judged.get("error")) else ""
+    return f"failed: {judged.get('error')}{f': {said}' if said else ''}"
+
+
+def _cannot(ended: Outcome) -> str:
+    """Why the asserts say nothing about the program; empty where they do."""
+    judged = _json(ended.result)
+    return str(judged["cannot"]) if isinstance(judged, dict) and "cannot" in judged else ""
 
 
 _LIMITS = {

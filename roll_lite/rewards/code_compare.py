@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import collections
+import decimal
+import fractions
 import math
+import re
 from typing import Any, Literal
 
 Compare = Literal["exact", "lines", "numeric"]
+INTEGER = re.compile(r"[+-]?\d+")
+LISTS = (list, tuple, range, collections.deque)
+NUMBERS = (int, float, decimal.Decimal, fractions.Fraction)
+LEAST = 1e-12
+"""Values that are closer than this are rounding noise about zero, such as math.sin(math.pi)."""
 
 
 def same_output(expected: str, printed: str, compare: Compare, tolerance: float) -> bool:
     """exact: every character. lines: white space at the ends of lines and empty lines at the end do not count. numeric: word by word,
-    numbers within the tolerance."""
+    integers exactly, other numbers with an absolute or relative error within the tolerance, as contests put it."""
     if compare == "exact":
         return expected == printed
     if compare == "lines":
@@ -26,19 +35,22 @@ def _lines(text: str) -> list[str]:
 def _same_word(wanted: str, found: str, tolerance: float) -> bool:
     if wanted == found:
         return True
+    if INTEGER.fullmatch(wanted) and INTEGER.fullmatch(found):
+        return wanted.lstrip("+") == found.lstrip("+")
     try:
-        return _close(float(wanted), float(found), tolerance)
+        return _close(float(wanted), float(found), tolerance, tolerance)
     except ValueError:
         return False
 
 
-def _close(wanted: float, found: float, tolerance: float) -> bool:
-    return (math.isnan(wanted) and math.isnan(found)) or math.isclose(wanted, found, rel_tol=tolerance, abs_tol=tolerance)
+def _close(wanted: float, found: float, relative: float, absolute: float) -> bool:
+    return (math.isnan(wanted) and math.isnan(found)) or math.isclose(wanted, found, rel_tol=relative, abs_tol=absolute)
 
 
 def same_value(expected: Any, found: Any, tolerance: float) -> bool:
-    """As JSON would have it: tuples are lists, keys are strings. Numbers are equal exactly unless one of them is a float."""
-    if isinstance(expected, list | tuple) and isinstance(found, list | tuple):
+    """As JSON would have it: what has an order is a list, keys are strings. Numbers are equal exactly unless one of them is no integer:
+    then their relative error may be the tolerance."""
+    if isinstance(expected, LISTS) and isinstance(found, LISTS):
         pairs = zip(expected, found, strict=False)
         return len(expected) == len(found) and all(same_value(one, other, tolerance) for one, other in pairs)
     if isinstance(expected, dict) and isinstance(found, dict):
@@ -46,11 +58,13 @@ def same_value(expected: Any, found: Any, tolerance: float) -> bool:
         return wanted.keys() == had.keys() and all(same_value(wanted[key], had[key], tolerance) for key in wanted)
     if isinstance(expected, bool) or isinstance(found, bool):
         return isinstance(expected, bool) and isinstance(found, bool) and expected == found
-    if isinstance(expected, int | float) and isinstance(found, int | float):
+    if isinstance(expected, NUMBERS) and isinstance(found, NUMBERS):
         if isinstance(expected, int) and isinstance(found, int):
             return expected == found
         try:
-            return _close(float(expected), float(found), tolerance)
+            return _close(float(expected), float(found), tolerance, min(tolerance, LEAST))
         except OverflowError:
             return False
+    if isinstance(expected, set | frozenset) and isinstance(found, set | frozenset):
+        return expected == found
     return type(expected) is type(found) and bool(expected == found)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.code_names import names_of, uncalled_tests
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Test:
     """Other values that count."""
     source: str | None = None
     names: tuple[str, ...] = ()
-    """Functions of the program that the asserts call, even where Python has one of that name."""
+    """Of the program, which the asserts use."""
+    modules: dict[str, str] = field(default_factory=dict)
+    """Which the asserts use without an import."""
 
 
 def tests_of(sample: RewardInput, column: str | None) -> list[Test]:
@@ -47,56 +50,88 @@ def _read(given: Any, columns: Mapping[str, Any]) -> list[Test]:
         text = given.strip()
         if text.startswith(("{", "[")):
             return _read(json.loads(text), columns)
-        return _asserts(given, columns.get("entry_point"))
+        return _asserts([given], columns.get("entry_point"))
     if isinstance(given, Mapping):
         return _of_mapping(given, columns)
     if isinstance(given, Sequence):
+        if given and all(isinstance(one, str) and not one.lstrip().startswith(("{", "[")) for one in given):
+            return _asserts(given, columns.get("entry_point"))
         return [test for one in given for test in _read(one, columns)]
     raise TypeError("expected text, a mapping or a list")
 
 
 def _of_mapping(given: Mapping[str, Any], columns: Mapping[str, Any]) -> list[Test]:
-    function = given.get("fn_name") or columns.get("fn_name")
+    function = _function(given, columns)
+    entry_point = given.get("entry_point") or columns.get("entry_point")
     if "inputs" in given:
-        inputs, outputs = given["inputs"], given["outputs"]
-        if len(inputs) != len(outputs):
-            raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
-        return [_pair(one, other, function) for one, other in zip(inputs, outputs, strict=True)]
+        return _inputs_and_outputs(given["inputs"], given["outputs"], function)
     if "test" in given:
-        return _asserts(given["test"], given.get("entry_point") or columns.get("entry_point"))
+        return _asserts([given["test"]], entry_point)
     if "test_list" in given:
-        setup = "\n".join([given.get("test_setup_code") or "", *given.get("test_imports", ())])
-        return [Test(source=f"{setup}\n{one}") for one in given["test_list"]]
+        setup = "\n".join([given.get("test_setup_code") or "", *(given.get("test_imports") or ())])
+        return _asserts([f"{setup}\n{one}" for one in given["test_list"]], entry_point)
     if "args" in given or "kwargs" in given:
-        if not function:
-            raise KeyError("fn_name")
         expected = given["expected"] if "expected" in given else given["output"]
-        return [Test(function=function, args=list(given.get("args", ())), kwargs=dict(given.get("kwargs", {})), expected=expected)]
+        return [Test(function=_needed(function), args=list(given.get("args", ())), kwargs=dict(given.get("kwargs", {})), expected=expected)]
     if "stdout" in given:
         return [Test(stdin=str(given.get("stdin", "")), expected=str(given["stdout"]))]
-    return [_pair(given["input"], given["output"], function if given.get("testtype", "functional") == "functional" else None)]
+    kind = given.get("testtype", "functional" if function else "stdin")
+    return [_pair(given["input"], given["output"], _needed(function) if kind == "functional" else None)]
+
+
+def _function(given: Mapping[str, Any], columns: Mapping[str, Any]) -> str | None:
+    """The one that tests call: in the tests, a column, or the column `metadata` as LiveCodeBench has it."""
+    metadata = columns.get("metadata")
+    if isinstance(metadata, str) and metadata.strip().startswith("{"):
+        metadata = json.loads(metadata)
+    places = [given, columns, *([metadata] if isinstance(metadata, Mapping) else [])]
+    return next((place[name] for place in places for name in ("fn_name", "func_name") if place.get(name)), None)
+
+
+def _needed(function: str | None) -> str:
+    if not function:
+        raise KeyError("fn_name")
+    return function
+
+
+def _inputs_and_outputs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:
+    """APPS and TACO. The value of a call may stand in a list of its own there: where all of a sample's do, the value alone counts too."""
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs, {len(outputs)} outputs")
+    tests = [_pair(one, other, function) for one, other in zip(inputs, outputs, strict=True)]
+    if function and all(isinstance(one, list) and len(one) == 1 for one in outputs):
+        return [replace(test, also=(test.expected[0],)) for test in tests]
+    return tests
 
 
 def _pair(given: Any, expected: Any, function: str | None) -> Test:
-    """APPS: a call's value may stand in a list of its own; its texts may be lists of lines. LiveCodeBench: JSON, one argument a line."""
+    """Texts may be lists of lines. LiveCodeBench: JSON, one argument a line."""
     if function is None:
         return Test(stdin=_text(given), expected=_text(expected))
     if isinstance(given, str):
-        return Test(
-            function=function, args=[json.loads(line) for line in given.splitlines() if line.strip()], expected=json.loads(expected)
-        )
-    also = (expected[0],) if isinstance(expected, list) and len(expected) == 1 else ()
-    return Test(function=function, args=list(given), expected=expected, also=also)
+        args = [json.loads(line) for line in given.splitlines() if line.strip()]
+        return Test(function=function, args=args, expected=json.loads(expected))
+    return Test(function=function, args=list(given), expected=expected)
 
 
 def _text(given: Any) -> str:
     return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
 
 
-def _asserts(source: str, entry_point: str | None) -> list[Test]:
-    ast.parse(source)
-    if entry_point and "def check(" in source:
-        return [Test(source=f"{source}\ncheck({entry_point})\n", names=(entry_point,))]
+def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
+    """One of each text; of a text with functions for a test runner, one of each function."""
+    complete = [whole for source in sources for whole in _complete(source, entry_point)]
+    named = names_of(complete, entry_point)
+    return [Test(source=source, names=names.program, modules=names.modules) for source, names in zip(complete, named, strict=True)]
+
+
+def _complete(source: str, entry_point: str | None) -> list[str]:
+    """With the calls that a data set leaves to its own harness."""
+    functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
     if "assert" not in source:
         raise ValueError("text without asserts")
-    return [Test(source=source, names=(entry_point,) if entry_point else ())]
+    if "check" in functions and "\ncheck(" not in source:
+        if not entry_point:
+            raise KeyError("entry_point")
+        return [f"{source}\ncheck({entry_point})\n"]
+    return [f"{source}\n{name}()\n" for name in uncalled_tests(source)] or [source]

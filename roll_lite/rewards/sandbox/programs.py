@@ -5,7 +5,6 @@ Nothing here decides anything. Values leave through an open file and are compare
 
 from __future__ import annotations
 
-import ast
 import atexit
 import builtins
 import contextlib
@@ -20,8 +19,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from roll_lite.rewards.sandbox.stand_ins import StandIn, Wire
-from roll_lite.rewards.sandbox.values import decode, encode
+from roll_lite.rewards.sandbox.serving import serve
+from roll_lite.rewards.sandbox.stand_ins import Cannot, ProgramEnded, Wire, builtins_for
+from roll_lite.rewards.sandbox.values import FROM_PROGRAM, decode, encode
 
 RESULT = 3
 PEER = 4
@@ -95,7 +95,7 @@ def _script(order: dict[str, Any]) -> None:
 def _call(order: dict[str, Any]) -> None:
     """One call of the program's function; its value leaves."""
     arguments, named = decode(order["args"]), decode(order["kwargs"])
-    function = _named(_module(order["source"], "solution"), order["function"])
+    function = _named(_module(order["source"], FROM_PROGRAM), order["function"])
     _leave(function(*arguments, **named))
 
 
@@ -122,77 +122,48 @@ def _leave(value: Any) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """The program's side of assert-style tests: its functions, called by a process that it cannot touch."""
-    names = _module(order["source"], "solution")
-    objects: list[Any] = []
-
-    def refer(value: Any) -> dict[str, Any]:
-        objects.append(value)
-        return {"r": len(objects) - 1}
-
-    incoming, outgoing = open(PEER, "rb", closefd=False), open(PEER, "wb", closefd=False)  # noqa: SIM115
-    with contextlib.suppress(ConnectionError):  # the tests have ended
-        outgoing.write(b'{"ready": true}\n')
-        outgoing.flush()
-        for line in incoming:
-            answer = _answer(json.loads(line), names, objects, refer)
-            outgoing.write(json.dumps(answer).encode() + b"\n")
-            outgoing.flush()
-
-
-def _answer(asked: dict[str, Any], names: dict[str, Any], objects: list[Any], refer: Callable[[Any], Any]) -> dict[str, Any]:
-    def find(number: int) -> Any:
-        return objects[number]
-
-    try:
-        target = names[asked["name"]] if "name" in asked else objects[asked["object"]]
-        for attribute in asked["attributes"]:
-            target = getattr(target, attribute)
-        if asked["do"] == "get":
-            return {"value": encode(target, refer)}
-        arguments, named = decode(asked["args"], find), decode(asked["kwargs"], find)
-        if asked["do"] == "list":
-            return {"value": encode(list(target), refer)}
-        value = target(*arguments, **named) if asked["do"] == "call" else getattr(builtins, asked["do"])(target)
-        return {"value": encode(value, refer), "args": encode(arguments, refer)}
-    except Exception as error:
-        return {"error": type(error).__name__, "text": str(error)[:200]}
+    """The program's side of assert-style tests."""
+    serve(_module(order["source"], FROM_PROGRAM), PEER)
 
 
 def _judge(order: dict[str, Any]) -> None:
     """The tests' side: it holds no line of the program, only its functions' stand-ins; what comes back is plain data."""
     wire = Wire(PEER)
-    tests = order["source"]
-    names: dict[str, Any] = {"__name__": "tests"}
-    for name in free_names(tests) | set(order["names"]):
-        names[name] = StandIn(wire, {"name": name})
-    verdict: dict[str, Any]
     try:
-        wire.wait()
-        exec(compile(tests, "tests.py", "exec"), names)
-        verdict = {"value": True}
+        verdict = _judged(wire, order)
     except BaseException as error:
-        verdict = {"value": False, "error": f"{type(error).__name__}: {error}"[:300]}
+        verdict = {"value": False, "error": _what_failed(error, order["source"])}
+    if isinstance(wire.over, ProgramEnded):
+        verdict = {"value": False, "error": str(wire.over)}
+    if isinstance(wire.over, Cannot):
+        verdict = {"cannot": str(wire.over)}
     with open(RESULT, "w", encoding="utf-8", closefd=False) as stream:
         json.dump(verdict, stream)
 
 
-def free_names(source: str) -> set[str]:
-    """Names that a piece of code uses and does not define."""
-    used: set[str] = set()
-    defined = set(dir(builtins))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else defined).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            defined.add(node.name)
-        elif isinstance(node, ast.arg):
-            defined.add(node.arg)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            defined |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            defined.add(node.name)
-    return used - defined
+def _judged(wire: Wire, order: dict[str, Any]) -> dict[str, Any]:
+    wire.wait()
+    found = wire.names(order["names"])
+    module = types.ModuleType(FROM_PROGRAM)
+    module.__dict__.update(found)
+    sys.modules[FROM_PROGRAM] = module
+    names = {"__name__": "tests", "__builtins__": builtins_for(wire, order["names"]), **found}
+    try:
+        names |= {name: importlib.import_module(path) for name, path in order.get("modules", {}).items()}
+        exec(compile(order["source"], "tests.py", "exec"), names)
+    except ImportError as error:
+        if error.name == FROM_PROGRAM or hasattr(error, "of_program"):
+            raise
+        return {"cannot": f"the tests import what is not there: {error}; python_path may name its folder"}
+    return {"value": True} if wire.used else {"cannot": "the tests end without having used the program"}
+
+
+def _what_failed(error: BaseException, source: str) -> str:
+    """With the line of the tests, where an assert says nothing else."""
+    at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "tests.py"]
+    line = source.splitlines()[at[-1] - 1].strip() if at and at[-1] else ""
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{said} at {line}"[:300] if line else said[:300]
 
 
 MODES: dict[str, Callable[[dict[str, Any]], None]] = {

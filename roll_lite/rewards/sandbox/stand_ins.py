@@ -1,111 +1,233 @@
-"""For tests that run apart from the program: its functions and objects, called over a socket."""
+"""For tests that run apart from the program: its functions and objects, called over a socket.
+
+What comes back is plain data, or a stand-in for an object that stays with the program. The program never learns what a test expects, and
+decides no comparison. What cannot be done that way is no verdict about the program: it ends the tests as `Cannot`.
+"""
 
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
 import os
-from typing import Any
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 from roll_lite.rewards.sandbox.values import decode, encode
 
 LONGEST = 8 << 20
+MOST_ITEMS = 100_000
+CONTROL = (StopIteration, StopAsyncIteration)
+"""Exceptions that would end a loop of the tests, and with it what they check."""
+
+
+class Cannot(BaseException):
+    """The tests need something that two processes apart cannot do."""
+
+
+class ProgramEnded(BaseException):
+    """Nobody answers any more."""
 
 
 class Wire:
     def __init__(self, file: int) -> None:
         self._incoming = open(file, "rb", closefd=False)  # noqa: SIM115
         self._file = file
+        self._known: dict[int, StandIn] = {}
+        self._exceptions: dict[str, type[Exception]] = {}
+        self.used = False
+        self.over: Cannot | ProgramEnded | None = None
+        """The first of them: it holds even where the tests catch everything."""
 
     def wait(self) -> None:
         """Until the program has been read."""
         if not self._incoming.readline(LONGEST):
-            raise RuntimeError("the program ended before its tests")
+            self.end(ProgramEnded("the program ended before its tests"))
+
+    def end(self, why: Cannot | ProgramEnded) -> NoReturn:
+        self.over = self.over or why
+        raise self.over
+
+    def names(self, wanted: list[str]) -> dict[str, Any]:
+        """What the program has of them."""
+        found = {name: self.ask({"do": "name", "name": name}) for name in wanted}
+        exceptions = {name: [str(one) for one in answer["exception"]] for name, answer in found.items() if "exception" in answer}
+        for kinds in sorted(exceptions.values(), key=len):  # the base before what derives from it
+            self._exceptions[kinds[0]] = type(kinds[0].rpartition(".")[2], (self._kind(kinds[1:]),), {})
+        values = {name: decode(answer["value"], self.find) for name, answer in found.items() if "value" in answer}
+        return values | {name: self._exceptions[kinds[0]] for name, kinds in exceptions.items()}
+
+    def use(self, what: str, target: StandIn, *args: Any, **kwargs: Any) -> Any:
+        self.used = True
+        asked = {"do": what, "object": target._number, "args": encode(list(args), self._refer), "kwargs": encode(kwargs, self._refer)}
+        answer = self.ask(asked)
+        if "cannot" in answer:
+            self.end(Cannot(str(answer["cannot"])))
+        if "error" in answer:
+            kind = self._kind([str(one) for one in answer["error"]])
+            error = kind.__new__(kind, *decode(answer["with"]))
+            error.__dict__["of_program"] = True
+            raise error
+        for given, now in zip([*args, *kwargs.values()], decode(answer.get("after", []), self.find), strict=False):
+            _follow(given, now)
+        return decode(answer["value"], self.find)
 
     def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
         message = json.dumps(asked).encode() + b"\n"
-        while message:
-            message = message[os.write(self._file, message) :]
+        try:
+            while message:
+                message = message[os.write(self._file, message) :]
+        except ConnectionError:
+            self.end(ProgramEnded("the program ended during its tests"))
         line = self._incoming.readline(LONGEST)
-        if not line.endswith(b"\n"):
-            raise RuntimeError("the program ended during its tests")
-        answer = json.loads(line)
+        if len(line) == LONGEST:
+            self.end(Cannot(f"a value of more than {LONGEST >> 20} MB"))
+        try:
+            answer = json.loads(line) if line.endswith(b"\n") else None
+        except (ValueError, RecursionError):
+            answer = None
         if not isinstance(answer, dict):
-            raise RuntimeError("the program gave no answer")
+            self.end(ProgramEnded("the program ended during its tests"))
         return answer
+
+    def find(self, number: Any) -> StandIn:
+        """The same one for the same object."""
+        return self._known.setdefault(int(number), StandIn(self, int(number)))
+
+    def _refer(self, value: Any) -> Any:
+        if isinstance(value, StandIn):
+            return {"r": value._number}
+        if isinstance(value, Iterator):
+            items = list(itertools.islice(value, MOST_ITEMS + 1))
+            return {"n": encode(items, self._refer)} if len(items) <= MOST_ITEMS else self.end(Cannot("an endless argument"))
+        self.end(Cannot(f"an argument of type {type(value).__name__}, which is no plain data"))
+
+    def _kind(self, names: list[str]) -> type[Exception]:
+        """The first that exists here too: an exception of the program that the tests name, or one of Python's."""
+        for name in names:
+            module, _, plain = name.rpartition(".")
+            kind = self._exceptions.get(name) or getattr(sys.modules.get(module), plain, None)
+            if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, CONTROL):
+                return kind
+        return RuntimeError
 
 
 class StandIn:
-    """Compares equal to nothing but itself: no program decides a comparison."""
+    """An object of the program. Everything is asked there, except whether it equals something."""
 
     _wire: Wire
-    _target: dict[str, Any]
-    _attributes: tuple[str, ...]
+    _number: int
 
-    def __init__(self, wire: Wire, target: dict[str, Any], attributes: tuple[str, ...] = ()) -> None:
-        self.__dict__.update(_wire=wire, _target=target, _attributes=attributes)
-
-    def __getattr__(self, name: str) -> StandIn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return StandIn(self._wire, self._target, (*self._attributes, name))
+    def __init__(self, wire: Wire, number: int) -> None:
+        self.__dict__.update(_wire=wire, _number=number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._do("call", args, kwargs)
+        return self._wire.use("call", self, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__name__", "__doc__", "__dict__", "__annotations__"):
+            raise AttributeError(name)
+        return self._wire.use("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._wire.use("set", self, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._wire.use("item", self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._wire.use("set item", self, key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._wire.use("delete item", self, key)
 
     def __iter__(self) -> Any:
-        return iter(self._do("list"))
+        return iter(self._wire.use("list", self))
+
+    def __next__(self) -> Any:
+        """Its end could end a loop of the tests: those who need it have to write a loop."""
+        found = self._wire.use("next", self)
+        return found[0] if found else self._wire.end(Cannot("next() at the end of an iterator of the program"))
 
     def __len__(self) -> int:
-        return int(self._do("len"))
+        return int(self._wire.use("len", self))
+
+    def __bool__(self) -> bool:
+        return bool(self._wire.use("bool", self))
 
     def __str__(self) -> str:
-        return str(self._do("str"))
+        return str(self._wire.use("str", self))
 
     def __repr__(self) -> str:
-        return str(self._do("repr"))
+        return str(self._wire.use("repr", self))
+
+    def __enter__(self) -> Any:
+        return self._wire.use("call", self._wire.use("get", self, "__enter__"))
+
+    def __exit__(self, *_: object) -> None:
+        self._wire.use("call", self._wire.use("get", self, "__exit__"), None, None, None)
 
     def __eq__(self, other: object) -> bool:
-        """An attribute is plain data or it is nothing that could be compared."""
-        value = self._do("get")
-        return False if isinstance(value, StandIn) or isinstance(other, StandIn) else bool(value == other)
+        """An object that is the same only as itself is that; one that is a list, number or the like is compared as such. No program is
+        asked whether its object equals another."""
+        if self is other:
+            return True
+        if other is StandIn:
+            self._wire.end(Cannot("comparing the type of an object of the program"))
+        how, *plain = self._wire.use("how to compare", self)
+        if how == "own":
+            self._wire.end(Cannot("comparing an object of a class of the program, which has an __eq__ of its own"))
+        return bool(plain[0] == other) if plain else False
 
     __hash__ = object.__hash__
 
-    def __bool__(self) -> bool:
-        value = self._do("get")
+
+def _refused(name: str) -> Any:
+    def method(self: StandIn, *_: object) -> Any:
+        self._wire.end(Cannot(f"{name} of an object of a class of the program"))
+
+    return method
+
+
+for _name in (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"),
+    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rdivmod", "rpow", "rmatmul", "rand", "ror", "rxor"),
+    *("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "int", "float", "complex", "index", "round", "trunc", "floor", "ceil"),
+    *("await", "aiter", "anext", "array", "reversed", "reduce_ex"),
+):
+    setattr(StandIn, f"__{_name}__", _refused(f"__{_name}__"))
+
+
+def builtins_for(wire: Wire, under_test: list[str]) -> dict[str, Any]:
+    """Python's own names as the tests see them: none that the program was to define, and such as know stand-ins."""
+
+    def is_instance(value: Any, kinds: Any) -> bool:
+        if isinstance(kinds, tuple):
+            return any(is_instance(value, one) for one in kinds)
+        if isinstance(value, StandIn) and isinstance(kinds, StandIn):
+            return bool(wire.use("isinstance", value, kinds))
+        if isinstance(kinds, StandIn):
+            return wire.end(Cannot("isinstance with a class of the program")) if value is not None else False
+        if isinstance(value, StandIn) and kinds not in (bool, int, float, complex, str, bytes, *_CONTAINERS):
+            wire.end(Cannot(f"isinstance of an object of the program and {getattr(kinds, '__name__', kinds)}"))
         if isinstance(value, StandIn):
-            raise TypeError("an object of the program is neither true nor false")
-        return bool(value)
+            return bool(wire.use("is plain", value, kinds.__name__))
+        return isinstance(value, kinds)
 
-    def __getitem__(self, key: Any) -> Any:
-        return StandIn(self._wire, self._target, (*self._attributes, "__getitem__"))(key)
+    def is_callable(value: Any) -> bool:
+        return bool(wire.use("callable", value)) if isinstance(value, StandIn) else callable(value)
 
-    def _do(self, what: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        asked = {"do": what, "attributes": self._attributes, "args": encode(list(args), _refer), "kwargs": encode(kwargs or {}, _refer)}
-        answer = self._wire.ask(asked | self._target)
-        if "error" in answer:
-            kind = getattr(builtins, str(answer["error"]), RuntimeError)
-            usable = isinstance(kind, type) and issubclass(kind, Exception) and kind is not AssertionError
-            raise (kind if usable else RuntimeError)(str(answer.get("text")))
-        changed = decode(answer.get("args", []), self._find)
-        for given, now in zip(args, changed if isinstance(changed, list) else [], strict=False):
-            _follow(given, now)
-        return decode(answer["value"], self._find)
-
-    def _find(self, number: Any) -> StandIn:
-        return StandIn(self._wire, {"object": int(number)})
+    names = {name: value for name, value in vars(builtins).items() if name not in under_test}
+    return names | {"isinstance": is_instance, "callable": is_callable}
 
 
-def _refer(value: Any) -> Any:
-    if isinstance(value, StandIn) and "object" in value._target and not value._attributes:
-        return {"r": value._target["object"]}
-    raise TypeError(f"a value of type {type(value).__name__} cannot be given to the program")
+_CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
 def _follow(given: Any, now: Any) -> None:
-    """What the function did to a list, set or dict in place."""
-    if type(given) is not type(now) or not isinstance(given, list | set | dict):
+    """What the function did to a list, set, dict, deque or bytearray in place."""
+    if isinstance(given, StandIn) or type(given) is not type(now) or not hasattr(given, "clear"):
         return
     given.clear()
-    given.extend(now) if isinstance(given, list) else given.update(now)
+    given.extend(now) if hasattr(given, "extend") else given.update(now)

@@ -1,0 +1,114 @@
+"""The program's side of assert-style tests: its functions and objects, used by a process that it cannot touch."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import inspect
+import json
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from roll_lite.rewards.sandbox.values import FROM_PROGRAM, decode, encode
+
+
+def serve(names: dict[str, Any], peer: int) -> None:
+    """Until the tests end."""
+    served = _Served(names)
+    incoming, outgoing = open(peer, "rb", closefd=False), open(peer, "wb", closefd=False)  # noqa: SIM115
+    with contextlib.suppress(ConnectionError):
+        outgoing.write(b'{"ready": true}\n')
+        outgoing.flush()
+        for line in incoming:
+            outgoing.write(json.dumps(served.answer(json.loads(line))).encode() + b"\n")
+            outgoing.flush()
+
+
+class _Served:
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names = names
+        self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        try:
+            if asked["do"] == "name":
+                return self._name(asked["name"])
+            args, kwargs = decode(asked["args"], self._find), decode(asked["kwargs"], self._find)
+            value = USES[asked["do"]](self._find(asked["object"]), *args, **kwargs)
+            if inspect.isawaitable(value) or inspect.isasyncgen(value):
+                return {"cannot": f"a value of type {type(value).__name__}, which has to be awaited"}
+            return {"value": encode(value, self._refer), "after": encode([*args, *kwargs.values()], self._refer)}
+        except Exception as error:  # whatever the program raised, the tests get
+            try:
+                given = encode(list(error.args))
+            except TypeError:
+                given = [str(error)]
+            return {"error": _kinds(type(error)), "with": given}
+
+    def _name(self, name: str) -> dict[str, Any]:
+        solution = self._names.get("Solution")
+        if name in self._names:
+            value = self._names[name]
+        elif isinstance(solution, type) and hasattr(solution, name):
+            value = getattr(solution(), name)
+        else:
+            return {"missing": True}
+        if isinstance(value, type) and issubclass(value, Exception):
+            return {"exception": _kinds(value)}
+        return {"value": encode(value, self._refer)}
+
+    def _find(self, number: int) -> Any:
+        return self._objects[number]
+
+    def _refer(self, value: Any) -> dict[str, Any]:
+        """Objects stay alive as long as the program, so that a number is the same object's for ever."""
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)
+        return {"r": self._numbers[id(value)]}
+
+
+def _kinds(kind: type) -> list[str]:
+    return [f"{one.__module__}.{one.__qualname__}" for one in kind.__mro__]
+
+
+def _next(iterator: Any) -> list[Any]:
+    """Empty at the end."""
+    try:
+        return [next(iterator)]
+    except StopIteration:
+        return []
+
+
+def _how_to_compare(value: Any) -> list[Any]:
+    owner = next(kind for kind in type(value).__mro__ if "__eq__" in vars(kind))
+    if owner is object:
+        return ["itself"]
+    if owner.__module__ == FROM_PROGRAM:
+        return ["own"]
+    try:
+        return ["plain", decode(encode(value))]
+    except TypeError:
+        return ["own"]
+
+
+USES: dict[str, Callable[..., Any]] = {
+    "call": lambda target, *args, **kwargs: target(*args, **kwargs),
+    "get": getattr,
+    "set": setattr,
+    "item": operator.getitem,
+    "set item": operator.setitem,
+    "delete item": operator.delitem,
+    "list": list,
+    "next": _next,
+    "len": len,
+    "bool": bool,
+    "str": str,
+    "repr": repr,
+    "callable": callable,
+    "isinstance": isinstance,
+    "is plain": lambda target, kind: isinstance(target, getattr(builtins, kind)),
+    "how to compare": _how_to_compare,
+}
