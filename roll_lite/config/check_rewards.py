@@ -11,7 +11,8 @@ from roll_lite.config.schema import DomainConfig, RunConfig
 CLOCK = 3
 """Seconds by the clock for each second of computing that a program may have."""
 CODE_TOTAL_S = 8.0
-"""The `code` reward's default; a test holds both against it."""
+MATH_CPU_LIMIT_S = 5.0
+"""The defaults of the rewards `code` and `math`; a test holds both against them."""
 
 
 def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
@@ -33,4 +34,15 @@ def _programs_end_before_their_sample(config: RunConfig, path: str, domain: Doma
         yield Problem(f"{path}.reward.timeout_s", message, domain.reward.timeout_s)
 
 
-REWARD_CHECKS = (_reward, _terms, _programs_end_before_their_sample)
+def _comparisons_end_before_their_sample(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    """A response that takes too long to compare is wrong; a time-out before that would make it a failure, tried again and excluded."""
+    parts = [(f"{path}.reward", domain.reward), *((f"{path}.reward.terms.{i}", term) for i, term in enumerate(domain.reward.terms))]
+    for place, part in parts:
+        limit = part.args.get("cpu_limit_s", MATH_CPU_LIMIT_S)
+        if part.type == "math" and isinstance(limit, int | float) and limit >= domain.reward.timeout_s:
+            whole = f"{path}.reward.timeout_s: {domain.reward.timeout_s:g}"
+            message = f"must be less than the time of the whole sample ({whole}); use less, or raise that"
+            yield Problem(f"{place}.args.cpu_limit_s", message, limit)
+
+
+REWARD_CHECKS = (_reward, _terms, _programs_end_before_their_sample, _comparisons_end_before_their_sample)

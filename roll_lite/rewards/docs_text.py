@@ -18,7 +18,7 @@ ARGUMENTS = {
     "math": {
         "extract": "Where the answer stands: see above.",
         "accept": "What counts as right where the reference is a plain number: see above.",
-        "cpu_limit_s": "Computing time of one comparison; a response that takes longer is wrong.",
+        "cpu_limit_s": "Computing time for reading and comparing one answer, less than `timeout_s`; a response that takes longer is wrong.",
     },
     "exact": {
         "strip": "Ignore white space at both ends.",
@@ -91,7 +91,7 @@ ARGUMENTS = {
         "server": "One of the judges that the run starts itself, in place of url and model.",
         "model": "The model's name at the endpoint.",
         "api": "Which of the endpoint's two interfaces to use.",
-        "template": "What it is asked. {question} (as the data has it), {prompt} (template applied), {response}, {answer}, columns are filled in.",
+        "template": "What it is asked: {question} (as in the data), {prompt} (template applied), {response}, {answer}, {column} filled in.",
         "system": "A system message.",
         "pattern": "Regular expression that finds the verdict in what the judge says.",
         "choices": "Verdicts in words and what each is worth.",

@@ -1,19 +1,24 @@
-"""Reward `math`: the response's answer is mathematically equal to the reference answer, by the library math-verify."""
+r"""Reward `math`: the response's answer is mathematically equal to the reference answer, by the library math-verify."""
 
 from __future__ import annotations
 
 import logging
 import math as floats
 import re
-from dataclasses import dataclass
-from decimal import Decimal
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.numbers import DIGITS, MIXED_NUMBER, NUMBER, PlainNumber, is_number, plain_number, unwrapped
+from roll_lite.rewards.notation import as_latex, tidy
+from roll_lite.rewards.numbers import DIGITS, PlainNumber, Quantity, numeral, plain_number, quantity, unnamed, unwrapped
+from roll_lite.rewards.places import after_thinking, all_boxed, last_boxed, last_tagged, plain_boxes
 from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
+from roll_lite.rewards.units import NO_UNIT, Unit, ratio, split_unit
 
 Extract = Literal["auto", "boxed", "tagged", "number"]
 Accept = Literal["simplified", "value"]
@@ -26,33 +31,51 @@ AMBIGUOUS = re.compile(r"\d\s+\d|(?:\*\*|\^)\s*(?:\d+|[A-Za-z])\s*(?:\*\*|\^)")
 WORDS = re.compile(r"[A-Za-z]{2,}")
 NO_WORDS = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+|\b(?:sqrt|sin|cos|tan|log|ln|exp|pi)\b")
 LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])[+-])?{DIGITS}(?:/\d+)?(?:\s*\\?%)?")
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+STATED = re.compile(r"(?:^\s*#{4}|\banswer\b[\s*`]*(?:\bis\b)?[\s*`]*[:=]?)[\s*`]*([^\n]+)", re.IGNORECASE | re.MULTILINE)
+"""GSM8K's #### 72, and: The answer is 72."""
+EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)")
+SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
+"""In front of an equals sign: what is behind it is one of several answers."""
 
 EQUAL, DIFFERENT, NOTHING = "equal", "different", "no answer found"
 NOT_A_NUMBER = "an expression, where a number was asked for"
+OTHER_UNIT = "another unit"
 UNREADABLE = "not readable as mathematics"
 LONGEST_SHOWN = 200
-MOST_BOXES = 20
+CLOSE, ROUNDED = Fraction(1, 10_000), 6
+"""A decimal may differ by this share of itself, where both are the same to this many decimal places."""
+PRECISION = 30
+"""Digits of a decimal."""
 
 
-def math(sample: RewardInput, *, extract: Extract = "auto", accept: Accept = "simplified", cpu_limit_s: float = 5.0) -> Score:
+def math(
+    sample: RewardInput, *, extract: Extract = "auto", accept: Accept = "simplified", cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
+) -> Score:
     r"""1 where the answers are equal, else 0.
 
-    extract says where the response's answer stands. auto: the response itself where it is one bare formula, the last
-    <answer></answer>, the only \boxed{}, else math-verify searches: several \boxed{} as a set, "the final answer is", then the last
-    formula or number. boxed: in the last \boxed{}. tagged: in the last <answer></answer>. number: the last number.
-    accept matters where the reference is a plain number. simplified: the answer has to be a number too (integer, decimal, fraction,
-    mixed number, percentage, power of ten, with or without a unit; for a decimal an irrational constant such as \sqrt{2}/2 as well).
-    value: any term that is worth it, such as 45+25 for 70.
-    A response without an answer, or one that takes longer than cpu_limit_s to compare, is wrong; a reference answer that cannot be
-    read is a failure. `extracted` in the details is what was compared.
+    extract: where the response's answer stands, behind the last </think>. auto: the response itself where it is one bare formula, the
+    last <answer></answer>, the only \boxed{} or several as a set, what is behind the last "####" or "the answer is" where that is
+    nothing but a formula, else math-verify searches: the last formula or number. boxed: in the last \boxed{}. tagged: in the last
+    <answer></answer>. number: the last number.
+    accept: matters where the reference is a plain number. simplified: the answer has to be a number too (integer, decimal, fraction,
+    mixed number, percentage, power of ten, with or without a unit; for a decimal an irrational constant such as \sqrt{2}/2 as well), or
+    an equation with a number on its right side, such as 45+25=70. value: any term that is worth it, such as 45+25 for 70.
+
+    A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm.
+    50% is 0.5, and 50 as well. Numerals such as 1001_2 are equal to themselves only. A response without an answer, or one that takes
+    longer than cpu_limit_s, is wrong; a reference answer that cannot be read is a failure. `extracted` in the details is what was
+    compared.
     """
-    text = _reference_text(sample.answer)
-    gold = _reference(text, cpu_limit_s)
+    gold = _reference(_reference_text(sample.answer), cpu_limit_s)
     answer = Answer("")
+
+    def judge() -> str:
+        nonlocal answer
+        answer = _answer(tidy(after_thinking(sample.response)), extract)
+        return _verdict(gold, answer, accept)
+
     try:
-        answer = limited(cpu_limit_s, lambda: _answer(sample.response, extract))
-        verdict = limited(cpu_limit_s, lambda: _verdict(gold, answer, accept))
+        verdict = limited(cpu_limit_s, judge)
     except TimeLimitExceeded:
         verdict = "comparison takes too long"
     except (RecursionError, MemoryError):
@@ -63,7 +86,7 @@ def math(sample: RewardInput, *, extract: Extract = "auto", accept: Accept = "si
 
 def warm_math() -> None:
     """Import sympy and the parser and fill their tables: most of a second that the first samples would pay."""
-    gold = Reference(None, _parse_whole(r"2\sqrt{3}"))
+    gold = _read_reference(r"2\sqrt{3}")
     for response in (r"the answer is $\frac{x + 1}{2}$", r"\boxed{\sqrt{12}}", "it is 5"):
         _verdict(gold, _answer(response, "auto"), "simplified")
 
@@ -78,40 +101,64 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reference:
-    number: PlainNumber | None
+    quantity: Quantity | None
+    """Where it is a plain number, with or without a unit."""
+    numeral: tuple[str, int] | None
+    unit: Unit
     parsed: Parsed
+    """Without the unit."""
 
 
 def _verdict(gold: Reference, answer: Answer, accept: Accept) -> str:
-    if not answer.text and not answer.parsed:
+    if not answer.text:
         return NOTHING
-    simplified = accept == "simplified" and gold.number is not None
-    if answer.parsed is None:
-        known = _decided(gold.number, plain_number(answer.text))
-        if known is not None:
-            return known
-    elif simplified:
-        answer = Answer(answer.text.rpartition("=")[2] if "=" in answer.text else answer.text, answer.parsed)
-    number = is_number(answer.text.strip("*"))
-    if simplified and not number and gold.number is not None and gold.number.exact:
+    based = numeral(unnamed(answer.text))
+    if based is not None or gold.numeral is not None:
+        return EQUAL if based == gold.numeral else DIFFERENT
+    if gold.quantity is None:
+        return _expression_verdict(gold, answer.text, answer.parsed)
+    text = _right_side(answer.text)
+    found = quantity(text)
+    if found is not None:
+        return _number_verdict(gold.quantity, found)
+    if accept == "value":
+        return _expression_verdict(gold, text, answer.parsed)
+    if gold.quantity.number.exact:
         return NOT_A_NUMBER
-    parsed = _parse_whole(answer.text) if answer.parsed is None else answer.parsed
-    if answer.parsed is None and not _expressions(parsed):
-        return UNREADABLE
-    if simplified and not number and not _irrational(parsed):
-        return NOT_A_NUMBER
-    return EQUAL if _library().verify(gold.parsed, parsed, timeout_seconds=None) else DIFFERENT
+    parsed = _parse_whole(split_unit(text)[0])
+    return _expression_verdict(gold, text, parsed) if _irrational(parsed) else NOT_A_NUMBER
 
 
-def _decided(gold: PlainNumber | None, found: PlainNumber | None) -> str | None:
-    """The verdict where exact arithmetic has it. The rounding of decimals and the meaning of % are left to math-verify."""
-    if gold is None or found is None or gold.percent or found.percent:
-        return None
-    if gold.value == found.value:
+def _number_verdict(gold: Quantity, found: Quantity) -> str:
+    """By exact arithmetic, with room for the rounding of decimals."""
+    factor = ratio(found.unit, gold.unit)
+    if factor is None:
+        return OTHER_UNIT
+    right, value = gold.number.value, found.number.value * factor
+    hundredth = gold.number.percent != found.number.percent
+    if value == right or (hundredth and right in (value * 100, value / 100)):
         return EQUAL
-    both_exact = gold.exact and found.exact
-    far = abs(gold.value - found.value) > max(abs(gold.value), abs(found.value)) / 100
-    return DIFFERENT if both_exact or far else None
+    if gold.number.exact and found.number.exact:
+        return DIFFERENT
+    close = abs(right - value) <= max(abs(right), abs(value)) * CLOSE
+    return EQUAL if close and round(right, ROUNDED) == round(value, ROUNDED) else DIFFERENT
+
+
+def _expression_verdict(gold: Reference, text: str, parsed: Parsed | None) -> str:
+    text, unit = split_unit(text)
+    if ratio(unit, gold.unit) != 1:
+        return OTHER_UNIT
+    if parsed is None or unit is not NO_UNIT:
+        parsed = _parse_whole(text)
+    if not _expressions(parsed):
+        return UNREADABLE
+    return EQUAL if _library().verify(gold.parsed, parsed, allow_set_relation_comp=True, timeout_seconds=None) else DIFFERENT
+
+
+def _right_side(text: str) -> str:
+    """Of an equation what is said to be equal, as 70 in 45+25=70 and x=70."""
+    equals = [one.end() for one in EQUALS.finditer(text) if text.count("{", 0, one.end()) == text.count("}", 0, one.end())]
+    return unnamed(text[equals[-1] :] if equals and not SEVERAL.search(text, 0, equals[-1]) else text)
 
 
 def _irrational(parsed: Parsed) -> bool:
@@ -119,45 +166,58 @@ def _irrational(parsed: Parsed) -> bool:
 
 
 def _answer(response: str, extract: Extract) -> Answer:
+    response = plain_boxes(response)
     if extract == "tagged":
-        tags = TAGGED.findall(response)
-        return Answer(_inside_boxed(tags[-1].strip()) if tags else "")
+        return Answer(_inside_boxed(last_tagged(response) or "").strip())
     if extract == "boxed":
-        return Answer((_last_boxed(response) or "").strip())
+        return Answer((last_boxed(response) or "").strip())
     if extract == "number":
         numbers = LAST_NUMBER.findall(response)
         return Answer(numbers[-1] if numbers else "")
-    if _is_formula(response) or plain_number(response) is not None:
+    if _is_answer(response):
         return Answer(response.strip())
-    if extract == "auto" and TAGGED.search(response):
-        return _answer(response, "tagged")
-    boxes = set(_boxes(response))
-    if len(boxes) == 1:
-        boxed = boxes.pop().strip()
-        if plain_number(boxed) is not None or _expressions(_parse_whole(boxed)):
-            return Answer(boxed)
-    parsed = _library().parse(response, parsing_timeout=None)
-    text = next((part for part in parsed if isinstance(part, str)), "")
-    return Answer(text or str(parsed[0]), parsed) if parsed else Answer("")
+    tagged = last_tagged(response)
+    if tagged is not None:
+        return Answer(_inside_boxed(tagged).strip())
+    if boxes := list(dict.fromkeys(box.strip() for box in reversed(all_boxed(response)))):
+        return Answer(", ".join(boxes))
+    stated = STATED.findall(response)
+    if stated and _is_answer(stated[-1].strip("*` .\r\t")):
+        return Answer(stated[-1].strip("*` .\r\t"))
+    return _searched(response)
+
+
+def _searched(response: str) -> Answer:
+    """Where math-verify finds something in running text."""
+    parsed = _library().parse(response, [_latex(), _plain_text()], parsing_timeout=None)
+    if not parsed:
+        return Answer("")
+    text = next((part for part in parsed if isinstance(part, str)), "") or str(parsed[0])
+    percent = not isinstance(parsed[0], str) and _library().grader.get_pct_val(parsed[0]) is not None
+    return Answer(f"{text}%" if percent and not text.endswith("%") else text, parsed)
 
 
 def _inside_boxed(text: str) -> str:
     r"""Tags around a \boxed{}."""
-    boxed = _last_boxed(text)
+    boxed = last_boxed(text)
     return text if boxed is None else boxed.strip()
 
 
-def _parse_whole(text: str) -> Parsed:
-    r"""The text as one formula. math-verify's search would take the 2 out of a bare `2\sqrt{3}`, the 1 out of `1 1/2` or `1e5`."""
+def _is_answer(text: str) -> bool:
+    """Nothing but mathematics, without words or delimiters around it, or a number with its unit."""
     text = text.strip()
-    text = unwrapped(text) if plain_number(text) is not None else text
-    number, mixed = NUMBER.fullmatch(text), MIXED_NUMBER.fullmatch(text)
-    if number:
-        digits = re.sub(r"[ ,]", "", number["digits"])
-        plain = format(Decimal(number["sign"] + digits + (number["exponent"] or "")), "f")
-        return _library().parse(plain + ("%" if number["percent"] else ""), parsing_timeout=None)
-    if mixed:
-        text = rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
+    if not text or "\n" in text or "#" in text:
+        return False
+    plain = unwrapped(text)
+    return not (DELIMITED.search(plain) or WORDS.search(NO_WORDS.sub(" ", plain))) or quantity(text) is not None
+
+
+def _parse_whole(text: str) -> Parsed:
+    r"""The text as one formula. math-verify's search would take the 2 out of a bare `2\sqrt{3}`."""
+    text = as_latex(unwrapped(_inside_boxed(text)))
+    number = plain_number(text)
+    if number is not None:
+        return _parsed_number(number)
     if not DELIMITED.search(text):
         if AMBIGUOUS.search(text):
             return []
@@ -165,43 +225,20 @@ def _parse_whole(text: str) -> Parsed:
     return _library().parse(text, [_latex()], parsing_timeout=None)
 
 
-def _is_formula(text: str) -> bool:
-    """Nothing but mathematics, without words or delimiters around it."""
-    return "\n" not in text.strip() and not DELIMITED.search(text) and not WORDS.search(NO_WORDS.sub(" ", text))
+def _parsed_number(number: PlainNumber) -> Parsed:
+    """For comparisons with what is no plain number. A percentage is its value, and the number in front of the sign."""
+    import sympy  # type: ignore[import-untyped]
+
+    value = sympy.Rational(number.value.numerator, number.value.denominator)
+    exact = [value, 100 * value] if number.percent else [value]
+    return exact if number.exact else [sympy.Float(one, PRECISION) for one in exact]
 
 
 def _expressions(parsed: Parsed) -> Parsed:
     """What was read as mathematics and is defined (1/0 is not)."""
-    import sympy  # type: ignore[import-untyped]
+    import sympy
 
     return [part for part in parsed if not isinstance(part, str) and not part.has(sympy.nan, sympy.zoo)]
-
-
-def _last_boxed(text: str) -> str | None:
-    r"""Contents of the last \boxed{} whose braces are closed."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for position in range(start + len("\\boxed"), len(text)):
-            character = text[position]
-            if character in "{}" and text[position - 1] != "\\":
-                depth += 1 if character == "{" else -1
-                if depth == 0:
-                    return text[start + len("\\boxed{") : position]
-        start = text.rfind("\\boxed{", 0, start)
-    return None
-
-
-def _boxes(text: str) -> list[str]:
-    r"""Contents of all \boxed{}, the last first."""
-    found: list[str] = []
-    while "\\boxed{" in text and len(found) < MOST_BOXES:
-        last = _last_boxed(text)
-        if last is None:
-            break
-        found.append(last)
-        text = text[: text.rfind("\\boxed{" + last)]
-    return found
 
 
 def _reference_text(answer: Any) -> str:
@@ -210,26 +247,36 @@ def _reference_text(answer: Any) -> str:
     return str(answer)
 
 
+@lru_cache(maxsize=8192)
 def _reference(text: str, cpu_limit_s: float) -> Reference:
+    """The samples of a group share their reference: it is parsed once."""
     try:
-        return _parsed_reference(text, cpu_limit_s)
+        return limited(cpu_limit_s, lambda: _read_reference(text))
     except (TimeLimitExceeded, RecursionError, MemoryError) as error:
         raise RewardFailed(f"reward math: the reference answer {text!r:.200} cannot be read: {error}") from error
 
 
-@lru_cache(maxsize=8192)
-def _parsed_reference(text: str, cpu_limit_s: float) -> Reference:
-    """The samples of a group share their reference: it is parsed once."""
-    inner = _inside_boxed(text.strip())
-    parsed = limited(cpu_limit_s, lambda: _parse_whole(text))
-    if not _expressions(parsed):
+def _read_reference(text: str) -> Reference:
+    inner = unwrapped(_inside_boxed(plain_boxes(tidy(text.strip()))))
+    based, number = numeral(unnamed(inner)), quantity(inner)
+    body, unit = (inner, number.unit) if number is not None else split_unit(inner)
+    parsed = _parsed_number(number.number) if number is not None else _parse_whole(body)
+    if based is None and not _expressions(parsed):
         raise RewardFailed(f"reward math: the reference answer {text!r:.200} is no mathematical expression that math-verify can read")
-    return Reference(plain_number(inner), parsed)
+    return Reference(number, based, unit, parsed)
 
 
 @lru_cache(maxsize=1)
 def _latex() -> Any:
-    return _library().LatexExtractionConfig()
+    """It would take the letters of 2t, 5m and 3c for units."""
+    library = _library()
+    settings = library.LatexExtractionConfig()
+    return replace(settings, normalization_config=replace(settings.normalization_config, units=False))
+
+
+@lru_cache(maxsize=1)
+def _plain_text() -> Any:
+    return _library().ExprExtractionConfig()
 
 
 @lru_cache(maxsize=1)

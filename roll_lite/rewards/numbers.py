@@ -3,14 +3,21 @@ r"""Plain numbers as people write them: 1,234.50, -3/4, 1 1/2, \frac{1}{2}, 1.5e
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+
+from roll_lite.rewards.units import CURRENCY, NO_UNIT, Unit, split_unit, unit_of
 
 LONGEST = 1000
 """Characters: a longer text is not looked at."""
 
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,3}(?: \d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
-NUMBER = re.compile(rf"\\?[$€£]?\s*(?P<sign>[+-]?)\s*(?P<digits>{DIGITS})(?P<exponent>[eE][+-]?\d{{1,3}})?\s*(?P<percent>\\?%)?\.?")
+PERCENT = r"\\?%|\\text\s*\{\s*percent\s*\}|percent\b"
+NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*(?P<digits>{DIGITS})(?P<exponent>[eE][+-]?\d{{1,3}})?\s*(?P<percent>{PERCENT})?")
+REPEATING = re.compile(r"(?P<sign>[+-]?)\s*(?P<whole>\d*)\.(?P<first>\d*)\\overline\s*\{(?P<again>\d+)\}")
+MONEY = re.compile(rf"([+-]?)\s*(?:\\text\s*\{{\s*({CURRENCY})\s*\}}|({CURRENCY}))\s*([+-]?)\s*(?=[\d.])")
+NUMERAL = re.compile(r"([\dA-Z]*\d[\dA-Z]*)_\{?(\d{1,2}|[a-z]+)\}?")
 MIXED_NUMBER = re.compile(r"([+-]?\d+)\s+(\d+)/(\d+)")
 FRACTION = re.compile(rf"([+-]?)({DIGITS})\s*/\s*([+-]?)({DIGITS})")
 LATEX_FRACTION = re.compile(
@@ -19,12 +26,24 @@ LATEX_FRACTION = re.compile(
 POWER_OF_TEN = re.compile(
     rf"([+-]?)(?:({DIGITS})\s*(?:\\times|\\cdot|×|\*|x)\s*)?10\s*(?:\^|\*\*)\s*(?:\{{\s*([+-]?\d{{1,3}})\s*\}}|([+-]?\d{{1,3}}))"
 )
-WRAPPINGS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
-NAME = re.compile(r"(?:[A-Za-z]\w*|\\[A-Za-z]+)(?:_\{?\w+\}?)?(?:\(\s*[A-Za-z]\s*\))?\s*(?:=|≈|\\approx)(?!=)")
-UNIT = re.compile(
-    r"(?:\\[,;: ]|~|\s)*(?:(?:\\(?:text|mathrm|textrm|mbox|operatorname|rm|textbf)\s*\{[^{}]*\}|\^\s*\{?\s*\\circ\s*\}?|°|\\degree"
-    r"|\\[Cc]elsius|[A-Za-zµ°²³%]+)(?:\^\s*\{?-?\d\}?)?(?:\s|/|\\[,;: ]|\\cdot|~|\.)*)+"
+BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
+BASES["sixteen"] = 16
+WRAPPINGS = (
+    ("$$", "$$"),
+    ("$", "$"),
+    ("\\(", "\\)"),
+    ("\\[", "\\]"),
+    ("**", "**"),
+    ("`", "`"),
+    ("(", ")"),
+    ("{", "}"),
+    ("\\left(", "\\right)"),
+    *((f"\\{name}{{", "}") for name in ("text", "textbf", "mathbf", "mathrm", "textrm", "mbox", "bf")),
 )
+DELIMITERS = WRAPPINGS[:6]
+"""Those around any formula; the others are taken away from around a number only."""
+NAME = re.compile(r"(?:(?:[A-Za-z]\w*|\\[A-Za-z]+)(?:_(?:\w+|\{\w+\}))?(?:\(\s*[A-Za-z]\s*\))?\s*)?(?:=|≈|\\approx|\\simeq|\\sim)(?!=)")
+END = re.compile(r"(?:\\[,;:! ]|(?<!\\)[.,;:\s])+\Z")
 
 
 @dataclass(frozen=True)
@@ -35,9 +54,15 @@ class PlainNumber:
     """An integer or a fraction of integers, not a decimal that may have been rounded."""
 
 
+@dataclass(frozen=True)
+class Quantity:
+    number: PlainNumber
+    unit: Unit
+
+
 def plain_number(text: str) -> PlainNumber | None:
     """The number, if the text is one and nothing else."""
-    text = unwrapped(text)
+    text = unwrapped(text, WRAPPINGS)
     if not text or len(text) > LONGEST:
         return None
     if whole := NUMBER.fullmatch(text):
@@ -58,32 +83,64 @@ def plain_number(text: str) -> PlainNumber | None:
     if power := POWER_OF_TEN.fullmatch(text):
         factor = _value(power[2]) if power[2] else Fraction(1)
         return PlainNumber(_signed(power[1], factor * Fraction(10) ** int(power[3] or power[4])), exact="." not in (power[2] or ""))
+    if repeating := REPEATING.fullmatch(text):
+        first, again = repeating["first"], repeating["again"]
+        places = Fraction(int(first + again) - int(first or "0"), (10 ** len(again) - 1) * 10 ** len(first))
+        return PlainNumber(_signed(repeating["sign"], int(repeating["whole"] or "0") + places))
     return None
 
 
-def is_number(text: str) -> bool:
-    """A number, perhaps with a name before it (`x = 5`) and a unit behind it (`12 cm`), but no arithmetic."""
-    text = unwrapped(text)
+def quantity(text: str) -> Quantity | None:
+    """The number and its unit (12 cm, $5, 3 million), if the text is that and no arithmetic."""
+    text = unwrapped(text, WRAPPINGS)
     if len(text) > LONGEST:
-        return False
+        return None
+    if (number := plain_number(text)) is not None:
+        return Quantity(number, NO_UNIT)
+    money = MONEY.match(text)
+    if money is not None:
+        text = money[1] + money[4] + text[money.end() :]
+    text, unit = split_unit(text)
+    number = plain_number(text)
+    if number is None:
+        return None
+    if money is not None:
+        unit = replace(unit_of(money[2] or money[3]), scale=unit.scale)
+    return Quantity(replace(number, value=number.value * unit.scale), replace(unit, scale=1))
+
+
+def numeral(text: str) -> tuple[str, int] | None:
+    r"""Digits and base of 1001_2 or 2A_{\text{twelve}}. It is worth a number, but whoever asks for one form does not mean the other."""
+    text = re.sub(r"\\(?:text|mathrm|textbf)\s*\{\s*(\w+)\s*\}", r"\1", unwrapped(text, DELIMITERS))
+    found = NUMERAL.fullmatch(re.sub(r"\((\w+)\)(?=_)", r"\1", text.replace(" ", "")))
+    if found is None:
+        return None
+    base = int(found[2]) if found[2].isdigit() else BASES.get(found[2], 0)
+    if not 2 <= base <= 36 or any(int(digit, 36) >= base for digit in found[1]):
+        return None
+    return found[1].lstrip("0") or "0", base
+
+
+def unnamed(text: str) -> str:
+    """Without a name before it: 5 of `x = 5`."""
+    text = unwrapped(text)
     while name := NAME.match(text):
         text = unwrapped(text[name.end() :])
-    if plain_number(text) is not None:
-        return True
-    unit = re.search(r"(?<=[\d}.%])" + UNIT.pattern + r"$", text)
-    return unit is not None and plain_number(text[: unit.start()]) is not None
+    return text
 
 
-def unwrapped(text: str) -> str:
-    """Without delimiters, and with one way to write a minus, thousands and small spaces."""
-    text = text.replace("−", "-").replace("{,}", ",").replace("\\!", "").replace("\\displaystyle", "").strip()
-    text = re.sub(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)
+def unwrapped(text: str, wrappings: Sequence[tuple[str, str]] = DELIMITERS) -> str:
+    """Without delimiters and a full stop at the end, and with one way to write thousands and small spaces."""
+    text = text.replace("{,}", ",").replace("\\!", "").replace("\\displaystyle", "")
+    text = END.sub("", re.sub(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)).strip()
     changed = True
     while changed:
         changed = False
-        for left, right in WRAPPINGS:
+        for left, right in wrappings:
             if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
-                text, changed = text[len(left) : -len(right)].strip(), True
+                if (left, right) in DELIMITERS and left in text[len(left) : -len(right)]:
+                    continue
+                text, changed = END.sub("", text[len(left) : -len(right)]).strip(), True
     return text
 
 

@@ -23,7 +23,7 @@ class _Interruption(BaseException):
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
-    """call(), interrupted after it has used this much CPU time of the process, so that a busy machine changes no outcome.
+    """call(), interrupted after it has used this much CPU time of the process, the system's for it included, so that a busy machine changes no outcome.
 
     With `waiting` every second counts, asleep or not; code that sets alarms of its own takes this one's place. Limits of the two kinds
     can be nested. Python runs signal handlers in the main thread only, so this must be called there.
@@ -37,9 +37,7 @@ def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> 
         interrupted = True
         raise _Interruption
 
-    number, timer, what = (
-        (signal.SIGALRM, signal.ITIMER_REAL, "") if waiting else (signal.SIGVTALRM, signal.ITIMER_VIRTUAL, " of computing")
-    )
+    number, timer, what = (signal.SIGALRM, signal.ITIMER_REAL, "") if waiting else (signal.SIGPROF, signal.ITIMER_PROF, " of computing")
     before = signal.signal(number, interrupt)
     try:
         signal.setitimer(timer, seconds, REPEAT_S)
