@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from roll_lite.config.problems import Problem
 from roll_lite.config.reward_reference import check_reward
-from roll_lite.config.schema import DomainConfig, RunConfig
+from roll_lite.config.schema import DomainConfig, RewardConfig, RewardTermConfig, RunConfig
 
 CLOCK = 3
 """Seconds by the clock for each second of computing that a program may have."""
@@ -36,7 +36,8 @@ def _programs_end_before_their_sample(config: RunConfig, path: str, domain: Doma
 
 def _comparisons_end_before_their_sample(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     """A response that takes too long to compare is wrong; a time-out before that would make it a failure, tried again and excluded."""
-    parts = [(f"{path}.reward", domain.reward), *((f"{path}.reward.terms.{i}", term) for i, term in enumerate(domain.reward.terms))]
+    parts: list[tuple[str, RewardConfig | RewardTermConfig]] = [(f"{path}.reward", domain.reward)]
+    parts += [((f"{path}.reward.terms.{i}", term) for i, term in enumerate(domain.reward.terms)]
     for place, part in parts:
         limit = part.args.get("cpu_limit_s", MATH_CPU_LIMIT_S)
         if part.type == "math" and isinstance(limit, int | float) and limit >= domain.reward.timeout_s:

@@ -57,7 +57,7 @@ def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args
     actors = [
         actor_class.options(
             num_cpus=0,
-            max_restarts=0,
+            max_restarts=worker_class.max_restarts,
             scheduling_strategy=slot.strategy,
             runtime_env={"env_vars": _environment(spec, rank, slot)},
         ).remote(*args, **kwargs)

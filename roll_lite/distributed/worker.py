@@ -32,6 +32,9 @@ class Worker:
     """
 
     watched: ClassVar[bool] = True
+    max_restarts: ClassVar[int] = 0
+    """How often Ray starts another process in the place of a dead one, -1 without limit: for workers that are not watched, whose callers
+    initialize them again."""
 
     def __init__(self) -> None:
         self.role = os.environ[ROLE]

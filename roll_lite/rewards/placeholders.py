@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from roll_lite.data.samples import RewardInput
 
@@ -21,7 +21,7 @@ def filling(name: str, sample: RewardInput) -> Any:
     return sample.columns.get(name)
 
 
-def is_chat(value: Any) -> bool:
+def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     """A list of chat messages."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in value)
 

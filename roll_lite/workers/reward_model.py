@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -51,8 +51,16 @@ def build_strategy(spec: RewardModelSpec) -> ForwardStrategy:
     )
 
 
+class NotInitialized(RuntimeError):
+    """A process that was started in the place of a dead one has been asked for scores before it has a model."""
+
+
 class RewardModelWorker(Worker):
-    strategy: ForwardStrategy
+    """Its death does not end the run: whoever asks it for scores notices, and has it initialized again."""
+
+    watched: ClassVar[bool] = False
+    max_restarts: ClassVar[int] = -1
+    strategy: ForwardStrategy | None = None
 
     def __init__(self, spec: RewardModelSpec) -> None:
         super().__init__()
@@ -63,26 +71,33 @@ class RewardModelWorker(Worker):
         self._tokens = TextTokens(self.spec)
         if not isinstance(self.spec.config.strategy, HfStrategyConfig):
             self.init_process_group()
-        self.strategy = build_strategy(self.spec)
-        self.strategy.initialize()
-        return self.strategy.layout
+        strategy = build_strategy(self.spec)
+        strategy.initialize()
+        self.strategy = strategy
+        return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
         """On every rank of a copy of the model, at once. For each text its score or why it has none; None on ranks other than heads."""
+        strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
-        scores = self._scores([ids for ids in tokens if not isinstance(ids, str)])
+        scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])
         if scores is None:
             return None
         found = iter(scores)
         return [ids if isinstance(ids, str) else next(found) for ids in tokens]
 
     def load(self, groups: Sequence[StateGroup]) -> None:
-        self.strategy.load(groups)
+        self._initialized().load(groups)
 
     def offload(self, groups: Sequence[StateGroup]) -> None:
-        self.strategy.offload(groups)
+        self._initialized().offload(groups)
 
-    def _scores(self, rows: list[list[int]]) -> list[float] | None:
+    def _initialized(self) -> ForwardStrategy:
+        if self.strategy is None:
+            raise NotInitialized(f"reward model {self.spec.name}: this process has no model yet")
+        return self.strategy
+
+    def _scores(self, strategy: ForwardStrategy, rows: list[list[int]]) -> list[float] | None:
         """Rows of like lengths together, so that little is padded."""
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         batch = DataProto(
@@ -93,7 +108,7 @@ class RewardModelWorker(Worker):
         )
         # A row's last digits depend on what it is padded to: alone in its pass it has the same score in every run.
         size = 1 if self.spec.deterministic else self.spec.config.micro_batch_size
-        outputs = self.strategy.forward(batch, ["final_value"], 1.0, size)
+        outputs = strategy.forward(batch, ["final_value"], 1.0, size)
         if outputs is None:
             return None
         scores = [0.0] * len(rows)

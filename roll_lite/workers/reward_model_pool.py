@@ -9,45 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from roll_lite.config.schema import RewardConfig, RewardModelConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.model import ScoredText, nothing, score_of, scored_text
 from roll_lite.rewards.registry import build_reward
 from roll_lite.rewards.together import time_out
-from roll_lite.workers.reward import RewardPool
+from roll_lite.workers.reward import START_ATTEMPTS, RewardPool
+from roll_lite.workers.reward_model_ranks import Copy, Ranks, is_gone
 
 WINDOW_SECONDS = 0.003
 """How long an idle copy waits for more samples when there are fewer than a micro-batch."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    """The ranks that hold one copy of the model together. A forward pass takes all of them."""
-
-    actors: tuple[Any, ...]
-    head: int
-    """Place of the rank that returns the results."""
-
-    async def score(self, texts: list[ScoredText]) -> list[float | str]:
-        shared: Any = texts if len(self.actors) == 1 else ray.put(texts)
-        results = await asyncio.gather(*(actor.score.remote(shared) for actor in self.actors))
-        found: list[float | str] = results[self.head]
-        return found
-
-
-def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy]:
-    """In data-rank order."""
-    copies = []
-    for data_rank in range(layouts[0].data_size):
-        own = [layout for layout in layouts if layout.data_rank == data_rank]
-        head = next(place for place, layout in enumerate(own) if layout.is_head)
-        copies.append(Copy(tuple(actors[layout.rank] for layout in own), head))
-    return copies
 
 
 @dataclass
@@ -59,33 +33,42 @@ class _Waiting:
 class RewardModelClient:
     """One reward model. Each of its copies takes what waits as soon as it is free, so that the least loaded one gets the work.
 
-    A copy whose process died, or whose ranks no longer stand at the same place, is out of service: its samples fail with the cause,
-    the others go to the copies that are left.
+    A copy whose process died, or whose ranks no longer stand at the same place, fails what it was scoring, with the cause, and is started
+    again; meanwhile the other copies serve. Where there is none, whoever waits fails too, and may ask again: see `in_service`.
     """
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name
-        self._actors = list(actors)
+        self.restarts = 0
+        """Of ranks that died, since the start."""
+        self._reported = 0
         self._config = config
+        self._ranks = Ranks.of(actors, config)
         self._queue: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
         self._idle = 0
         self._open = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
-        self._servers: set[asyncio.Task[None]] = set()
-        self._started: asyncio.Task[None] | None = None
+        self._serving = 0
+        self._lost = 0
+        """Ranks that serve, and that cannot be started any more."""
+        self._in_service = asyncio.Event()
+        self._tenders: list[asyncio.Task[None]] = []
         self._broken: str | None = None
-        self._resident = not config.offload
-        self._moving = asyncio.Lock()
+
+    async def in_service(self) -> None:
+        """Wait until there is a copy of the model that can score, or there will never be one again."""
+        if not self._tenders:  # with the first sample: the driver has initialized every rank by then
+            self._tenders = [asyncio.get_running_loop().create_task(self._tend(ranks)) for ranks in self._ranks]
+        await self._in_service.wait()
 
     async def score(self, text: ScoredText) -> float:
         """RewardFailed where there is no score."""
         self._open += 1
         self._quiet.clear()
         try:
-            self._started = self._started or asyncio.ensure_future(self._start())
-            await asyncio.shield(self._started)
+            await self.in_service()
             if self._broken is not None:
                 raise RewardFailed(self._broken)
             waiting = _Waiting(text, asyncio.get_running_loop().create_future())
@@ -102,61 +85,88 @@ class RewardModelClient:
         if not self._config.offload:
             return
         await self._quiet.wait()
-        async with self._moving:
-            if self._resident and not self._open and self._broken is None:
-                self._resident = False
-                await asyncio.gather(*(actor.offload.remote([StateGroup.WEIGHTS]) for actor in self._actors))
+        if self._broken is None:
+            await asyncio.gather(*(ranks.offload() for ranks in self._ranks))
+
+    def newly_restarted(self) -> int:
+        """Ranks started again since this was last asked, for the statistics of a batch."""
+        new = self.restarts - self._reported
+        self._reported = self.restarts
+        return new
 
     def close(self) -> None:
         """The processes are the driver's."""
-        for server in self._servers:
-            server.cancel()
-        if self._started is not None:
-            self._started.cancel()
+        for tender in self._tenders:
+            tender.cancel()
 
     # ------------------------------------------------------------ copies
 
-    async def _start(self) -> None:
-        """With the first sample: the copies are known once the driver has initialized every rank."""
-        try:
-            layouts = await asyncio.gather(*(actor.layout.remote() for actor in self._actors))
-        except (RayActorError, RayTaskError) as error:
-            self._broken = self._cause(error)
-            return
-        for copy in copies_of(self._actors, layouts):
-            server = asyncio.get_running_loop().create_task(self._serve(copy))
-            self._servers.add(server)
+    async def _tend(self, ranks: Ranks) -> None:
+        """Have ranks that start together serve, and start them again, until that fails."""
+        cause: str | None = None
+        while cause is None:
+            try:
+                await ranks.meet()
+                lost = await self._serve_together(ranks)
+            except Exception as error:  # a process edge: a rank died before it could say where it stands
+                lost = self._cause(error)
+            cause = await self._restart(ranks, lost)
+        self._lost += 1
+        if self._lost == len(self._ranks):
+            self._broken = cause
+            self._in_service.set()
 
-    async def _serve(self, copy: Copy) -> None:
-        lost: str | None = None
-        while lost is None:
+    async def _serve_together(self, ranks: Ranks) -> str:
+        """Until one of their copies is lost, and why it is."""
+        self._serving += 1
+        self._in_service.set()
+        serving = [asyncio.create_task(self._serve(copy, ranks)) for copy in ranks.copies]
+        try:
+            done, _ = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in serving:
+                task.cancel()
+        # First out of service, then failures: a sample that is tried again at once has to wait for those who still serve.
+        self._serving -= 1
+        cause, batch = next(iter(done)).result()
+        if not self._serving:
+            self._in_service.clear()
+            batch += self._queue
+            self._queue.clear()
+        self._fail(batch, cause)
+        await asyncio.wait(serving)
+        return cause
+
+    async def _serve(self, copy: Copy, ranks: Ranks) -> tuple[str, list[_Waiting]]:
+        """Why the copy is lost, and what it was scoring."""
+        while True:
             batch = await self._take()
             try:
-                await self._load()
+                await ranks.load()
                 results = await copy.score([waiting.text for waiting in batch])
+            except asyncio.CancelledError:
+                self._fail(batch, f"reward model {self.name}: its ranks are started again, because one of them was lost")
+                raise
             except Exception as error:  # a process edge: whatever went wrong there is the failure of these samples, recorded as one
                 cause = self._cause(error)
+                if copy.lost_by(error):
+                    return cause, batch
                 self._fail(batch, cause)
-                # Where one rank failed, the others of its copy may wait for it for ever.
-                if isinstance(error, RayActorError) or len(copy.actors) > 1:
-                    lost = cause
             else:
                 self._answer(batch, results)
-        task = asyncio.current_task()
-        assert task is not None
-        self._servers.discard(task)
-        if not self._servers:
-            self._broken = lost
-            self._fail(list(self._queue), lost)
-            self._queue.clear()
 
-    async def _load(self) -> None:
-        if self._resident:
-            return
-        async with self._moving:
-            if not self._resident:
-                await asyncio.gather(*(actor.load.remote([StateGroup.WEIGHTS]) for actor in self._actors))
-                self._resident = True
+    async def _restart(self, ranks: Ranks, lost: str) -> str | None:
+        """Why it fails, where it does."""
+        failure = ""
+        for attempt in range(START_ATTEMPTS):
+            try:
+                await ranks.restart(again=attempt > 0)
+            except Exception as error:  # a process edge: another attempt may succeed
+                failure = self._cause(error)
+            else:
+                self.restarts += 1
+                return None
+        return f"{lost}; it could not be started again: {failure}"
 
     # ------------------------------------------------------------ samples
 
@@ -164,18 +174,19 @@ class RewardModelClient:
         """At most a micro-batch, and no more than this copy's share of what waits."""
         size = self._config.micro_batch_size
         self._idle += 1
-        batch: list[_Waiting] = []
-        while not batch:
-            while not self._queue:
-                self._arrived.clear()
-                await self._arrived.wait()
-            if len(self._queue) < size:
-                await asyncio.sleep(WINDOW_SECONDS)
-            share = min(size, math.ceil(len(self._queue) / self._idle))
-            taken = [self._queue.popleft() for _ in range(share)]
-            batch = [waiting for waiting in taken if not waiting.answer.done()]
-        self._idle -= 1
-        return batch
+        try:
+            while True:
+                while not self._queue:
+                    self._arrived.clear()
+                    await self._arrived.wait()
+                if len(self._queue) < size:
+                    await asyncio.sleep(WINDOW_SECONDS)
+                share = min(size, math.ceil(len(self._queue) / self._idle))
+                taken = [self._queue.popleft() for _ in range(share)]
+                if batch := [waiting for waiting in taken if not waiting.answer.done()]:
+                    return batch
+        finally:
+            self._idle -= 1
 
     def _answer(self, batch: list[_Waiting], results: list[float | str]) -> None:
         for waiting, result in zip(batch, results, strict=True):
@@ -190,7 +201,7 @@ class RewardModelClient:
                 waiting.answer.set_exception(RewardFailed(cause))
 
     def _cause(self, error: BaseException) -> str:
-        if isinstance(error, RayActorError):
+        if is_gone(error):
             return f"reward model {self.name}: its process died: {_first_line(error)}"
         if isinstance(error, RayTaskError) and error.cause is not None:
             error = error.cause
@@ -216,6 +227,7 @@ class RewardModelPool:
             await self._added.start()
 
     async def score(self, item: RewardInput) -> Score:
+        await self._client.in_service()  # a model that is started again takes its time, which is not the sample's
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 if self._added is None:
@@ -228,6 +240,10 @@ class RewardModelPool:
     def close(self) -> None:
         if self._added is not None:
             self._added.close()
+
+    def newly_replaced(self) -> int:
+        """As of a RewardPool. Ranks of a model that several domains use are told by the first that asks."""
+        return self._client.newly_restarted() + (self._added.newly_replaced() if self._added is not None else 0)
 
     async def _own(self, item: RewardInput) -> Score:
         return score_of(await self._client.score(scored_text(item, **self._text)), **self._reading)

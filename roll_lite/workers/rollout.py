@@ -144,7 +144,7 @@ class RolloutWorker(AsyncWorker):
             rows.append(row_columns)
             blocks.append(put_block(token_columns))
             first_sample += len(row_columns)
-        replaced = {name: pool.newly_replaced() for name, pool in self._pools.items() if isinstance(pool, RewardPool)}
+        replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
         return RolloutBatch(DataProto.concat(rows), blocks, result.stats, replaced)
 
     async def evaluate(self, samples_per_prompt: int, temperature: float, step: int) -> tuple[DataProto, RolloutStats]:

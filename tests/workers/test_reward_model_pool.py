@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -26,6 +28,7 @@ from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.base import RankLayout
 from roll_lite.rewards.base import RewardFailed
+from roll_lite.workers import reward_model_ranks
 from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
 
@@ -52,11 +55,29 @@ class FakeRank:
         self.moves: list[str] = []
         self.error: Exception | None = None
         self.hangs = False
+        self.comes_back = True
+        self.kills = 0
         self.layout, self.score = Method(self._layout), Method(self._score)
+        self.process_id, self.initialize = Method(self._process_id), Method(self._initialize)
+        self.rendezvous, self.meet_at = Method(self._rendezvous), Method(self._meet_at)
         self.load, self.offload = Method(self._loaded), Method(self._offloaded)
 
     async def _layout(self) -> RankLayout:
         return self.own
+
+    async def _process_id(self) -> int:
+        return 1
+
+    async def _rendezvous(self) -> str:
+        return "here"
+
+    async def _meet_at(self, address: str) -> None:
+        assert address == "here"
+
+    async def _initialize(self) -> None:
+        if not self.comes_back:
+            raise RuntimeError("out of memory")
+        self.error, self.hangs = None, False
 
     async def _score(self, texts: Any) -> list[float | str] | None:
         texts = ray.get(texts) if isinstance(texts, ray.ObjectRef) else texts
@@ -82,6 +103,21 @@ def ranks(copies: int, tensor: int = 1, seconds: float = 0.0) -> list[FakeRank]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fakes as well as of real actors."""
+    real = ray.kill
+
+    def either(actor: Any, **options: Any) -> None:
+        if isinstance(actor, FakeRank):
+            actor.kills += 1
+        else:
+            real(actor, **options)
+
+    monkeypatch.setattr(ray, "kill", either)
+    monkeypatch.setattr(reward_model_ranks, "KILL_SECONDS", 0.1)
+
+
 @asynccontextmanager
 async def client(actors: Any, **settings: Any) -> AsyncIterator[RewardModelClient]:
     one = RewardModelClient("toy", actors, RewardModelConfig(path=Path("model"), **settings))
@@ -96,6 +132,11 @@ async def outcome(score: Awaitable[Any]) -> Any:
         return await score
     except RewardFailed as failure:
         return failure.cause
+
+
+async def until_restarted(model: RewardModelClient) -> None:
+    while model.restarts == 0:  # noqa: ASYNC110 (nobody else waits for that)
+        await asyncio.sleep(0.01)
 
 
 async def test_scores_come_back_to_their_texts_in_batches_over_the_copies() -> None:
@@ -146,7 +187,7 @@ async def test_an_error_of_a_single_rank_fails_its_samples_and_it_goes_on() -> N
         assert await model.score("a") == 1.0
 
 
-async def test_a_dead_copy_fails_its_samples_and_the_others_serve_the_rest() -> None:
+async def test_a_dead_copy_fails_its_samples_and_comes_back_while_the_others_serve() -> None:
     dead, alive = ranks(2, seconds=0.01)
     dead.error = ActorDiedError()
     async with client([dead, alive], micro_batch_size=2) as model:
@@ -154,10 +195,41 @@ async def test_a_dead_copy_fails_its_samples_and_the_others_serve_the_rest() -> 
         failed = [result for result in results if isinstance(result, str)]
         assert len(failed) == 2 and all("reward model toy: its process died" in cause for cause in failed)
         assert results.count(2.0) == 10
-        alive.error = ActorDiedError()
-        last = await asyncio.gather(*(outcome(model.score("xx")) for _ in range(6)))
-        assert all("its process died" in result for result in last), "whoever waits for the last copy hears of its end"
+        await until_restarted(model)
+        before = len(dead.calls)
+        assert await asyncio.gather(*(model.score("xx") for _ in range(12))) == [2.0] * 12
+    assert len(dead.calls) > before
+    assert (model.newly_restarted(), model.newly_restarted()) == (1, 0)
+    assert (dead.kills, alive.kills) == (0, 0)
+
+
+async def test_whoever_waits_for_the_last_copy_hears_of_its_death_and_may_ask_again() -> None:
+    (actor,) = ranks(1)
+    actor.error = ActorDiedError()
+    async with client([actor], micro_batch_size=2) as model:
+        pool = RewardModelPool("toy", RewardConfig(type="model", args={"model": "toy"}), model)
+        results = await asyncio.gather(*(outcome(pool.score(item())) for _ in range(6)))
+        assert all("its process died" in result for result in results)
+        assert await asyncio.gather(*(pool.score(item()) for _ in range(6)))
+        actor.error = ActorDiedError()
+
+        async def tried_twice() -> Score:
+            try:
+                return await pool.score(item())
+            except RewardFailed:
+                return await pool.score(item())
+
+        assert all(isinstance(score, Score) for score in await asyncio.gather(*(tried_twice() for _ in range(6)))), "one retry is enough"
+        assert pool.newly_replaced() == 2
+
+
+async def test_a_model_that_does_not_come_back_fails_every_sample_with_both_causes() -> None:
+    (actor,) = ranks(1)
+    actor.error, actor.comes_back = ActorDiedError(), False
+    async with client([actor]) as model:
         assert "its process died" in await outcome(model.score("x"))
+        cause = await outcome(model.score("x"))
+    assert "its process died" in cause and "could not be started again: reward model toy: RuntimeError: out of memory" in cause
 
 
 async def test_every_sample_that_waits_ends_within_its_own_time() -> None:
@@ -179,7 +251,7 @@ async def test_a_model_that_gives_its_memory_back_is_loaded_when_there_is_someth
         assert late.done(), "it left while it was needed"
         assert all(actor.moves == ["load", "offload"] for actor in actors)
         assert await model.score("xx") == 2.0
-    assert all(actor.moves == ["load", "offload", "load"] for actor in actors)
+    assert sorted(len(actor.moves) for actor in actors) == [2, 3], "only the copy that scores is loaded"
     staying = ranks(1)
     async with client(staying) as model:
         await model.score("x")
@@ -197,7 +269,7 @@ def item(response: str = "abc") -> RewardInput:
 @pytest.mark.usefixtures("ray_local")
 async def test_all_ranks_of_a_copy_take_part_and_its_head_answers() -> None:
     actors = ranks(2, tensor=2, seconds=0.01)
-    async with client(actors, micro_batch_size=4) as model:
+    async with client(actors, micro_batch_size=4, strategy=MegatronStrategyConfig(tensor_parallel=2)) as model:
         assert await asyncio.gather(*(model.score("x" * i) for i in range(1, 17))) == [float(i) for i in range(1, 17)]
     assert actors[0].calls == actors[1].calls
     assert actors[2].calls == actors[3].calls
@@ -205,14 +277,19 @@ async def test_all_ranks_of_a_copy_take_part_and_its_head_answers() -> None:
 
 
 @pytest.mark.usefixtures("ray_local")
-async def test_a_copy_whose_ranks_stand_apart_is_out_of_service() -> None:
-    """One rank raised; the other may wait in a collective for ever."""
-    broken, stuck = ranks(1, tensor=2)
+async def test_connected_ranks_are_all_started_again_when_one_of_them_fails() -> None:
+    """The one beside it may wait in a collective for ever, and no rank can join the others' process group later."""
+    broken, stuck, *healthy = actors = ranks(2, tensor=2)
     broken.error, stuck.hangs = RuntimeError("out of memory"), True
-    async with client([broken, stuck]) as model:
-        assert await outcome(model.score("a")) == "reward model toy: RuntimeError: out of memory"
-        broken.error = None
-        assert await outcome(model.score("a")) == "reward model toy: RuntimeError: out of memory"
+    for actor in healthy:
+        actor.hangs = True
+    async with client(actors, strategy=MegatronStrategyConfig(tensor_parallel=2), micro_batch_size=1) as model:
+        first, second = await asyncio.gather(*(outcome(model.score("a")) for _ in range(2)))
+        assert first == "reward model toy: RuntimeError: out of memory"
+        assert second == "reward model toy: its ranks are started again, because one of them was lost"
+        assert await asyncio.gather(*(model.score("a") for _ in range(2))) == [1.0, 1.0]
+    assert [actor.kills for actor in actors] == [1] * 4
+    assert model.restarts == 1
 
 
 @pytest.mark.usefixtures("ray_local")
@@ -284,16 +361,31 @@ def test_real_models_score_as_transformers_does(tmp_path: Path, layout: str) -> 
     assert [score.value for score in again] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_local")
-def test_a_killed_rank_fails_what_waits_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_process_is_replaced_and_scores_as_before(tmp_path: Path, layout: str) -> None:
     path = make_tiny_reward_model(tmp_path / "model", "llama")
+    world_size, settings = LAYOUTS[layout]
 
-    async def until_noticed(actors: list[Any], config: RewardModelConfig) -> list[Any]:
-        async with client(actors) as model:
-            assert isinstance(await model.score("1+1=2"), float)
-            ray.kill(actors[0])
-            return [await outcome(model.score("1+1=2")) for _ in range(2)]
+    async def through_a_kill(actors: list[Any], config: RewardModelConfig) -> tuple[float, list[Any], int]:
+        model = RewardModelClient("toy", actors, config)
+        pool = RewardModelPool("toy", RewardConfig(type="model", args={"model": "toy"}), model)
+        try:
+            before = (await pool.score(item())).value
+            os.kill(await actors[0].process_id.remote(), signal.SIGKILL)
+            seen: list[Any] = []
+            while model.restarts == 0:
+                seen += await asyncio.gather(*(outcome(pool.score(item())) for _ in range(8)))
+            seen += await asyncio.gather(*(pool.score(item()) for _ in range(8)))
+            return before, seen, model.restarts
+        finally:
+            model.close()
 
-    with cluster(path, 1) as (ranks_, config):
-        causes = asyncio.run(until_noticed(ranks_.actors, config))
-    assert all("reward model toy: its process died" in cause for cause in causes)
+    with cluster(path, world_size, **settings) as (ranks_, config):
+        before, seen, restarts = asyncio.run(through_a_kill(ranks_.actors, config))
+        assert ranks_.group.end is None, "the driver does not hold it for dead"
+    causes = [result for result in seen if isinstance(result, str)]
+    assert restarts == 1
+    assert causes and all(cause.startswith("reward model toy: ") for cause in causes)
+    assert [result.value for result in seen if isinstance(result, Score)][-8:] == pytest.approx([before] * 8, abs=1e-5)
