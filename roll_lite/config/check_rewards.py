@@ -37,7 +37,7 @@ def _programs_end_before_their_sample(config: RunConfig, path: str, domain: Doma
 def _comparisons_end_before_their_sample(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     """A response that takes too long to compare is wrong; a time-out before that would make it a failure, tried again and excluded."""
     parts: list[tuple[str, RewardConfig | RewardTermConfig]] = [(f"{path}.reward", domain.reward)]
-    parts += [((f"{path}.reward.terms.{i}", term) for i, term in enumerate(domain.reward.terms)]
+    parts += [(f"{path}.reward.terms.{i}", term) for i, term in enumerate(domain.reward.terms)]
     for place, part in parts:
         limit = part.args.get("cpu_limit_s", MATH_CPU_LIMIT_S)
         if part.type == "math" and isinstance(limit, int | float) and limit >= domain.reward.timeout_s:
