@@ -13,12 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_lite.rewards.sandbox import filesystem, kernel, landlock, seccomp
+from roll_lite.rewards.sandbox import filesystem, kernel, landlock, process_tree, seccomp
 
 NOBODY = 65534
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 BEHIND_OTHER_WALLS = 47
 """Exit status of a stage whose walls cannot be built."""
+TRIAL = {
+    "cpu_s": 10,
+    "memory_bytes": 1 << 30,
+    "file_bytes": 1 << 20,
+    "folder_bytes": 1 << 20,
+    "folder_files": 16,
+    "processes": 8,
+    "open_files": 64,
+    "address_space": False,
+}
+"""Limits of a program that does nothing."""
 
 
 @dataclass
@@ -37,44 +48,41 @@ def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
     """The strongest kind that works here, at most `wanted`. The caller continues behind the walls, in another process of theirs."""
     why_not: list[str] = []
     if wanted == "namespaces":
-        walls = _try(lambda: _namespaces(readable), "namespaces", why_not)
-        if walls is not None:
-            walls.why_not = why_not
-            _with_seccomp(walls)
-            return walls
+        trouble = _trouble_with_namespaces(readable)
+        if not trouble:
+            return _namespaces(readable)
+        why_not.append(f"namespaces: {trouble}")
     return _without_namespaces(why_not, wanted)
 
 
-def _try(build: Callable[[], Walls], name: str, why_not: list[str]) -> Walls | None:
-    """Tried in a child first: half of a wall cannot be taken down again."""
+def _trouble_with_namespaces(readable: Sequence[str]) -> str:
+    """Tried to the innermost wall, in a child: half of a wall cannot be taken down again. Empty where they can be built."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
+        status = BEHIND_OTHER_WALLS
         try:
-            build()
-            if os.fork() == 0:
-                os._exit(0)
-            os._exit(0)
+            walls = _namespaces(readable)
+            inner = os.fork()
+            if inner == 0:
+                go_inside(walls, filesystem.WORK, TRIAL, readable)
+            status = os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1]) if inner else 0
         except OSError as error:
             os.write(write, str(error).encode())
-            os._exit(BEHIND_OTHER_WALLS)
         finally:
-            os._exit(BEHIND_OTHER_WALLS)
+            os._exit(status)
     os.close(write)
     _, status = os.waitpid(pid, 0)
     cause = os.read(read, 1000).decode()
     os.close(read)
-    if status != 0:
-        why_not.append(f"{name}: {cause or 'refused'}")
-        return None
-    return build()
+    return "" if status == 0 else cause or "refused"
 
 
 def _namespaces(readable: Sequence[str]) -> Walls:
     uid, gid = os.getuid(), os.getgid()
     scratch = tempfile.gettempdir()
     own_users = True
-    if uid == 0:
+    if _is_root_of_machine() or (uid == 0 and _works(_change_user)):
         kernel.unshare(kernel.CLONE_NEWNS)
         filesystem.build_root(readable, scratch)
         own_users = _become_nobody()
@@ -89,12 +97,22 @@ def _namespaces(readable: Sequence[str]) -> Walls:
         "processes": "pid namespace",
         "users": "user namespace" if own_users else f"user {NOBODY}, no capabilities",
     }
-    return Walls("namespaces", held, [], own_users)
+    walls = Walls("namespaces", held, [], own_users)
+    _with_seccomp(walls)
+    return walls
+
+
+def _is_root_of_machine() -> bool:
+    """For whom the kernel limits no number of processes. Root of a user namespace may be anybody outside of it."""
+    with open("/proc/self/uid_map", encoding="ascii") as stream:  # noqa: PTH123
+        return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
 
 def _become_nobody() -> bool:
     """From root: a user namespace of an ordinary user. False where the platform refuses one: programs change to that user themselves."""
     if not _works(_as_nobody):
+        if not _may_use_another_user():
+            raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
         kernel.unshare(OTHERS)
         return False
     _as_nobody()
@@ -110,6 +128,10 @@ def _works(change: Callable[[], None]) -> bool:
         finally:
             os._exit(1)
     return os.waitpid(pid, 0)[1] == 0
+
+
+def _may_use_another_user() -> bool:
+    return kernel.has_capabilities(kernel.FOR_ANOTHER_USER) and _works(_change_user)
 
 
 def _change_user() -> None:
@@ -137,7 +159,6 @@ def _with_seccomp(walls: Walls) -> None:
 def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
     if wanted == "none":
         return Walls("none", {}, why_not)
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     walls = Walls("landlock", {}, why_not)
     try:
         walls.filter = seccomp.build_filter(0)
@@ -147,13 +168,31 @@ def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
     abi = landlock.landlock_abi()
     if abi:
         walls.held["files"] = f"landlock (version {abi})"
-        if walls.filter:
-            walls.held["processes"] = "landlock, seccomp; killed as children of a subreaper"
     else:
         why_not.append("landlock: not in this kernel")
-    if os.getuid() == 0 and _works(_change_user):
+    if os.getuid() == 0 and _may_use_another_user():
         walls.held["users"] = f"user {NOBODY}, no capability but to read what landlock shows"
+    elif os.getuid() == 0:
+        why_not.append(f"users: this root may not start, kill and clean up after processes of user {NOBODY}")
+    lacks = _open_to_others(abi, bool(walls.filter), _is_root_of_machine(), "users" in walls.held)
+    if lacks:
+        why_not.append(f"processes: {lacks}")
+    else:
+        walls.held["processes"] = "landlock, seccomp; killed as children of a subreaper"
     return walls
+
+
+def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -> str:
+    """Why programs could reach other processes, or be too many, without a pid namespace; empty where they cannot."""
+    if not abi or not filtered:
+        return "keeping to themselves takes landlock and seccomp"
+    if not process_tree.can_be_followed():
+        return "this kernel does not list a process's children"
+    if is_root and not other_user:
+        return "no limit holds for the number of root's own"
+    if abi < landlock.SCOPE_ABI and not other_user:
+        return f"landlock version {abi} lets signals through to processes of the same user (version {landlock.SCOPE_ABI} does not)"
+    return ""
 
 
 def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Sequence[str]) -> None:

@@ -35,6 +35,8 @@ PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
 
 CAP_DAC_READ_SEARCH = 1 << 2
+FOR_ANOTHER_USER = 1 << 0 | 1 << 1 | 1 << 5 | 1 << 6 | 1 << 7
+"""CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_KILL, CAP_SETGID, CAP_SETUID."""
 
 AT_FDCWD = -100
 AT_RECURSIVE = 0x8000
@@ -100,6 +102,12 @@ def drop_capabilities(keep: int = 0) -> None:
         if libc.capset(header, struct.pack("IIIIII", kept, kept, 0, 0, 0, 0)) == 0:
             return
     checked(-1, "capset")
+
+
+def has_capabilities(wanted: int) -> bool:
+    with open("/proc/self/status", encoding="utf-8", errors="replace") as stream:  # noqa: PTH123
+        held = next(int(line.split()[1], 16) for line in stream if line.startswith("CapEff:"))
+    return held & wanted == wanted
 
 
 def write_id_maps(uid: int, gid: int) -> None:

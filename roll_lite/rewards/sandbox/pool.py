@@ -27,7 +27,7 @@ sys.path.insert(0, settings["root"])
 from roll_lite.rewards.sandbox.zygote import main
 main(settings["control"], settings)
 """
-START_S = 30.0
+START_S = 60.0
 GRACE_S = 10.0
 START_ATTEMPTS = 3
 
@@ -50,7 +50,8 @@ class Limits:
     file_mb: int = 16
     folder_mb: int = 64
     processes: int = 32
-    open_files: int = 256
+    open_files: int = 64
+    """Of a process; each may be a socket, whose buffer the memory of no process shows."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,11 @@ class Sandbox:
             try:
                 hello = self._hear(START_S)
             except SandboxTrouble as trouble:
+                self._process.kill()
                 self.close()
                 said.seek(0)
                 last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
-                raise SandboxTrouble(f"the sandbox does not start: {last or trouble}") from trouble
+                raise SandboxTrouble(f"the sandbox does not start: {'; '.join(filter(None, [str(trouble), last]))}") from trouble
         self.protections = Protections(hello["kind"], hello["held"], tuple(hello["why_not"]))
         return self.protections
 
@@ -152,14 +154,14 @@ class Sandbox:
         self._ensure_started()
         assert self._line is not None
         limits = program.limits
-        order = program.order | {"limits": _ordered_limits(program)}
-        files = [memory_file(json.dumps(order).encode()), memory_file(program.stdin), memory_file(), memory_file(), memory_file()]
+        files = [memory_file(json.dumps(program.order).encode()), memory_file(program.stdin), memory_file(), memory_file(), memory_file()]
         if program.artifact:
             files.append(memory_file(program.artifact))
         sent = files if peer < 0 else [*files, peer]
         self._running = (program, files, time.monotonic() + limits.wall_s + GRACE_S)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))
         try:
-            self._line.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))])
+            self._line.sendmsg([json.dumps(_ordered_limits(program)).encode()], [rights])
         except OSError as error:
             self._forget()
             raise SandboxTrouble(f"the sandbox died: {error}") from error
@@ -202,7 +204,7 @@ class Sandbox:
             self._line = None
         if self._process is not None:
             try:
-                self._process.wait(2)
+                self._process.wait(GRACE_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -235,6 +237,8 @@ class Sandbox:
                 if not part:
                     raise SandboxTrouble("the sandbox died")
                 heard += part
+        except TimeoutError as error:
+            raise SandboxTrouble(f"no word from the sandbox within {seconds:g} s") from error
         except OSError as error:
             raise SandboxTrouble(f"no word from the sandbox: {error}") from error
         return dict(json.loads(heard))
@@ -268,10 +272,10 @@ class SandboxPool:
 
     def start(self) -> Protections:
         """All of them; what holds is logged, and ValueError says what is missing where the user has not allowed that."""
-        protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
         try:
+            protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
             refuse_unprotected(protections, self._allow_unprotected)
-        except ValueError:
+        except (SandboxTrouble, ValueError):
             self.close()
             raise
         logger.info("code sandbox: %s", protections.describe())

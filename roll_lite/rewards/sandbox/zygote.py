@@ -1,7 +1,8 @@
 """A warm Python interpreter behind walls that forks a process for each program, watches it, and kills it with all that it started.
 
-It is alone in its namespaces with one program at a time. What it is told comes over one socket: a JSON line with the program and its
-limits, and the open files that become the program's 0 to 4. Nothing that the program must not know is ever sent here.
+It is alone in its namespaces with one program at a time. What it is told comes over one socket: the limits as JSON, an open file with
+the order, and those that become the program's 0 to 4. Only the forked process reads them: what this one knew, every later program
+could find in its own memory. Nothing that the program itself must not know is ever sent here.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from roll_lite.rewards.sandbox import kernel
 from roll_lite.rewards.sandbox.isolation import Walls, build_outer_walls, go_inside, reset_signals
+from roll_lite.rewards.sandbox.process_tree import descendants, kill_descendants
 from roll_lite.rewards.sandbox.programs import run_program
 
 WARM = [
@@ -66,23 +68,31 @@ WARM = [
     "textwrap",
 ]
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
+LONGEST_LIMITS = 4096
+HIGHEST_FILE = 1024
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def main(control: int, settings: dict[str, Any]) -> None:
     """Go behind the walls, say what holds, serve until the other end of the socket closes."""
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     line = socket.socket(fileno=control)
     walls = build_outer_walls(settings["readable"], settings["walls"])
+    folder = ""
+    if walls.kind != "namespaces":
+        folder = tempfile.mkdtemp(prefix="code-")
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    if pid := os.fork():
+        line.close()
+        _clean_up_after(pid, folder)
     if walls.kind == "namespaces":
-        pid = os.fork()
-        if pid:
-            line.close()
-            os.waitpid(pid, 0)
-            os._exit(0)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        os.chmod(folder, 0o711)  # noqa: PTH101
     os.environ.clear()
     os.environ.update({"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "TMPDIR": "/tmp"})
     sys.path[:] = [path for path in sys.path if path != settings["root"]] + settings["python_path"]
@@ -92,11 +102,26 @@ def main(control: int, settings: dict[str, Any]) -> None:
     gc.collect()
     gc.freeze()
     line.sendall(json.dumps({"kind": walls.kind, "held": walls.held, "why_not": walls.why_not}).encode() + b"\n")
-    Zygote(line, walls, settings["readable"]).serve()
+    try:
+        Zygote(line, walls, settings["readable"], folder).serve()
+    finally:
+        _remove(folder)
+
+
+def _clean_up_after(zygote: int, folder: str) -> NoReturn:
+    """However the zygote ends, also killed in the midst of a program. Behind namespaces everything ends with it.
+
+    The zygote in its turn cleans up where this process is killed.
+    """
+    os.waitpid(zygote, 0)
+    if folder:
+        kill_descendants()
+    _remove(folder)
+    os._exit(0)
 
 
 def _remove(folder: str) -> None:
-    """Also a folder nested more deeply than Python recurses."""
+    """Also a folder nested more deeply than Python recurses. Nothing where there is none."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
     except RecursionError:
@@ -104,21 +129,25 @@ def _remove(folder: str) -> None:
 
 
 class Zygote:
-    def __init__(self, line: socket.socket, walls: Walls, readable: list[str]) -> None:
+    def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str) -> None:
+        """`folder`: for those of the programs, where they get none by namespaces."""
         self._line = line
         self._walls = walls
         self._readable = readable
+        self._place = folder
         self._namespaces = walls.kind == "namespaces"
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
             self._own_pages = int(stream.read().split()[1])
             """Shared with the programs, and not to be counted for each of their processes."""
+        with socket.socketpair()[0] as one:
+            self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if self._namespaces else -1
 
     def serve(self) -> None:
         while (request := self._receive()) is not None:
-            order, files = request
+            limits, files = request
             try:
-                report = self._run(order, files)
+                report = self._run(limits, files)
             except OSError as error:  # this machine's trouble, told as such
                 report = {"trouble": f"{type(error).__name__}: {error}"}
             finally:
@@ -127,20 +156,17 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The order is itself in the first of the files: a socket's messages are limited in length."""
+        """The limits, and the open files: first the one with the order, then the program's."""
         files = array.array("i")
-        data, ancillary, _, _ = self._line.recvmsg(1, socket.CMSG_SPACE(6 * files.itemsize))
+        data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
         if not data:
             return None
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 files.frombytes(payload[: len(payload) - len(payload) % files.itemsize])
-        order = files.pop(0)
-        with open(order, "rb") as stream:  # noqa: PTH123
-            stream.seek(0)
-            return json.load(stream), list(files)
+        return json.loads(data), list(files)
 
-    def _run(self, order: dict[str, Any], files: list[int]) -> dict[str, Any]:
+    def _run(self, limits: dict[str, Any], files: list[int]) -> dict[str, Any]:
         with self._folder() as folder:
             if self._namespaces:  # the next child is the first of a namespace that dies with it
                 kernel.setns(self._own_pids, kernel.CLONE_NEWPID)
@@ -149,14 +175,15 @@ class Zygote:
             started = time.monotonic()
             pid = os.fork()
             if pid == 0:
-                self._child(order, files, folder, say_ready)
+                self._child(limits, files, folder, say_ready)
             os.close(say_ready)
             try:
-                ended = self._watch(pid, order["limits"], started)
+                ended = self._watch(pid, limits, started)
                 trouble = os.read(ready, 2000).decode(errors="replace")
             finally:
                 os.close(ready)
-                self._kill_rest()
+                if not self._namespaces:
+                    kill_descendants()
             return {"trouble": trouble} if trouble else ended | {"seconds": time.monotonic() - started}
 
     @contextlib.contextmanager
@@ -164,7 +191,7 @@ class Zygote:
         if self._namespaces:
             yield "/tmp"
             return
-        folder = tempfile.mkdtemp(prefix="code-")
+        folder = tempfile.mkdtemp(dir=self._place)
         if "users" in self._walls.held:
             os.chown(folder, 65534, 65534)
         try:
@@ -172,26 +199,28 @@ class Zygote:
         finally:
             _remove(folder)
 
-    def _child(self, order: dict[str, Any], files: list[int], folder: str, say_ready: int) -> None:
-        last = say_ready
+    def _child(self, limits: dict[str, Any], files: list[int], folder: str, say_ready: int) -> None:
+        say, (order, *own) = say_ready, files
         try:
             try:
                 reset_signals()
                 self._line.detach()
-                high = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 64) for file in (*files, say_ready)]
-                for number, file in enumerate(high[:-1]):
-                    os.dup2(file, number)
-                os.dup2(high[-1], len(files), inheritable=False)
-                last = len(files)
-                os.closerange(last + 1, 512)
+                high = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 64) for file in (*own, order, say_ready)]
+                order, say = len(own), len(own) + 1
+                for number, file in enumerate(high):
+                    os.dup2(file, number, inheritable=number < order)
+                os.closerange(say + 1, HIGHEST_FILE)
                 if not self._namespaces:
                     os.environ["HOME"] = os.environ["TMPDIR"] = folder
-                go_inside(self._walls, folder, order["limits"], self._readable)
+                go_inside(self._walls, folder, limits, self._readable)
             except BaseException as error:
-                os.write(last, f"{type(error).__name__}: {error}".encode())
+                os.write(say, f"{type(error).__name__}: {error}".encode())
                 os._exit(125)
-            os.close(last)
-            run_program(order)
+            os.close(say)
+            with open(order, "rb") as stream:  # noqa: PTH123
+                stream.seek(0)
+                asked = json.load(stream)
+            run_program(asked)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -207,7 +236,7 @@ class Zygote:
         try:
             while not (events := poller.poll(pause * 1000)) or handle not in dict(events):
                 if events:  # whoever wanted to know is gone
-                    os._exit(0)
+                    sys.exit()
                 pause = LOOK_S
                 stopped = self._passed(limits, time.monotonic() - started, pid)
                 if stopped:
@@ -224,7 +253,7 @@ class Zygote:
     def _passed(self, limits: dict[str, Any], seconds: float, pid: int) -> str:
         if seconds > limits["wall_s"]:
             return "wall"
-        cpu = memory = 0.0
+        cpu, memory = 0.0, float(self._in_sockets())
         for process in self._members(pid):
             try:
                 with open(f"/proc/{process}/stat", "rb") as stream:  # noqa: PTH123
@@ -235,33 +264,16 @@ class Zygote:
             memory += max(0, int(fields[21]) - self._own_pages) * PAGE
         return "cpu" if cpu > limits["cpu_s"] else "memory" if memory > limits["memory_bytes"] else ""
 
+    def _in_sockets(self) -> int:
+        """Bytes that sockets may hold, which no process's memory shows. Only behind namespaces are they the program's alone."""
+        if not self._namespaces:
+            return 0
+        with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
+            return int(stream.readline().split()[2]) * self._socket_bytes
+
     def _members(self, pid: int) -> list[int]:
         """All processes of the program."""
-        if self._namespaces:
-            own = os.getpid()
-            return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != own]  # noqa: PTH208
-        found, new = [pid], [pid, *self._children(os.getpid())]
-        found = list(dict.fromkeys(new))
-        for process in found:
-            found.extend(child for child in self._children(process) if child not in found)
-        return found
-
-    def _children(self, pid: int) -> list[int]:
-        try:
-            with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as stream:  # noqa: PTH123
-                return [int(one) for one in stream.read().split()]
-        except OSError:
-            return []
-
-    def _kill_rest(self) -> None:
-        """Without a pid namespace: what the program left behind is a child of this process now."""
-        if self._namespaces:
-            return
-        deadline = time.monotonic() + 5
-        while (rest := self._members(0)[1:]) and time.monotonic() < deadline:
-            for process in rest:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+        if not self._namespaces:
+            return list(dict.fromkeys([pid, *descendants()]))
+        own = os.getpid()
+        return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != own]  # noqa: PTH208

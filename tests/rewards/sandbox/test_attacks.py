@@ -12,60 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rewards.sandbox.running import LIMITS, PATIENT, SECRET, descendants, refused, run, said
 
-from roll_lite.rewards.sandbox.pool import Limits, Outcome, Pair, Program, Sandbox, SandboxPool, SandboxTrouble
+from roll_lite.rewards.sandbox.pool import Limits, Pair, Program, Sandbox, SandboxPool
 
-LIMITS = Limits(cpu_s=0.5, wall_s=1.0, memory_mb=256, output_kb=64, file_mb=4, folder_mb=8, processes=16)
+pytestmark = pytest.mark.usefixtures("works_after")
 COMPUTING = ("cpu", "wall")
 """On a machine that is busy otherwise the clock may be first."""
-SECRET = "swordfish-3141"
-
-
-@pytest.fixture(scope="module", params=["namespaces", "landlock"])
-def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    os.environ["ROLL_TEST_SECRET"] = SECRET
-    sandbox = Sandbox(request.param)
-    try:
-        protections = sandbox.start()
-        if protections.kind != request.param or protections.missing:
-            pytest.skip(f"not on this platform: {protections.describe()}")
-        yield sandbox
-    finally:
-        sandbox.close()
-        del os.environ["ROLL_TEST_SECRET"]
-
-
-@pytest.fixture(autouse=True)
-def works_after(sandbox: Sandbox) -> Iterator[None]:
-    assert sandbox._process is not None
-    interpreter = sandbox._process.pid
-    yield
-    assert run(sandbox, "print(6 * 7)").stdout == b"42\n"
-    assert sandbox._process is not None and sandbox._process.pid == interpreter, "an attack cost the sandbox its interpreter"
-
-
-def run(sandbox: Sandbox, source: str, limits: Limits = LIMITS) -> Outcome:
-    return sandbox.run(Program({"kind": "script", "source": source}, limits=limits))
-
-
-def said(sandbox: Sandbox, source: str) -> str:
-    """What it printed, its errors told apart."""
-    outcome = run(sandbox, source, replace(LIMITS, cpu_s=3.0, wall_s=8.0))
-    assert outcome.stopped == "", outcome
-    return (outcome.stdout + outcome.stderr).decode()
-
-
-def descendants() -> int:
-    """Of all sandboxes of this process."""
-    return len(psutil.Process().children(recursive=True))
-
-
-def refused(sandbox: Sandbox, statement: str, preparation: str = "") -> None:
-    source = (
-        f"{preparation}\ntry:\n    print('did', {statement})\nexcept (OSError, ModuleNotFoundError) as error:\n    print('refused', error)"
-    )
-    out = said(sandbox, source)
-    assert out.startswith("refused"), out
 
 
 # ---------------------------------------------------------------- resources
@@ -106,6 +59,48 @@ x = bytearray(b'x') * (100 << 20)
 time.sleep(12)
 """
     assert run(sandbox, source, Limits(cpu_s=8, wall_s=12, memory_mb=256, processes=16)).stopped == "memory"
+
+
+def test_memory_of_children_of_threads(sandbox: Sandbox) -> None:
+    source = """
+import os, threading, time
+def parent():
+    for _ in range(8):
+        if os.fork() == 0:
+            x = bytearray(b'x') * (100 << 20)
+            time.sleep(90)
+            os._exit(0)
+    time.sleep(90)
+threading.Thread(target=parent).start()
+time.sleep(90)
+"""
+    assert run(sandbox, source, replace(PATIENT, processes=24)).stopped == "memory"
+
+
+FILL = """
+import socket
+kept, held = [], 0
+try:
+    while True: kept.extend(socket.socketpair())
+except OSError: pass
+for one in kept:
+    one.setblocking(False)
+    try:
+        while True: held += one.send(bytes(1 << 15))
+    except OSError: pass
+"""
+
+
+def test_memory_in_sockets(sandbox: Sandbox) -> None:
+    """The memory of no process shows it."""
+    assert sandbox.protections is not None
+    refused(sandbox, "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)", "import socket")
+    if sandbox.protections.kind == "namespaces":
+        source = f"import os, time\nfor _ in range(4): os.fork()\n{FILL}\ntime.sleep(90)"
+        assert run(sandbox, source, replace(PATIENT, memory_mb=128, processes=24)).stopped == "memory"
+    else:  # bounded by the number of open files
+        all_processes = int(said(sandbox, f"{FILL}\nprint(held)")) * Limits().processes
+        assert all_processes < Limits().memory_mb << 20
 
 
 def test_endless_loop_and_sleep(sandbox: Sandbox) -> None:
@@ -271,7 +266,7 @@ print(found)
 
 def test_killing_and_tracing(sandbox: Sandbox) -> None:
     assert sandbox._process is not None
-    pids = [os.getpid(), sandbox._process.pid, -1]
+    pids = [os.getpid(), sandbox._process.pid, *(child.pid for child in psutil.Process(sandbox._process.pid).children()), -1]
     source = f"""
 import os, signal, ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -401,19 +396,3 @@ def test_forged_verdicts(pool: SandboxPool, cheat: str) -> None:
 
     assert b"true" not in judged(CHEATS[cheat])
     assert judged("def f(x): return 2 * x + 2") == b'{"value": true}'
-
-
-def test_a_killed_interpreter_is_replaced(sandbox: Sandbox) -> None:
-    other = Sandbox(sandbox._settings["walls"])
-    try:
-        other.start()
-        assert other._process is not None
-        other.begin(Program({"kind": "script", "source": "import time; time.sleep(20)"}, limits=LIMITS))
-        family = psutil.Process(other._process.pid).children(recursive=True)
-        other._process.kill()
-        with pytest.raises(SandboxTrouble):
-            other.finish()
-        assert not psutil.wait_procs(family, timeout=3)[1]
-        assert run(other, "print(1)").stdout == b"1\n"
-    finally:
-        other.close()
