@@ -31,6 +31,7 @@ def code(
     column: str | None = None,
     languages: Sequence[str] = ("python",),
     extract: Extract = "auto",
+    prelude: str = "",
     score: Literal["all", "fraction"] = "all",
     fail_fast: bool | None = None,
     compare: Compare = "lines",
@@ -54,9 +55,11 @@ def code(
     """1 where all tests pass, or the part that passes (score: fraction).
 
     mode expression: the response is a Python expression; its value is compared with the answer. Tests stand in the answer or in
-    `column`. must_contain, forbid: pieces of text that the program must and must not have. test_s: computing time of one test, wall_s
-    its time by the clock (three times as much where not given), total_s the computing time of all of a sample's and of compiling it,
-    which have three times as much by the clock: keep that below the domain's timeout_s.
+    `column`. prelude stands before programs in Python, such as the imports that a data set takes for granted. must_contain, forbid:
+    pieces of text that the program must and must not have. test_s: computing time of one test, wall_s its time by the clock (three
+    times as much where not given), total_s the computing time of all of a sample's and of compiling it, which have three times as much
+    by the clock: keep that below the domain's timeout_s.
+
     fail_fast: the first failed test ends a sample; where not given, if score is all. compare: what counts as the same output.
     commands: further languages. readable, python_path: folders that programs may read, and import from. backend: a remote sandbox.
     """
@@ -66,7 +69,7 @@ def code(
     limits = Limits(test_s, wall, memory_mb, output_kb, file_mb, processes=processes)
     judge = _Judge(limits, compare, tolerance, total_s, score == "all" if fail_fast is None else fail_fast)
     marks = (tuple(must_contain), tuple(forbid))
-    attempts = [_attempt(sample, mode, column, known, extract, marks) for sample in samples]
+    attempts = [_attempt(sample, mode, column, known, extract, marks, prelude) for sample in samples]
     judge.run(runner, [one for one in attempts if isinstance(one, _Attempt)])
     return [one.result(score == "fraction") if isinstance(one, _Attempt) else one for one in attempts]
 
@@ -99,6 +102,7 @@ class _Attempt:
     language: Language | None
     tests: list[Test]
     is_expression: bool
+    prelude: str = ""
     passed: int = 0
     done: int = 0
     spent_s: float = 0.0
@@ -133,6 +137,7 @@ def _attempt(
     languages: dict[str, Language | None],
     extract: Extract,
     marks: tuple[tuple[str, ...], tuple[str, ...]],
+    prelude: str,
 ) -> _Attempt | Score | RewardFailed:
     try:
         tests = [Test(expected=_value(sample.answer))] if mode == "expression" else tests_of(sample, column)
@@ -158,7 +163,7 @@ def _attempt(
         source.encode()
     except UnicodeEncodeError:
         return Score(0.0, False, {"verdict": "no text"})
-    return _Attempt(source, language, tests, mode == "expression")
+    return _Attempt(source, language, tests, mode == "expression", f"{prelude}\n" if prelude else "")
 
 
 def _value(answer: Any) -> Any:
@@ -212,9 +217,9 @@ class _Judge:
         language = attempt.language
         left = max(0.05, self.total_s - attempt.spent_s)
         limits = replace(self.limits, cpu_s=min(self.limits.cpu_s, left), wall_s=min(self.limits.wall_s, CLOCK * left))
-        source = {"source": attempt.source}
         if attempt.is_expression:
-            return Program({"kind": "expression", **source}, limits=limits)
+            return Program({"kind": "expression", "source": attempt.source}, limits=limits)
+        source = {"source": attempt.prelude + attempt.source}
         if test.function is not None:
             call = {"function": test.function, "args": encode(test.args), "kwargs": encode(test.kwargs)}
             return Program({"kind": "call", **source, **call}, limits=limits)

@@ -32,15 +32,16 @@ ARGUMENTS = {
         "column": "Column of the data that holds the tests, where the answer does not.",
         "languages": "Which the response may be written in; of several, the code block's label decides.",
         "extract": "Where the program stands: in a code block, in nothing but the response, or either.",
+        "prelude": "Python that stands before the program, such as `from typing import *`.",
         "score": "all: 1 where all tests pass. fraction: the share that passes.",
         "fail_fast": "Stop at the first test that fails; where absent, if score is all.",
         "compare": "Output has to be the same to the character, line by line without white space at the ends, or in its numbers.",
-        "tolerance": "Of numbers.",
+        "tolerance": "Of numbers that are no integers: relative for values, relative or absolute for output.",
         "must_contain": "Texts that the program must hold.",
         "forbid": "Texts that it must not hold.",
         "test_s": "Computing time of one test.",
         "wall_s": "Its time by the clock; three times test_s where absent.",
-        "total_s": "Computing time of all tests of a sample.",
+        "total_s": "Computing time of all tests of a sample, and of compiling it.",
         "memory_mb": "Memory of a program.",
         "output_kb": "Most that it may print.",
         "file_mb": "Largest file that it may write.",
@@ -121,8 +122,29 @@ NOTES = {
 | `[{"stdin": "3 4", "stdout": "7"}, ...]`, `[{"input": ..., "output": ...}]` with `testtype: stdin` | a run of the program |
 | `{"inputs": [...], "outputs": [...]}` (APPS, TACO) | a run for each; a call of the function with `fn_name` |
 | `[{"args": [3, 4], "expected": 7}, ...]` with `fn_name` there or in a column of the data | a call |
-| `["assert add(3, 4) == 7", ...]`, `{"test_list": [...], "test_setup_code": ...}` (MBPP) | asserts after the program |
+| `["assert add(3, 4) == 7", ...]`, `{"test_list": [...], "test_setup_code": ...}` (MBPP) | asserts about the program |
+| `from solution import add` and functions `test_...` (KodCode) | each of the functions |
 | `{"test": "def check(candidate): ...", "entry_point": "add"}` (HumanEval), or columns of these names | its check function |
+
+`fn_name` may also stand as `func_name` in the column `metadata` (LiveCodeBench). In the form of APPS, where all of a sample's expected
+values stand in lists of their own (`[[5], [7]]`), the values alone (`5`, `7`) count as well. Values are compared as JSON has them: tuples,
+ranges and iterators are lists. Integers have to be equal; other numbers may have a relative error of `tolerance`, and 1e-12 about zero.
+Numbers in output (`compare: numeric`) may have an absolute or a relative error of `tolerance`.
+
+**Asserts** run in a process of their own, which holds no line of the program; it calls the program's functions and gets plain data back.
+So a program decides no comparison and cannot forge a verdict. What follows from that:
+
+- The names that the tests use and neither define nor import are the program's. Modules (`math.pi`) are Python's own also without an
+  import, and so are Python's built-in names, except for the `entry_point`, or where tests call nothing but one of these
+  (`assert sum(10, 15) == 6`). Helpers that decide (`is_close(f(1), 2)`) belong into the tests: left to the program, they are forged.
+- Plain data crosses as copies: numbers, text, bytes, lists, tuples, sets, dicts, ranges, arrays of numpy, and `Decimal`, `Fraction`,
+  `date`, `time`, `datetime`, `timedelta`, `deque`, `Counter` and `OrderedDict`. What a function changes in its arguments is followed.
+- Other objects stay with the program: the tests can call them, read and set attributes, index, loop, ask for `len`, truth, `next` and
+  `isinstance` with the program's classes. They are compared as what they are (itself, or the list or number that they derive from).
+- Exceptions of Python and of the program keep their types; one that would end a loop of the tests (`StopIteration`) becomes another.
+- What cannot be done that way is a failure with its cause, not a verdict: functions of the tests as arguments, comparing or adding
+  objects whose class has its own `__eq__` or `__add__`, coroutines, a module that is not there (`python_path`), tests that never use the
+  program.
 
 A sandbox elsewhere (`backend`) gets `POST {"job": ...}` and answers `{"outcome": ...}`, or `{"trouble": cause}` where it could not run the
 job; `job_from_json` and `outcome_to_json` in `roll_lite/rewards/code_backends.py` read the one and write the other.""",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import shutil
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +18,14 @@ import pytest
 
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards import code_backends
+from roll_lite.rewards import code_backends, code_tests
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code import code, warm_code
+from roll_lite.rewards.code import _Attempt, _Judge, code, warm_code
 from roll_lite.rewards.code_backends import RemoteBackend
 from roll_lite.rewards.code_compare import same_output, same_value
-from roll_lite.rewards.code_languages import extract_code, known_languages
+from roll_lite.rewards.code_languages import Language, extract_code, known_languages
 from roll_lite.rewards.registry import build_reward
-from roll_lite.rewards.sandbox.pool import SandboxPool, SandboxTrouble
+from roll_lite.rewards.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
 from roll_lite.rewards.sandbox.values import decode, encode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,8 +87,8 @@ def test_partial_credit_and_fail_fast() -> None:
     assert scored(source, pairs(1, 2, 3, 4), score="fraction").value == 0.75
     assert scored(source, pairs(1, 2, 3, 4), score="fraction", fail_fast=True).value == 0.25
     whole = scored(source, pairs(1, 2, 3, 4))
-    assert (whole.value, whole.details["passed"], whole.details["tests"]) == (0.0, 1.0, 4.0) or whole.details["passed"] == 1
-    assert whole.details["verdict"] == "test 2: printed '0\\n', expected '4\\n'"
+    told = {"extracted": source, "verdict": "test 2: printed '0\\n', expected '4\\n'", "passed": 1, "tests": 4}
+    assert (whole.value, whole.correct, whole.details) == (0.0, False, told)
 
 
 def test_programs_that_fail_are_wrong_and_no_failures() -> None:
@@ -140,6 +144,23 @@ def test_languages(language: str, tag: str, needs: str, source: str) -> None:
 def test_what_does_not_compile_is_wrong() -> None:
     score = scored("```cpp\nint main( {\n```", STDIO, languages=["c++"])
     assert score.value == 0.0 and "does not compile" in str(score.details["verdict"])
+
+
+def test_compiling_takes_of_a_samples_time() -> None:
+    """Endless compiling is the program's fault, found out before the sample's own time is over."""
+    own = {"slow": {"file": "main.x", "run": ["sh", "main.x"], "compile": ["sh", "-c", "sleep 500"]}}
+    score = scored("x", STDIO, languages=["slow"], commands=own, total_s=0.2)
+    assert (score.value, score.details["verdict"]) == (0.0, "does not compile: time limit: did not end")
+    seen = list[Limits]()
+
+    class Backend:
+        def run_many(self, jobs: Sequence[Program | Pair]) -> list[Ended]:
+            seen.extend(job.limits for job in jobs if isinstance(job, Program))
+            return [Outcome(0, "", b"2\n", b"", b"artifact", 3.0, 0.1)] * len(jobs)
+
+    attempt = _Attempt("x", Language("main.x", ["./main"], ["make"]), [code_tests.Test("", "2\n")], False)
+    _Judge(Limits(cpu_s=3.0, wall_s=9.0), "lines", 0, 1.5, True).run(Backend(), [attempt])
+    assert [(one.cpu_s, one.wall_s) for one in seen] == [(1.5, 4.5), (0.5, 1.5)] and attempt.passed == 1
 
 
 def test_what_cannot_be_scored_is_a_failure() -> None:
@@ -241,14 +262,37 @@ def test_comparisons() -> None:
     assert not same_value(10**16, 10**16 + 1, 1e-6) and not same_value(1.0, 10**400, 1e-6)
 
 
-@pytest.mark.parametrize("value", [None, True, 3, 10**50, -(2**70), 1.5, "x\ud83d", b"\0a", 1 + 2j, [1, (2, {3})], {(1, 2): {"a": []}}])
+def test_small_numbers_are_compared_by_their_size() -> None:
+    assert not same_value(1e-9, 2e-9, 1e-6) and same_value(1e-9, 1.0000001e-9, 1e-6) and not same_value(0.0, 1e-9, 1e-6)
+    assert same_value(0.0, math.sin(math.pi), 1e-6) and not same_value(0.0, math.sin(math.pi), 0)
+    assert same_output("0.0", "0.0000001", "numeric", 1e-6) and not same_output("0.0", "0.00001", "numeric", 1e-6)
+
+
+def test_integers_are_compared_exactly() -> None:
+    assert not same_output("123456789", "123456790", "numeric", 1e-6) and same_output("+7 123456789.0", "7 123456790", "numeric", 1e-6)
+    assert not same_value(123456789, 123456790, 1e-6) and same_value(123456789, 123456790.0, 1e-6)
+
+
+def test_numbers_sets_and_sequences_of_other_types() -> None:
+    assert same_value(0.5, Fraction(1, 2), 1e-6) and same_value(3, Decimal("3.0"), 1e-6) and not same_value(0.5, Fraction(1, 3), 1e-6)
+    assert same_value([0, 1], range(2), 0) and same_value([1], deque([1]), 0) and not same_value([0, 1], range(10**12), 0)
+    assert same_value({1, 2}, frozenset({2, 1}), 0) and not same_value([1], {1}, 0) and not same_value("ab", ["a", "b"], 0)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 3, 10**50, -(2**70), 1.5, "x\ud83d", b"\0a", 1 + 2j, [1, (2, {3})], {(1, 2): {"a": []}}, range(3), Decimal("0.10")],
+)
 def test_values_survive(value: Any) -> None:
     again = decode(json.loads(json.dumps(encode(value))))
     assert again == value and type(again) is type(value)
     assert str(decode(json.loads(json.dumps(encode([float("nan"), float("inf")]))))) == "[nan, inf]"
 
 
-@pytest.mark.parametrize("data", [{"r": 0}, {"x": 1}, {}, {"i": 3}, {"s": [[1]]}, {"d": [1]}, {"a": 1, "b": 2}])
+BAD_MADE = [{"o": [name, args]} for name, args in [("Fraction", [1, 0]), ("Decimal", ["x"]), ("eval", ["1"]), ("date", [0, 0, 0])]]
+
+
+@pytest.mark.parametrize("data", [{"r": 0}, {"x": 1}, {}, {"i": 3}, {"s": [[1]]}, {"d": [1]}, {"a": 1, "b": 2}, {"a": 1}, *BAD_MADE])
 def test_what_is_no_value_is_told(data: Any) -> None:
     with pytest.raises(ValueError):
         decode(data)

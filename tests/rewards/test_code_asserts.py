@@ -196,6 +196,12 @@ def test_what_cannot_be_tested_apart_is_a_failure(tests: str, why: str) -> None:
     assert verdict(CLASSES, tests).startswith(f"cause: reward code: test 1: the harness cannot do this: {why}")
 
 
+def test_arguments_may_have_any_name() -> None:
+    names = ("self", "target", "what", "name")
+    source = f"def f(what, {', '.join(name for name in names if name != 'what')}): return [what, target, self, name]"
+    assert verdict(source, "assert f(self=1, target=2, what=3, name=4) == [3, 2, 1, 4]") == "passed"
+
+
 def test_arguments_that_a_function_changes() -> None:
     source = "def f(a, b=None):\n    a.append(1)\n    if b is not None: b['k'] = a"
     assert verdict(source, "a, b = [], {}\nf(a, b=b)\nassert a == [1] and b == {'k': [1]}") == "passed"

@@ -95,7 +95,7 @@ def _how_to_compare(value: Any) -> list[Any]:
 
 
 USES: dict[str, Callable[..., Any]] = {
-    "call": lambda target, *args, **kwargs: target(*args, **kwargs),
+    "call": lambda target, /, *args, **kwargs: target(*args, **kwargs),
     "get": getattr,
     "set": setattr,
     "item": operator.getitem,

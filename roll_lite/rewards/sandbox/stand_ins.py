@@ -58,7 +58,7 @@ class Wire:
         values = {name: decode(answer["value"], self.find) for name, answer in found.items() if "value" in answer}
         return values | {name: self._exceptions[kinds[0]] for name, kinds in exceptions.items()}
 
-    def use(self, what: str, target: StandIn, *args: Any, **kwargs: Any) -> Any:
+    def use(self, what: str, target: StandIn, /, *args: Any, **kwargs: Any) -> Any:
         self.used = True
         asked = {"do": what, "object": target._number, "args": encode(list(args), self._refer), "kwargs": encode(kwargs, self._refer)}
         answer = self.ask(asked)
@@ -122,7 +122,7 @@ class StandIn:
     def __init__(self, wire: Wire, number: int) -> None:
         self.__dict__.update(_wire=wire, _number=number)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._wire.use("call", self, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
