@@ -89,5 +89,5 @@ def test_a_run_goes_on_after_the_death_of_a_reward_models_process(tmp_path: Path
         process.kill()
     assert "domains.repeat.reward: 1 worker(s) died or hung and were replaced" in output
     steps = [json.loads(line) for line in (samples.parent / "metrics.jsonl").read_text().splitlines()]
-    assert sum(record.get("reward/workers_replaced/repeat", 0) for record in steps) == 1
-    assert sum(record.get("rollout/retries/repeat", 0) for record in steps) > 0
+    assert sum(record.get("domain/repeat/reward/workers_replaced", 0) for record in steps) == 1
+    assert sum(record.get("domain/repeat/rollout/retries", 0) for record in steps) > 0
