@@ -89,23 +89,29 @@ def _domain(config: RunConfig, look: Look) -> str:
 
 
 def _tries(name: str, domain: DomainConfig, config: RunConfig, look: Look) -> list[_Try]:
-    if look.responses is None and look.column is None:
-        _references_are_responses(name, domain)
     tokenizer = load_tokenizer(config.model.path)
     if look.responses is None:
-        prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, look.limit)
+        limit = 1 if (nothing := _nothing_to_score(name, domain, look)) else look.limit
+        prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, limit)
+        if nothing:
+            own = (domain.data.prompt, domain.data.answer)
+            columns = [column for column, value in prompts[0].columns.items() if isinstance(value, str) and column not in own]
+            there_are = f"; there are {', '.join(columns)}" if columns else ""
+            raise ValueError(f"{nothing}; give --responses FILE, or --column NAME for a column of the data with right responses{there_are}")
         return [_reference(prompt, domain, look) for prompt in prompts]
     given = _Given(name, domain, look)
     prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, given.prompts_needed)
     return given.tries(prompts, tokenizer)
 
 
-def _references_are_responses(name: str, domain: DomainConfig) -> None:
-    instead = "give --responses FILE, or --column NAME for a column of the data with responses that are right"
+def _nothing_to_score(name: str, domain: DomainConfig, look: Look) -> str | None:
+    """Why, where reference answers were to be scored and are no responses."""
+    if look.column is not None:
+        return None
     if domain.data.answer is None:
-        raise ValueError(f"domains.{name}.data.answer: there are no reference answers; {instead}")
-    if what := no_response(domain.reward.type, domain.reward.args):
-        raise ValueError(f"domains.{name}.reward.type: a reference answer of {domain.reward.type!r} is {what}, no response; {instead}")
+        return f"domains.{name}.data.answer: there are no reference answers"
+    what = no_response(domain.reward.type, domain.reward.args)
+    return f"domains.{name}.reward.type: nothing to score: the answers of {domain.reward.type!r} are {what}" if what else None
 
 
 def _reference(prompt: Prompt, domain: DomainConfig, look: Look) -> _Try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,13 +22,30 @@ WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
 def no_response(reward: str, args: Mapping[str, Any]) -> str | None:
     """What the reference answers are, where they are no responses."""
     if reward == "code" and args.get("mode") == "expression":
-        return "a value, not the program asked for" if args.get("must_contain") or args.get("forbid") else None
+        marks = [
+            *(f"with {piece!r}" for piece in args.get("must_contain", ())),
+            *(f"without {piece!r}" for piece in args.get("forbid", ())),
+        ]
+        return f"values, and a response is an expression {' and '.join(marks)} that is worth one" if marks else None
     return NO_RESPONSE.get(reward)
 
 
 def reference_response(args: Mapping[str, Any], answer: Any) -> str | None:
-    """A response that should be right; None where the answer is no text."""
+    """A response that should be right; None where the answer is nothing that could be written as one."""
+    if args.get("mode") == "expression":
+        return expression_worth(answer)
     first = answer[0] if isinstance(answer, list) and answer else answer  # a list: any of its entries counts
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
     return WRAPPED.get(str(args.get("extract")), "{}").format(first)
+
+
+def expression_worth(answer: Any) -> str | None:
+    """Python for a value; a text that reads as a value is one already."""
+    try:
+        if isinstance(answer, str):
+            ast.literal_eval(answer.strip())
+            return answer
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return repr(answer)
+    return None if answer is None else repr(answer)

@@ -41,6 +41,8 @@ async def patient(sample):
     await asyncio.sleep(100 if sample.response == "hang" else 0)
     return sample.response == sample.answer
 """
+MATH = ("domains.sums.reward.type=math", "domains.sums.reward.timeout_s=30")
+CODE = ("domains.sums.reward.type=code", "domains.sums.reward.timeout_s=60")
 PROMPTS = [("1+1=", "2"), ("1+2=", "3"), ("2+2=", "4")]
 
 
@@ -76,7 +78,7 @@ def look(*arguments: str) -> int:
 
 
 def test_reference_answers_are_right(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert look("--domain", "sums", "domains.sums.reward.type=math", "domains.sums.reward.args={extract: boxed}") == 0
+    assert look("--domain", "sums", *MATH, "domains.sums.reward.args={extract: boxed}") == 0
     shown = capfd.readouterr().out
     assert r"\boxed{2}" in shown and "1+1=" in shown
     assert "3 reference answers: 3 correct (100%), 0 wrong, 0 failed; mean score 1; median" in shown
@@ -85,7 +87,7 @@ def test_reference_answers_are_right(project: Path, capfd: pytest.CaptureFixture
 def test_wrong_references_are_an_error(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The answer of the second row is one that math-verify cannot read, the third is a list."""
     lines([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": ""}]).to(project / "train.jsonl")
-    assert look("domains.sums.reward.type=math") == 1
+    assert look(*MATH) == 1
     shown = capfd.readouterr().out
     assert "FAILED" in shown and "failed 1 x (prompt 1): reward math: the reference answer ''" in shown
     assert "2 reference answers: 1 correct (50%), 0 wrong, 1 failed" in shown
@@ -93,7 +95,7 @@ def test_wrong_references_are_an_error(project: Path, capfd: pytest.CaptureFixtu
 
 def test_why_a_response_is_wrong(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = lines([{"prompt_uid": 0, "response": "no number at all"}]).to(project / "given.jsonl")
-    assert look("--responses", str(file), "domains.sums.reward.type=math") == 0
+    assert look("--responses", str(file), *MATH) == 0
     assert "wrong: no answer found" in capfd.readouterr().out
 
 
@@ -158,9 +160,29 @@ def test_responses_from_a_column(project: Path, capfd: pytest.CaptureFixture[str
     assert "no text in the column 'solutoin'; it has prompt, answer, solution" in capfd.readouterr().err
 
 
+def test_expressions(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    answers = ["2", 2, [1, "a"], "word"]
+    lines({"prompt": f"p{number}", "answer": answer, "solution": "1 + 1"} for number, answer in enumerate(answers)).to(
+        project / "train.jsonl"
+    )
+    assert look(*CODE, "domains.sums.reward.args={mode: expression}") == 0
+    assert "4 reference answers: 4 correct" in capfd.readouterr().out
+    lines([{"prompt": "1+1=", "answer": "2", "solution": "1 + 1"}]).to(project / "train.jsonl")
+    assert look(*CODE, "domains.sums.reward.args={mode: expression, must_contain: ['+']}", "--column", "solution") == 0
+    assert "1 responses of column solution: 1 correct" in capfd.readouterr().out
+
+
 def test_domains_without_reference_responses(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert look("domains.sums.data.answer=null") == 2
     assert "domains.sums.data.answer: there are no reference answers; give --responses FILE" in capfd.readouterr().err
+    lines([{"prompt": "1+1=", "answer": "2", "solution": "1 + 1", "source": "me"}]).to(project / "train.jsonl")
+    expression = (*CODE, "domains.sums.reward.args={mode: expression, must_contain: ['+']}")
+    assert look(*expression) == 2
+    told = capfd.readouterr().err
+    assert told.count("\n") == 1 and "nothing to score: the answers of 'code' are values, and a response is an expression with '+'" in told
+    assert told.endswith(
+        "give --responses FILE, or --column NAME for a column of the data with right responses; there are solution, source\n"
+    )
     assert look("--domain", "sum") == 2
     assert "'sum' is no domain, did you mean 'sums'?" in capfd.readouterr().err
 

@@ -21,6 +21,10 @@ from roll_lite.rewards.registry import build_reward
         ("exact", {}, ["yes", "Yes"], "yes"),
         ("exact", {}, 12, "12"),
         ("exact", {}, "{braces} stay", "{braces} stay"),
+        ("code", {"mode": "expression"}, "3 ", "3 "),
+        ("code", {"mode": "expression"}, "aaa", "'aaa'"),
+        ("code", {"mode": "expression"}, [1, "a"], "[1, 'a']"),
+        ("code", {"mode": "expression"}, True, "True"),
     ],
 )
 def test_answers_as_responses(reward: str, args: dict[str, Any], answer: Any, response: str) -> None:
@@ -37,5 +41,6 @@ def test_answers_that_are_no_text(answer: Any) -> None:
 def test_types_whose_answers_are_no_responses() -> None:
     assert no_response("code", {}) == "tests" and no_response("instruction", {}) == "constraints"
     assert no_response("code", {"mode": "expression"}) is None
-    assert no_response("code", {"mode": "expression", "must_contain": ["+"]}) is not None
+    asked_for = "values, and a response is an expression with '+' and without '0' that is worth one"
+    assert no_response("code", {"mode": "expression", "must_contain": ["+"], "forbid": ["0"]}) == asked_for
     assert no_response("package.module.function", {}) is None
