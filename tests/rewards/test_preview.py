@@ -217,6 +217,7 @@ def test_one_process_serves_many_samples() -> None:
     item = RewardInput("sums", "1+1=", "2", "2", {}, "stop")
     with RewardAlone(RewardConfig(type="exact"), "domains.sums.reward") as reward:
         first = reward._process.pid
+        assert first is not None
         scores = [reward.score(item)[0] for _ in range(3)]
         assert all(isinstance(score, Score) and score.is_correct for score in scores)
         assert reward._process.pid == first

@@ -64,16 +64,20 @@ def run_program(order: dict[str, Any]) -> None:
 KEPT = ("roll_lite", "roll_lite.rewards")
 
 
+def _executable(path: str, flags: int) -> int:
+    """From the start: some walls let no program change the mode of a file."""
+    return os.open(path, flags, 0o700)
+
+
 def _exec(order: dict[str, Any]) -> None:
     """A program of another interpreter, or a compiled one."""
     for name, text in order["files"].items():
         with open(name, "w", encoding="utf-8") as stream:  # noqa: PTH123
             stream.write(text)
     if order.get("artifact"):
-        with open(PEER, "rb", closefd=False) as source, open(order["artifact"], "wb") as target:  # noqa: PTH123
+        with open(PEER, "rb", closefd=False) as source, open(order["artifact"], "wb", opener=_executable) as target:  # noqa: PTH123
             source.seek(0)
             target.write(source.read())
-        os.chmod(order["artifact"], 0o700)  # noqa: PTH101
     os.set_inheritable(RESULT, bool(order.get("keeps_result")))
     os.execvp(order["command"][0], order["command"])
 
@@ -100,14 +104,14 @@ def _call(order: dict[str, Any]) -> None:
 
 
 def _named(names: dict[str, Any], function: str) -> Callable[..., Any]:
-    """A function of the program, or a method of its class Solution."""
-    if function not in names and isinstance(names.get("Solution"), type):
-        return getattr(names["Solution"](), function)
+    """A function of the program, or a method of a class of its, which may be left out where that is Solution."""
     owner, _, method = function.rpartition(".")
-    if owner:
-        found = names[owner]
-        return getattr(found() if isinstance(found, type) else found, method)
-    return names[function]
+    if not owner and function not in names and isinstance(names.get("Solution"), type):
+        owner, method = "Solution", function
+    if not owner:
+        return names[function]
+    found = names[owner]
+    return getattr(found() if isinstance(found, type) else found, method)
 
 
 def _expression(order: dict[str, Any]) -> None:
