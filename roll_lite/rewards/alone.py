@@ -114,11 +114,9 @@ def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
     connection.send(None)
     with suppress(EOFError):
         while True:
-            scored = together([connection.recv()], slice_s=0.0)
-            result = scored.results[0]
-            connection.send(
-                (result if result is not None else time_out(config.type, config.timeout_s), scored.seconds, not scored.interrupted)
-            )
+            started = time.monotonic()
+            result, scored = together.one(connection.recv())
+            connection.send((result, time.monotonic() - started, not scored.interrupted))
 
 
 def _end_with_parent() -> None:

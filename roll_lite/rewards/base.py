@@ -55,7 +55,10 @@ class RewardFunction:
         return self._many(self._guarded(lambda: self._function(list(items), **self._args)), len(items))
 
     async def scores_async(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """As `scores`, of an async function."""
+        """As `scores`, of an async function; one that takes no list is called with a single sample."""
+        if not self.is_batched:
+            [item] = items
+            return [await self.score(item)]
         result = self._guarded(lambda: self._function(list(items), **self._args))
         return self._many(await self._finish(result), len(items))
 

@@ -1,10 +1,13 @@
-"""Many samples through one reward in one process: one after the other, in lists, or side by side, as its parts can."""
+"""Many samples through one reward in one process: one after the other, in lists, or side by side, as its parts can.
+
+What waits side by side stays under way from call to call, so that a slow sample holds up neither those that are done nor those that come.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from roll_lite.config.schema import RewardConfig
@@ -13,6 +16,10 @@ from roll_lite.rewards.base import RewardFailed, RewardFunction
 from roll_lite.rewards.combine import Reward
 from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
 
+WAIT_SECONDS = 0.1
+"""How long a call waits for what is under way: others want to join it."""
+LINGER_SECONDS = 0.005
+"""After the first that is done, for others that are done as well: a call costs about as much."""
 LEAST_SECONDS = 0.01
 """A part always gets this much of a time limit that the parts before it have used up."""
 
@@ -21,13 +28,13 @@ LEAST_SECONDS = 0.01
 class Scored:
     """What one call to a reward worker brings back."""
 
-    results: list[Score | str | None]
-    """For each sample its score, the cause of its failure, or None: to be looked at again."""
+    results: dict[int, Score | str | None] = field(default_factory=dict)
+    """For each sample that is not under way any more its score, the cause of its failure, or None: to be looked at again."""
     seconds: float = 0.0
     interrupted: bool = False
-    """A function was stopped somewhere inside: nothing more should be asked of this process."""
-    suspects: bool = False
-    """The samples without a result shared a call that took too long: one of them is to blame."""
+    """A function was stopped somewhere inside: nothing more should be asked of this process, whatever is under way in it."""
+    suspects: set[int] = field(default_factory=set)
+    """Samples without a result that shared a call that took too long: one of them is to blame."""
 
 
 def time_out(name: str, seconds: float) -> str:
@@ -44,16 +51,18 @@ def slow_start(config: RewardConfig, path: str) -> str:
 
 @dataclass
 class _Entry:
+    number: int
     item: RewardInput
     parts: dict[RewardFunction, Score | RewardFailed] = field(default_factory=dict)
     format_ok: bool | None = None
     seconds: float = 0.0
     """Of its time limit that are used up."""
     failure: str | None = None
+    is_suspect: bool = False
 
 
 class Together:
-    """Scores lists of samples, each within its own time limit. Sync parts run in the main thread, outside of the event loop."""
+    """Scores samples, each within its own time limit. Sync parts run in the main thread, outside of the event loop."""
 
     def __init__(self, reward: Reward, timeout_s: float, form: Callable[[str], bool] | None = None) -> None:
         self._reward = reward
@@ -64,23 +73,31 @@ class Together:
         self._lists = [one for one in functions if not one.is_async and one.is_batched]
         self._asyncs = [one for one in functions if one.is_async]
         self._runner: asyncio.Runner | None = None
+        self._under_way: list[_Entry] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def __call__(self, items: Sequence[RewardInput], slice_s: float) -> Scored:
-        """What is not begun when the slice is over comes back without a result."""
+    def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
+        """`items` by numbers that the caller gives them. What is not begun when the slice is over comes back without a result; what is
+        under way does not come back: the next call, with or without items, goes on with it."""
         started = time.monotonic()
-        entries = [_Entry(item) for item in items]
-        scored = Scored([None] * len(entries))
+        entries = [_Entry(number, item) for number, item in items.items()]
+        scored = Scored(dict.fromkeys(items))
         begun = self._one_by_one(entries, started + slice_s, scored)
         for function in self._lists:
             self._in_lists(function, begun, started + slice_s, scored)
-        waiting = self._open(begun)
-        if self._asyncs and waiting:
-            self._runner = self._runner or asyncio.Runner()
-            if not self._runner.run(self._side_by_side(waiting)):
-                scored.suspects = True
-        scored.results[: len(begun)] = [self._result(entry) for entry in begun]
+        if self._asyncs:
+            begun = self._side_by_side(begun, scored)
+        for entry in begun:
+            scored.results[entry.number] = self._result(entry)
         scored.seconds = time.monotonic() - started
         return scored
+
+    def one(self, item: RewardInput) -> tuple[Score | str, Scored]:
+        """A single sample, to its end."""
+        scored = self({0: item}, 0.0)
+        while 0 not in scored.results:
+            scored = self({}, 0.0)
+        return scored.results[0] or time_out(self._reward.name, self._timeout_s), scored
 
     def _one_by_one(self, entries: list[_Entry], until: float, scored: Scored) -> list[_Entry]:
         """Forms and the parts for single samples; those that were begun. A part that does not end is interrupted, and the call with it."""
@@ -125,8 +142,9 @@ class Together:
                 _note(function, call, scores)
             except TimeLimitExceeded:
                 scored.interrupted = True
-                scored.suspects = len(call) > 1
-                if len(call) == 1:
+                if len(call) > 1:
+                    scored.suspects |= {one.number for one in call}
+                else:
                     call[0].failure = time_out(self._reward.name, self._timeout_s)
                 return
             except RewardFailed as failure:
@@ -137,39 +155,59 @@ class Together:
             for one in call:
                 one.seconds += time.monotonic() - started
 
-    async def _side_by_side(self, entries: list[_Entry]) -> bool:
-        """False where a list took too long, so that nobody knows which of its samples did it."""
-        done = await asyncio.gather(
-            *(self._list_async(one, entries) if one.is_batched else self._singles_async(one, entries) for one in self._asyncs)
-        )
-        return all(done)
+    def _side_by_side(self, begun: list[_Entry], scored: Scored) -> list[_Entry]:
+        """Those that are done, of this call or of one before."""
+        waiting = [] if scored.interrupted or scored.suspects else self._open(begun)
+        self._under_way += waiting
+        if self._under_way:
+            self._runner = self._runner or asyncio.Runner()
+            self._runner.run(self._go_on(waiting))
+        done = [entry for entry in self._under_way if self._is_done(entry)]
+        self._under_way = [entry for entry in self._under_way if not self._is_done(entry)]
+        for entry in self._under_way:
+            scored.results.pop(entry.number, None)
+        scored.suspects |= {entry.number for entry in done if entry.is_suspect}
+        known = {entry.number for entry in (*waiting, *done)}
+        return done + [entry for entry in begun if entry.number not in known]
 
-    async def _singles_async(self, function: RewardFunction, entries: list[_Entry]) -> bool:
-        await asyncio.gather(*(self._one_async(function, entry, function.score(entry.item)) for entry in entries))
-        return True
+    async def _go_on(self, fresh: list[_Entry]) -> None:
+        """Until something is done that was under way."""
+        for function in self._asyncs if fresh else []:
+            calls = [fresh] if function.is_batched else [[entry] for entry in fresh]
+            self._tasks |= {asyncio.create_task(self._call_async(function, call)) for call in calls}
+        until = time.monotonic() + WAIT_SECONDS
+        while not any(map(self._is_done, self._under_way)) and time.monotonic() < until:
+            await asyncio.wait(self._tasks, timeout=max(0.0, until - time.monotonic()), return_when=asyncio.FIRST_COMPLETED)
+            self._tidy()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LINGER_SECONDS)
+            self._tidy()
 
-    async def _one_async(self, function: RewardFunction, entry: _Entry, scoring: Awaitable[Score]) -> None:
-        try:
-            async with asyncio.timeout(self._rest([entry])):
-                entry.parts[function] = await scoring
-        except TimeoutError:
-            entry.failure = time_out(self._reward.name, self._timeout_s)
-        except RewardFailed as failure:
-            entry.parts[function] = failure
+    def _tidy(self) -> None:
+        """Forget the tasks that have ended. One that raised is a bug here, and ends the process."""
+        for task in [task for task in self._tasks if task.done()]:
+            self._tasks.discard(task)
+            task.result()
 
-    async def _list_async(self, function: RewardFunction, entries: list[_Entry]) -> bool:
+    async def _call_async(self, function: RewardFunction, entries: list[_Entry]) -> None:
+        """If a call for several fails as a whole, each sample gets a call of its own, so that the right one is blamed."""
         try:
             async with asyncio.timeout(self._rest(entries)):
-                _note(function, entries, await function.scores_async([entry.item for entry in entries]))
+                scores = await function.scores_async([entry.item for entry in entries])
         except TimeoutError:
-            if len(entries) > 1:
-                return False
-            entries[0].failure = time_out(self._reward.name, self._timeout_s)
+            for entry in entries:
+                entry.is_suspect = len(entries) > 1
+                entry.failure = None if entry.is_suspect else time_out(self._reward.name, self._timeout_s)
         except RewardFailed as failure:
             if len(entries) > 1:
-                return await self._singles_async(function, entries)
-            entries[0].parts[function] = failure
-        return True
+                await asyncio.gather(*(self._call_async(function, [entry]) for entry in entries))
+            else:
+                entries[0].parts[function] = failure
+        else:
+            _note(function, entries, scores)
+
+    def _is_done(self, entry: _Entry) -> bool:
+        return entry.is_suspect or not self._open([entry]) or all(function in entry.parts for function in self._asyncs)
 
     def _rest(self, entries: Sequence[_Entry]) -> float:
         return max(LEAST_SECONDS, self._timeout_s - max(entry.seconds for entry in entries))

@@ -6,6 +6,7 @@ Nothing here imports torch: a reward worker starts fast and stays small.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import sys
@@ -29,6 +30,7 @@ BATCH_SECONDS = 0.05
 SLICE_SECONDS = 0.5
 """A call comes back after this time with what it has: a hanging sample is noticed by its own time-out, whatever else is in its batch."""
 MOST_SAMPLES = 64
+"""In one call, and under way in one worker."""
 GRACE_SECONDS = 1.0
 START_ATTEMPTS = 3
 
@@ -54,7 +56,8 @@ class RewardWorker:
         self._together = Together(reward, self._config.timeout_s, form)
         return reward.is_async, reward.is_batched, walls_of(self._config.args) if self._config.type == "code" else ""
 
-    def score(self, items: list[RewardInput]) -> Scored:
+    def score(self, items: dict[int, RewardInput]) -> Scored:
+        """By numbers. What is under way comes back from a later call, with or without further items."""
         return self._together(items, SLICE_SECONDS)
 
     def loaded_modules(self) -> list[str]:
@@ -79,6 +82,7 @@ class RewardPool:
     A function that hangs or kills its process costs its own sample a failure and the pool a worker, which is replaced; the
     other samples of the same call are scored again without being charged. What can be interrupted is interrupted inside the worker,
     so that only the sample itself waits for its time-out; what cannot takes its process along, when the pool's patience ends.
+    Samples of an async function join those that are under way in a worker, and leave it one by one.
     """
 
     replaced: int
@@ -177,24 +181,38 @@ class RewardPool:
     # ------------------------------------------------------------ samples
 
     async def _serve(self, worker: Any) -> None:
+        numbers = itertools.count()
         while worker is not None:
-            batch = await self._take()
-            try:
-                # The worker ends a call in time by itself, unless what runs in it cannot be interrupted.
-                async with asyncio.timeout(self._config.timeout_s + SLICE_SECONDS + GRACE_SECONDS):
-                    scored: Scored = await worker.score.remote([waiting.item for waiting in batch])
-            except TimeoutError:
-                self._blame(batch, time_out(self._config.type, self._config.timeout_s))
-                worker = await self._replace(worker)
-            except RayActorError as error:
-                self._blame(batch, f"reward {self._config.type}: its process died: {_first_line(error)}")
-                worker = await self._replace(worker)
-            except Exception as error:  # an item that cannot be pickled, a bug in the worker: a failure of these samples, recorded as one
-                self._blame(batch, f"reward {self._config.type}: {type(error).__name__}: {_first_line(error)}")
-            else:
-                self._answer(batch, scored)
-                if scored.interrupted:
-                    worker = await self._replace(worker)
+            under_way: dict[int, _Waiting] = {}
+            lost = False
+            while not lost:
+                batch = dict(zip(numbers, self._join(under_way) if under_way else await self._take(), strict=False))
+                under_way |= batch
+                lost = await self._call(worker, batch, under_way)
+            worker = await self._replace(worker)
+
+    async def _call(self, worker: Any, batch: dict[int, _Waiting], under_way: dict[int, _Waiting]) -> bool:
+        """Whether the worker is lost. Those that are done leave `under_way`."""
+        lost = True
+        try:
+            # The worker ends a call in time by itself, unless what runs in it cannot be interrupted.
+            async with asyncio.timeout(self._config.timeout_s + SLICE_SECONDS + GRACE_SECONDS):
+                scored: Scored = await worker.score.remote({number: waiting.item for number, waiting in batch.items()})
+        except TimeoutError:
+            self._blame(under_way, time_out(self._config.type, self._config.timeout_s))
+        except RayActorError as error:
+            self._blame(under_way, f"reward {self._config.type}: its process died: {_first_line(error)}")
+        except RayTaskError as error:  # a bug in the worker: nobody knows what is under way in it
+            self._blame(under_way, f"reward {self._config.type}: {type(error).__name__}: {_first_line(error)}")
+        except Exception as error:  # an item that cannot be pickled: a failure of these samples, recorded as one
+            lost = False
+            for number in batch:
+                del under_way[number]
+            self._blame(batch, f"reward {self._config.type}: {type(error).__name__}: {_first_line(error)}")
+        else:
+            self._answer(under_way, scored, len(batch))
+            lost = scored.interrupted
+        return lost
 
     async def _take(self) -> list[_Waiting]:
         self._idle += 1
@@ -208,6 +226,16 @@ class RewardPool:
         self._idle -= 1
         return batch
 
+    def _join(self, under_way: dict[int, _Waiting]) -> list[_Waiting]:
+        """A busy worker's share of what waits; none where a sample is, or has to be, alone."""
+        if any(waiting.alone for waiting in under_way.values()):
+            return []
+        room = min(MOST_SAMPLES - len(under_way), math.ceil(len(self._queue) / (self._idle + 1)))
+        batch: list[_Waiting] = []
+        while len(batch) < room and not self._queue[0].alone:
+            batch.append(self._queue.popleft())
+        return batch
+
     def _batch_limit(self) -> int:
         share = math.ceil(len(self._queue) / self._idle)
         if self._is_async:
@@ -217,11 +245,14 @@ class RewardPool:
         seconds = self._config.timeout_s / 2 if self._is_batched else BATCH_SECONDS  # a list's samples share one time limit
         return max(1, min(MOST_SAMPLES, share, int(seconds / max(self._seconds_per_sample, 1e-6))))
 
-    def _answer(self, batch: list[_Waiting], scored: Scored) -> None:
+    def _answer(self, under_way: dict[int, _Waiting], scored: Scored, given: int) -> None:
+        """`given`: how many samples the call was for."""
+        results = scored.results if not scored.interrupted else dict.fromkeys(under_way) | scored.results
         done = 0
-        for waiting, result in zip(reversed(batch), reversed(scored.results), strict=True):
+        for number, result in sorted(results.items(), reverse=True):
+            waiting = under_way.pop(number)
             if result is None:
-                waiting.alone = waiting.alone or scored.suspects
+                waiting.alone = waiting.alone or number in scored.suspects
                 self._queue.appendleft(waiting)
                 self._arrived.set()
                 continue
@@ -230,21 +261,24 @@ class RewardPool:
                 self._fail(waiting, result)
             elif not waiting.answer.done():
                 waiting.answer.set_result(result)
-        if scored.interrupted or scored.suspects:
+        if self._is_async or not given or scored.interrupted or scored.suspects:
             return
         seconds = scored.seconds / max(1, done)
         known = self._seconds_per_sample
         # Quick to believe that samples became slow, slow to believe that they became fast: a batch too large costs more than one too small.
         self._seconds_per_sample = seconds if known is None else max(seconds, 0.8 * known + 0.2 * seconds)
 
-    def _blame(self, batch: list[_Waiting], cause: str) -> None:
-        if len(batch) == 1:
-            self._fail(batch[0], cause)
-            return
-        for waiting in reversed(batch):
+    def _blame(self, under_way: dict[int, _Waiting], cause: str) -> None:
+        """The call failed, and everything that was under way with it. A single sample is to blame, of several nobody knows which."""
+        several = len(under_way) > 1
+        for number in sorted(under_way, reverse=True):
+            waiting = under_way.pop(number)
+            if not several:
+                self._fail(waiting, cause)
+                continue
             waiting.alone = True
             self._queue.appendleft(waiting)
-        self._arrived.set()
+            self._arrived.set()
 
     def _fail(self, waiting: _Waiting, cause: str) -> None:
         if not waiting.answer.done():

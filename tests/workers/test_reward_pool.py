@@ -144,6 +144,40 @@ async def test_async_functions_wait_side_by_side_and_time_out_alone() -> None:
         assert rewards.workers == [worker]
 
 
+@pytest.mark.parametrize("function", ["waiting", "listed_async"])
+async def test_a_slow_async_sample_holds_up_neither_its_neighbours_nor_those_that_come_later(function: str) -> None:
+    async with pool(f"{USER}.{function}", timeout_s=60.0) as rewards:
+        hanging = asyncio.create_task(outcome(rewards, "hang"))
+        await asyncio.sleep(0)
+        if function == "waiting":  # in one call with it, of which each sample returns by itself
+            assert all(isinstance(score, Score) for score in await asyncio.gather(*(rewards.score(item()) for _ in range(5))))
+        await asyncio.sleep(0.5)
+        assert isinstance(await rewards.score(item()), Score)
+        assert all(isinstance(score, Score) for score in await asyncio.gather(*(rewards.score(item()) for _ in range(100))))
+        assert not hanging.done() and rewards.replaced == 0
+        hanging.cancel()
+
+
+async def test_samples_under_way_in_a_worker_that_dies_are_scored_by_another() -> None:
+    async with pool(f"{USER}.waiting", workers=2) as rewards:
+        running = [asyncio.create_task(outcome(rewards, str(i))) for i in range(40)]
+        await asyncio.sleep(0.1)
+        ray.kill(rewards.workers[0])
+        assert all(isinstance(result, Score) for result in await asyncio.gather(*running))
+        assert rewards.replaced == 1
+
+
+async def test_an_item_that_cannot_travel_is_the_only_one_that_fails() -> None:
+    async with pool(f"{USER}.waiting") as rewards:
+        others = [asyncio.create_task(outcome(rewards, "a")) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        odd = RewardInput("toy", "prompt", "abc", "answer", {"loop": asyncio.get_running_loop()}, "stop")
+        with pytest.raises(RewardFailed, match="TypeError: Could not serialize"):
+            await rewards.score(odd)
+        assert all(isinstance(result, Score) for result in await asyncio.gather(*others))
+        assert rewards.replaced == 0
+
+
 async def test_a_mistake_in_the_configuration_is_a_value_error_at_the_start() -> None:
     with pytest.raises(ValueError, match=r"domains\.toy\.reward\.type: 'exactly'.*did you mean 'exact'"):
         async with pool("exactly"):
@@ -189,8 +223,8 @@ async def test_a_bad_pattern_is_a_value_error_at_the_start() -> None:
 def test_a_slice_ends_with_what_it_has() -> None:
     worker = RewardWorker(RewardConfig(type=f"{USER}.slow"), "reward")
     worker.prepare()
-    scored = worker.score([item() for _ in range(6)])
-    done = [result for result in scored.results if result is not None]
+    scored = worker.score(dict(enumerate([item() for _ in range(6)])))
+    done = [result for result in scored.results.values() if result is not None]
     assert len(scored.results) == 6
     assert 3 <= len(done) <= 4
-    assert scored.results[len(done) :] == [None] * (6 - len(done))
+    assert list(scored.results.values())[len(done) :] == [None] * (6 - len(done))
