@@ -167,7 +167,8 @@ async def later(): return 1
         "try: fail()\nexcept Full: pass\nelse: assert False",
         "try: fail()\nexcept ValueError: pass\nelse: assert False",
         "try: fail()\nexcept TypeError: assert False\nexcept (KeyError, ValueError): pass",
-        "assert twice(inc, 3) == 5 and callable(inc) and inc.__name__ == 'inc'",
+        "assert twice(inc, 3) == 5 and callable(inc) and not callable(Node(1)) and twice(abs, -3) == 3 and twice(list, 'ab') == ['a', 'b']",
+        "assert inc.__name__ == 'inc' and inc.__doc__ is None and Node(1).__dict__ == vars(Node(1)) == {'value': 1, 'after': None}",
     ],
 )
 def test_classes_of_the_program(tests: str) -> None:

@@ -132,6 +132,6 @@ def test_iterators_that_a_call_returns_are_lists() -> None:
 def test_a_prelude_stands_before_the_program() -> None:
     calls = {"fn_name": "Solution.double", "inputs": [[[1]]], "outputs": [[2]]}
     program = "class Solution:\n    def double(self, xs: List[int]) -> List[int]: return [2 * x for x in xs]"
-    assert value(program, calls) == 0.0
+    assert value(program, calls) == 0.0, "as in Python: List is no name of its own"
     found = score(program, calls, prelude="from typing import *")
     assert isinstance(found, Score) and found.value == 1.0 and found.details["extracted"] == f"{program}\n"

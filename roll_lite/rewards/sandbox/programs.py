@@ -75,7 +75,7 @@ def _exec(order: dict[str, Any]) -> None:
         with open(name, "w", encoding="utf-8") as stream:  # noqa: PTH123
             stream.write(text)
     if order.get("artifact"):
-        with open(PEER, "rb", closefd=False) as source, open(order["artifact"], "wb", opener=_executable) as target:  # noqa: PTH123
+        with open(PEER, "rb", closefd=False) as source, open(order["artifact"], "wb", opener=_executable) as target:
             source.seek(0)
             target.write(source.read())
     os.set_inheritable(RESULT, bool(order.get("keeps_result")))
@@ -88,7 +88,7 @@ def _module(source: str, name: str) -> dict[str, Any]:
     sys.modules[name] = module
     module.__dict__["__file__"] = "main.py"
     linecache.cache["main.py"] = (len(source), None, source.splitlines(keepends=True), "main.py")
-    exec(compile(source, "main.py", "exec"), module.__dict__)
+    exec(compile(source, "main.py", "exec", dont_inherit=True), module.__dict__)
     return module.__dict__
 
 
@@ -116,7 +116,7 @@ def _named(names: dict[str, Any], function: str) -> Callable[..., Any]:
 
 def _expression(order: dict[str, Any]) -> None:
     names = {"__builtins__": builtins} | {name: importlib.import_module(name) for name in order.get("modules", ())}
-    _leave(eval(compile(order["source"].strip(), "<expression>", "eval"), names))
+    _leave(eval(compile(order["source"].strip(), "<expression>", "eval", dont_inherit=True), names))
 
 
 def _leave(value: Any) -> None:
@@ -154,7 +154,7 @@ def _judged(wire: Wire, order: dict[str, Any]) -> dict[str, Any]:
     names = {"__name__": "tests", "__builtins__": builtins_for(wire, order["names"]), **found}
     try:
         names |= {name: importlib.import_module(path) for name, path in order.get("modules", {}).items()}
-        exec(compile(order["source"], "tests.py", "exec"), names)
+        exec(compile(order["source"], "tests.py", "exec", dont_inherit=True), names)
     except ImportError as error:
         if error.name == FROM_PROGRAM or hasattr(error, "of_program"):
             raise

@@ -59,8 +59,9 @@ class _Served:
             return {"exception": _kinds(value)}
         return {"value": encode(value, self._refer)}
 
-    def _find(self, number: int) -> Any:
-        return self._objects[number]
+    def _find(self, which: int | str) -> Any:
+        """An object by its number, or one of Python's own by its name."""
+        return getattr(builtins, which) if isinstance(which, str) else self._objects[which]
 
     def _refer(self, value: Any) -> dict[str, Any]:
         """Objects stay alive as long as the program, so that a number is the same object's for ever."""

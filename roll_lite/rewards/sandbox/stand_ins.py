@@ -98,6 +98,9 @@ class Wire:
     def _refer(self, value: Any) -> Any:
         if isinstance(value, StandIn):
             return {"r": value._number}
+        name = str(getattr(value, "__name__", ""))
+        if name and getattr(builtins, name, self) is value:
+            return {"r": name}
         if isinstance(value, Iterator):
             items = list(itertools.islice(value, MOST_ITEMS + 1))
             return {"n": encode(items, self._refer)} if len(items) <= MOST_ITEMS else self.end(Cannot("an endless argument"))
@@ -116,17 +119,19 @@ class Wire:
 class StandIn:
     """An object of the program. Everything is asked there, except whether it equals something."""
 
+    __slots__ = ("_number", "_wire")
     _wire: Wire
     _number: int
 
     def __init__(self, wire: Wire, number: int) -> None:
-        self.__dict__.update(_wire=wire, _number=number)
+        object.__setattr__(self, "_wire", wire)
+        object.__setattr__(self, "_number", number)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._wire.use("call", self, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name not in ("__name__", "__doc__", "__dict__", "__annotations__"):
+        if name.startswith("__") and name not in ("__name__", "__dict__", "__annotations__"):
             raise AttributeError(name)
         return self._wire.use("get", self, name)
 
@@ -197,6 +202,7 @@ for _name in (
     *("await", "aiter", "anext", "array", "reversed", "reduce_ex"),
 ):
     setattr(StandIn, f"__{_name}__", _refused(f"__{_name}__"))
+setattr(StandIn, "__doc__", property(lambda self: self._wire.use("get", self, "__doc__")))  # noqa: B010
 
 
 def builtins_for(wire: Wire, under_test: list[str]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _scalar(value: Any) -> Any:
     return {"b": value.hex()}
 
 
-def decode(data: Any, find: Callable[[int], Any] | None = None) -> Any:
+def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
     """The value; ValueError for what no `encode` writes. Only types of Python's own come out, whoever wrote the data; numpy's arrays are
     lists, except for those who have `find`: tests that may know what to do with one."""
     if isinstance(data, list):
@@ -89,7 +89,7 @@ def decode(data: Any, find: Callable[[int], Any] | None = None) -> Any:
         raise ValueError(f"no encoded value: {error}") from error
 
 
-def _decoded(kind: str, inner: Any, find: Callable[[int], Any] | None) -> Any:
+def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
     if kind == "r" and find is not None:
         return find(inner)
     if kind == "a" and find is not None:
