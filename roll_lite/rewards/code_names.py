@@ -83,8 +83,16 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Functions `test_...` that the source defines for a test runner to call."""
+    """Functions `test_...` that the source defines for a test runner to call. ValueError for what only a test runner can call."""
     tree = ast.parse(source)
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
-    return [node.name for node in found if node.name not in called and not (node.args.args or node.args.posonlyargs)]
+    found = []
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name, args=ast.arguments(posonlyargs=[], args=[])) if name.startswith("test"):
+                found.append(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if name.startswith("test") and name not in called:
+                raise ValueError(f"{name} has arguments or is asynchronous: only a test runner could call it")
+            case ast.ClassDef(name=name) if name.startswith("Test") and name not in called:
+                raise ValueError(f"{name} is a class of tests: only a test runner could call it")
+    return [name for name in found if name not in called]

@@ -80,6 +80,9 @@ def test_tests_that_leave_the_calls_to_a_harness() -> None:
     assert verdict("def f(x): return 2", unit, score="fraction").startswith("test 2: failed: AssertionError at assert f(2) == 3")
     assert "cannot import name 'f'" in verdict("def g(x): return 2", unit)
     assert "the tests cannot be read: KeyError: 'entry_point'" in verdict("def f(x): return 1", "def check(c):\n    assert c(1) == 2")
+    for runner in ("def test_b(x): assert f(x) == x", "async def test_b(): pass", "class TestB:\n    def test_b(self): assert f(1)"):
+        assert "only a test runner could call it" in verdict("def f(x): return x + 1", f"{unit}\n{runner}")
+    assert verdict("def f(x): return x", "def test_b(x):\n    assert f(x) == x\nfor i in range(3): test_b(i)") == "passed"
     uncalled = "import unittest\nclass T(unittest.TestCase):\n    def test_one(self):\n        assert f(1) == 2"
     assert verdict("def f(x): return 1", uncalled) == (
         "cause: reward code: test 1: the harness cannot do this: the tests end without having used the program"
