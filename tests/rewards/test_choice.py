@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rewards.choice_texts import COLOURS as PAINTS
+from rewards.choice_texts import LETTERS, TEXTS
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.choice import Extract, choice
+from roll_lite.rewards.time_limit import limited
 
 COLOURS = ["red", "dark blue", "blue", "a green one"]
 
@@ -83,6 +86,18 @@ def test_texts_of_options(response: str, chosen: str) -> None:
     assert choice(item("blue", response, dict(zip("ABCD", COLOURS, strict=True)))).details["extracted"] == chosen
 
 
+@pytest.mark.parametrize(("response", "chosen"), LETTERS)
+def test_what_a_reader_would_take_for_the_choice(response: str, chosen: str) -> None:
+    score = choice(item("C", response), letters=4)
+    assert score.details["extracted"] == chosen
+    assert score.correct is (chosen == "C")
+
+
+@pytest.mark.parametrize(("response", "chosen"), TEXTS)
+def test_what_a_reader_would_take_for_an_options_text(response: str, chosen: str) -> None:
+    assert choice(item("C", response, PAINTS)).details["extracted"] == chosen
+
+
 @pytest.mark.parametrize(
     ("extract", "response", "value"),
     [
@@ -111,3 +126,10 @@ def test_unusable_references_are_failures(answer: Any, options: Any) -> None:
 def test_any_response_has_a_verdict(response: str) -> None:
     score = choice(item("A", response, COLOURS))
     assert score.value in (0.0, 1.0) and score.details["extracted"] in ("", "A", "B", "C", "D")
+
+
+@pytest.mark.parametrize(
+    "piece", ["A or ", "A, ", "answer ", "the answer is the option ", "answer: : ", "not ", "\\boxed{", "wait, ", " ", "("]
+)
+def test_no_response_takes_long_to_read(piece: str) -> None:
+    limited(60.0, lambda: choice(item("A", "the answer is " + piece * 1000, COLOURS)))

@@ -1,0 +1,165 @@
+"""Which option a text settles on: what it says last, and neither what it denies nor what only looks like a letter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|rm|bf|boxed)\s*\{([^{}]*)\}")
+MARKS = re.compile(r"^[ \t]*#+|[*`$\"“”]|\\[()\[\]]", re.MULTILINE)
+BLANKS = re.compile(r"\\[ ,;:!]|\\quad|~")
+QUOTED = re.compile(r"(?<!\w)['‘]([A-Za-z])['’](?!\w)")
+
+LETTER = r"(?:[(\[{]\s*(?P<marked>[A-Za-z])\s*[)\]}]|(?P<bare>[A-Za-z])(?![\w+#]|['’]\w|-\w|\.\w))"
+BRACKETED = re.compile(r"[(\[]\s*([A-Z])\s*[)\]]")
+ALONE = re.compile(
+    rf"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s*)?:?\s*{LETTER}\s*(?:[.:)](?=\s|$).*)?", re.DOTALL | re.IGNORECASE
+)
+BETWEEN_LETTERS = {"or", "and", "option", "options", "choice", "both", "either"}
+LONGEST_CAPTION = 200
+"""Characters of text that still look like an option's, or like nothing but the choice, and not like a discussion of it."""
+
+IS = r"(?:\bis|'s|’s|\bwas|\bwould\s+be|\bshould\s+be|\bmust\s+be|\bhas\s+to\s+be|\bwill\s+be|:|=)"
+FILL = (
+    r"(?:\s*(?:\b(?:definitely|clearly|therefore|thus|then|indeed|actually|simply|probably|most\s+likely|both|either|the|correct|right|best"
+    r"|option|choice|answer|letter)\b|:))*+"
+)
+NOUN = r"\b(?:answer|option|choice|selection|solution)\b(?:(?!\b(?:not|never|cannot|neither|wrong|incorrect)\b|n['’]t\b)[^.:=;!?\n]){0,60}?"
+VERB = r"\b(?:choos(?:e|ing)|select|pick|go(?:ing)?\s+with|settle\s+on|mean|make\s+that|correction)\b"
+REVISION = r"\b(?:actually|wait)\b[\s,:—-]*(?:no\b[\s,:—-]*)?"
+HEAD = rf"(?:{NOUN}{IS}|{VERB}|\bit\s*{IS}|\bnot\s+\(?[A-Z]\)?,?\s+but\b(?:\s+rather\b)?|(?P<revision>{REVISION}))"
+DENIED_BEFORE = re.compile(
+    r"(?:\b(?:if|whether|unless|not|never|cannot|doubt|wrong|incorrect|false|neither|nor|than|instead\s+of|eliminate|exclude|reject)\b|n['’]t\b)"
+    r"[^.,;:!?\n]*$",
+    re.IGNORECASE,
+)
+DENIED_AFTER = re.compile(
+    r"[\s,]*(?:(?:is|are|was|can|could|would|does|do|must|looks|seems)\s*(?:be\s+)?(?:also\s+|all\s+|both\s+)?"
+    r"(?:not|n['’]t|wrong|incorrect|false|out|impossible|eliminated|unlikely)\b|(?:isn|can|doesn|won|couldn)['’]t\b|cannot\b)",
+    re.IGNORECASE,
+)
+POSTFIX = re.compile(
+    rf"(?<![\w'’]){LETTER}\s*(?:is|must\s+be|would\s+be)\s+(?:clearly\s+|the\s+|indeed\s+|therefore\s+)*(?:correct|right|best|true|answer)\b",
+    re.IGNORECASE,
+)
+HEDGE = re.compile(
+    rf"\s*(?:,\s*(?:or|and)|,|/|\bor\b|\band\b|&)\s*(?:maybe|perhaps|possibly|even)?\s*(?:option|choice)?\s*{LETTER}"
+    r"(?!\s*(?:is|was|are|can|cannot|can['’]t|does|would|being)\b)",
+    re.IGNORECASE,
+)
+AFTER_A_LETTER = re.compile(
+    r"\s+(?:and|or|because|since|as|for|but|so|which|that|is|was|in|on|by|due|with|given|based|here|not|rather|instead|if|then|from|after)\b"
+)
+"""Words that do not follow the article A or the word I."""
+NAMED = re.compile(r"\b(?:option|choice|letter)\s*:?\s*$", re.IGNORECASE)
+
+
+def settled_on(text: str, known: Sequence[str], texts: dict[str, str]) -> set[str]:
+    """The letters of the options: one, none, or several where the text hedges."""
+    plain = _plain(text)
+    if alone := _meant(plain, known, texts):
+        return alone
+    if stated := _stated(plain, known, texts):
+        return stated
+    last_line = plain.rpartition("\n")[2]
+    if last_line != plain and (alone := _meant(last_line, known, texts)):
+        return alone
+    bracketed = {one[1] for one in BRACKETED.finditer(plain) if one[1] in known and not _denied(plain, one)}
+    return bracketed or _ending(plain, texts)
+
+
+def same_text(text: str) -> str:
+    """Options with the same are the same."""
+    return " ".join(text.split()).strip(" .").casefold()
+
+
+def _plain(text: str) -> str:
+    for _ in range(3):
+        text = WRAPPED.sub(r"\1", text)
+    return QUOTED.sub(r"\1", MARKS.sub("", BLANKS.sub(" ", text))).strip()
+
+
+def _meant(plain: str, known: Sequence[str], texts: dict[str, str]) -> set[str]:
+    """Of a text that is nothing but the choice: a letter, perhaps with the option's text behind it, letters, or the option's text."""
+    plain = plain.strip()
+    same = {letter for letter, option in texts.items() if same_text(option) == same_text(plain)}
+    if same:
+        return same
+    words = re.findall(r"\w+", plain[: LONGEST_CAPTION + 1])
+    single = {word.upper() for word in words if len(word) == 1}
+    if len(plain) <= LONGEST_CAPTION and len(single) > 1 and all(len(word) == 1 or word.lower() in BETWEEN_LETTERS for word in words):
+        return {letter for letter in single if letter in known}
+    alone = ALONE.fullmatch(plain)
+    if alone is None or _letter(alone) not in known:
+        return set()
+    letter, place = _letter(alone), alone.end("marked" if alone["marked"] else "bare")
+    rest = plain[place:].lstrip(" )]}.:")
+    if not rest or same_text(rest) == same_text(texts.get(letter, "")):
+        return {letter}
+    others = {one for one, option in texts.items() if same_text(option) == same_text(rest)}
+    if others:
+        return {letter} | others
+    is_caption = not texts and plain[place - 1].isupper() and len(rest) <= LONGEST_CAPTION and not BRACKETED.search(rest)
+    return {letter} if is_caption else set()
+
+
+def _stated(plain: str, known: Sequence[str], texts: dict[str, str]) -> set[str]:
+    """By the last sentence that names the choice."""
+    last: tuple[int, set[str]] = (-1, set())
+    for one in (*_statements(tuple(texts.values())).finditer(plain), *POSTFIX.finditer(plain)):
+        option = one.groupdict().get("option")
+        if _denied(plain, one) or one.start() < last[0]:
+            continue
+        if option is not None:
+            found = {letter for letter, text in texts.items() if same_text(text) == same_text(option)}
+        elif _letter(one) in known and _is_letter(plain, one):
+            hedge = HEDGE.match(plain, one.end())
+            hedged = hedge is not None and _letter(hedge) in known and _is_letter(plain, hedge)
+            found = {_letter(one)} | ({_letter(hedge)} if hedge is not None and hedged else set())
+        else:
+            continue
+        last = (one.start(), found)
+    return last[1]
+
+
+@lru_cache(maxsize=1024)
+def _statements(texts: tuple[str, ...]) -> re.Pattern[str]:
+    longest_first = sorted({text.strip(" .") for text in texts if text.strip(" .")}, key=len, reverse=True)
+    options = "|".join(r"\s+".join(map(re.escape, text.split())) for text in longest_first)
+    written = rf"|(?:(?:the|an?)\s+)?(?P<option>(?<!\w)(?:{options})(?![\w+#]))" if options else ""
+    return re.compile(rf"{HEAD}{FILL}\s*(?:{LETTER}{written})", re.IGNORECASE)
+
+
+def _is_letter(plain: str, found: re.Match[str]) -> bool:
+    """And not the article A, the word I or a small letter of the text."""
+    if found["marked"]:
+        return True
+    after = plain[found.end("bare") :]
+    ends = re.match(r"\s*(?:[.,;:!?)\]/]|$)", after) is not None or "\n" in after[:1]
+    if found.groupdict().get("revision"):
+        return ends
+    if found["bare"].islower():
+        return ends or NAMED.search(plain[: found.start("bare")]) is not None
+    return found["bare"] not in "AI" or ends or AFTER_A_LETTER.match(after) is not None or re.match(r"\s+[^a-z\s]", after) is not None
+
+
+def _denied(plain: str, found: re.Match[str]) -> bool:
+    return (
+        DENIED_BEFORE.search(plain[max(0, found.start() - 60) : found.start()]) is not None
+        or DENIED_AFTER.match(plain, found.end()) is not None
+    )
+
+
+def _letter(found: re.Match[str]) -> str:
+    return str(found["marked"] or found["bare"]).upper()
+
+
+def _ending(plain: str, texts: dict[str, str]) -> set[str]:
+    """The option whose text ends the response."""
+    end = same_text(plain)
+    fitting = {letter: same_text(option) for letter, option in texts.items() if same_text(option) and end.endswith(f" {same_text(option)}")}
+    longest = max(map(len, fitting.values()), default=0)
+    if DENIED_BEFORE.search(end[: len(end) - longest]):
+        return set()
+    return {letter for letter, option in fitting.items() if len(option) == longest}
