@@ -1,7 +1,8 @@
 """Programs per second of the `code` reward's sandbox pool against a plain, unprotected `subprocess.run` per program.
 
 Both sides run the same trivial Python programs on two cores, in turns: two sandboxes against two threads that start processes.
-`--samples N` also sends N samples with 1% planted hangs and crashes through the reward and accounts for each.
+`--samples N` also sends N samples with 1% planted hangs and crashes through the reward and accounts for each (10,000: a few minutes).
+How far it is goes to stderr; the last line of stdout is the result.
 
     .venv/bin/python bench/reward_code.py [--rounds 4] [--programs 200] [--samples 10000]
 """
@@ -24,6 +25,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 SIDE_BY_SIDE = 2
 AIM = 1.0
+BATCH = 64
+TELL_EVERY_S = 5.0
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def plain(sources: list[str]) -> float:
@@ -82,12 +89,16 @@ def account(samples: int) -> dict[str, float]:
         items.append(RewardInput("code", "", f"```python\n{source}\n```", answer, {}, "stop"))
         planted.append(bad)
     counts: Counter[str] = Counter()
-    started = time.perf_counter()
-    for start in range(0, samples, 64):
-        scores = code(items[start : start + 64], test_s=0.5, wall_s=1.5, parallel=SIDE_BY_SIDE)
-        for score, bad in zip(scores, planted[start : start + 64], strict=True):
+    started = told = time.perf_counter()
+    for start in range(0, samples, BATCH):
+        scores = code(items[start : start + BATCH], test_s=0.5, wall_s=1.5, parallel=SIDE_BY_SIDE)
+        for score, bad in zip(scores, planted[start : start + BATCH], strict=True):
             right = not isinstance(score, RewardFailed) and score.value == float(not bad)
             counts["failed" if isinstance(score, RewardFailed) else "as planted" if right else "wrong"] += 1
+        now, done = time.perf_counter(), sum(counts.values())
+        if now - told > TELL_EVERY_S:
+            told = now
+            tell(f"{done} of {samples} samples, about {(now - started) * (samples - done) / done:.0f} s to go")
     seconds = time.perf_counter() - started
     assert sum(counts.values()) == samples
     return {"samples_per_s": samples / seconds, "wrong": counts["wrong"], "failed": counts["failed"], "accounted": counts["as planted"]}
@@ -103,12 +114,13 @@ def main() -> int:
 
     sources = [f"print({number})" for number in range(chosen.programs)]
     pool = SandboxPool(SIDE_BY_SIDE)
-    print(pool.start().describe())
+    tell(pool.start().describe())
     pairs = []
     try:
         pooled(pool, sources)
-        for _ in range(chosen.rounds):
+        for number in range(chosen.rounds):
             pairs.append((len(sources) / pooled(pool, sources), len(sources) / plain(sources)))
+            tell(f"round {number + 1} of {chosen.rounds}: {pairs[-1][0]:.0f} programs/s in sandboxes, {pairs[-1][1]:.0f} without")
         latency = latency_ms(pool, chosen.programs)
     finally:
         pool.close()

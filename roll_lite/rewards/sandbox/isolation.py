@@ -166,14 +166,14 @@ def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
     except OSError as error:
         why_not.append(f"seccomp: {error}")
     abi = landlock.landlock_abi()
-    if abi:
-        walls.held["files"] = f"landlock (version {abi})"
-    else:
-        why_not.append("landlock: not in this kernel")
     if os.getuid() == 0 and _may_use_another_user():
         walls.held["users"] = f"user {NOBODY}, no capability but to read what landlock shows"
     elif os.getuid() == 0:
         why_not.append(f"users: this root may not start, kill and clean up after processes of user {NOBODY}")
+    if walls.filter and (abi >= landlock.TRUNCATE_ABI or (abi and "users" in walls.held)):
+        walls.held["files"] = f"landlock (version {abi}), seccomp; known names and sizes can be looked up"
+    else:
+        why_not.append(f"files: landlock version {abi} alone lets programs empty or chmod them" if abi else "landlock: not in this kernel")
     lacks = _open_to_others(abi, bool(walls.filter), _is_root_of_machine(), "users" in walls.held)
     if lacks:
         why_not.append(f"processes: {lacks}")
@@ -206,12 +206,13 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
     if walls.kind == "none":
         return
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    if walls.kind == "landlock" and "files" in walls.held:
+    few_files = walls.kind == "landlock" and landlock.landlock_abi() > 0
+    if few_files:
         shown = [*filesystem.SYSTEM, *filesystem.SETTINGS, *filesystem.readable_paths(readable)]
         landlock.restrict_files(shown, [folder], filesystem.DEVICES)
     kept = 0
     if os.getuid() == 0 and not walls.own_users and "users" in walls.held:
-        if walls.kind == "landlock" and "files" in walls.held:  # an interpreter below root's home; landlock says what may be read
+        if few_files:  # an interpreter below root's home; landlock says what may be read
             kept = kernel.CAP_DAC_READ_SEARCH
             kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
         _change_user()

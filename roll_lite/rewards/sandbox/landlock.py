@@ -13,6 +13,7 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 READ = EXECUTE | READ_FILE | READ_DIR
 RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
+TRUNCATE_ABI = 3
 SCOPE_ABI = 6
 """From here on signals and abstract sockets can be kept inside as well."""
 

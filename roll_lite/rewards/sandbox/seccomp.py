@@ -82,12 +82,41 @@ SIGNALS = {
     "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119),
 }
+ATTRIBUTES = {
+    # Of files and processes of the same user; where no namespace hides them. Landlock guards none of these.
+    "chmod": (90, -1),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, -1),
+    "fchown": (93, 55),
+    "lchown": (94, -1),
+    "fchownat": (260, 54),
+    "utime": (132, -1),
+    "utimes": (235, -1),
+    "futimesat": (261, -1),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "setxattrat": (463, 463),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "pidfd_open": (434, 434),
+}
 CLONE = (56, 220)
 CLONE3 = (435, 435)
 NEW_NAMESPACES = 0x7E020000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""Numbers everywhere: of x86_64, of aarch64."""
+"""Numbers everywhere: of x86_64, of aarch64, -1 where it has none."""
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL = 0x7FFF0000, 0x80000000
@@ -98,7 +127,8 @@ def _refuse(number: int) -> int:
 
 
 def build_filter(own_pid: int | None = None) -> bytes:
-    """The filter; OSError where the machine is of another kind. With `own_pid`, signals go to no other process."""
+    """The filter; OSError where the machine is of another kind. With `own_pid`, for a program that no namespaces keep apart:
+    signals go to no other process, attributes stay as they are."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
@@ -106,8 +136,9 @@ def build_filter(own_pid: int | None = None) -> bytes:
     code = [(LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine]), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     if machine == "x86_64":
         code += [(JUMP_AT_LEAST, 0, 1, X32), (RETURN, 0, 0, KILL)]
-    for numbers in DENIED.values():
-        code += [(JUMP_EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, _refuse(errno.EPERM))]
+    denied = DENIED if own_pid is None else {**DENIED, **ATTRIBUTES}
+    for number in (numbers[column] for numbers in denied.values() if numbers[column] >= 0):
+        code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, _refuse(errno.EPERM))]
     code += [(JUMP_EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, _refuse(errno.ENOSYS))]
     for numbers in SIGNALS.values() if own_pid is not None else ():
         # 0 is the process itself, or its group, which is its own.

@@ -1,0 +1,102 @@
+"""Programs that turn to the kernel's rarer services, and to what an ordinary user's other files and processes let them do."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+from rewards.sandbox.running import PATIENT, said
+
+from roll_lite.rewards.code_languages import LANGUAGES
+from roll_lite.rewards.sandbox.pool import Program, Sandbox
+
+pytestmark = pytest.mark.usefixtures("works_after")
+
+CALLS = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+four, pair = (ctypes.c_int * 4)(), (ctypes.c_int * 2)()
+tries = {
+    "inotify": (254, 0, b"/usr", 0xFFF), "memfd": (319, b"x", 0), "memfd_secret": (447, 0), "clone user": (56, 0x10000011, 0, 0, 0, 0),
+    "unshare": (272, 0x10000000), "clone3": (435, 0, 0), "trace me": (101, 0, 0, 0, 0), "key": (248, b"user", b"x", b"y", 1, -3),
+    "keyctl": (250, 0, -3, 1), "io_uring": (425, 8, four), "bpf": (321, 0, four, 16), "perf": (298, four, 0, -1, -1, 0),
+    "userfaultfd": (323, 0), "shmget": (29, 0, 4096, 0o1600), "semget": (64, 0, 1, 0o1600), "msgget": (68, 0, 0o1600),
+    "mq_open": (240, b"x", 0o102, 0o600, 0), "handle": (303, -100, b"/tmp", four, four, 0), "device": (133, b"n", 0o20666, 0x103),
+    "personality": (135, 0x0040000), "syslog": (103, 3, four, 4), "setuid": (105, 0), "fanotify": (300, 0, 0), "mlockall": (151, 3),
+    "packets": (53, 17, 3, 0, pair), "netlink": (53, 16, 3, 0, pair), "vsock": (53, 40, 1, 0, pair), "pidfd": (424, 0, 9, 0, 0),
+    **{f"socket {family}": (41, family, 3, 0) for family in (1, 2, 10, 15, 16, 17, 38, 40)},
+}
+print([name for name, call in tries.items() if libc.syscall(*call) >= 0])
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are of x86_64")
+def test_rarer_services_of_the_kernel(sandbox: Sandbox) -> None:
+    assert said(sandbox, CALLS) == "[]\n"
+
+
+def test_no_file_of_the_system_can_be_opened_for_writing(sandbox: Sandbox) -> None:
+    source = """
+import os
+opened = []
+for path in ("/proc/sys/kernel/hostname", "/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/dev/shm/x", "/dev/mqueue/x", "/dev/tty",
+             "/dev/ptmx", "/dev/kmsg", "/dev/vsock", "/dev/fuse", "/dev/kvm", "/sys/x", "/run/x", "/var/tmp/x", "/x", "/etc/x", "/dev/x"):
+    try: opened.append(open(path, "r+b" if os.path.exists(path) else "wb"))
+    except OSError: pass
+print(opened)
+"""
+    assert said(sandbox, source) == "[]\n"
+
+
+def test_attributes_of_files_and_processes_of_the_same_user(sandbox: Sandbox, tmp: Path) -> None:
+    """Reaching them takes no more than their name or number, where no namespace hides them."""
+    own = tmp / "own"
+    own.write_text("mine")
+    own.chmod(0o600)
+    tmp.chmod(0o777)
+    if os.getuid() == 0:  # as whom the programs run
+        os.chown(own, 65534, 65534)
+    before = own.stat()
+    source = f"""
+import os
+own, other = {str(own)!r}, {os.getpid()}
+done = []
+for name, attempt in {{
+    "chmod": lambda: os.chmod(own, 0o777), "utime": lambda: os.utime(own, (0, 0)), "xattr": lambda: os.setxattr(own, "user.x", b"y"),
+    "chown": lambda: os.chown(own, -1, os.getgid()), "truncate": lambda: os.truncate(own, 0), "unlink": lambda: os.unlink(own),
+    "priority": lambda: os.setpriority(os.PRIO_PROCESS, other, 19), "affinity": lambda: os.sched_setaffinity(other, [0]),
+    "schedule": lambda: os.sched_setparam(other, os.sched_param(0)), "pidfd": lambda: os.pidfd_open(other),
+    "kill": lambda: os.kill(other, 0),
+}}.items():
+    try: attempt(); done.append(name)
+    except OSError: pass
+print(done)
+"""
+    assert said(sandbox, source) == "[]\n"
+    after = own.stat()
+    assert (stat.S_IMODE(after.st_mode), after.st_mtime, after.st_size) == (0o600, before.st_mtime, 4)
+    assert psutil.Process().nice() == os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_priorities_of_all_processes_of_the_same_user(sandbox: Sandbox) -> None:
+    """Where a program's own are all that it sees, it may do as it likes with them."""
+    assert sandbox.protections is not None
+    out = said(sandbox, "import os; os.setpriority(os.PRIO_USER, 0, 19)")
+    assert (out == "") if sandbox.protections.kind == "namespaces" else ("Operation not permitted" in out)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="takes gcc")
+def test_a_compiled_program_still_runs(sandbox: Sandbox) -> None:
+    """Although some walls let no program change the mode of a file."""
+    language = LANGUAGES["c"]
+    source = '#include <stdio.h>\nint main(void) { puts("compiled"); }\n'
+    order = {"kind": "exec", "files": {language.file: source}, "command": language.compile, "keeps_result": True}
+    compiled = sandbox.run(Program(order, limits=PATIENT))
+    assert compiled.exit == 0, compiled
+    order = {"kind": "exec", "files": {}, "command": language.run, "artifact": language.artifact}
+    assert sandbox.run(Program(order, artifact=compiled.result, limits=PATIENT)).stdout == b"compiled\n"
