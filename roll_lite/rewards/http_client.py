@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from pydantic import AfterValidator
 
@@ -156,12 +156,13 @@ class HttpClient:
             async with session.post(endpoint.url, data=body, headers=self._headers(), allow_redirects=False) as response:
                 content = await _read(response)
                 text = self._without_secrets(content.decode("utf-8", errors="replace"))
+                answered = f"answered {self._status(response)}{_first_line(text)}"
                 if response.status in (TOO_MANY, REQUEST_TIMEOUT) or response.status >= LEAST_SERVER_ERROR:
                     wait = _retry_after(response.headers.get("Retry-After"))
-                    return _Trouble(f"answered {_status(response)}{_first_line(text)}", is_answer=response.status != TOO_MANY, wait_s=wait)
+                    return _Trouble(answered, is_answer=response.status != TOO_MANY, wait_s=wait)
                 if not response.ok or response.status >= 300:
                     endpoint.failures = 0
-                    raise Refused(f"{place} answered {_status(response)}{_first_line(text)}")
+                    raise Refused(f"{place} {answered}")
         except aiohttp.ConnectionTimeoutError:
             return _Trouble(f"cannot be reached: no connection within {min(CONNECT_S, self.service.timeout_s):g} s", elsewhere=True)
         except TimeoutError:
@@ -173,7 +174,7 @@ class HttpClient:
         finally:
             endpoint.outstanding -= 1
         try:
-            return json.loads(text)
+            return self._scrubbed(json.loads(text))
         except ValueError as error:
             return _Trouble(f"answered with malformed JSON ({error}){_first_line(text)}", is_answer=True)
 
@@ -198,6 +199,8 @@ class HttpClient:
         key = os.environ.get(variable, "").strip()
         if not key:
             raise RewardFailed(f"reward {self.service.reward}: the environment variable {variable} (api_key_env) is not set")
+        if not key.isprintable():
+            raise RewardFailed(f"reward {self.service.reward}: the key in {variable} (api_key_env) has characters that no header may hold")
         return key
 
     def _headers(self) -> dict[str, str]:
@@ -206,9 +209,32 @@ class HttpClient:
         return {"Content-Type": "application/json", **secret}
 
     def _without_secrets(self, text: str) -> str:
-        """Services like to repeat the key that they refuse."""
+        """Services like to repeat the key that they refuse, as it is, in JSON or in a URL."""
         key = self._key()
-        return text if key is None else text.replace(key, HIDDEN).replace(json.dumps(key)[1:-1], HIDDEN)
+        if key is None:
+            return text
+        if "\\u" in text:  # any letter may be written as its number
+            with suppress(ValueError):
+                text = json.dumps(json.loads(text), ensure_ascii=False)
+        in_json = json.dumps(key)[1:-1]
+        for spelling in sorted({key, in_json, in_json.replace("/", "\\/"), quote(key, safe="")}, key=len, reverse=True):
+            text = text.replace(spelling, HIDDEN)
+        return text
+
+    def _scrubbed(self, answer: Any) -> Any:
+        """Whatever escapes the key was written with are gone by now."""
+        if self.service.api_key_env is None:
+            return answer
+        if isinstance(answer, str):
+            return self._without_secrets(answer)
+        if isinstance(answer, list):
+            return [self._scrubbed(one) for one in answer]
+        if isinstance(answer, dict):
+            return {self._without_secrets(name): self._scrubbed(value) for name, value in answer.items()}
+        return answer
+
+    def _status(self, response: aiohttp.ClientResponse) -> str:
+        return self._without_secrets(f"{response.status} {response.reason or ''}".strip())
 
 
 _OF_LOOP: dict[asyncio.AbstractEventLoop, dict[Hashable, Any]] = {}
@@ -265,10 +291,6 @@ def shown(url: str) -> str:
         parts = urlsplit(url)
         return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
     return "(a URL that cannot be read)"
-
-
-def _status(response: aiohttp.ClientResponse) -> str:
-    return f"{response.status} {response.reason or ''}".strip()
 
 
 def _first_line(text: str) -> str:

@@ -39,6 +39,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "judge": judge,
     "remote": remote,
 }
+SECRET = "api_key_env"
 WARM_UP: dict[str, Callable[[], None]] = {
     "math": warm_math,
     "judge": warm_http,
@@ -109,4 +110,7 @@ def _converted(value: Any, hint: Any, path: str) -> Any:
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        raise ValueError(f"{path}: {value!r}: {error.errors()[0]['msg']}") from error
+        # Some write the key itself where its variable's name belongs.
+        is_secret = path.endswith(f".{SECRET}") or (isinstance(value, Mapping) and SECRET in value)
+        shown = "" if is_secret else f"{value!r}: "
+        raise ValueError(f"{path}: {shown}{error.errors()[0]['msg']}") from (None if is_secret else error)

@@ -164,6 +164,49 @@ async def test_the_key_is_sent_and_repeated_nowhere(monkeypatch: pytest.MonkeyPa
     assert KEY not in repr(caught.value) + repr(http) + str(caught.value.__cause__) + str(caught.value.__context__)
 
 
+@pytest.mark.parametrize("spelling", ["plain", "slashes", "unicode", "url"])
+@pytest.mark.parametrize("status", [200, 401, 500])
+async def test_a_key_that_comes_back_in_another_spelling(monkeypatch: pytest.MonkeyPatch, spelling: str, status: int) -> None:
+    key = "sk/very+secret/0123"
+    escaped = {
+        "plain": key,
+        "slashes": key.replace("/", "\\/"),
+        "unicode": "".join(f"\\u{ord(letter):04x}" for letter in key),
+        "url": "sk%2Fvery%2Bsecret%2F0123",
+    }[spelling]
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with StubServer(lambda r, n: Reply(f'{{"error": ["no {escaped}"]}}'.encode(), status)) as server:
+        http = client(server.url, api_key_env="JUDGE_KEY", retries=0)
+        if status == 200:
+            assert (await http.post({}))[0] == {"error": ["no ***"]}
+            return
+        with pytest.raises(Refused) as caught:
+            await http.post({})
+    assert "answered" in caught.value.cause and '{"error": ["no ***"]}' in caught.value.cause
+
+
+async def test_a_key_in_the_words_of_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 403 no {KEY} here\r\nContent-Length: 0\r\n\r\n".encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(Refused, match=r"answered 403 no \*\*\* here"):
+            await client(f"http://127.0.0.1:{port}", api_key_env="JUDGE_KEY").post({})
+
+
+async def test_a_key_that_no_header_can_hold_is_named_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-first\nsecond")
+    with pytest.raises(RewardFailed, match="the key in JUDGE_KEY") as caught:
+        await client(unused_url(), api_key_env="JUDGE_KEY").post({})
+    assert "sk-first" not in caught.value.cause
+
+
 async def test_a_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(RewardFailed, match=r"the environment variable JUDGE_KEY \(api_key_env\) is not set"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,3 +232,17 @@ def test_types_that_are_none(name: str, problem: str) -> None:
     with pytest.raises(ValueError, match=r"^domains\.own\.reward\.type: ") as caught:
         reward(name)
     assert problem.replace("'.;", "'?;") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("judge", {"url": "http://host/v1", "model": "m", "api_key_env": "sk-secret"}),
+        ("code", {"backend": {"url": "http://host/run", "api_key_env": "sk-secret"}}),
+    ],
+)
+def test_a_key_in_the_place_of_its_variables_name_is_not_repeated(name: str, args: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="no such environment variable") as caught:
+        build_reward(RewardConfig(type=name, args=args), "domains.toy.reward")
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "sk-secret" not in shown
