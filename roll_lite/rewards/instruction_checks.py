@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from numbers import Integral
 from typing import Any
 
 ABBREVIATION = re.compile(
@@ -19,6 +20,7 @@ CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 def _holds(count: int, relation: str, number: int) -> bool:
+    _whole(number)
     if relation == "at least":
         return count >= number
     if relation == "less than":
@@ -26,11 +28,19 @@ def _holds(count: int, relation: str, number: int) -> bool:
     raise ValueError(f"relation must be 'at least' or 'less than', got {relation!r}")
 
 
+def _whole(number: Any) -> int:
+    """Text is equal to no count."""
+    if not isinstance(number, Integral) or isinstance(number, bool):
+        raise ValueError(f"a count must be a whole number, got {number!r}")
+    return int(number)
+
+
 # ---------------------------------------------------------------- keywords
 
 
 def existence(response: str, *, keywords: list[str]) -> bool:
-    return all(_count(keyword, response) > 0 for keyword in keywords)
+    counts = [_count(keyword, response) for keyword in _list("keywords", keywords)]
+    return all(counts)
 
 
 def frequency(response: str, *, keyword: str, frequency: int, relation: str) -> bool:
@@ -38,15 +48,35 @@ def frequency(response: str, *, keyword: str, frequency: int, relation: str) -> 
 
 
 def forbidden_words(response: str, *, forbidden_words: list[str]) -> bool:
-    return not any(re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words)
+    words = [_text("a forbidden word", word) for word in _list("forbidden_words", forbidden_words)]
+    return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", response, re.IGNORECASE) for word in words)
 
 
 def letter_frequency(response: str, *, letter: str, let_frequency: int, let_relation: str) -> bool:
+    if len(_text("letter", letter)) != 1:
+        raise ValueError(f"letter must be one character, got {letter!r}")
     return _holds(response.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 def _count(keyword: str, response: str) -> int:
-    return len(re.findall(re.escape(keyword), response, re.IGNORECASE))
+    return len(re.findall(re.escape(_text("a keyword", keyword)), response, re.IGNORECASE))
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    """A string would pass for the list of its letters, and an empty list asks for nothing."""
+    if isinstance(value, str) or not hasattr(value, "__iter__"):
+        raise ValueError(f"{name} must be a list of words, got {value!r}")
+    values = list(value)
+    if not values:
+        raise ValueError(f"{name} must hold at least one word")
+    return values
+
+
+def _text(name: str, value: Any) -> str:
+    """The empty text is in every response."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name} must be a text with something in it, got {value!r}")
+    return value
 
 
 # ---------------------------------------------------------------- language
@@ -84,7 +114,7 @@ def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
     """Paragraphs stand between lines of ***."""
     parts = re.split(r"\s?\*\*\*\s?", response)
     inner = parts[1:-1]
-    return all(part.strip() for part in inner) and sum(bool(part.strip()) for part in parts) == num_paragraphs
+    return all(part.strip() for part in inner) and sum(bool(part.strip()) for part in parts) == _whole(num_paragraphs)
 
 
 def number_words(response: str, *, num_words: int, relation: str) -> bool:
@@ -95,10 +125,10 @@ def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragrap
     """Paragraphs stand between two line breaks."""
     paragraphs = response.split("\n\n")
     count = sum(bool(paragraph.strip()) for paragraph in paragraphs)
-    if count != num_paragraphs or not 1 <= nth_paragraph <= count:
+    if count != _whole(num_paragraphs) or not 1 <= nth_paragraph <= count:
         return False
     words = paragraphs[nth_paragraph - 1].split()
-    return bool(words) and re.split(r"[.,?!'\"]", words[0].lstrip("'\""))[0].lower() == first_word.lower()
+    return bool(words) and re.split(r"[.,?!'\"]", words[0].lstrip("'\""))[0].lower() == _text("first_word", first_word).lower()
 
 
 def count_sentences(text: str) -> int:
@@ -118,19 +148,19 @@ def count_sentences(text: str) -> int:
 
 
 def number_placeholders(response: str, *, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[.*?\]", response)) >= num_placeholders
+    return len(re.findall(r"\[.*?\]", response)) >= _whole(num_placeholders)
 
 
 def postscript(response: str, *, postscript_marker: str) -> bool:
     known = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
-    marker = postscript_marker.strip()
+    marker = _text("postscript_marker", postscript_marker).strip()
     return re.search(known.get(marker, re.escape(marker.lower())), response.lower()) is not None
 
 
 def number_bullet_lists(response: str, *, num_bullets: int) -> bool:
     stars = re.findall(r"^\s*\*[^*].*$", response, re.MULTILINE)
     dashes = re.findall(r"^\s*-.*$", response, re.MULTILINE)
-    return len(stars) + len(dashes) == num_bullets
+    return len(stars) + len(dashes) == _whole(num_bullets)
 
 
 def constrained_response(response: str) -> bool:
@@ -140,11 +170,11 @@ def constrained_response(response: str) -> bool:
 def number_highlighted_sections(response: str, *, num_highlights: int) -> bool:
     single = re.findall(r"\*[^\n*]*\*", response)
     double = re.findall(r"\*\*[^\n*]*\*\*", response)
-    return sum(bool(part.strip("*").strip()) for part in [*single, *double]) >= num_highlights
+    return sum(bool(part.strip("*").strip()) for part in [*single, *double]) >= _whole(num_highlights)
 
 
 def multiple_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", response)) >= num_sections
+    return len(re.findall(rf"\s?{re.escape(_text('section_spliter', section_spliter).strip())}\s?\d+\s?", response)) >= _whole(num_sections)
 
 
 def json_format(response: str) -> bool:
@@ -172,11 +202,11 @@ def two_responses(response: str) -> bool:
 
 
 def repeat_prompt(response: str, *, prompt_to_repeat: str) -> bool:
-    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    return response.strip().lower().startswith(_text("prompt_to_repeat", prompt_to_repeat).strip().lower())
 
 
 def end_checker(response: str, *, end_phrase: str) -> bool:
-    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    return response.strip().strip('"').lower().endswith(_text("end_phrase", end_phrase).strip().lower())
 
 
 def quotation(response: str) -> bool:
