@@ -275,7 +275,7 @@ class _Judge:
             value = decode(result["value"])
             same = any(same_value(one, value, self.tolerance) for one in (test.expected, *test.also))
             return "" if same else f"value {value!r:.{SHOWN}}, expected {test.expected!r:.{SHOWN}}"
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:
             return f"no value: {type(error).__name__}"
 
 
@@ -293,7 +293,7 @@ def _judged_verdict(ended: Outcome) -> str:
 def _cannot(ended: Outcome) -> str:
     """Why the asserts say nothing about the program; empty where they do."""
     judged = _json(ended.result)
-    return str(judged["cannot"]) if isinstance(judged, dict) and "cannot" in judged else ""
+    return str(judged["cannot"])[:SHOWN] if isinstance(judged, dict) and "cannot" in judged else ""
 
 
 _LIMITS = {

@@ -289,7 +289,11 @@ def test_values_survive(value: Any) -> None:
     assert str(decode(json.loads(json.dumps(encode([float("nan"), float("inf")]))))) == "[nan, inf]"
 
 
-BAD_MADE = [{"o": [name, args]} for name, args in [("Fraction", [1, 0]), ("Decimal", ["x"]), ("eval", ["1"]), ("date", [0, 0, 0])]]
+BAD_MADE = [
+    {"o": [name, args]} for name, args in [("Fraction", [1, 0]), ("Decimal", ["x"]), ("eval", ["1"]), ("date", [0, 0, 0]), ("date", [])]
+]
+LARGE = {"o": ["range", [0, 10**12, 1]]}
+BAD_MADE += [{"o": [name, [large]]} for name in ("frozenset", "deque", "Counter", "OrderedDict", "bytearray") for large in (LARGE, 1 << 40)]
 
 
 @pytest.mark.parametrize("data", [{"r": 0}, {"x": 1}, {}, {"i": 3}, {"s": [[1]]}, {"d": [1]}, {"a": 1, "b": 2}, {"a": 1}, *BAD_MADE])

@@ -129,6 +129,12 @@ def test_iterators_that_a_call_returns_are_lists() -> None:
     assert value("def f(xs):\n    while True: yield 2", calls, test_s=0.3, memory_mb=128) == 0.0
 
 
+def test_values_that_are_only_expensive_to_look_at_are_wrong() -> None:
+    calls = {"fn_name": "f", "inputs": [[1]], "outputs": [[0, 1]]}
+    for much in ("range(10**30)", "range(10**15)", "10**300000", "__import__('decimal').Decimal('1e999999')", "[[]] * 10**5"):
+        assert value(f"def f(x): return {much}", calls) == 0.0, much
+
+
 def test_a_prelude_stands_before_the_program() -> None:
     calls = {"fn_name": "Solution.double", "inputs": [[[1]]], "outputs": [[2]]}
     program = "class Solution:\n    def double(self, xs: List[int]) -> List[int]: return [2 * x for x in xs]"

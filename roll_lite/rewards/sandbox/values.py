@@ -28,6 +28,8 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
 }
 """Types of the standard library that count as plain, and the arguments that make an equal one."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
+MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
+"""Their content as it has to be: a number or a range would make much of little, in the process that reads it."""
 FROM_PROGRAM = "solution"
 """The module that a program is."""
 
@@ -85,7 +87,7 @@ def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
     (kind, inner), *_ = data.items()
     try:
         return _decoded(kind, inner, find)
-    except (KeyError, TypeError, AttributeError, ArithmeticError, ImportError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ImportError) as error:
         raise ValueError(f"no encoded value: {error}") from error
 
 
@@ -94,6 +96,11 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         return find(inner)
     if kind == "a" and find is not None:
         return importlib.import_module("numpy").array(decode(inner[1], find), dtype=inner[0])
+    if kind == "o":
+        name, args = inner[0], decode(inner[1], find)
+        if type(args[0]) is not MADE_OF.get(name, type(args[0])):
+            raise TypeError(f"{name} of {type(args[0]).__name__}")
+        return NAMED[name](*args)
     read: dict[str, Callable[[Any], Any]] = {
         "i": lambda text: int(text, 16),
         "f": float,
@@ -102,7 +109,6 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         "t": lambda ones: tuple(decode(one, find) for one in ones),
         "s": lambda ones: {decode(one, find) for one in ones},
         "d": lambda pairs: {decode(key, find): decode(one, find) for key, one in pairs},
-        "o": lambda made: NAMED[made[0]](*decode(made[1], find)),
         "n": lambda ones: iter(decode(ones, find)),
         "a": lambda array: decode(array[1], find),
     }
