@@ -125,7 +125,7 @@ def _verdict(gold: Reference, answer: Answer, accept: Accept) -> str:
         return _expression_verdict(gold, text, answer.parsed)
     if gold.quantity.number.exact:
         return NOT_A_NUMBER
-    parsed = _parse_whole(split_unit(text)[0])
+    parsed = _parse_whole(split_unit(unwrapped(text))[0])
     return _expression_verdict(gold, text, parsed) if _irrational(parsed) else NOT_A_NUMBER
 
 
@@ -145,7 +145,7 @@ def _number_verdict(gold: Quantity, found: Quantity) -> str:
 
 
 def _expression_verdict(gold: Reference, text: str, parsed: Parsed | None) -> str:
-    text, unit = split_unit(text)
+    text, unit = split_unit(unwrapped(text))
     if ratio(unit, gold.unit) != 1:
         return OTHER_UNIT
     if parsed is None or unit is not NO_UNIT:
@@ -189,7 +189,7 @@ def _answer(response: str, extract: Extract) -> Answer:
 
 def _searched(response: str) -> Answer:
     """Where math-verify finds something in running text."""
-    parsed = _library().parse(response, [_latex(), _plain_text()], parsing_timeout=None)
+    parsed = _library().parse(response.replace("\\$", ""), [_latex(), _plain_text()], parsing_timeout=None)
     if not parsed:
         return Answer("")
     text = next((part for part in parsed if isinstance(part, str)), "") or str(parsed[0])
