@@ -33,6 +33,10 @@ NO_WORDS = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+|\b(?:sqrt|sin|cos|tan|log|l
 LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])[+-])?{DIGITS}(?:/\d+)?(?:\s*\\?%)?")
 STATED = re.compile(r"(?:^\s*#{4}|\banswer\b[\s*`]*(?:\bis\b)?[\s*`]*[:=]?)[\s*`]*([^\n]+)", re.IGNORECASE | re.MULTILINE)
 """GSM8K's #### 72, and: The answer is 72."""
+ALTERNATIVES, EITHER = re.compile(r"\s*,?\s*\b(?:or|and)\b\s*"), re.compile(r"^(?:either|both)\s+", re.IGNORECASE)
+"""3 or 5 are two answers."""
+GOES_ON = re.compile(r"[√π^!][^\s,;]*")
+"""Signs that math-verify's search in running text does not know."""
 EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)")
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
 """In front of an equals sign: what is behind it is one of several answers."""
@@ -107,6 +111,8 @@ class Reference:
     unit: Unit
     parsed: Parsed
     """Without the unit."""
+    brackets: str = ""
+    """Those of a set or of a tuple, which math-verify takes for each other."""
 
 
 def _verdict(gold: Reference, answer: Answer, accept: Accept) -> str:
@@ -148,6 +154,8 @@ def _expression_verdict(gold: Reference, text: str, parsed: Parsed | None) -> st
     text, unit = split_unit(unwrapped(text))
     if ratio(unit, gold.unit) != 1:
         return OTHER_UNIT
+    if {gold.brackets, _brackets(text)} == {"{", "("}:
+        return DIFFERENT
     if parsed is None or unit is not NO_UNIT:
         parsed = _parse_whole(text)
     if not _expressions(parsed):
@@ -182,8 +190,9 @@ def _answer(response: str, extract: Extract) -> Answer:
     if boxes := list(dict.fromkeys(box.strip() for box in reversed(all_boxed(response)))):
         return Answer(", ".join(boxes))
     stated = STATED.findall(response)
-    if stated and _is_answer(stated[-1].strip("*` .\r\t")):
-        return Answer(stated[-1].strip("*` .\r\t"))
+    parts = ALTERNATIVES.split(EITHER.sub("", stated[-1].strip("*` .\r\t"))) if stated else []
+    if parts and all(map(_is_answer, parts)):
+        return Answer(", ".join(parts))
     return _searched(response)
 
 
@@ -193,6 +202,9 @@ def _searched(response: str) -> Answer:
     if not parsed:
         return Answer("")
     text = next((part for part in parsed if isinstance(part, str)), "") or str(parsed[0])
+    beyond = GOES_ON.match(response, response.rfind(text) + len(text)) if text in response else None
+    if beyond is not None:
+        return Answer(text + beyond[0].rstrip("."))
     percent = not isinstance(parsed[0], str) and _library().grader.get_pct_val(parsed[0]) is not None
     return Answer(f"{text}%" if percent and not text.endswith("%") else text, parsed)
 
@@ -263,7 +275,11 @@ def _read_reference(text: str) -> Reference:
     parsed = _parsed_number(number.number) if number is not None else _parse_whole(body)
     if based is None and not _expressions(parsed):
         raise RewardFailed(f"reward math: the reference answer {text!r:.200} is no mathematical expression that math-verify can read")
-    return Reference(number, based, unit, parsed)
+    return Reference(number, based, unit, parsed, _brackets(body))
+
+
+def _brackets(text: str) -> str:
+    return "{" if text.startswith(("\\{", "\\left\\{")) else "(" if text.startswith(("(", "\\left(")) else ""
 
 
 @lru_cache(maxsize=1)

@@ -43,7 +43,7 @@ WRAPPINGS = (
 DELIMITERS = WRAPPINGS[:6]
 """Those around any formula; the others are taken away from around a number only."""
 NAME = re.compile(r"(?:(?:[A-Za-z]\w*|\\[A-Za-z]+)(?:_(?:\w+|\{\w+\}))?(?:\(\s*[A-Za-z]\s*\))?\s*)?(?:=|≈|\\approx|\\simeq|\\sim)(?!=)")
-END = re.compile(r"(?:\\[,;:! ]|(?<!\\)[.,;:\s])+\Z")
+END = re.compile(r"\A(?:\\[,;:! ]|\s)+|(?:\\[,;:! \\]|(?<!\\)[.,;:\s])+\Z")
 
 
 @dataclass(frozen=True)
