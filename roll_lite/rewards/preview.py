@@ -20,6 +20,7 @@ from roll_lite.rewards.references import no_response, reference_response
 
 RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
+INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`), or --column NAME for a column of the data with right ones"
 WITHIN_A_RUN = ("model",)
 """Types that are scored by processes which only a run starts."""
 
@@ -97,7 +98,7 @@ def _tries(name: str, domain: DomainConfig, config: RunConfig, look: Look) -> li
             own = (domain.data.prompt, domain.data.answer)
             columns = [column for column, value in prompts[0].columns.items() if isinstance(value, str) and column not in own]
             there_are = f"; there are {', '.join(columns)}" if columns else ""
-            raise ValueError(f"{nothing}; give --responses FILE, or --column NAME for a column of the data with right responses{there_are}")
+            raise ValueError(f"{nothing}; give {INSTEAD}{there_are}")
         return [_reference(prompt, domain, look) for prompt in prompts]
     given = _Given(name, domain, look)
     prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, given.prompts_needed)

@@ -180,9 +180,7 @@ def test_domains_without_reference_responses(project: Path, capfd: pytest.Captur
     assert look(*expression) == 2
     told = capfd.readouterr().err
     assert told.count("\n") == 1 and "nothing to score: the answers of 'code' are values, and a response is an expression with '+'" in told
-    assert told.endswith(
-        "give --responses FILE, or --column NAME for a column of the data with right responses; there are solution, source\n"
-    )
+    assert told.endswith("or --column NAME for a column of the data with right ones; there are solution, source\n")
     assert look("--domain", "sum") == 2
     assert "'sum' is no domain, did you mean 'sums'?" in capfd.readouterr().err
 
