@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.data_files import Shard, declared_columns, shards_of
+from roll_lite.config.data_files import Shard, column_of, declared_columns, shards_of
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema import DataConfig, DomainConfig, RunConfig
 from roll_lite.config.tag_owners import TagOwners, files_read
@@ -36,7 +36,7 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
         if shards[0].kind == "jsonl":
             yield from _lines(shards, file, place, f"{path}.data", data, named, owners)
         else:
-            yield from _tables(shards, place, f"{path}.data", named)
+            yield from _tables(shards, place, f"{path}.data", data, named, owners)
 
 
 def _named_columns(data: DataConfig, split: str) -> dict[str, str]:
@@ -47,16 +47,30 @@ def _named_columns(data: DataConfig, split: str) -> dict[str, str]:
     return {setting: column for setting, column in named.items() if column is not None}
 
 
-def _tables(shards: list[Shard], place: str, section: str, named: dict[str, str]) -> Iterator[Problem]:
-    for shard in shards:
-        try:
+def _tables(
+    shards: list[Shard], place: str, section: str, data: DataConfig, named: dict[str, str], owners: TagOwners | None
+) -> Iterator[Problem]:
+    """Of the rows only their tags are looked at."""
+    tags: list[tuple[Path, str, Any]] = []
+    try:
+        for shard in shards:
             columns = declared_columns(shard)
-        except ValueError as error:
-            yield Problem(place, str(error), str(shard.path))
-            continue
-        for setting, column in named.items():
-            if column not in columns:
-                yield Problem(f"{section}.{setting}", f"{shard.path} has no such column; {did_you_mean(column, columns)}", column)
+            for setting, column in named.items():
+                if column not in columns:
+                    yield Problem(f"{section}.{setting}", f"{shard.path} has no such column; {did_you_mean(column, columns)}", column)
+            if data.tag in columns:
+                values = column_of(shard, data.tag, SCANNED_ROWS - len(tags))
+                tags += [(shard.path, f"row {number}", value) for number, value in enumerate(values, start=1)]
+    except ValueError as error:
+        yield Problem(place, str(error), str(shard.path))
+        return
+    scan = _Scan()
+    for file, where, tag in tags:
+        _look(scan, file, where, {data.tag: tag}, data, {}, owners)
+    for (tag, file), (where, wrong) in scan.strays.items():
+        yield Problem(f"{section}.tags", f"{file}, {where}: {wrong}", tag)
+    if tags and not scan.rows and not scan.strays:
+        yield Problem(place, "no row has a tag of this domain", str(shards[0].path))
 
 
 @dataclass

@@ -117,3 +117,25 @@ def declared_columns(shard: Shard) -> list[str]:
     except (OSError, ArrowException) as error:
         raise ValueError(f"{shard.path} cannot be read as {shard.kind}: {str(error).splitlines()[0]}") from error
     return [str(name) for name in schema.names]
+
+
+def column_of(shard: Shard, column: str, most: int) -> list[Any]:
+    """The first values of one column of a parquet or arrow file, without reading the others; ValueError where that fails."""
+    from pyarrow import ArrowException, parquet
+
+    values: list[Any] = []
+    try:
+        if shard.kind == "parquet":
+            with parquet.ParquetFile(shard.path, memory_map=True) as file:
+                parts = file.iter_batches(columns=[column])
+                while len(values) < most and (part := next(parts, None)) is not None:
+                    values += part.column(0).to_pylist()
+        else:
+            reader = arrow_reader(shard.path)
+            for part in reader if hasattr(reader, "read_next_batch") else map(reader.get_batch, range(reader.num_record_batches)):
+                values += part.column(column).to_pylist()
+                if len(values) >= most:
+                    break
+    except (OSError, ArrowException) as error:
+        raise ValueError(f"{shard.path} cannot be read as {shard.kind}: {str(error).splitlines()[0]}") from error
+    return values[:most]

@@ -99,6 +99,26 @@ def test_a_row_whose_domain_reads_another_file_is_named(project: Project) -> Non
     assert told(project, yaml % "one.jsonl") == []
 
 
+def test_tags_of_tables_are_looked_at_before_anything_starts(project: Project) -> None:
+    table(project.folder / "rows.parquet", prompt=["1", "2", "3"], answer=["1", "2", "3"], task=["a", "b", "a"])
+    with pa.OSFile(str(project.folder / "rows.arrow"), "wb") as file, pa.ipc.new_stream(file, pa.schema({"task": pa.string()})) as stream:
+        stream.write_table(pa.table({"task": ["c"]}))
+    yaml = """
+domains:
+  add: {data: {train: rows.%s, validation: null, tag: task, tags: [%s]}}
+validation: {enabled: false}
+"""
+    assert told(project, yaml % ("parquet", "a, b")) == []
+    ((path, message),) = told(project, yaml % ("parquet", "a"))
+    assert path == "domains.add.data.tags"
+    assert message == f"{project.folder}/rows.parquet, row 2: the tag 'b' belongs to no domain; there are a (add)"
+    found = told(project, yaml % ("arrow", "a, b"))
+    assert (
+        "domains.add.data.tags",
+        f"{project.folder}/rows.arrow, row 1: the tag 'c' belongs to no domain; there are a (add), b (add)",
+    ) in found
+
+
 def test_a_folder_and_a_file_in_it_are_the_same_data(project: Project) -> None:
     project.write("parts/0.jsonl", '{"prompt": "1", "answer": "1", "task": "a"}\n{"prompt": "1", "answer": "1", "task": "b"}\n')
     yaml = """
