@@ -31,7 +31,7 @@ AMBIGUOUS = re.compile(r"\d\s+\d|(?:\*\*|\^)\s*(?:\d+|[A-Za-z])\s*(?:\*\*|\^)")
 WORDS = re.compile(r"[A-Za-z]{2,}")
 NO_WORDS = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+|\b(?:sqrt|sin|cos|tan|log|ln|exp|pi)\b")
 LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])[+-])?{DIGITS}(?:/\d+)?(?:\s*\\?%)?")
-STATED = re.compile(r"(?:^\s*#{4}|\banswer\b[\s*`]*(?:\bis\b)?[\s*`]*[:=]?)[\s*`]*([^\n]+)", re.IGNORECASE | re.MULTILINE)
+STATED = re.compile(r"(?:^\s*#{4}|\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?)[\s*`]*+([^\n]+)", re.IGNORECASE | re.MULTILINE)
 """GSM8K's #### 72, and: The answer is 72."""
 ALTERNATIVES, EITHER = re.compile(r"\s*,?\s*\b(?:or|and)\b\s*"), re.compile(r"^(?:either|both)\s+", re.IGNORECASE)
 """3 or 5 are two answers."""
@@ -46,6 +46,7 @@ NOT_A_NUMBER = "an expression, where a number was asked for"
 OTHER_UNIT = "another unit"
 UNREADABLE = "not readable as mathematics"
 LONGEST_SHOWN = 200
+LONGEST_FORMULA = 2000
 CLOSE, ROUNDED = Fraction(1, 10_000), 6
 """A decimal may differ by this share of itself, where both are the same to this many decimal places."""
 PRECISION = 30
@@ -218,7 +219,7 @@ def _inside_boxed(text: str) -> str:
 def _is_answer(text: str) -> bool:
     """Nothing but mathematics, without words or delimiters around it, or a number with its unit."""
     text = text.strip()
-    if not text or "\n" in text or "#" in text:
+    if not text or len(text) > LONGEST_FORMULA or "\n" in text or "#" in text:
         return False
     plain = unwrapped(text)
     return not (DELIMITED.search(plain) or WORDS.search(NO_WORDS.sub(" ", plain))) or quantity(text) is not None
