@@ -10,7 +10,7 @@ REQUIRED = {
     "processes": "programs could see or signal other processes, or outlive their test",
 }
 OPTIONAL = {"system calls": "more of the kernel is within reach", "users": "programs run as the user who started this"}
-ALWAYS = "CPU time, memory, processes, file size, open files, output and wall-clock time limited; clean environment"
+ALWAYS = "CPU time, memory, processes, size of files and folder, open files, output and wall-clock time limited; clean environment"
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,8 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +25,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from roll_lite.rewards.sandbox import kernel
+from roll_lite.rewards.sandbox.folders import fits, remove_folder
 from roll_lite.rewards.sandbox.isolation import Walls, build_outer_walls, go_inside, reset_signals
 from roll_lite.rewards.sandbox.process_tree import descendants, kill_descendants
 from roll_lite.rewards.sandbox.programs import run_program
@@ -105,7 +104,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
     try:
         Zygote(line, walls, settings["readable"], folder).serve()
     finally:
-        _remove(folder)
+        remove_folder(folder)
 
 
 def _clean_up_after(zygote: int, folder: str) -> NoReturn:
@@ -116,16 +115,8 @@ def _clean_up_after(zygote: int, folder: str) -> NoReturn:
     os.waitpid(zygote, 0)
     if folder:
         kill_descendants()
-    _remove(folder)
+    remove_folder(folder)
     os._exit(0)
-
-
-def _remove(folder: str) -> None:
-    """Also a folder nested more deeply than Python recurses. Nothing where there is none."""
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-    except RecursionError:
-        subprocess.run(["rm", "-rf", folder], check=False)
 
 
 class Zygote:
@@ -135,6 +126,8 @@ class Zygote:
         self._walls = walls
         self._readable = readable
         self._place = folder
+        self._seen: dict[tuple[int, int], float] = {}
+        """Computing time of each process of the program when last looked at: where nobody waits for a child, its time counts nowhere."""
         self._namespaces = walls.kind == "namespaces"
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
             self._own_pages = int(stream.read().split()[1])
@@ -178,7 +171,7 @@ class Zygote:
                 self._child(limits, files, folder, say_ready)
             os.close(say_ready)
             try:
-                ended = self._watch(pid, limits, started)
+                ended = self._watch(pid, limits, started, folder)
                 trouble = os.read(ready, 2000).decode(errors="replace")
             finally:
                 os.close(ready)
@@ -197,7 +190,7 @@ class Zygote:
         try:
             yield folder
         finally:
-            _remove(folder)
+            remove_folder(folder)
 
     def _child(self, limits: dict[str, Any], files: list[int], folder: str, say_ready: int) -> None:
         say, (order, *own) = say_ready, files
@@ -226,33 +219,36 @@ class Zygote:
         finally:
             os._exit(1)
 
-    def _watch(self, pid: int, limits: dict[str, Any], started: float) -> dict[str, Any]:
+    def _watch(self, pid: int, limits: dict[str, Any], started: float, folder: str) -> dict[str, Any]:
         """Until it ends or passes a limit."""
         handle = os.pidfd_open(pid)
         poller = select.poll()
         poller.register(handle, select.POLLIN)
         poller.register(self._line.fileno(), 0)
         stopped, pause = "", FIRST_LOOK_S
+        self._seen.clear()
         try:
             while not (events := poller.poll(pause * 1000)) or handle not in dict(events):
                 if events:  # whoever wanted to know is gone
                     sys.exit()
                 pause = LOOK_S
-                stopped = self._passed(limits, time.monotonic() - started, pid)
+                stopped = self._passed(limits, time.monotonic() - started, pid, folder)
                 if stopped:
                     os.kill(pid, signal.SIGKILL)
                     break
         finally:
             os.close(handle)
         _, status, usage = os.wait4(pid, 0)
-        cpu_s = usage.ru_utime + usage.ru_stime
+        cpu_s = max(usage.ru_utime + usage.ru_stime, sum(self._seen.values()))
         if not stopped and cpu_s > limits["cpu_s"]:
             stopped = "cpu"
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s, "memory_bytes": usage.ru_maxrss * 1024}
 
-    def _passed(self, limits: dict[str, Any], seconds: float, pid: int) -> str:
+    def _passed(self, limits: dict[str, Any], seconds: float, pid: int, folder: str) -> str:
         if seconds > limits["wall_s"]:
             return "wall"
+        if not self._namespaces and not fits(folder, limits["folder_bytes"], limits["folder_files"]):
+            return "output"
         cpu, memory = 0.0, float(self._in_sockets())
         for process in self._members(pid):
             try:
@@ -260,8 +256,11 @@ class Zygote:
                     fields = stream.read().rpartition(b")")[2].split()
             except OSError:
                 continue
-            cpu += sum(int(fields[place]) for place in (11, 12, 13, 14)) / TICKS
+            used = [int(fields[place]) / TICKS for place in (11, 12, 13, 14)]
+            cpu += sum(used)
+            self._seen[process, int(fields[19])] = used[0] + used[1]
             memory += max(0, int(fields[21]) - self._own_pages) * PAGE
+        cpu = max(cpu, sum(self._seen.values()))
         return "cpu" if cpu > limits["cpu_s"] else "memory" if memory > limits["memory_bytes"] else ""
 
     def _in_sockets(self) -> int:

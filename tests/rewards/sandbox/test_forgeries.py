@@ -1,0 +1,75 @@
+"""Programs that would decide their own verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from rewards.sandbox.running import LIMITS, run, said
+
+from roll_lite.rewards.sandbox.pool import Pair, Program, Sandbox, SandboxPool
+
+pytestmark = pytest.mark.usefixtures("works_after")
+
+
+def test_exit_is_no_pass(sandbox: Sandbox) -> None:
+    call = {"kind": "call", "function": "f", "args": [], "kwargs": {"d": []}}
+    for source in ("import os; os._exit(0)", "import sys; sys.exit(0)", "def f():\n    import os; os._exit(0)"):
+        outcome = sandbox.run(Program({**call, "source": source}, limits=LIMITS))
+        assert outcome.result == b""
+    assert run(sandbox, "import os, signal; os.kill(os.getpid(), signal.SIGKILL); os._exit(9)").exit != 0
+
+
+def test_no_files_of_the_trusted_side_are_open(sandbox: Sandbox) -> None:
+    source = """
+import os, stat
+kinds = []
+for fd in range(3, 300):
+    try: kinds.append((fd, stat.S_ISREG(os.fstat(fd).st_mode)))
+    except OSError: pass
+print(kinds)
+"""
+    assert said(sandbox, source) == "[(3, True)]\n"
+
+
+def test_what_one_program_patches_the_next_does_not_see(sandbox: Sandbox) -> None:
+    patch = """
+import builtins, json, sys
+builtins.print = builtins.eval = None
+json.dumps = lambda *a, **k: '{"value": true}'
+sys.modules['json'] = None
+"""
+    assert run(sandbox, patch).exit == 0
+    assert said(sandbox, "import json; print(json.dumps([1]))") == "[1]\n"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SandboxPool]:
+    pool = SandboxPool(2)
+    yield pool
+    pool.close()
+
+
+CHEATS = {
+    "equal to all": "class E:\n    def __eq__(self, o): return True\n    def __ne__(self, o): return False\ndef f(x): return E()",
+    "int that is equal to all": "class E(int):\n    def __eq__(self, o): return True\ndef f(x): return E(0)",
+    "exit": "import os\ndef f(x): os._exit(0)",
+    "exit at once": "import os\nos._exit(0)",
+    "no assert error": "import builtins\nbuiltins.AssertionError = ValueError\ndef f(x): return 0",
+    "patches the tests": "import sys\nfor m in list(sys.modules.values()):\n    for n in list(vars(m)) if m else ():\n"
+    "        if n in ('decode', 'encode', 'dump'): setattr(m, n, lambda *a, **k: {'value': True})\ndef f(x): return 0",
+    "writes the verdict": "import os\nfor fd in range(3, 9):\n"
+    "    try: os.write(fd, b'{\"value\": true}\\n')\n    except OSError: pass\ndef f(x): return 0",
+    "floods": "import os\nwhile True: os.write(4, b'x' * 65536)",
+    "raises": "def f(x): raise AssertionError('passed')",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_forged_verdicts(pool: SandboxPool, cheat: str) -> None:
+    def judged(source: str) -> bytes:
+        judge = Program({"kind": "judge", "source": "assert f(20) == 42\nassert f(1) == 4", "names": ["f"]}, limits=LIMITS)
+        return pool.run_pair(Pair(Program({"kind": "serve", "source": source}, limits=LIMITS), judge)).result
+
+    assert b"true" not in judged(CHEATS[cheat])
+    assert judged("def f(x): return 2 * x + 2") == b'{"value": true}'
