@@ -25,9 +25,12 @@ FILL = (
     r"(?:\s*(?:\b(?:definitely|clearly|therefore|thus|then|indeed|actually|simply|probably|most\s+likely|both|either|the|correct|right|best"
     r"|option|choice|answer|letter)\b|:))*+"
 )
-NOUN = r"\b(?:answer|option|choice|selection|solution)\b(?:(?!\b(?:not|never|cannot|neither|wrong|incorrect)\b|n['’]t\b)[^.:=;!?\n]){0,60}?"
+NOUN = (
+    r"\b(?:answer|ans|response|option|choice|selection|solution)\b"
+    r"(?:(?!\b(?:not|never|cannot|neither|wrong|incorrect)\b|n['’]t\b)[^.:=;!?\n]){0,60}?"
+)
 VERB = r"\b(?:choos(?:e|ing)|select|pick|go(?:ing)?\s+with|settle\s+on|mean|make\s+that|correction)\b"
-REVISION = r"\b(?:actually|wait)\b[\s,:—-]*(?:no\b[\s,:—-]*)?"
+REVISION = r"\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?"
 HEAD = rf"(?:{NOUN}{IS}|{VERB}|\bit\s*{IS}|\bnot\s+\(?[A-Z]\)?,?\s+but\b(?:\s+rather\b)?|(?P<revision>{REVISION}))"
 DENIED_BEFORE = re.compile(
     r"(?:\b(?:if|whether|unless|not|never|cannot|doubt|wrong|incorrect|false|neither|nor|than|instead\s+of|eliminate|exclude|reject)\b|n['’]t\b)"
