@@ -52,15 +52,15 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
         given = self.headers.get("Authorization", "")
-        if length > LARGEST:
-            self._answer(413, {"error": "too large"})
-            return
-        body = self.rfile.read(length)
+        length = self.headers.get("Content-Length", "")
         if self.server.key is not None and not hmac.compare_digest(given.encode(), f"Bearer {self.server.key}".encode()):
-            self._answer(401, {"error": "no valid key"})
+            self._refuse(401, "no valid key")
             return
+        if not length.isdecimal() or int(length) > LARGEST:
+            self._refuse(413, f"expected a Content-Length of at most {LARGEST}")
+            return
+        body = self.rfile.read(int(length))
         try:
             job = job_from_json(json.loads(body)["job"])
         except (KeyError, TypeError, ValueError) as error:
@@ -72,6 +72,11 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             self.server.free.put(pool)
         self._answer(200, outcome_to_json(ended))
+
+    def _refuse(self, status: int, error: str) -> None:
+        """Without a look at what was sent; what is left of it is no next request."""
+        self.close_connection = True
+        self._answer(status, {"error": error})
 
     def _answer(self, status: int, content: dict[str, object]) -> None:
         body = json.dumps(content).encode()
