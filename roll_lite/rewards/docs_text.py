@@ -109,7 +109,7 @@ ARGUMENTS = {
     "remote": {
         "batch_size": "Samples in one request.",
         "batch_wait_ms": "How long a sample waits for others to travel with.",
-        "columns": "Columns of the data that are sent along.",
+        "columns": "Columns of the data that are sent along; the prompt's own holds the question without the template.",
     },
 }
 
@@ -148,6 +148,9 @@ So a program decides no comparison and cannot forge a verdict. What follows from
 
 A sandbox elsewhere (`backend`) gets `POST {"job": ...}` and answers `{"outcome": ...}`, or `{"trouble": cause}` where it could not run the
 job; `job_from_json` and `outcome_to_json` in `roll_lite/rewards/code_backends.py` read the one and write the other.""",
+    "model": """A process of a reward model that dies is started again: with `hf` that one, on Megatron all of the model's. What it was
+scoring fails with the cause and is tried again (`retries`); other copies go on, and where there is none, samples wait, without their
+`timeout_s` running, until the model is back. The number of replaced processes is `reward/workers_replaced`.""",
 }
 """Further paragraphs."""
 
