@@ -23,7 +23,7 @@ class _Interruption(BaseException):
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
-    """call(), interrupted after it has used this much CPU time of the process, the system's for it included, so that a busy machine changes no outcome.
+    """call(), interrupted after it has used this much CPU time, the system's for it included, so that a busy machine changes no outcome.
 
     With `waiting` every second counts, asleep or not; code that sets alarms of its own takes this one's place. Limits of the two kinds
     can be nested. Python runs signal handlers in the main thread only, so this must be called there.
