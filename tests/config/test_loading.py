@@ -43,7 +43,8 @@ def test_ten_mistakes_are_reported_together(project: Project) -> None:
         "rollout.prompts_per_step": "expected integer > 0",
         "domains.copy.share": "expected number > 0",
         "domains.copy.reward.type": "did you mean 'exact'? A function of your own is a dotted path, package.module.function",
-        "domains.empty.reward": "expected a section with the keys type, args, terms, workers, timeout_s, retries, weight, format",
+        "domains.empty.reward": "expected a section with the keys "
+        "type, args, terms, workers, timeout_s, start_timeout_s, retries, weight, format",
         "actor_train.devices": "use a multiple of 2",
         "algorithm.kl_in_loss.coef": "add a `reference` section, or use 0",
     }

@@ -122,6 +122,17 @@ def test_arrays() -> None:
     assert "the tests import what is not there: No module named 'numpy'; python_path may" in verdict("def f(x): return x", tests)
 
 
+def test_packages_below_the_folder_for_temporary_files(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("def twice(x): return 2 * x")
+    tmp_path.chmod(0o755)
+    tests = "from helper import twice\nassert f(3) == twice(3)"
+    writes = "import os, tempfile\nopen('a', 'w').close()\ntempfile.TemporaryFile().close()\n"
+    assert verdict(f"{writes}from helper import twice as f", tests, python_path=[str(tmp_path)]) == "passed"
+    overwrites = f"def f(x): open({str(tmp_path / 'helper.py')!r}, 'a')"
+    assert "Error: [Errno" in verdict(overwrites, tests, python_path=[str(tmp_path)])
+    assert (tmp_path / "helper.py").read_text() == "def twice(x): return 2 * x"
+
+
 def test_iterators_behave_as_in_one_process() -> None:
     squares = "def f(n):\n    for i in range(n): yield i * i\n"
     assert verdict(squares, "assert list(f(3)) == [0, 1, 4]\ng = f(2)\nassert next(g) == 0 and next(g) == 1") == "passed"

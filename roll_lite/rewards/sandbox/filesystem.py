@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterable
 
 from roll_lite.rewards.sandbox.kernel import (
@@ -22,8 +23,8 @@ from roll_lite.rewards.sandbox.kernel import (
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-WORK = "/tmp"
-"""The program's folder, as it sees it."""
+WORK = "/sandbox"
+"""The program's folder, as it sees it: /tmp is the same, unless something below the machine's /tmp is to be shown."""
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
@@ -35,8 +36,10 @@ def readable_paths(more: Iterable[str] = ()) -> list[str]:
     return kept
 
 
-def build_root(more: Iterable[str], scratch: str) -> None:
-    """In a fresh mount namespace: a root of read-only views. `scratch`: any folder, covered by the new root while it is built."""
+def build_root(more: Iterable[str]) -> None:
+    """In a fresh mount namespace: a root of read-only views."""
+    shown = readable_paths(more)
+    scratch = _covered(shown)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path in SYSTEM:
@@ -44,7 +47,7 @@ def build_root(more: Iterable[str], scratch: str) -> None:
             os.symlink(os.readlink(path), f"{scratch}{path}")  # noqa: PTH115, PTH211
         elif os.path.isdir(path):  # noqa: PTH112
             _show(path, scratch)
-    for path in (*SETTINGS, *readable_paths(more)):
+    for path in (*SETTINGS, *shown):
         if os.path.exists(path):  # noqa: PTH110
             _show(path, scratch)
     for path in DEVICES:
@@ -54,11 +57,21 @@ def build_root(more: Iterable[str], scratch: str) -> None:
         os.symlink(f"/proc/self/{target}", f"{scratch}/dev/{name}")  # noqa: PTH211
     for folder in ("/proc", WORK):
         os.mkdir(f"{scratch}{folder}", 0o755)  # noqa: PTH102
+    if not os.path.lexists(f"{scratch}/tmp"):
+        os.symlink(WORK, f"{scratch}/tmp")  # noqa: PTH211
     # The kernel lets a user namespace mount a /proc of its own only where it sees one already; programs never see this one.
     mount("/proc", f"{scratch}/proc", None, MS_BIND | MS_REC)
     # An ordinary user's programs own this folder: what they left in it the next one would find.
     mount("none", scratch, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     pivot_root(scratch)
+
+
+def _covered(shown: Iterable[str]) -> str:
+    """A folder that the new root can cover while it is built: nothing that is shown lies in it."""
+    for folder in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
+        if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in shown):  # noqa: PTH112
+            return folder
+    raise OSError("every folder that could be mounted over holds something that programs are to see")
 
 
 def _show(path: str, scratch: str) -> None:

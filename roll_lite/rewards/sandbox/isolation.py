@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,16 +79,15 @@ def _trouble_with_namespaces(readable: Sequence[str]) -> str:
 
 def _namespaces(readable: Sequence[str]) -> Walls:
     uid, gid = os.getuid(), os.getgid()
-    scratch = tempfile.gettempdir()
     own_users = True
     if _is_root_of_machine() or (uid == 0 and _works(_change_user)):
         kernel.unshare(kernel.CLONE_NEWNS)
-        filesystem.build_root(readable, scratch)
+        filesystem.build_root(readable)
         own_users = _become_nobody()
     else:
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
         kernel.write_id_maps(uid, gid)
-        filesystem.build_root(readable, scratch)
+        filesystem.build_root(readable)
         kernel.unshare(OTHERS)
     held = {
         "files": "mount namespace",

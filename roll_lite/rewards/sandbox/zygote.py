@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from roll_lite.rewards.sandbox import kernel
+from roll_lite.rewards.sandbox.filesystem import WORK
 from roll_lite.rewards.sandbox.folders import fits, remove_folder
 from roll_lite.rewards.sandbox.isolation import Walls, build_outer_walls, go_inside, reset_signals
 from roll_lite.rewards.sandbox.process_tree import descendants, kill_descendants
@@ -93,7 +94,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         os.chmod(folder, 0o711)  # noqa: PTH101
     os.environ.clear()
-    os.environ.update({"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "TMPDIR": "/tmp"})
+    os.environ.update({"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": WORK})
     sys.path[:] = [path for path in sys.path if path != settings["root"]] + settings["python_path"]
     for name in WARM:
         importlib.import_module(name)
@@ -182,7 +183,7 @@ class Zygote:
     @contextlib.contextmanager
     def _folder(self) -> Iterator[str]:
         if self._namespaces:
-            yield "/tmp"
+            yield WORK
             return
         folder = tempfile.mkdtemp(dir=self._place)
         if "users" in self._walls.held:
@@ -205,6 +206,7 @@ class Zygote:
                 os.closerange(say + 1, HIGHEST_FILE)
                 if not self._namespaces:
                     os.environ["HOME"] = os.environ["TMPDIR"] = folder
+                tempfile.tempdir = None  # told from the environment once more
                 go_inside(self._walls, folder, limits, self._readable)
             except BaseException as error:
                 os.write(say, f"{type(error).__name__}: {error}".encode())
