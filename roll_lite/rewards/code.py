@@ -6,7 +6,9 @@ import ast
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
@@ -17,6 +19,7 @@ from roll_lite.rewards.code_tests import Test, tests_of
 from roll_lite.rewards.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
 from roll_lite.rewards.sandbox.values import decode, encode
 
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, file_mb=32, folder_mb=256)
 CLOCK = 3.0
 """Times as much as computing time: others compute as well."""
@@ -29,23 +32,23 @@ def code(
     *,
     mode: Literal["tests", "expression"] = "tests",
     column: str | None = None,
-    languages: Sequence[str] = ("python",),
+    languages: Annotated[Sequence[str], Field(min_length=1)] = ("python",),
     extract: Extract = "auto",
     prelude: str = "",
     score: Literal["all", "fraction"] = "all",
     fail_fast: bool | None = None,
     compare: Compare = "lines",
-    tolerance: float = 1e-6,
+    tolerance: NonNegativeFloat = 1e-6,
     must_contain: Sequence[str] = (),
     forbid: Sequence[str] = (),
-    test_s: float = 3.0,
-    wall_s: float | None = None,
-    total_s: float = 8.0,
-    memory_mb: int = 512,
-    output_kb: int = 1024,
-    file_mb: int = 16,
-    processes: int = 32,
-    parallel: int = 1,
+    test_s: Seconds = 3.0,
+    wall_s: Seconds | None = None,
+    total_s: Seconds = 8.0,
+    memory_mb: PositiveInt = 512,
+    output_kb: PositiveInt = 1024,
+    file_mb: PositiveInt = 16,
+    processes: PositiveInt = 32,
+    parallel: PositiveInt = 1,
     readable: Sequence[str] = (),
     python_path: Sequence[str] = (),
     commands: dict[str, dict[str, Any]] | None = None,
@@ -72,6 +75,11 @@ def code(
     attempts = [_attempt(sample, mode, column, known, extract, marks, prelude) for sample in samples]
     judge.run(runner, [one for one in attempts if isinstance(one, _Attempt)])
     return [one.result(score == "fraction") if isinstance(one, _Attempt) else one for one in attempts]
+
+
+def check_code(languages: Sequence[str] = ("python",), commands: Mapping[str, Mapping[str, Any]] | None = None, **_: Any) -> None:
+    """ValueError where a language is unknown; whether it is installed is for the machine to say that runs it."""
+    known_languages(languages, commands or {}, local=False)
 
 
 def warm_code(**arguments: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.http_client import KeyVariable, Service, shared
@@ -27,7 +27,7 @@ class RemoteBackend(BaseModel):
     concurrency: PositiveInt = 16
     timeout_s: PositiveFloat = 60.0
     """Of one request, which holds one job."""
-    retries: int = 3
+    retries: NonNegativeInt = 3
 
 
 class Backend(Protocol):

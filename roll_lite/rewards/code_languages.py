@@ -42,7 +42,7 @@ def known_languages(names: Sequence[str], commands: Mapping[str, Mapping[str, An
     for name in names:
         plain = ALIASES.get(name.lower(), name.lower())
         if plain in commands:
-            language = Language(**commands[plain])
+            language = _own_language(plain, commands[plain])
             needed = (language.compile or language.run)[0]
         elif plain == "python":
             found[plain] = None
@@ -55,6 +55,13 @@ def known_languages(names: Sequence[str], commands: Mapping[str, Mapping[str, An
             raise ValueError(f"languages: {name!r} needs {needed}, which is not installed here")
         found[plain] = language
     return found
+
+
+def _own_language(name: str, given: Mapping[str, Any]) -> Language:
+    try:
+        return Language(**given)
+    except TypeError as error:
+        raise ValueError(f"commands.{name}: {str(error).removeprefix('Language.__init__() ')}") from error
 
 
 def extract_code(response: str, extract: Extract) -> tuple[str, str] | None:

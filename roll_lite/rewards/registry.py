@@ -13,7 +13,7 @@ from roll_lite.config.schema import RewardConfig
 from roll_lite.data.user_function import did_you_mean, load_function
 from roll_lite.rewards.base import RewardFunction, hints_of
 from roll_lite.rewards.choice import choice
-from roll_lite.rewards.code import code, warm_code
+from roll_lite.rewards.code import check_code, code, warm_code
 from roll_lite.rewards.combine import Reward, Term, labels_of
 from roll_lite.rewards.exact import exact
 from roll_lite.rewards.form import format as format_reward
@@ -48,6 +48,10 @@ WARM_UP: dict[str, Callable[[], None]] = {
 WARM_UP_WITH_ARGUMENTS: dict[str, Callable[..., None]] = {
     "code": warm_code,
 }
+CHECKS: dict[str, Callable[..., None]] = {
+    "code": check_code,
+}
+"""Of arguments together, where their types and ranges in the signature do not say all; ValueError that begins with the argument."""
 
 
 def build_reward(config: RewardConfig, path: str = "reward") -> Reward:
@@ -69,6 +73,8 @@ def _build_function(name: str, args: Mapping[str, Any], path: str) -> RewardFunc
             f"there are {', '.join(REWARDS)}, and dotted paths to functions of your own, package.module.function"
         )
     checked = _checked_args(name, function, args, f"{path}.args")
+    if name in CHECKS:
+        _check_together(CHECKS[name], checked, f"{path}.args")
     warm = partial(WARM_UP_WITH_ARGUMENTS[name], **checked) if name in WARM_UP_WITH_ARGUMENTS else WARM_UP.get(name)
     return RewardFunction(name, function, checked, warm)
 
@@ -98,6 +104,13 @@ def _checked_args(name: str, function: Callable[..., Any], args: Mapping[str, An
         raise ValueError(f"{path}: reward {name!r} needs {', '.join(missing)}")
     hints = hints_of(function)
     return {argument: _converted(value, hints.get(argument), f"{path}.{argument}") for argument, value in args.items()}
+
+
+def _check_together(check: Callable[..., None], args: Mapping[str, Any], path: str) -> None:
+    try:
+        check(**args)
+    except ValueError as error:
+        raise ValueError(f"{path}.{error}") from error
 
 
 def _converted(value: Any, hint: Any, path: str) -> Any:

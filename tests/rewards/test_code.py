@@ -206,6 +206,30 @@ def test_the_registry_builds_and_warms_it() -> None:
         known_languages(["own"], {"own": {"file": "main.x", "run": ["no-such-compiler", "main.x"]}}, local=True)
 
 
+@pytest.mark.parametrize(
+    ("argument", "value", "said"),
+    [
+        *((name, 0, "greater than 0") for name in ("test_s", "wall_s", "total_s", "memory_mb", "output_kb", "file_mb")),
+        *((name, -1, "greater than 0") for name in ("test_s", "processes", "parallel")),
+        ("parallel", 0, "greater than 0"),
+        ("total_s", math.inf, "finite"),
+        ("tolerance", -1, "greater than or equal to 0"),
+        ("languages", [], "at least 1 item"),
+        ("languages", ["cobol"], "'cobol' is unknown"),
+    ],
+)
+def test_arguments_out_of_range_are_told_before_a_sample_is_scored(argument: str, value: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"^reward\.args\.{argument}: .*{said}"):
+        build_reward(RewardConfig(type="code", args={argument: value}))
+
+
+def test_languages_of_ones_own_are_checked() -> None:
+    own = {"own": {"file": "main.x", "run": ["x"]}}
+    build_reward(RewardConfig(type="code", args={"languages": ["own"], "commands": own}))
+    with pytest.raises(ValueError, match=r"^reward\.args\.commands\.own: .*'run'"):
+        build_reward(RewardConfig(type="code", args={"languages": ["own"], "commands": {"own": {"file": "main.x"}}}))
+
+
 # ---------------------------------------------------------------- remote
 
 
