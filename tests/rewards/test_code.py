@@ -106,6 +106,12 @@ def test_programs_that_fail_are_wrong_and_no_failures() -> None:
         assert score.value == 0.0 and verdict in str(score.details["verdict"]), (source, score)
 
 
+@pytest.mark.parametrize("leave", ["exit()", "exit(0)", "quit()", "quit(0)", "import sys\nsys.exit()"])
+def test_programs_may_leave_early(leave: str) -> None:
+    assert scored(f"{DOUBLE}\n{leave}\nprint('more')", STDIO).value == 1.0
+    assert scored(f"{DOUBLE}\nexit(3)", STDIO).details["verdict"] == "test 1: exit status 3: "
+
+
 def test_all_tests_together_have_a_limit() -> None:
     source = "import time\ns = time.process_time()\nwhile time.process_time() - s < 0.3: pass\nprint(int(input()) * 2)"
     score = scored(source, pairs(1, 2, 3, 4), score="fraction", test_s=2.0, total_s=0.5)

@@ -17,7 +17,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from roll_lite.rewards.sandbox.serving import serve
 from roll_lite.rewards.sandbox.stand_ins import Cannot, ProgramEnded, Wire, builtins_for
@@ -40,6 +40,7 @@ def run_program(order: dict[str, Any]) -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     sys.setrecursionlimit(RECURSION)
     sys.argv = ["main.py"]
+    builtins.exit = builtins.quit = _leave_program  # type: ignore[assignment]
     try:
         MODES[order["kind"]](order)
         status = 0
@@ -59,6 +60,11 @@ def run_program(order: dict[str, Any]) -> None:
     except BaseException:
         status = status or 1
     os._exit(status & 0xFF)
+
+
+def _leave_program(code: Any = None) -> NoReturn:
+    """What `site`, which does not run here, offers as exit and quit."""
+    raise SystemExit(code)
 
 
 KEPT = ("roll_lite", "roll_lite.rewards")
