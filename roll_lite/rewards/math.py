@@ -19,6 +19,7 @@ from roll_lite.rewards.numbers import DIGITS, PlainNumber, Quantity, numeral, pl
 from roll_lite.rewards.places import after_thinking, all_boxed, last_boxed, last_tagged, plain_boxes
 from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
 from roll_lite.rewards.units import NO_UNIT, Unit, ratio, split_unit
+from roll_lite.rewards.words import in_words
 
 Extract = Literal["auto", "boxed", "tagged", "number"]
 Accept = Literal["simplified", "value"]
@@ -35,6 +36,16 @@ STATED = re.compile(r"(?:^\s*#{4}|\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?)[\s
 """GSM8K's #### 72, and: The answer is 72."""
 ALTERNATIVES, EITHER = re.compile(r"\s*,?\s*\b(?:or|and)\b\s*"), re.compile(r"^(?:either|both)\s+", re.IGNORECASE)
 """3 or 5 are two answers."""
+ONE_OR_OTHER = re.compile(rf"([+-]?{DIGITS}(?:/\d+)?(?:\s*\\?%)?)\s+or\s+\Z")
+LABEL = re.compile(r"\A\s*A:\s+(?=\S)")
+"""As behind Q: in examples."""
+REFERENCE = re.compile(
+    r"\A(?:.*####|(?:so,?\s+)?(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:\bis\b\s*:?|[:=]))\s*", re.DOTALL | re.IGNORECASE
+)
+"""In front of the answer in columns with whole solutions."""
+REMARK = re.compile(r"\s*(?:\(|[.!](?=\s)|\b(?:an?|in|for|on|at|by|with|from|because|since|when|after|each|every|per)\b)")
+"""Behind a quantity: what follows says more about it."""
+ARITHMETIC = re.compile(r"(?:[\d\s.,+\-*/^(){}!]|\\(?:frac|sqrt|cdot|times|div|left|right)(?![A-Za-z]))+")
 GOES_ON = re.compile(r"[√π^!][^\s,;]*")
 """Signs that math-verify's search in running text does not know."""
 EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)")
@@ -44,11 +55,15 @@ SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
 EQUAL, DIFFERENT, NOTHING = "equal", "different", "no answer found"
 NOT_A_NUMBER = "an expression, where a number was asked for"
 OTHER_UNIT = "another unit"
+FALSE_EQUATION = "an equation that does not hold"
 UNREADABLE = "not readable as mathematics"
 LONGEST_SHOWN = 200
 LONGEST_FORMULA = 2000
+LONGEST_NUMBER = 60
 CLOSE, ROUNDED = Fraction(1, 10_000), 6
 """A decimal may differ by this share of itself, where both are the same to this many decimal places."""
+LOOSE = Fraction(1, 100)
+"""Two sides of an equation with decimals may differ by this share: people round as they go."""
 PRECISION = 30
 """Digits of a decimal."""
 
@@ -60,23 +75,25 @@ def math(
 
     extract: where the response's answer stands, behind the last </think>. auto: the response itself where it is one bare formula, the
     last <answer></answer>, the only \boxed{} or several as a set, what is behind the last "####" or "the answer is" where that is
-    nothing but a formula, else math-verify searches: the last formula or number. boxed: in the last \boxed{}. tagged: in the last
-    <answer></answer>. number: the last number.
+    nothing but a formula or begins with a quantity, else math-verify searches: the last formula or number. boxed: in the last \boxed{}.
+    tagged: in the last <answer></answer>. number: the last number.
     accept: matters where the reference is a plain number. simplified: the answer has to be a number too (integer, decimal, fraction,
     mixed number, percentage, power of ten, with or without a unit; for a decimal an irrational constant such as \sqrt{2}/2 as well), or
-    an equation with a number on its right side, such as 45+25=70. value: any term that is worth it, such as 45+25 for 70.
+    an equation with a number on its right side, such as 45+25=70, that holds. value: any term that is worth it, such as 45+25 for 70.
 
     A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm.
     50% is 0.5, and 50 as well. Numerals such as 1001_2 are equal to themselves only. A response without an answer, or one that takes
-    longer than cpu_limit_s, is wrong; a reference answer that cannot be read is a failure. `extracted` in the details is what was
-    compared.
+    longer than cpu_limit_s, is wrong; a reference answer that cannot be read is a failure. Of a reference with "####", as GSM8K has
+    them, what is behind it counts; one in words, such as no solution, is compared as text, without regard to case. `extracted` in the
+    details is what was compared.
     """
     gold = _reference(_reference_text(sample.answer), cpu_limit_s)
     answer = Answer("")
 
     def judge() -> str:
         nonlocal answer
-        answer = _answer(tidy(after_thinking(sample.response)), extract)
+        response = tidy(after_thinking(sample.response))
+        answer = _answer_in_words(response, extract) if gold.words else _answer(response, extract)
         return _verdict(gold, answer, accept)
 
     try:
@@ -102,6 +119,8 @@ class Answer:
     """As it stands in the response; empty where there is none."""
     parsed: Parsed | None = None
     """What math-verify's search made of it; None where the text is one formula that was not parsed yet."""
+    exclaims: bool = False
+    """It ends a sentence: a ! behind it need not be a factorial."""
 
 
 @dataclass(frozen=True)
@@ -114,20 +133,25 @@ class Reference:
     """Without the unit."""
     brackets: str = ""
     """Those of a set or of a tuple, which math-verify takes for each other."""
+    words: str | None = None
+    """Where it is words and no formula."""
 
 
 def _verdict(gold: Reference, answer: Answer, accept: Accept) -> str:
     if not answer.text:
         return NOTHING
+    if gold.words is not None:
+        return EQUAL if in_words(answer.text) == gold.words else DIFFERENT
     based = numeral(unnamed(answer.text))
     if based is not None or gold.numeral is not None:
         return EQUAL if based == gold.numeral else DIFFERENT
     if gold.quantity is None:
         return _expression_verdict(gold, answer.text, answer.parsed)
-    text = _right_side(answer.text)
+    whole = answer.text.removesuffix("!") if answer.exclaims else answer.text
+    text = _right_side(whole)
     found = quantity(text)
     if found is not None:
-        return _number_verdict(gold.quantity, found)
+        return _number_verdict(gold.quantity, found) if _holds(whole) else FALSE_EQUATION
     if accept == "value":
         return _expression_verdict(gold, text, answer.parsed)
     if gold.quantity.number.exact:
@@ -166,8 +190,39 @@ def _expression_verdict(gold: Reference, text: str, parsed: Parsed | None) -> st
 
 def _right_side(text: str) -> str:
     """Of an equation what is said to be equal, as 70 in 45+25=70 and x=70."""
-    equals = [one.end() for one in EQUALS.finditer(text) if text.count("{", 0, one.end()) == text.count("}", 0, one.end())]
-    return unnamed(text[equals[-1] :] if equals and not SEVERAL.search(text, 0, equals[-1]) else text)
+    return unnamed(_sides(text)[-1])
+
+
+def _sides(text: str) -> list[str]:
+    """Of an equation; the whole text where it is none, or one of several answers."""
+    text = unwrapped(text)
+    equals = [one for one in EQUALS.finditer(text) if text.count("{", 0, one.end()) == text.count("}", 0, one.end())]
+    if not equals or SEVERAL.search(text, 0, equals[-1].end()):
+        return [text]
+    places = [0, *(place for one in equals for place in one.span()), len(text)]
+    return [text[start:end] for start, end in zip(places[::2], places[1::2], strict=True)]
+
+
+def _holds(text: str) -> bool:
+    """False where sides that are nothing but numbers differ: 17=18."""
+    values = [value for value in map(_worth, _sides(text)) if value is not None]
+    room = LOOSE if "." in text else CLOSE**3
+    return all(abs(values[-1] - value) <= max(abs(values[-1]), abs(value)) * room for value in values[:-1])
+
+
+def _worth(side: str) -> Fraction | None:
+    """Of a number or arithmetic without letters and units."""
+    side = unwrapped(side.replace("\\$", ""))
+    number = plain_number(side)
+    if number is not None:
+        return number.value
+    if not ARITHMETIC.fullmatch(side):
+        return None
+    parsed = _expressions(_parse_whole(side))
+    if len(parsed) != 1 or not getattr(parsed[0], "is_comparable", False):
+        return None
+    value = parsed[0].evalf(PRECISION)
+    return Fraction(str(value)) if value.is_Float or value.is_Integer else None
 
 
 def _irrational(parsed: Parsed) -> bool:
@@ -177,24 +232,73 @@ def _irrational(parsed: Parsed) -> bool:
 def _answer(response: str, extract: Extract) -> Answer:
     response = plain_boxes(response)
     if extract == "tagged":
-        return Answer(_inside_boxed(last_tagged(response) or "").strip())
+        return _said(_inside_boxed(last_tagged(response) or ""))
     if extract == "boxed":
-        return Answer((last_boxed(response) or "").strip())
+        return _said(last_boxed(response) or "")
     if extract == "number":
         numbers = LAST_NUMBER.findall(response)
         return Answer(numbers[-1] if numbers else "")
+    response = LABEL.sub("", response)
     if _is_answer(response):
         return Answer(response.strip())
     tagged = last_tagged(response)
     if tagged is not None:
-        return Answer(_inside_boxed(tagged).strip())
+        return _said(_inside_boxed(tagged))
     if boxes := list(dict.fromkeys(box.strip() for box in reversed(all_boxed(response)))):
-        return Answer(", ".join(boxes))
+        return _said(boxes[0]) if len(boxes) == 1 else Answer(", ".join(boxes))
     stated = STATED.findall(response)
-    parts = ALTERNATIVES.split(EITHER.sub("", stated[-1].strip("*` .\r\t"))) if stated else []
-    if parts and all(map(_is_answer, parts)):
-        return Answer(", ".join(parts))
-    return _searched(response)
+    found = _alternatives(stated[-1]) or _leading(stated[-1]) if stated else _alternatives(response)
+    return found or _searched(response)
+
+
+def _said(text: str) -> Answer:
+    """What stands in a place for the answer: a formula, or a sentence around it."""
+    text = LABEL.sub("", text).strip()
+    if _is_answer(text):
+        return Answer(text)
+    stated = STATED.findall(text)
+    if stated and _is_answer(stated[-1].strip("*` .!\r\t")):
+        return Answer(stated[-1].strip("*` .!\r\t"))
+    return _leading(stated[-1] if stated else text) or Answer(text)
+
+
+def _alternatives(text: str) -> Answer | None:
+    """Of a text that is formulas only, with words between them; the same number twice is one."""
+    text = text.strip("*` .\r\n\t")
+    parts = ALTERNATIVES.split(EITHER.sub("", text))
+    if not all(map(_is_answer, parts)):
+        return None
+    different = {_key(part): part for part in reversed(parts)}
+    return Answer(", ".join(map(unwrapped, reversed(different.values()))) if len(different) > 1 else parts[0], exclaims=len(parts) == 1)
+
+
+def _key(text: str) -> Any:
+    """Answers with the same are the same: 0.5 and 50%."""
+    found = quantity(text)
+    return (found.number.value, found.unit) if found is not None else text
+
+
+def _leading(text: str) -> Answer | None:
+    """The quantity that the text begins with, 42 apples of: 42 apples in 3 days."""
+    text = text.strip("*` .!\r\n\t")
+    remark = REMARK.search(text)
+    if remark is None or SEVERAL.search(text, remark.start()) or quantity(text[: remark.start()]) is None:
+        return None
+    return Answer(text[: remark.start()].strip())
+
+
+def _answer_in_words(response: str, extract: Extract) -> Answer:
+    """Where the reference is words, which no search for formulas would find."""
+    if extract == "number":
+        return _answer(response, extract)
+    response = plain_boxes(response)
+    place = last_boxed(response) if extract == "boxed" else last_tagged(response)
+    if extract == "auto" and place is None:
+        boxes = set(all_boxed(response))
+        place = ", ".join(sorted(boxes)) if boxes else response
+    text = _inside_boxed(place or "")
+    stated = STATED.findall(text)
+    return Answer((stated[-1] if stated else text).strip())
 
 
 def _searched(response: str) -> Answer:
@@ -207,7 +311,12 @@ def _searched(response: str) -> Answer:
     if beyond is not None:
         return Answer(text + beyond[0].rstrip("."))
     percent = not isinstance(parsed[0], str) and _library().grader.get_pct_val(parsed[0]) is not None
-    return Answer(f"{text}%" if percent and not text.endswith("%") else text, parsed)
+    text = f"{text}%" if percent and not text.endswith("%") else text
+    end = max(0, response.rfind(text))
+    other = ONE_OR_OTHER.search(response, max(0, end - LONGEST_NUMBER), end)
+    if other is not None and _key(other[1]) != _key(text):
+        return Answer(f"{other[1]}, {text}")
+    return Answer(text, parsed)
 
 
 def _inside_boxed(text: str) -> str:
@@ -270,7 +379,9 @@ def _reference(text: str, cpu_limit_s: float) -> Reference:
 
 
 def _read_reference(text: str) -> Reference:
-    inner = unwrapped(_inside_boxed(plain_boxes(tidy(text.strip()))))
+    inner = unwrapped(_inside_boxed(plain_boxes(REFERENCE.sub("", tidy(text.strip())))))
+    if words := in_words(inner):
+        return Reference(None, None, NO_UNIT, [], words=words)
     based, number = numeral(unnamed(inner)), quantity(inner)
     body, unit = (inner, number.unit) if number is not None else split_unit(inner)
     parsed = _parsed_number(number.number) if number is not None else _parse_whole(body)
