@@ -161,7 +161,7 @@ def _number(value: Any, name: str) -> float:
         raise RewardFailed(
             f"reward {name}: returned {value!r:.80} of type {type(value).__name__}; expected a number, a bool, a Score or a dict"
         )
-    number = float(value)
+    number = _float(value)
     if not math.isfinite(number):
         raise RewardFailed(f"reward {name}: returned {number}, which is not finite")
     return number
@@ -182,4 +182,12 @@ def _details(details: Any, name: str) -> dict[str, float | str]:
 def _detail(value: Any, name: str) -> float:
     if not isinstance(value, numbers.Real | np.bool_):
         raise RewardFailed(f"reward {name}: must be a number or a string, got {value!r:.80}")
-    return float(value)
+    return _float(value)
+
+
+def _float(value: Any) -> float:
+    """Infinite where it is beyond what a float can hold."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
