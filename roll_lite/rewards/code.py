@@ -151,7 +151,12 @@ def _attempt(
         tests = [Test(expected=_value(sample.answer))] if mode == "expression" else tests_of(sample, column)
     except RewardFailed as failure:
         return failure
-    found = extract_code(sample.response, extract)
+    needed = {name for test in tests for name in test.needs()}
+    if needed:
+        languages = {name: language for name, language in languages.items() if language is None}
+    if not languages:
+        return RewardFailed("reward code: function calls and asserts are for python only")
+    found = extract_code(sample.response, extract, languages, needed)
     if found is None:
         return Score(0.0, False, {"verdict": "no program found"})
     source, tag = found
@@ -165,8 +170,6 @@ def _attempt(
         if piece in source:
             return Score(0.0, False, shown | {"verdict": f"has {piece!r}"})
     language = languages[tag] if tag in languages else next(iter(languages.values()))
-    if language is not None and any(test.function or test.source for test in tests):
-        return RewardFailed("reward code: function calls and asserts are for python only")
     try:
         source.encode()
     except UnicodeEncodeError:

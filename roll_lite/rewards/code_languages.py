@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from roll_lite.rewards.places import after_thinking
 
 Extract = Literal["auto", "fenced", "whole"]
 
@@ -33,7 +35,8 @@ LANGUAGES: dict[str, Language] = {
 }
 NEEDS = {"bash": "bash", "javascript": "node", "c": "gcc", "c++": "g++", "perl": "perl", "ruby": "ruby"}
 ALIASES = {"py": "python", "python3": "python", "sh": "bash", "shell": "bash", "js": "javascript", "node": "javascript", "cpp": "c++"}
-FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*\1[ \t]*$", re.DOTALL | re.MULTILINE)
+OPENING = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[\w+#.-]*)[^`\n]*$")
+LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 def known_languages(names: Sequence[str], commands: Mapping[str, Mapping[str, Any]], local: bool) -> dict[str, Language | None]:
@@ -64,13 +67,60 @@ def _own_language(name: str, given: Mapping[str, Any]) -> Language:
         raise ValueError(f"commands.{name}: {str(error).removeprefix('Language.__init__() ')}") from error
 
 
-def extract_code(response: str, extract: Extract) -> tuple[str, str] | None:
-    """(code, language tag) of the last fenced block. auto: where nothing is fenced, the whole response."""
+def extract_code(response: str, extract: Extract, languages: Collection[str] = (), needed: Collection[str] = ()) -> tuple[str, str] | None:
+    """(code, language tag) of the fenced block that is the program. auto: where nothing is fenced, the whole response.
+
+    That is the last block in one of `languages`, else the last without a tag, else the last; of each, one that defines most of `needed`.
+    """
+    text = after_thinking(response)
     if extract != "whole":
-        blocks = FENCE.findall(response)
+        blocks = _blocks(text)
         if blocks:
-            _, tag, code = blocks[-1]
-            return code, ALIASES.get(tag.lower(), tag.lower())
-        if extract == "fenced" or "```" in response:
+            best = max(range(len(blocks)), key=lambda at: (_fits(blocks[at], languages, needed), at))
+            return blocks[best]
+        if extract == "fenced" or "```" in text:
             return None
-    return (response, "") if response.strip() else None
+    return (text, "") if text.strip() else None
+
+
+def _fits(block: tuple[str, str], languages: Collection[str], needed: Collection[str]) -> tuple[int, int]:
+    """What is compared first: does it define what is needed, in a language that it may be in; then, is it in one."""
+    code, tag = block
+    rank = 2 if tag in languages else 0 if tag else 1
+    return (sum(defines(code, name) for name in needed) if rank else 0, rank)
+
+
+def defines(code: str, name: str) -> bool:
+    """A function, class or variable of a program in Python, which may not be a valid one."""
+    plain = re.escape(name)
+    as_function = rf"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{plain}\b"
+    as_variable = rf"^{plain}[ \t]*(?::[^=\n]*)?=(?!=)"
+    return re.search(f"{as_function}|{as_variable}", code, re.MULTILINE) is not None
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """(code, tag) of each fenced block. One that is not closed goes on to the end; without a tag it may be the end of one, and is none."""
+    found: list[tuple[str, str]] = []
+    lines: list[str] = []
+    opened: re.Match[str] | None = None
+    for line in LINE.findall(text):
+        if opened is None:
+            opened, lines = OPENING.match(line), []
+        elif line.strip().startswith(opened["fence"]) and not line.strip().strip(opened["fence"][0]):
+            found.append(_block(opened, lines))
+            opened = None
+        else:
+            lines.append(line)
+    if opened is not None and opened["tag"] and lines:
+        found.append(_block(opened, lines))
+    return found
+
+
+def _block(opened: re.Match[str], lines: list[str]) -> tuple[str, str]:
+    """Without the indentation that it shares with its fence, as in an item of a list."""
+    first = next((line for line in lines if line.strip()), "")
+    if opened["indent"] and first.startswith(opened["indent"]):
+        margin = re.compile(rf"^[ \t]{{1,{len(opened['indent'])}}}")
+        lines = [margin.sub("", line) for line in lines]
+    tag = opened["tag"].lower()
+    return "".join(lines), ALIASES.get(tag, tag)

@@ -30,6 +30,10 @@ class Test:
     modules: dict[str, str] = field(default_factory=dict)
     """Which the asserts use without an import."""
 
+    def needs(self) -> tuple[str, ...]:
+        """What a program in Python has to define; a method by its own name."""
+        return (self.function.rpartition(".")[2],) if self.function else self.names
+
 
 def tests_of(sample: RewardInput, column: str | None) -> list[Test]:
     """RewardFailed where the answer, or the column, holds no tests."""

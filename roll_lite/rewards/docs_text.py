@@ -31,7 +31,7 @@ ARGUMENTS = {
         "mode": "tests: the response is a program. expression: it is a Python expression, worth the answer.",
         "column": "Column of the data that holds the tests, where the answer does not.",
         "languages": "Which the response may be written in; of several, the code block's label decides.",
-        "extract": "Where the program stands: in a code block, in nothing but the response, or either.",
+        "extract": "Where the program stands: in a code block, in nothing but the response, or either; see above.",
         "prelude": "Python that stands before the program, such as `from typing import *`.",
         "score": "all: 1 where all tests pass. fraction: the share that passes.",
         "fail_fast": "Stop at the first test that fails; where absent, if score is all.",
@@ -115,7 +115,11 @@ ARGUMENTS = {
 
 
 NOTES = {
-    "code": """The tests of a sample, in its answer or in `column`, as a list, a mapping or JSON text:
+    "code": """The program is looked for after the thinking (`</think>`). Of several code blocks it is the last in one of `languages`, else
+the last without a label; where the tests call functions, the last of them that defines these. So an example of its use, its output or
+a command may follow it. A block that is not closed (cut, or ended by a stop text) goes on to the end.
+
+The tests of a sample, in its answer or in `column`, as a list, a mapping or JSON text:
 
 | form | a test is |
 |---|---|

@@ -279,8 +279,63 @@ def test_extraction() -> None:
     assert extract_code("a\n```python\nx\n```\nb\n```py\ny\n```\n", "auto") == ("y\n", "python")
     assert extract_code("~~~\nx\n~~~", "auto") == ("x\n", "")
     assert extract_code("plain", "auto") == ("plain", "") and extract_code("plain", "fenced") is None
-    assert extract_code("```python\ncut off", "auto") is None and extract_code("  ", "auto") is None
+    assert extract_code("```python\ncut off", "auto") == ("cut off", "python") and extract_code("  ", "auto") is None
+    assert extract_code("x = 1\n```\nThat was it.", "auto") is None and extract_code("```python\n", "auto") is None
     assert extract_code("```\nx\n```", "whole") == ("```\nx\n```", "")
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        *(
+            "Output:\n```\n[3]\n```",
+            "```text\n[3]\n```",
+            "```bash\npython main.py\n```",
+            "```python\nprint(f([1, 2]))\n```",
+            "```output\ncut",
+        ),
+        *(
+            "```python\nresult = f([1, 2])\n```",
+            "```python\nfrom solution import f\nf([])\n```",
+            "```\nprint(f([1]))\n```",
+        ),
+    ],
+)
+def test_what_follows_the_program_is_not_the_program(after: str) -> None:
+    response = f"Thus:\n```python\ndef f(x): return sum(x)\n```\n{after}"
+    for answer in (CALLS, HUMAN_EVAL, "assert f([1, 2]) == 3"):
+        assert scored(response, answer, languages=["python", "bash"]).value == 1.0
+
+
+def test_of_several_programs_the_last_that_fits_counts() -> None:
+    languages = ["python", "c++"]
+    assert extract_code("```py\na\n```\n```cpp\nb\n```\n```text\nc\n```\n```\nd\n```", "auto", languages) == ("b\n", "c++")
+    assert extract_code("```\na\n```\n```\nb\n```\n```text\nc\n```", "auto", languages) == ("b\n", "")
+    assert extract_code("```rust\na\n```\n```text\nc\n```", "auto", languages) == ("c\n", "text")
+    drafts = "```python\ndef f(x): return 1\n```\nno:\n```python\ndef f(x): return 2\n```\n```python\nf == 3\n```"
+    assert extract_code(drafts, "auto", languages, ["f"]) == ("def f(x): return 2\n", "python")
+    parts = "```python\nclass A: pass\nf: int = 3\n```\n```python\nclass A: pass\n```"
+    assert extract_code(parts, "auto", languages, ["f", "A"]) == ("class A: pass\nf: int = 3\n", "python")
+    assert extract_code("```\ndef f(): pass\n```\n```python\nf()\n```", "auto", languages, ["f"]) == ("def f(): pass\n", "")
+
+
+def test_fences_in_lists_and_longer_ones() -> None:
+    listed = '1. So:\n   ```python\n   def f():\n       return """a\n b"""\n   ```\n2. Done'
+    assert extract_code(listed, "auto") == ('def f():\n    return """a\nb"""\n', "python")
+    assert extract_code("    ```python\ndef f():\n    return 1\n```", "auto") == ("def f():\n    return 1\n", "python")
+    assert extract_code("````python\n```\nx\n````", "auto") == ("```\nx\n", "python")
+
+
+def test_a_program_stands_after_the_thinking() -> None:
+    assert scored(f"<think>\n```python\nprint(0)\n```\n</think>\n{DOUBLE}", STDIO).value == 1.0
+    assert scored(f"```python\n{DOUBLE}\n```\n</think>\n```python\nprint(0)\n```", STDIO).value == 0.0
+    assert scored(f"<think>\n```python\n{DOUBLE}\n```\n</think>\n", STDIO).details["verdict"] == "no program found"
+
+
+def test_a_program_in_another_language_than_its_tests_is_wrong() -> None:
+    both = scored("```bash\necho 3\n```", CALLS, languages=["python", "bash"])
+    assert (both.value, both.details["verdict"]) == (0.0, "a program in bash, expected python")
+    assert "function calls and asserts are for python only" in failed("```bash\necho 3\n```", CALLS, languages=["bash"])
 
 
 def test_comparisons() -> None:
