@@ -146,9 +146,11 @@ So a program decides no comparison and cannot forge a verdict. What follows from
 - Other objects stay with the program: the tests can call them, read and set attributes, index, loop, ask for `len`, truth, `next` and
   `isinstance` with the program's classes. They are compared as what they are (itself, or the list or number that they derive from).
 - Exceptions of Python and of the program keep their types; one that would end a loop of the tests (`StopIteration`) becomes another.
-- What cannot be done that way is a failure with its cause, not a verdict: functions of the tests as arguments, comparing or adding
-  objects whose class has its own `__eq__` or `__add__`, coroutines, a module that is not there (`python_path`), tests that never use the
-  program.
+- What the tests need and cannot be done that way is a failure with its cause, not a verdict: functions of the tests as arguments, comparing
+  or adding objects of a class that the tests name and that has its own `__eq__` or `__add__`, awaiting coroutines, a module that is not
+  there (`python_path`), tests that never use the program.
+- What a program brings about by itself is wrong: a coroutine that the tests do not await, an object of its own where they name no class or
+  helper of the program (`assert f(1) == 5`), a value of more than 8 MB.
 
 A sandbox elsewhere (`backend`) gets `POST {"job": ...}` and answers `{"outcome": ...}`, or `{"trouble": cause}` where it could not run the
 job; `job_from_json` and `outcome_to_json` in `roll_lite/rewards/code_backends.py` read the one and write the other.""",

@@ -211,6 +211,56 @@ def test_what_cannot_be_tested_apart_is_a_failure(tests: str, why: str) -> None:
     assert verdict(CLASSES, tests).startswith(f"cause: reward code: test 1: the harness cannot do this: {why}")
 
 
+OWN_EQ = "class E:\n    def __eq__(self, o): return True\n    __hash__ = None\n    def __gt__(self, o): return True\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "why"),
+    [
+        (f"{OWN_EQ}def f(x): return E()", ["assert f(1) == 5"], "comparing an object of a class of the program"),
+        (f"{OWN_EQ}def f(x): return E()", ["assert f(1) == f(1)"], "comparing an object of a class of the program"),
+        (f"{OWN_EQ}def f(x): return E()\ng = f", ["assert f(1) == 5 and g(2) == 6"], "comparing an object of a class of the program"),
+        (f"{OWN_EQ}class Solution:\n    def f(self, x): return E()", "assert Solution().f(1) == 5", "comparing an object of a class"),
+        (f"{OWN_EQ}def f(x): return E()", "assert f(1) > 5", "__gt__ of an object"),
+        ("def f(x): return object()", "assert f(1) > 5", "__gt__ of an object"),
+        ("def f(x): return object()", "assert int(f(1)) == 5", "__int__ of an object"),
+        ("def f(x): return object()", "import numbers\nassert isinstance(f(1), numbers.Number)", "isinstance of an object"),
+        ("def f(x): yield from ()", "assert next(f(1)) == 5", "next() at the end of an iterator"),
+        ("async def f(x): return 5", "assert f(1) == 5", "a value of type coroutine, which has to be awaited"),
+        ("def f(x): return 'x' * 9_000_000", "assert f(1) == 5", "a value of more than 8 MB"),
+        ('import os\nos.write(4, b\'{}\\n{"cannot": "x"}\\n\' * 9)\ndef f(x): return 5', "assert f(1) == 5", "'f' is not defined"),
+        ('import os\ndef f(x): os.write(4, b\'{"cannot": "x"}\\n\')', "assert f(1) == 5", "the program sent what is no answer"),
+        ('import os\ndef f(x): os.write(4, b\'{"value": {"r": "x"}}\\n\')', "assert f(1) == 5", "the program sent what is no answer"),
+        ("import os\ndef f(x): os.write(4, b'{\"error\": 5}\\n')", "assert f(1) == 5", "the program sent what is no answer"),
+    ],
+)
+def test_what_a_program_brings_about_is_wrong_and_no_failure(program: str, tests: Any, why: str) -> None:
+    said = verdict(program, tests)
+    assert said.startswith("test 1: failed: ") and why in said
+    caught = f"try:\n    {tests if isinstance(tests, str) else tests[0]}\nexcept BaseException: pass".replace("\nassert", "\n    assert")
+    assert why in verdict(program, caught) or "not defined" in why
+
+
+def test_what_several_functions_return_may_have_to_be_compared() -> None:
+    program = f"{OWN_EQ}def make(x): return E()\ndef join(a, b): return E()"
+    tests = "assert join(make(1), make(2)) == make(3)"
+    assert verdict(program, tests).startswith("cause: reward code: test 1: the harness cannot do this: comparing an object")
+
+
+def test_tests_that_look_for_an_iterators_end_need_it() -> None:
+    tests = "g = f(0)\ntry: next(g)\nexcept StopIteration: pass\nelse: assert False"
+    for needs_end in (tests, "assert next(f(0), None) is None"):
+        assert verdict("def f(n): yield from range(n)", needs_end).startswith(
+            "cause: reward code: test 1: the harness cannot do this: next()"
+        )
+
+
+def test_views_of_dicts_are_compared_as_sets() -> None:
+    assert verdict("def f(d): return d.keys()", "assert f({1: 2}) == {1}\nassert f({1: 2}) != {2}") == "passed"
+    assert verdict("def f(d): return d.items()", "assert f({1: 2}) == {(1, 2)}") == "passed"
+    assert "AssertionError" in verdict("def f(d): return d.values()", "assert f({1: 2}) == {2}")
+
+
 def test_arguments_may_have_any_name() -> None:
     names = ("self", "target", "what", "name")
     source = f"def f(what, {', '.join(name for name in names if name != 'what')}): return [what, target, self, name]"

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from roll_lite.rewards.sandbox.serving import serve
-from roll_lite.rewards.sandbox.stand_ins import Cannot, ProgramEnded, Wire, builtins_for
+from roll_lite.rewards.sandbox.stand_ins import Cannot, ProgramFault, Wire, builtins_for
 from roll_lite.rewards.sandbox.values import FROM_PROGRAM, decode, encode
 
 RESULT = 3
@@ -138,12 +138,12 @@ def _serve(order: dict[str, Any]) -> None:
 
 def _judge(order: dict[str, Any]) -> None:
     """The tests' side: it holds no line of the program, only its functions' stand-ins; what comes back is plain data."""
-    wire = Wire(PEER)
+    wire = Wire(PEER, order["names"], order["source"])
     try:
         verdict = _judged(wire, order)
     except BaseException as error:
         verdict = {"value": False, "error": _what_failed(error, order["source"])}
-    if isinstance(wire.over, ProgramEnded):
+    if isinstance(wire.over, ProgramFault):
         verdict = {"value": False, "error": str(wire.over)}
     if isinstance(wire.over, Cannot):
         verdict = {"cannot": str(wire.over)}

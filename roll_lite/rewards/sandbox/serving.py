@@ -38,7 +38,7 @@ class _Served:
             args, kwargs = decode(asked["args"], self._find), decode(asked["kwargs"], self._find)
             value = USES[asked["do"]](self._find(asked["object"]), *args, **kwargs)
             if inspect.isawaitable(value) or inspect.isasyncgen(value):
-                return {"cannot": f"a value of type {type(value).__name__}, which has to be awaited"}
+                return {"awaitable": type(value).__name__}
             return {"value": encode(value, self._refer), "after": encode([*args, *kwargs.values()], self._refer)}
         except Exception as error:  # whatever the program raised, the tests get
             try:
@@ -83,6 +83,10 @@ def _next(iterator: Any) -> list[Any]:
         return []
 
 
+_EMPTY: dict[Any, Any] = {}
+LIKE_SETS = (type(_EMPTY.keys()), type(_EMPTY.items()))
+
+
 def _how_to_compare(value: Any) -> list[Any]:
     owner = next(kind for kind in type(value).__mro__ if "__eq__" in vars(kind))
     if owner is object:
@@ -90,7 +94,7 @@ def _how_to_compare(value: Any) -> list[Any]:
     if owner.__module__ == FROM_PROGRAM:
         return ["own"]
     try:
-        return ["plain", decode(encode(value))]
+        return ["plain", set(value) if isinstance(value, LIKE_SETS) else decode(encode(value))]
     except TypeError:
         return ["own"]
 

@@ -1,7 +1,8 @@
 """For tests that run apart from the program: its functions and objects, called over a socket.
 
 What comes back is plain data, or a stand-in for an object that stays with the program. The program never learns what a test expects, and
-decides no comparison. What cannot be done that way is no verdict about the program: it ends the tests as `Cannot`.
+decides no comparison. What the tests need and cannot be done that way is no verdict about the program: it ends them as `Cannot`. What the
+program alone brings about, by what it returns or sends, is its fault: it ends them as `ProgramFault`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ import builtins
 import itertools
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from roll_lite.rewards.sandbox.values import decode, encode
 
+SOLUTION = "Solution"
+"""A class that only holds the functions to be tested."""
+ASYNCHRONOUS = re.compile(r"\b(await|async|asyncio)\b")
+END_OF_ITERATOR = re.compile(r"\bStopIteration\b|\bnext\(.*,")
 LONGEST = 8 << 20
+LONGEST_NAME = 200
 MOST_ITEMS = 100_000
 CONTROL = (StopIteration, StopAsyncIteration)
 """Exceptions that would end a loop of the tests, and with it what they check."""
@@ -26,28 +33,44 @@ class Cannot(BaseException):
     """The tests need something that two processes apart cannot do."""
 
 
-class ProgramEnded(BaseException):
-    """Nobody answers any more."""
+class ProgramFault(BaseException):
+    """The program ended, or returned or sent what no tests can use; it fails them whatever they catch."""
 
 
 class Wire:
-    def __init__(self, file: int) -> None:
+    def __init__(self, file: int, names: Sequence[str], source: str) -> None:
+        """`names`: those of the program that the tests use; `source`: the tests."""
+        others = [name for name in names if name != SOLUTION]
+        self._uses_classes = any(name.lstrip("_")[:1].isupper() for name in others)
+        self._uses_helpers = len(others) > 1
+        self._source = source
         self._incoming = open(file, "rb", closefd=False)  # noqa: SIM115
         self._file = file
         self._known: dict[int, StandIn] = {}
         self._exceptions: dict[str, type[Exception]] = {}
         self.used = False
-        self.over: Cannot | ProgramEnded | None = None
+        self.over: Cannot | ProgramFault | None = None
         """The first of them: it holds even where the tests catch everything."""
 
     def wait(self) -> None:
         """Until the program has been read."""
         if not self._incoming.readline(LONGEST):
-            self.end(ProgramEnded("the program ended before its tests"))
+            self.end(ProgramFault("the program ended before its tests"))
 
-    def end(self, why: Cannot | ProgramEnded) -> NoReturn:
+    def end(self, why: Cannot | ProgramFault) -> NoReturn:
         self.over = self.over or why
         raise self.over
+
+    def end_as(self, of_tests: object, why: str) -> NoReturn:
+        """As what the tests need and cannot have, or else as the program's fault: it returned what they did not ask for."""
+        self.end(Cannot(why) if of_tests else ProgramFault(f"what the program returned is of no use: {why}"))
+
+    def end_at_object(self, why: str, *others: Any) -> NoReturn:
+        """Tests that name a class of the program, or compare what several of its functions return, need its objects."""
+        self.end_as(self._uses_classes or (self._uses_helpers and any(isinstance(one, StandIn) for one in others)), why)
+
+    def end_of_iterator(self) -> NoReturn:
+        self.end_as(END_OF_ITERATOR.search(self._source), "next() at the end of an iterator of the program")
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
         """What the program has of them."""
@@ -62,16 +85,27 @@ class Wire:
         self.used = True
         asked = {"do": what, "object": target._number, "args": encode(list(args), self._refer), "kwargs": encode(kwargs, self._refer)}
         answer = self.ask(asked)
-        if "cannot" in answer:
-            self.end(Cannot(str(answer["cannot"])))
-        if "error" in answer:
-            kind = self._kind([str(one) for one in answer["error"]])
-            error = kind.__new__(kind, *decode(answer["with"]))
-            error.__dict__["of_program"] = True
+        if "awaitable" in answer:
+            why = f"a value of type {answer['awaitable']}, which has to be awaited"
+            self.end_as(ASYNCHRONOUS.search(self._source), why[:LONGEST_NAME])
+        try:
+            value, after, error = self._read(answer)
+        except (ValueError, TypeError, LookupError, RecursionError):
+            self.end(ProgramFault("the program sent what is no answer"))
+        if error is not None:
             raise error
-        for given, now in zip([*args, *kwargs.values()], decode(answer.get("after", []), self.find), strict=False):
+        for given, now in zip([*args, *kwargs.values()], after, strict=False):
             _follow(given, now)
-        return decode(answer["value"], self.find)
+        return value
+
+    def _read(self, answer: dict[str, Any]) -> tuple[Any, list[Any], Exception | None]:
+        """The value, what became of the arguments, and what was raised instead."""
+        if "error" not in answer:
+            return decode(answer["value"], self.find), list(decode(answer.get("after", []), self.find)), None
+        kind = self._kind([str(one) for one in answer["error"]])
+        error = kind.__new__(kind, *decode(answer["with"]))
+        error.__dict__["of_program"] = True
+        return None, [], error
 
     def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
         message = json.dumps(asked).encode() + b"\n"
@@ -79,16 +113,16 @@ class Wire:
             while message:
                 message = message[os.write(self._file, message) :]
         except ConnectionError:
-            self.end(ProgramEnded("the program ended during its tests"))
+            self.end(ProgramFault("the program ended during its tests"))
         line = self._incoming.readline(LONGEST)
         if len(line) == LONGEST:
-            self.end(Cannot(f"a value of more than {LONGEST >> 20} MB"))
+            self.end(ProgramFault(f"the program returned a value of more than {LONGEST >> 20} MB"))
         try:
             answer = json.loads(line) if line.endswith(b"\n") else None
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            self.end(ProgramEnded("the program ended during its tests"))
+            self.end(ProgramFault("the program ended during its tests"))
         return answer
 
     def find(self, number: Any) -> StandIn:
@@ -153,7 +187,7 @@ class StandIn:
     def __next__(self) -> Any:
         """Its end could end a loop of the tests: those who need it have to write a loop."""
         found = self._wire.use("next", self)
-        return found[0] if found else self._wire.end(Cannot("next() at the end of an iterator of the program"))
+        return found[0] if found else self._wire.end_of_iterator()
 
     def __len__(self) -> int:
         return int(self._wire.use("len", self))
@@ -179,18 +213,18 @@ class StandIn:
         if self is other:
             return True
         if other is StandIn:
-            self._wire.end(Cannot("comparing the type of an object of the program"))
+            self._wire.end_at_object("comparing the type of an object of the program", self)
         how, *plain = self._wire.use("how to compare", self)
         if how == "own":
-            self._wire.end(Cannot("comparing an object of a class of the program, which has an __eq__ of its own"))
+            self._wire.end_at_object("comparing an object of a class of the program, which has an __eq__ of its own", other)
         return bool(plain[0] == other) if plain else False
 
     __hash__ = object.__hash__
 
 
 def _refused(name: str) -> Any:
-    def method(self: StandIn, *_: object) -> Any:
-        self._wire.end(Cannot(f"{name} of an object of a class of the program"))
+    def method(self: StandIn, *others: object) -> Any:
+        self._wire.end_at_object(f"{name} of an object of a class of the program", *others)
 
     return method
 
@@ -214,9 +248,10 @@ def builtins_for(wire: Wire, under_test: list[str]) -> dict[str, Any]:
         if isinstance(value, StandIn) and isinstance(kinds, StandIn):
             return bool(wire.use("isinstance", value, kinds))
         if isinstance(kinds, StandIn):
-            return wire.end(Cannot("isinstance with a class of the program")) if value is not None else False
+            return wire.end_at_object("isinstance with a class of the program", kinds) if value is not None else False
         if isinstance(value, StandIn) and kinds not in (bool, int, float, complex, str, bytes, *_CONTAINERS):
-            wire.end(Cannot(f"isinstance of an object of the program and {getattr(kinds, '__name__', kinds)}"))
+            why = f"isinstance of an object of the program and {getattr(kinds, '__name__', kinds)}"
+            wire.end(Cannot(why)) if getattr(kinds, "__module__", "") in _PROTOCOLS else wire.end_at_object(why)
         if isinstance(value, StandIn):
             return bool(wire.use("is plain", value, kinds.__name__))
         return isinstance(value, kinds)
@@ -228,6 +263,8 @@ def builtins_for(wire: Wire, under_test: list[str]) -> dict[str, Any]:
     return names | {"isinstance": is_instance, "callable": is_callable}
 
 
+_PROTOCOLS = ("collections.abc", "typing", "types")
+"""Modules with kinds of objects that are no plain data, such as iterators: tests that ask for one need it."""
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
