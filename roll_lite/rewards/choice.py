@@ -2,29 +2,41 @@ r"""Reward `choice`: the response chooses one of several lettered options."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import string
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.choice_statements import same_text, settled_on
 from roll_lite.rewards.places import after_thinking, all_boxed, last_boxed, last_tagged, plain_boxes
 
+ALPHABET = string.ascii_uppercase
 Extract = Literal["auto", "boxed", "tagged"]
 
 
-def choice(sample: RewardInput, *, extract: Extract = "auto", options: str = "options", letters: int = 26) -> Score:
-    r"""1 where the chosen option is the reference answer (a letter, or an option's text), else 0; also where none or several are chosen.
+def choice(
+    sample: RewardInput, *, extract: Extract = "auto", options: str = "options", letters: Annotated[int, Field(ge=1, le=26)] = 26
+) -> Score:
+    r"""1 where the chosen option is the reference answer, else 0; also where none or several are chosen.
+
+    The reference answer: a letter (C), an option's text (Berlin), both (C. Berlin), a label of the column `options`, or where that is a
+    list an integer, the option's place counted from 0 (MMLU).
 
     extract: where the choice stands, behind the last </think>. boxed: in the last \boxed{}. tagged: in the last <answer></answer>.
     auto: there, else the response that is nothing but a letter or an option's text, the last statement such as "the answer is C", "I
     choose option c" or "(C) is correct", the last line, the only "(C)", the option's text that ends the response. What is denied ("not
     B", "if the answer were B") is no choice, nor are the words A and I.
-    options: the data column with the options' texts, a list in the letters' order or a dict by letter; without it letters count alone.
+    Only the last 10,000 characters are looked at.
+    options: the data column with the options' texts: a list in the letters' order, a dict by letter, or {"text": [...], "label": [...]}
+    as in ARC and CommonsenseQA; without it letters count alone. Where labels are no letters (1 to 4 in a few rows of ARC) the options
+    are A, B, C and so on in their order: the prompt should call them that.
     letters: how many there are where there is no such column.
     """
-    texts = _options(sample.columns.get(options), options)
-    known = list(texts) or [chr(ord("A") + place) for place in range(max(1, min(26, letters)))]
-    right = _reference(sample.answer, known, texts)
+    texts, labels = _options(sample.columns.get(options), options)
+    known = list(texts) or list(ALPHABET[:letters])
+    right = _reference(sample.answer, known, texts, labels)
     chosen = sorted(_chosen(plain_boxes(after_thinking(sample.response)), extract, known, texts))
     if len(chosen) != 1:
         verdict = "no choice found" if not chosen else f"ambiguous: {', '.join(chosen)}"
@@ -33,25 +45,45 @@ def choice(sample: RewardInput, *, extract: Extract = "auto", options: str = "op
     return Score(float(correct), correct, {"extracted": chosen[0], "verdict": "equal" if correct else "different"})
 
 
-def _options(column: Any, name: str) -> dict[str, str]:
+def _options(column: Any, name: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The options' texts by letter, and the letters by label; no labels where the column is a plain list."""
     if column is None:
-        return {}
+        return {}, {}
+    labels, texts = None, column
     if isinstance(column, dict):
-        return {str(letter).strip().upper(): str(text) for letter, text in column.items()}
-    if isinstance(column, list | tuple) and len(column) <= 26:
-        return {chr(ord("A") + place): str(text) for place, text in enumerate(column)}
-    raise RewardFailed(f"reward choice: column {name!r} must hold a list of at most 26 options or a dict by letter, got {column!r:.80}")
+        named = set(column) == {"text", "label"}
+        labels, texts = (column["label"], column["text"]) if named else (list(column), list(column.values()))
+    if not all(isinstance(one, list | tuple) and len(one) <= len(ALPHABET) for one in (texts, labels or [])):
+        raise RewardFailed(
+            f"reward choice: column {name!r} must hold a list of at most 26 options, a dict by letter, "
+            f"or a dict of the lists text and label, got {column!r:.80}"
+        )
+    if labels is None:
+        return {letter: str(text) for letter, text in zip(ALPHABET, texts, strict=False)}, {}
+    if len(labels) != len(texts):
+        raise RewardFailed(f"reward choice: column {name!r} has {len(texts)} texts and {len(labels)} labels: {column!r:.80}")
+    plain = [str(label).strip().upper() for label in labels]
+    letters = plain if all(len(label) == 1 and label in ALPHABET for label in plain) else list(ALPHABET[: len(plain)])
+    return {letter: str(text) for letter, text in zip(letters, texts, strict=True)}, dict(zip(plain, letters, strict=True))
 
 
-def _reference(answer: Any, known: list[str], texts: dict[str, str]) -> str:
+def _reference(answer: Any, known: list[str], texts: dict[str, str], labels: dict[str, str]) -> str:
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        if str(answer) in labels:
+            return labels[str(answer)]
+        if texts and not labels and 0 <= answer < len(known):
+            return known[answer]
     if isinstance(answer, str):
         letter = answer.strip().strip("()[].").upper()
-        if letter in known:
-            return letter
-        same = [one for one, text in texts.items() if same_text(text) == same_text(answer)]
+        if letter in labels or letter in known:
+            return labels.get(letter, letter)
+        same = [one for one, text in texts.items() if same_text(text) == same_text(answer)] or list(settled_on(answer, known, texts))
         if len(same) == 1:
             return same[0]
-    raise RewardFailed(f"reward choice: the reference answer must be one of {', '.join(known)} or an option's text, got {answer!r:.80}")
+    raise RewardFailed(
+        f"reward choice: the reference answer must be one of {', '.join(labels or known)}, an option's text, "
+        f"or with a list of options its place as an integer, counted from 0, got {answer!r:.80}"
+    )
 
 
 def _chosen(response: str, extract: Extract, known: list[str], texts: dict[str, str]) -> set[str]:

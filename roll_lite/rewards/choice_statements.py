@@ -17,6 +17,9 @@ ALONE = re.compile(
     rf"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s*)?:?\s*{LETTER}\s*(?:[.:)](?=\s|$).*)?", re.DOTALL | re.IGNORECASE
 )
 BETWEEN_LETTERS = {"or", "and", "option", "options", "choice", "both", "either"}
+BLANK = r"[ \t]+"
+LONGEST_TEXT = 10_000
+"""Characters, counted from the end: what stands before them is not looked at."""
 LONGEST_CAPTION = 200
 """Characters of text that still look like an option's, or like nothing but the choice, and not like a discussion of it."""
 
@@ -31,11 +34,18 @@ NOUN = (
 )
 VERB = r"\b(?:choos(?:e|ing)|select|pick|go(?:ing)?\s+with|settle\s+on|mean|make\s+that|correction)\b"
 REVISION = r"\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?"
-HEAD = rf"(?:{NOUN}{IS}|{VERB}|\bit\s*{IS}|\bnot\s+\(?[A-Z]\)?,?\s+but\b(?:\s+rather\b)?|(?P<revision>{REVISION}))"
+ARROW = r"\b(?:answer|ans|choice)\s*(?:→|⇒|->|=>|[-–—](?=\s))"
+HEAD = rf"(?:{NOUN}{IS}|{ARROW}|{VERB}|\bit\s*{IS}|\bnot\s+\(?[A-Z]\)?,?\s+but\b(?:\s+rather\b)?|(?P<revision>{REVISION}))"
 DENIED_BEFORE = re.compile(
     r"(?:\b(?:if|whether|unless|not|never|cannot|doubt|wrong|incorrect|false|neither|nor|than|instead\s+of|eliminate|exclude|reject)\b|n['’]t\b)"
     r"[^.,;:!?\n]*$",
     re.IGNORECASE,
+)
+OTHERS = r"\b(?:people|students|some(?:one|body)?|many|most|others|they)\s+"
+OFTEN = r"(?:(?:might|may|could|would|will|often|also|wrongly|mistakenly|people|students)\s+)*"
+THINK = r"(?:think|thinks|thought|say|says|said|believe|assume|claim|guess|argue|answer)\b"
+SAID_BY_OTHERS = re.compile(
+    rf"(?:{OTHERS}{OFTEN}(?:{THINK}[^.,;:!?\n]*)?|\b(?:one|you)\s+(?:might|may|could|would)\s+{THINK}[^.,;:!?\n]*)$", re.IGNORECASE
 )
 DENIED_AFTER = re.compile(
     r"[\s,]*(?:(?:is|are|was|can|could|would|does|do|must|looks|seems)\s*(?:be\s+)?(?:also\s+|all\s+|both\s+)?"
@@ -43,7 +53,8 @@ DENIED_AFTER = re.compile(
     re.IGNORECASE,
 )
 POSTFIX = re.compile(
-    rf"(?<![\w'’]){LETTER}\s*(?:is|must\s+be|would\s+be)\s+(?:clearly\s+|the\s+|indeed\s+|therefore\s+)*(?:correct|right|best|true|answer)\b",
+    rf"(?<![\w'’]){LETTER}\s*(?:is|must\s+be|would\s+be|(?:fits|matches|suits|seems|sounds|looks)(?:\s+(?:to\s+be|like))?)\s+"
+    r"(?:clearly\s+|the\s+|indeed\s+|therefore\s+)*(?:correct|right|best|true|answer)\b",
     re.IGNORECASE,
 )
 HEDGE = re.compile(
@@ -52,7 +63,8 @@ HEDGE = re.compile(
     re.IGNORECASE,
 )
 AFTER_A_LETTER = re.compile(
-    r"\s+(?:and|or|because|since|as|for|but|so|which|that|is|was|in|on|by|due|with|given|based|here|not|rather|instead|if|then|from|after)\b"
+    r"\s+(?:and|or|because|since|as|for|but|so|which|that|is|was|in|on|by|due|with|given|based|here|not|rather|instead|if|then|from|after|fits|matches|suits"
+    r"|seems|sounds|looks)\b"
 )
 """Words that do not follow the article A or the word I."""
 NAMED = re.compile(r"\b(?:option|choice|letter)\s*:?\s*$", re.IGNORECASE)
@@ -60,14 +72,19 @@ NAMED = re.compile(r"\b(?:option|choice|letter)\s*:?\s*$", re.IGNORECASE)
 
 def settled_on(text: str, known: Sequence[str], texts: dict[str, str]) -> set[str]:
     """The letters of the options: one, none, or several where the text hedges."""
-    plain = _plain(text)
+    plain = _plain(text[-LONGEST_TEXT:])
     if alone := _meant(plain, known, texts):
         return alone
     if stated := _stated(plain, known, texts):
         return stated
+    captions = _captions(plain, texts)
+    if len(set(captions)) == 1:
+        return set(captions)
     last_line = plain.rpartition("\n")[2]
-    if last_line != plain and (alone := _meant(last_line, known, texts)):
+    if last_line != plain and (alone := _meant(last_line, known, texts)) and not _is_listed(alone, captions):
         return alone
+    if captions:
+        return set()
     bracketed = {one[1] for one in BRACKETED.finditer(plain) if one[1] in known and not _denied(plain, one)}
     return bracketed or _ending(plain, texts)
 
@@ -105,6 +122,29 @@ def _meant(plain: str, known: Sequence[str], texts: dict[str, str]) -> set[str]:
         return {letter} | others
     is_caption = not texts and plain[place - 1].isupper() and len(rest) <= LONGEST_CAPTION and not BRACKETED.search(rest)
     return {letter} if is_caption else set()
+
+
+def _captions(plain: str, texts: dict[str, str]) -> list[str]:
+    """The letters of the lines that begin with an option as it is written in a question: C. Berlin."""
+    letters = list(texts)
+    return [letters[int(str(found.lastgroup)[1:])] for found in _as_in_a_question(tuple(texts.items())).finditer(plain)] if texts else []
+
+
+def _is_listed(letters: set[str], captions: list[str]) -> bool:
+    """Once among others, as in a list of the options: C once more behind the list is a choice."""
+    return len(set(captions)) > 1 and all(captions.count(letter) == 1 for letter in letters)
+
+
+@lru_cache(maxsize=1024)
+def _as_in_a_question(options: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
+    written = [
+        rf"(?P<o{place}>(?:[(\[]{letter}[)\]]|{letter}[.:)])[.:]?{BLANK}{BLANK.join(map(re.escape, text.strip(' .').split()))})"
+        for place, (letter, text) in enumerate(options)
+        if text.strip(" .")
+    ]
+    return re.compile(
+        rf"^[ \t]*(?:[-•]{BLANK})?(?:{'|'.join(written) or '(?!)'})(?=[ \t]*(?:[.;,](?:\s|\Z)|\n|\Z))", re.MULTILINE | re.IGNORECASE
+    )
 
 
 def _stated(plain: str, known: Sequence[str], texts: dict[str, str]) -> set[str]:
@@ -148,8 +188,10 @@ def _is_letter(plain: str, found: re.Match[str]) -> bool:
 
 
 def _denied(plain: str, found: re.Match[str]) -> bool:
+    before = plain[max(0, found.start() - 60) : found.start()]
     return (
-        DENIED_BEFORE.search(plain[max(0, found.start() - 60) : found.start()]) is not None
+        DENIED_BEFORE.search(before) is not None
+        or SAID_BY_OTHERS.search(before) is not None
         or DENIED_AFTER.match(plain, found.end()) is not None
     )
 

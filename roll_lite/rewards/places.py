@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-END_OF_THINKING = re.compile(r".*</think(?:ing)?>", re.DOTALL | re.IGNORECASE)
+TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+END_OF_THINKING = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
 BOX = "\\boxed{"
+BRACE = re.compile(r"\\boxed\{|(?<!\\)[{}]")
 BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
 MOST_BOXES = 20
@@ -14,12 +15,20 @@ MOST_BOXES = 20
 
 def after_thinking(response: str) -> str:
     """What the response says once it has thought; all of it where it never ends its thinking."""
-    return END_OF_THINKING.sub("", response, count=1)
+    start = 0
+    for end in END_OF_THINKING.finditer(response):
+        start = end.end()
+    return response[start:]
 
 
 def last_tagged(response: str) -> str | None:
-    tags = TAGGED.findall(response)
-    return tags[-1] if tags else None
+    found, start = None, None
+    for tag in TAG.finditer(response):
+        if not tag[1]:
+            start = tag.end()
+        elif start is not None:
+            found, start = response[start : tag.start()], None
+    return found
 
 
 def plain_boxes(text: str) -> str:
@@ -29,26 +38,29 @@ def plain_boxes(text: str) -> str:
 
 def last_boxed(text: str) -> str | None:
     r"""Contents of the last \boxed{} whose braces are closed."""
-    start = text.rfind(BOX)
-    while start >= 0:
-        depth = 0
-        for position in range(start + len(BOX) - 1, len(text)):
-            character = text[position]
-            if character in "{}" and text[position - 1] != "\\":
-                depth += 1 if character == "{" else -1
-                if depth == 0:
-                    return text[start + len(BOX) : position]
-        start = text.rfind(BOX, 0, start)
-    return None
+    return next((text[start:end] for start, end in _boxes(text)), None)
 
 
 def all_boxed(text: str) -> list[str]:
     r"""Contents of all \boxed{}, the last first."""
     found: list[str] = []
-    while BOX in text and len(found) < MOST_BOXES:
-        last = last_boxed(text)
-        if last is None:
-            break
-        found.append(last)
-        text = text[: text.rfind(BOX + last)]
+    before = len(text)
+    for start, end in _boxes(text):
+        if end < before and len(found) < MOST_BOXES:
+            found.append(text[start:end])
+            before = start - len(BOX)
     return found
+
+
+def _boxes(text: str) -> list[tuple[int, int]]:
+    r"""Where the contents of each closed \boxed{} begin and end, the last first."""
+    opened: list[tuple[bool, int]] = []
+    closed: list[tuple[int, int]] = []
+    for brace in BRACE.finditer(text) if BOX in text else ():
+        if brace[0] != "}":
+            opened.append((brace[0] == BOX, brace.end()))
+        elif opened:
+            is_box, start = opened.pop()
+            if is_box:
+                closed.append((start, brace.start()))
+    return sorted(closed, reverse=True)

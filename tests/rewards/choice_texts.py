@@ -117,6 +117,20 @@ LETTERS: list[tuple[str, str]] = [
     ("(d)", "D"),
     ("b)", "B"),
 ]
+LETTERS += [
+    ("The answer is C. Many people think the answer is A.", "C"),
+    ("One might think the answer is A. It is C.", "C"),
+    ("Most people would choose A. The answer is C", "C"),
+    ("Most people would choose A.", ""),
+    ("I think the answer is C.", "C"),
+    ("Answer - C", "C"),
+    ("Answer – C", "C"),
+    ("Answer → C", "C"),
+    ("Answer -> (C)", "C"),
+    ("Among the options, C fits best.", "C"),
+    ("A fits best.", "A"),
+    ("C seems to be the best.", "C"),
+]
 COLOURS = ["red", "dark blue", "blue", "C++"]
 TEXTS: list[tuple[str, str]] = [
     ("blue", "C"),
@@ -141,4 +155,15 @@ TEXTS: list[tuple[str, str]] = [
     ("anything rather than blue", ""),
     ("bluebird", ""),
     ("I am red-haired", ""),
+]
+CITIES = ["Paris", "Rome", "Berlin", "Oslo"]
+CAPTIONS: list[tuple[str, str]] = [
+    ("C: Berlin\nParis (A) is the capital of France.", "C"),
+    ("C. Berlin\n\nParis (A) is the capital of France.", "C"),
+    ("(C) Berlin. Paris (A) is the capital of France.", "C"),
+    ("C: Berlin\nA: Paris is in France", "C"),
+    ("A: Paris\nB: Rome\nC: Berlin\nD: Oslo\n\nThe answer is D.", "D"),
+    ("A: Paris\nB: Rome\nC: Berlin\nD: Oslo\n\nC: Berlin", "C"),
+    ("A: Paris\nB: Rome\nC: Berlin\nD: Oslo", ""),
+    ("C: Paris", ""),
 ]

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rewards.choice_texts import CAPTIONS, CITIES, LETTERS, TEXTS
 from rewards.choice_texts import COLOURS as PAINTS
-from rewards.choice_texts import LETTERS, TEXTS
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
@@ -98,6 +98,36 @@ def test_what_a_reader_would_take_for_an_options_text(response: str, chosen: str
     assert choice(item("C", response, PAINTS)).details["extracted"] == chosen
 
 
+@pytest.mark.parametrize(("response", "chosen"), CAPTIONS)
+def test_an_option_as_it_is_written_in_the_question(response: str, chosen: str) -> None:
+    assert choice(item("C", response, CITIES)).details["extracted"] == chosen
+
+
+@pytest.mark.parametrize(
+    ("answer", "options"),
+    [
+        ("C. Berlin", CITIES),
+        ("(C) Berlin", CITIES),
+        ("C. Berlin", None),
+        ("Berlin", CITIES),
+        (2, CITIES),
+        ("C", {"text": CITIES, "label": list("ABCD")}),
+        ("Berlin", {"label": list("ABCD"), "text": CITIES}),
+        ("3", {"text": CITIES, "label": list("1234")}),
+        (3, {"text": CITIES, "label": list("1234")}),
+        ("C", {"text": CITIES, "label": list("1234")}),
+        ("3", dict(zip("1234", CITIES, strict=True))),
+    ],
+)
+def test_options_and_answers_as_common_data_sets_have_them(answer: Any, options: Any) -> None:
+    assert [choice(item(answer, response, options)).value for response in ("C", "The answer is C.", "The answer is D.")] == [1, 1, 0]
+
+
+def test_labels_need_not_begin_with_a() -> None:
+    score = choice(item("G", "The answer is G.", {"text": ["red", "blue"], "label": ["F", "G"]}))
+    assert (score.value, score.details["extracted"]) == (1.0, "G")
+
+
 @pytest.mark.parametrize(
     ("extract", "response", "value"),
     [
@@ -115,7 +145,25 @@ def test_ambiguity_is_told() -> None:
     assert choice(item("A", "A or B")).details["verdict"] == "ambiguous: A, B"
 
 
-@pytest.mark.parametrize(("answer", "options"), [("E", COLOURS), (None, None), (3, None), ("yellow", COLOURS), ("A", "red"), ("A", 3)])
+@pytest.mark.parametrize(
+    ("answer", "options"),
+    [
+        ("E", COLOURS),
+        (None, None),
+        (3, None),
+        ("yellow", COLOURS),
+        ("A", "red"),
+        ("A", 3),
+        ("C. Berlin", COLOURS),
+        (4, COLOURS),
+        (-1, COLOURS),
+        (True, COLOURS),
+        (2, None),
+        (0, {"text": ["a"], "label": ["1"]}),
+        ("A", {"text": ["a"], "label": []}),
+        ("A", {"text": 1, "label": 2}),
+    ],
+)
 def test_unusable_references_are_failures(answer: Any, options: Any) -> None:
     with pytest.raises(RewardFailed, match="reward choice: "):
         choice(item(answer, "A", options))
@@ -133,3 +181,14 @@ def test_any_response_has_a_verdict(response: str) -> None:
 )
 def test_no_response_takes_long_to_read(piece: str) -> None:
     limited(60.0, lambda: choice(item("A", "the answer is " + piece * 1000, COLOURS)))
+
+
+@pytest.mark.parametrize("piece", ["answer ", "the answer is A ", "\\boxed{", "<answer>", "</think", "\\text{", "not ", "x", " ", "\n"])
+@pytest.mark.parametrize("options", [COLOURS, None])
+def test_a_response_of_any_length_is_read_at_once(piece: str, options: Any) -> None:
+    limited(20.0, lambda: choice(item("A", (piece * 400_000)[:350_000], options)))
+
+
+def test_what_counts_stands_at_the_end() -> None:
+    assert choice(item("C", "x " * 200_000 + "The answer is C.")).value == 1
+    assert choice(item("C", "The answer is C." + " x" * 200_000)).value == 0
