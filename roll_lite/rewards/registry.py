@@ -16,11 +16,12 @@ from roll_lite.rewards.choice import choice
 from roll_lite.rewards.code import check_code, code, warm_code
 from roll_lite.rewards.combine import Reward, Term, labels_of
 from roll_lite.rewards.exact import exact
+from roll_lite.rewards.form import check_format_args
 from roll_lite.rewards.form import format as format_reward
 from roll_lite.rewards.http_client import warm_http
 from roll_lite.rewards.instruction import instruction
 from roll_lite.rewards.judge import judge
-from roll_lite.rewards.length import length
+from roll_lite.rewards.length import check_length, length
 from roll_lite.rewards.math import math, warm_math
 from roll_lite.rewards.model import model
 from roll_lite.rewards.remote import remote
@@ -50,6 +51,8 @@ WARM_UP_WITH_ARGUMENTS: dict[str, Callable[..., None]] = {
 }
 CHECKS: dict[str, Callable[..., None]] = {
     "code": check_code,
+    "length": check_length,
+    "format": check_format_args,
 }
 """Of arguments together, where their types and ranges in the signature do not say all; ValueError that begins with the argument."""
 

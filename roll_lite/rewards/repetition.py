@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from roll_lite.data.samples import RewardInput, Score
 
 Unit = Literal["words", "characters"]
 
 
-def repetition(sample: RewardInput, *, n: int = 4, unit: Unit = "words", free: float = 0.0) -> Score:
+def repetition(
+    sample: RewardInput, *, n: Annotated[int, Field(ge=1)] = 4, unit: Unit = "words", free: Annotated[float, Field(ge=0, lt=1)] = 0.0
+) -> Score:
     """The share of n-grams that are repetitions of an earlier one, from 0 to almost 1: give the term a negative weight.
 
     free: a share that costs nothing; what is above it counts in full proportion up to 1. Case does not matter. A response with fewer

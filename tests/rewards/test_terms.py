@@ -119,3 +119,24 @@ def test_terms_combine_with_any_reward() -> None:
     assert wrong.correct is False and wrong.value == pytest.approx(0.75)
     with pytest.raises(ValueError, match=r"reward\.terms\.0\.args\.limt: .*did you mean 'limit'"):
         build_reward(RewardConfig(type="exact", terms=[RewardTermConfig(type="length", args={"limt": 3})]))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "told"),
+    [
+        ("repetition", {"n": 0}, "reward.args.n: 0"),
+        ("repetition", {"free": 1.0}, "reward.args.free: 1.0"),
+        ("format", {"pattern": "("}, "reward.args.pattern: '(': Value error, not a regular expression"),
+        ("format", {}, "reward.args.pattern: give either pattern or preset"),
+        ("format", {"pattern": "x", "preset": "boxed"}, "reward.args.preset: give either pattern or preset"),
+        ("length", {"width": 0}, "reward.args.width: 0"),
+        ("length", {"target": -1}, "reward.args.target: -1"),
+        ("length", {"target": 5, "limit": 5}, "reward.args.limit: length takes target or limit, not both"),
+        ("choice", {"letters": 99}, "reward.args.letters: 99"),
+        ("choice", {"letters": 0}, "reward.args.letters: 0"),
+    ],
+)
+def test_arguments_out_of_range_are_told_before_a_sample_is_scored(name: str, args: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError) as error:
+        build_reward(RewardConfig(type=name, args=args))
+    assert str(error.value).startswith(told)
