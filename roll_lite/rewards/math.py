@@ -45,7 +45,10 @@ REFERENCE = re.compile(
 """In front of the answer in columns with whole solutions."""
 REMARK = re.compile(r"\s*(?:\(|[.!](?=\s)|\b(?:an?|in|for|on|at|by|with|from|because|since|when|after|each|every|per)\b)")
 """Behind a quantity: what follows says more about it."""
-ARITHMETIC = re.compile(r"(?:[\d\s.,+\-*/^(){}!]|\\(?:frac|sqrt|cdot|times|div|left|right)(?![A-Za-z]))+")
+SIZES, TIMES = re.compile(r"\\(?:left|right)(?![A-Za-z])"), re.compile(r"(?<=[\d)}!])\s*(?=\()|(?<=\))\s*(?=\d)")
+"""2(9) is a product, which math-verify does not know."""
+MIXED = re.compile(r"\d\s*\\frac")
+ARITHMETIC = re.compile(r"(?:[\d\s.,+\-*/^(){}!]|\\(?:frac|sqrt|cdot|times|div)(?![A-Za-z]))+")
 GOES_ON = re.compile(r"[√π^!][^\s,;]*")
 """Signs that math-verify's search in running text does not know."""
 EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)")
@@ -207,7 +210,12 @@ def _holds(text: str) -> bool:
     """False where sides that are nothing but numbers differ: 17=18."""
     values = [value for value in map(_worth, _sides(text)) if value is not None]
     room = LOOSE if "." in text else CLOSE**3
-    return all(abs(values[-1] - value) <= max(abs(values[-1]), abs(value)) * room for value in values[:-1])
+    scales = (1, 100, Fraction(1, 100)) if "%" in text else (1,)
+
+    def same(one: Fraction, other: Fraction) -> bool:
+        return any(abs(one - other * scale) <= max(abs(one), abs(other * scale)) * room for scale in scales)
+
+    return all(same(values[-1], value) for value in values[:-1])
 
 
 def _worth(side: str) -> Fraction | None:
@@ -216,9 +224,10 @@ def _worth(side: str) -> Fraction | None:
     number = plain_number(side)
     if number is not None:
         return number.value
-    if not ARITHMETIC.fullmatch(side):
+    side = SIZES.sub("", side)
+    if not ARITHMETIC.fullmatch(side) or MIXED.search(side):
         return None
-    parsed = _expressions(_parse_whole(side))
+    parsed = _expressions(_parse_whole(TIMES.sub(r"\\cdot ", side)))
     if len(parsed) != 1 or not getattr(parsed[0], "is_comparable", False):
         return None
     value = parsed[0].evalf(PRECISION)
