@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
+from roll_lite.distributed.strategy.inference.checkpoint import checkpoint_shapes
 from roll_lite.distributed.strategy.vllm import compat, engine_environment
-from roll_lite.distributed.strategy.vllm.checkpoint import checkpoint_shapes
 
 MODEL = ModelConfig(path=Path("model"), dtype="float32")
 

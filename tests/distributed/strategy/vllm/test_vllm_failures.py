@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
-from vllm_support import Harness
+from engine_harness import Harness
 
 from roll_lite.data.samples import Completion
-from roll_lite.distributed.strategy.vllm.engine import EngineDead
+from roll_lite.distributed.strategy.inference.engine import EngineDead
 from roll_lite.distributed.weight_sync.transport import TransferError
 
 LONG = 1500
@@ -115,7 +115,7 @@ _HOST = """
 import asyncio, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from vllm_support import Harness
+from engine_harness import Harness
 
 async def main():
     harness = await Harness.start(Path({folder!r}), tensor_parallel={workers})
@@ -131,7 +131,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_process_outlives_a_killed_host(tmp: Path, workers: int) -> None:
     script = tmp / "host.py"
-    script.write_text(_HOST.format(tests=str(Path(__file__).parent), folder=str(tmp / "m"), workers=workers))
+    script.write_text(_HOST.format(tests=str(Path(__file__).parents[3] / "contracts"), folder=str(tmp / "m"), workers=workers))
     host = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     try:
         assert host.stdout is not None

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 from support_models import EOS_ID, VOCAB_SIZE
-from vllm_support import Harness, assert_log_probs
+from engine_harness import Harness, assert_log_probs
 
 from roll_lite.data.samples import Completion
 from roll_lite.distributed.strategy.vllm import compat

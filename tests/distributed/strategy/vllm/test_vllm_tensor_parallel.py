@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from vllm_support import Harness, assert_log_probs, random_state
+from engine_harness import Harness, assert_log_probs, random_state
 
 from roll_lite.distributed.weight_sync.checksum import checksum
 

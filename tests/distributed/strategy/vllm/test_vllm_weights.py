@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 from support_models import EOS_ID
-from vllm_support import Harness, assert_greedy, assert_log_probs, log_probs_of, random_state
+from engine_harness import Harness, assert_greedy, assert_log_probs, log_probs_of, random_state
 
 from roll_lite.data.samples import Completion, FinishReason, VersionSpan
 from roll_lite.distributed.strategy.base import ExportedTensor, PauseMode

@@ -13,16 +13,19 @@ from typing import Any, Literal
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3]))  # also in the sender's process
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also in the sender's process
 from support_models import EOS_ID, Family, load_hf, make_model, make_tiny_model
 
-from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
+from roll_lite.config.schema import ModelConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan
+from roll_lite.distributed.strategy.inference.engine import EngineStrategy
+from roll_lite.distributed.strategy.sglang import SglangStrategy
 from roll_lite.distributed.strategy.vllm import VllmStrategy
 from roll_lite.distributed.weight_sync.gloo import GlooSender, open_store
 from roll_lite.distributed.weight_sync.plan import TransferPlan, plan_transfers
 
+Make = Literal["vllm", "sglang"]
 SHARPNESS = 2.0
 PROMPT = (20, 7, 33, 41)
 
@@ -83,9 +86,15 @@ class SenderProcess:
         self.process.join()
 
 
+def make_strategy(make: Make, model: ModelConfig, max_model_len: int, **options: Any) -> EngineStrategy:
+    if make == "vllm":
+        return VllmStrategy(model, VllmStrategyConfig(**options), max_model_len=max_model_len)
+    return SglangStrategy(model, SglangStrategyConfig(**options), max_model_len=max_model_len)
+
+
 @dataclass
 class Harness:
-    strategy: VllmStrategy
+    strategy: EngineStrategy
     family: Family
     tied: bool
     reference: Any
@@ -104,11 +113,12 @@ class Harness:
         tied: bool = True,
         max_model_len: int = 512,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        make: Make = "vllm",
         **options: Any,
     ) -> Harness:
         torch_dtype = getattr(torch, dtype)
         make_tiny_model(folder, family, tied, sharpness=SHARPNESS, dtype=torch_dtype)
-        strategy = VllmStrategy(ModelConfig(path=folder, dtype=dtype), VllmStrategyConfig(**options), max_model_len=max_model_len)
+        strategy = make_strategy(make, ModelConfig(path=folder, dtype=dtype), max_model_len, **options)
         await strategy.initialize()
         return cls(strategy, family, tied, load_hf(folder, torch_dtype), torch_dtype)
 
@@ -135,7 +145,7 @@ class Harness:
             self.sender = SenderProcess()
             await self.sender.call("ping")  # it takes seconds to start, which is not what time-outs are about
         export = export_plan(random_state(self.family, self.tied, 0, self.dtype))
-        self.plan = plan_transfers(export, [self.strategy._strategy.tensor_parallel])
+        self.plan = plan_transfers(export, [self.strategy._options.tensor_parallel])
         store = open_store("127.0.0.1")
         self.stores.append(store)
         joining = self.sender.call("join", "127.0.0.1", store.port, 0, self.plan.world_size, 1, timeout_s, self.plan.members())

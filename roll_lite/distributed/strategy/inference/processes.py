@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 
 import psutil
 
+from roll_lite.distributed.strategy.inference.scratch import SCRATCH
+
+HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
+"""Process whose end must end the engine's processes too, whatever way it ended."""
 _PATIENCE_S = 3.5
+_HOST_CHECK_S = 1.0
 
 
 class EngineProcesses:
-    """vLLM's engine process and its workers."""
+    """An engine's process and its workers."""
 
     def __init__(self) -> None:
         self._heads: list[psutil.Process] = []
@@ -42,3 +52,19 @@ def is_running(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def end_group_with_host() -> None:
+    """In an engine's processes, of which one or more lead or share a group of their own: kill the group when the host is gone."""
+    if HOST_PID not in os.environ:
+        return
+    host = psutil.Process(int(os.environ[HOST_PID]))
+
+    def watch() -> None:
+        while is_running(host):
+            time.sleep(_HOST_CHECK_S)
+        if SCRATCH in os.environ:
+            shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="end-with-host").start()
