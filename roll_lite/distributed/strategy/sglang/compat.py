@@ -110,7 +110,7 @@ def check_engine_args(strategy: SglangStrategyConfig, known: Sequence[str]) -> N
         raise ValueError(f"actor_infer.strategy.engine_args.{unknown[0]}: SGLang has no such engine argument{hint}")
 
 
-def generate_input(request: GenerationRequest, rid: str, seed: int, max_model_len: int) -> GenerateReqInput:
+def generate_input(request: GenerationRequest, rid: str, seed: int, max_model_len: int, vocabulary: int) -> GenerateReqInput:
     """`seed`: for requests without one of their own. `rid` must be no prefix of another: SGLang aborts by prefix."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -119,7 +119,7 @@ def generate_input(request: GenerationRequest, rid: str, seed: int, max_model_le
         rid=rid,
         input_ids=list(request.prompt_ids),
         sampling_params={
-            **_choice(request),
+            **_choice(request, vocabulary),
             "sampling_seed": (seed if sampling.seed is None else sampling.seed) % 2**63,
             "max_new_tokens": min(sampling.max_tokens, max_model_len - len(request.prompt_ids)),
             "min_new_tokens": sampling.min_tokens,
@@ -132,17 +132,18 @@ def generate_input(request: GenerationRequest, rid: str, seed: int, max_model_le
     )
 
 
-def _choice(request: GenerationRequest) -> dict[str, Any]:
+def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
     """Greedy decoding is top_k 1, and only that: a top_k of 1 under a temperature goes as a min_p of 1, which keeps the likeliest token
-    as well but has log-prob 0, not that of the whole distribution (see the sampler)."""
+    as well but has log-prob 0, not that of the whole distribution (see the sampler). Who asks for survivors has to give a top_k."""
     sampling = request.sampling
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1}
     only_one = sampling.top_k == 1
+    everything = vocabulary if reports_survivors(request) else -1
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": -1 if only_one else sampling.top_k or -1,
+        "top_k": everything if only_one or not 0 < sampling.top_k < vocabulary else sampling.top_k,
         "min_p": 1.0 if only_one else sampling.min_p,
     }
 

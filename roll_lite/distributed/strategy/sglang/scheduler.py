@@ -155,7 +155,8 @@ def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
     last = ordered.gather(1, top_k.long().clamp(1, columns)[:, None] - 1)
     ordered = ordered.masked_fill(ordered < last, 0.0)
     before = ordered.cumsum(-1) - ordered
-    ordered = ordered.masked_fill(before >= top_p[:, None] * ordered.sum(-1, keepdim=True), 0.0)
+    beyond = before >= top_p[:, None] * ordered.sum(-1, keepdim=True)
+    ordered = ordered.masked_fill(beyond & (top_p[:, None] < 1), 0.0)  # sums are rounded: at 1 the last tokens might seem to lie beyond
     probs.zero_().scatter_(1, order, ordered / ordered.sum(-1, keepdim=True))
 
 

@@ -52,6 +52,7 @@ class EngineServer:
         self._manager = engine.tokenizer_manager
         self._spec = spec
         self._channel = channel
+        self._vocabulary = int(self._manager.model_config.vocab_size)
         self._seeds = random.Random(spec.seed)
         self._running: dict[str, _Running] = {}
         self._held: list[_Running] | None = None
@@ -108,7 +109,7 @@ class EngineServer:
     async def _generate(self, running: _Running) -> None:
         request = running.request
         try:
-            asked = compat.generate_input(request, running.rid, self._seeds.getrandbits(62), self._spec.max_model_len)
+            asked = compat.generate_input(request, running.rid, self._seeds.getrandbits(62), self._spec.max_model_len, self._vocabulary)
             output = await anext(self._manager.generate_request(asked, None))
             completion = compat.completion(request, output, self._manager.tokenizer, running.aborted)
         except Exception as error:  # an edge of the process: whatever it was, this one request failed of it

@@ -1,0 +1,153 @@
+"""New weights from another process: what an engine generates, holds and refuses afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+import torch
+from engine_harness import Harness, assert_greedy, assert_log_probs, log_probs_of, random_state
+from support_models import EOS_ID
+
+from roll_lite.data.samples import Completion, FinishReason, VersionSpan
+from roll_lite.distributed.strategy.base import ExportedTensor, PauseMode
+from roll_lite.distributed.weight_sync.checksum import checksum
+from roll_lite.distributed.weight_sync.transport import TransferError
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+LONG = 600
+BLOCK = 128  # tokens in a block of vLLM's key/value cache on a CPU: shorter prefixes are not cached
+
+
+async def assert_serves_reference(engine: Harness) -> None:
+    completion = await engine.one(32)
+    assert list(completion.token_ids) == engine.hf_greedy(32)
+    assert_log_probs(completion, engine.hf_logits(completion.token_ids))
+    assert completion.versions == (VersionSpan(0, engine.version),)
+
+
+def reference_checksums(engine: Harness) -> dict[str, str]:
+    names = {tensor.name for tensor in engine.tensors}
+    return {name: checksum(tensor) for name, tensor in engine.reference.state_dict().items() if name in names}
+
+
+async def test_generates_what_the_new_weights_say(engine: Harness) -> None:
+    before = await engine.one(32)
+    for seed in (101, 102):
+        await engine.update(seed)
+        await assert_serves_reference(engine)
+    sampled = await engine.one(48, temperature=0.7, seed=3)
+    assert_log_probs(sampled, engine.hf_logits(sampled.token_ids) / 0.7)
+    assert (await engine.one(32)).token_ids != before.token_ids
+    assert (await engine.strategy.health()).version == engine.version
+
+
+async def test_checksums_are_of_what_the_engine_holds(engine: Harness) -> None:
+    old = await engine.strategy.weight_checksums()
+    await engine.update(seed=111)
+    held = await engine.strategy.weight_checksums()
+    assert held == reference_checksums(engine)
+    assert not set(held.values()) & set(old.values())
+
+
+async def test_nothing_of_the_old_weights_stays_in_the_prefix_cache(engine: Harness) -> None:
+    prompt = [3 + i * 11 % 90 for i in range(3 * BLOCK + 5)]
+    await engine.one(4, prompt)
+    await engine.update(seed=121)
+    completion = await engine.one(16, prompt)
+    assert_log_probs(completion, engine.hf_logits(completion.token_ids, prompt))
+
+
+@pytest.mark.parametrize("paused_by_caller", [True, False])
+async def test_a_response_goes_on_under_new_weights(engine: Harness, paused_by_caller: bool) -> None:
+    old, old_version = engine.reference, engine.version
+    _, task = await engine.started(1, LONG, temperature=0.0)
+    if paused_by_caller:
+        await engine.strategy.pause(PauseMode.KEEP)
+        await engine.update(seed=131)
+        await asyncio.sleep(0.2)
+        assert not task.done()
+        await engine.strategy.resume()
+    else:
+        await engine.update(seed=132)
+    (completion,) = await task
+    assert len(completion.token_ids) == LONG and completion.error is None
+    first, second = completion.versions
+    assert (first, second.version) == (VersionSpan(0, old_version), engine.version)
+    _assert_spans(engine, completion, second.start, old)
+
+
+def _assert_spans(engine: Harness, completion: Completion, start: int, old: torch.nn.Module) -> None:
+    """Both parts are what their weights say; the second one's keys and values of all earlier tokens are the new weights'."""
+    assert 0 < start < LONG
+    new, engine.reference = engine.reference, old
+    old_logits = engine.hf_logits(completion.token_ids)
+    engine.reference = new
+    logits = torch.cat([old_logits[:start], engine.hf_logits(completion.token_ids)[start:]])
+    assert_greedy(completion.token_ids, logits)
+    logits[:, EOS_ID] = float("-inf")
+    expected = log_probs_of(logits, completion.token_ids)
+    torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=5e-4, rtol=0)
+
+
+async def test_refusals_leave_the_engine_as_it_was(engine: Harness) -> None:
+    await engine.update(seed=141)
+    good = engine.tensors
+    norm = next(tensor for tensor in good if tensor.name == "model.norm.weight")
+    shapes = {tensor.name: tensor.shape for tensor in good}
+    wrong = dataclasses.replace(norm, shape=(norm.shape[0] + 1,))
+    unknown = dataclasses.replace(norm, name="model.norm.gain")
+    cases: list[tuple[list[ExportedTensor], str]] = [
+        ([*good, unknown], "unknown to the model: model.norm.gain"),
+        ([tensor for tensor in good if tensor is not norm], "missing: model.norm.weight"),
+        ([*good, norm], "announced twice: model.norm.weight"),
+        ([wrong if tensor is norm else tensor for tensor in good], rf"model.norm.weight \(65,\) instead of \({shapes[norm.name][0]},\)"),
+    ]
+    if engine.tied:
+        head = dataclasses.replace(norm, name="lm_head.weight", shape=shapes["model.embed_tokens.weight"])
+        cases.append(([*good, head], "unknown to the model: lm_head.weight"))
+    for tensors, message in cases:
+        with pytest.raises(ValueError, match=message):
+            await engine.strategy.begin_weight_update(tensors)
+        await assert_serves_reference(engine)
+
+
+async def test_an_update_is_not_finished_before_all_has_arrived(engine: Harness) -> None:
+    assert engine.plan is not None
+    await engine.strategy.begin_weight_update(engine.tensors)
+    with pytest.raises(RuntimeError, match=f"{len(engine.tensors)} tensors have not arrived"):
+        await engine.strategy.finish_weight_update(99)
+    await engine.transfer(0, seed=151)
+    with pytest.raises(RuntimeError, match="under way"):
+        await engine.strategy.begin_weight_update(engine.tensors)
+    with pytest.raises(RuntimeError, match="under way"):
+        await engine.strategy.weight_checksums()
+    with pytest.raises(ValueError, match="sent before"):
+        await engine.strategy.receive_bucket(engine.plan.transfers[0].tensors)
+    running = asyncio.create_task(engine.one(4))
+    await asyncio.sleep(0.2)
+    assert not running.done()  # not on half-loaded weights
+    for number in range(1, len(engine.plan.transfers)):
+        await engine.transfer(number, seed=151)
+    engine.version += 1
+    await engine.strategy.finish_weight_update(engine.version)
+    completion = await running
+    assert completion.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+    assert completion.versions == (VersionSpan(0, engine.version),)
+
+
+async def test_trainer_that_does_not_come_is_named_and_the_engine_goes_on(engine: Harness) -> None:
+    """Nothing has arrived: the engine still has its weights, and a new connection works."""
+    await engine.connect(timeout_s=1.0)
+    assert engine.plan is not None
+    await engine.update(seed=161)
+    await engine.strategy.begin_weight_update(engine.tensors)
+    with pytest.raises(TransferError, match=r"trainer \(transfer rank 0\) did not take part in bucket 3.* within 1 s"):
+        await engine.strategy.receive_bucket(engine.plan.transfers[0].tensors)
+    await assert_serves_reference(engine)
+    await engine.connect()
+    await engine.update(seed=162)
+    await assert_serves_reference(engine)
+    assert reference_checksums(engine) == {n: checksum(t) for n, t in random_state(engine.family, engine.tied, 162).items()}
