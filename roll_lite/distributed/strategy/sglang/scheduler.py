@@ -10,16 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 import sglang.srt.managers.scheduler as scheduler_module
 import sglang.srt.model_executor.model_runner as model_runner
-from roll_lite.distributed.strategy.base import ExportedTensor, TransferEndpoint
-from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
-from roll_lite.distributed.weight_sync.checksum import checksum
-from roll_lite.distributed.weight_sync.receivers import RECEIVERS
-from roll_lite.distributed.weight_sync.transport import WeightReceiver
+import torch
+import torch.distributed as dist
 from sglang.srt.distributed import tensor_model_parallel_all_gather
 from sglang.srt.layers.linear import (
     ColumnParallelLinear,
@@ -35,6 +29,12 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from roll_lite.distributed.strategy.base import ExportedTensor, TransferEndpoint
+from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
+from roll_lite.distributed.weight_sync.checksum import checksum
+from roll_lite.distributed.weight_sync.receivers import RECEIVERS
+from roll_lite.distributed.weight_sync.transport import WeightReceiver
 
 _PAUSED_POLL_S = 0.001
 _GREEDY_TOP_K = 1

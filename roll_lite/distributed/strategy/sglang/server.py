@@ -246,9 +246,10 @@ class EngineServer:
 
 
 def start_engine(spec: EngineSpec) -> Any:
-    from roll_lite.distributed.strategy.sglang.scheduler import run_scheduler
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
+
+    from roll_lite.distributed.strategy.sglang.scheduler import run_scheduler
 
     compat.check_engine_args(spec.strategy, compat.known_arguments(ServerArgs))
 

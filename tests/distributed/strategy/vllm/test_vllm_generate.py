@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 import torch
-from support_models import EOS_ID, VOCAB_SIZE
 from engine_harness import Harness, assert_log_probs
+from support_models import EOS_ID, VOCAB_SIZE
 
 from roll_lite.data.samples import Completion, FinishReason, VersionSpan
 from roll_lite.distributed.strategy.base import PauseMode

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from support_models import EOS_ID, VOCAB_SIZE
 from engine_harness import Harness, assert_log_probs
+from support_models import EOS_ID, VOCAB_SIZE
 
 from roll_lite.data.samples import Completion
 from roll_lite.distributed.strategy.vllm import compat

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from support_models import EOS_ID
 from engine_harness import Harness, assert_greedy, assert_log_probs, log_probs_of, random_state
+from support_models import EOS_ID
 
 from roll_lite.data.samples import Completion, FinishReason, VersionSpan
 from roll_lite.distributed.strategy.base import ExportedTensor, PauseMode
