@@ -43,7 +43,7 @@ def check_version() -> str:
     return version
 
 
-def engine_environment(threads: int, devices: Sequence[int] | None, cuda: bool) -> dict[str, str]:
+def engine_environment(threads: int, devices: Sequence[int] | None, cuda: bool, workers: int = 1) -> dict[str, str]:
     """Variables that the engine's process finds when it starts. `devices`: the GPUs that it may use; all visible ones where None."""
     environment = {
         "HF_HUB_OFFLINE": "1",
@@ -58,6 +58,8 @@ def engine_environment(threads: int, devices: Sequence[int] | None, cuda: bool) 
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "roll_lite.distributed.strategy.sglang.models",
         "OMP_NUM_THREADS": str(threads),
+        # Left to itself, SGLang wants a NUMA node for each worker. Its native path binds nothing, whatever stands here.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * workers),
         # Some sampling paths are compiled at their first call, which takes half a minute.
         "TORCHDYNAMO_DISABLE": "1",
     }

@@ -78,7 +78,8 @@ class SglangStrategy(EngineStrategy):
     async def _start_server(self, scratch: Scratch) -> list[int]:
         """Process ids of the engine's server and of its children."""
         ours, theirs = socket.socketpair()
-        environment = compat.engine_environment(self._threads, self._devices, self._cuda) | {HOST_PID: str(os.getpid())}
+        workers = self._strategy.tensor_parallel
+        environment = compat.engine_environment(self._threads, self._devices, self._cuda, workers) | {HOST_PID: str(os.getpid())}
         with scratch.inherited(), theirs:
             self._server = subprocess.Popen(  # noqa: ASYNC220 (takes a moment)
                 [sys.executable, "-m", SERVER, str(theirs.fileno())],
@@ -160,7 +161,8 @@ class SglangStrategy(EngineStrategy):
         await self._call("new_weights", str(version))
 
     async def _checksums(self, dtypes: dict[str, str]) -> dict[str, str]:
-        sums: dict[str, str] = await self._call_workers("roll_lite_checksums", {"dtypes": dtypes})
+        shapes = {name: list(shape) for name, shape in self._shapes.items()}
+        sums: dict[str, str] = await self._call_workers("roll_lite_checksums", {"dtypes": dtypes, "shapes": shapes})
         return sums
 
     async def _call_workers(self, method: str, arguments: dict[str, Any]) -> Any:

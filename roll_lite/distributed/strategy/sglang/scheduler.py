@@ -85,11 +85,12 @@ class RolloutScheduler(Scheduler):
         dist.all_gather_object(touched, self._touched, group=self.tp_group.cpu_group)
         self._answer(answer, any(touched))
 
-    def roll_lite_checksums(self, answer: str, dtypes: dict[str, str]) -> None:
+    def roll_lite_checksums(self, answer: str, dtypes: dict[str, str], shapes: dict[str, list[int]]) -> None:
         """Of what the model holds, by Hugging Face name, in the dtypes given. Gathering is collective, the first worker answers."""
         sums = {}
         for name, tensor in held_weights(self.tp_worker.model_runner.model, _layers()):
             if get_parallel().tp_rank == 0:
+                tensor = _without_padding(name, tensor, shapes[name])
                 sums[name] = checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor)
         self._answer(answer, sums)
 
@@ -170,6 +171,14 @@ def _with_seeds(make: Any) -> Any:
         return info
 
     return classmethod(from_schedule_batch)
+
+
+def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """On a CPU with more workers than key/value heads SGLang adds heads of zeros at the end."""
+    whole = tensor[tuple(slice(size) for size in shape)]
+    if whole.numel() != tensor.numel() and tensor.count_nonzero() != whole.count_nonzero():
+        raise RuntimeError(f"{name}: what SGLang has added to it is not zero")
+    return whole
 
 
 def _layers() -> Layers:
