@@ -29,7 +29,8 @@ class EngineProcesses:
 
     def watch(self, pids: Sequence[int]) -> None:
         self._heads = [psutil.Process(pid) for pid in pids]
-        self._all = [process for head in self._heads for process in (head, *head.children(recursive=True))]
+        found = {process.pid: process for head in self._heads for process in (head, *head.children(recursive=True))}
+        self._all = [process for process in found.values() if not cleans_up(process)]
 
     def running(self) -> bool:
         return all(is_running(process) for process in self._heads)
@@ -44,6 +45,14 @@ class EngineProcesses:
         for process in self._all:
             if is_running(process):
                 process.kill()
+
+
+def cleans_up(process: psutil.Process) -> bool:
+    """Python's own resource tracker: it removes what processes leave in shared memory, and then ends by itself."""
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def is_running(process: psutil.Process) -> bool:

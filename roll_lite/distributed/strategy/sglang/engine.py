@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
@@ -28,6 +29,7 @@ from roll_lite.distributed.strategy.sglang.spec import EngineSpec
 from roll_lite.distributed.weight_sync.transport import TransferError
 
 LIVENESS_POLL_S = 0.25
+_LAST_S = 3.0  # for the server to end what it has started
 SERVER = "roll_lite.distributed.strategy.sglang.server"
 
 
@@ -104,10 +106,16 @@ class SglangStrategy(EngineStrategy):
         for task in self._tasks:
             task.cancel()
         if self._channel is not None:
-            await self._processes.end(self._channel.close)
+            self._channel.close()  # the server ends when it hears nothing more
+            await self._processes.end(self._wait_for_server)
         self._kill_server()
         if self._scratch is not None:
             self._scratch.remove()
+
+    def _wait_for_server(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._server is not None:
+                self._server.wait(_LAST_S)
 
     def _kill_server(self) -> None:
         if self._server is not None:

@@ -7,6 +7,7 @@ Started as `python -m roll_lite.distributed.strategy.sglang.server FD` in a sess
 from __future__ import annotations
 
 import asyncio
+import atexit
 import random
 import socket
 import sys
@@ -15,12 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
 from roll_lite.distributed.strategy.base import PauseMode
 from roll_lite.distributed.strategy.inference.channel import Channel, Closed
-from roll_lite.distributed.strategy.inference.processes import end_group_with_host
+from roll_lite.distributed.strategy.inference.processes import cleans_up, end_group_with_host
 from roll_lite.distributed.strategy.sglang import compat
 from roll_lite.distributed.strategy.sglang.spec import EngineSpec
 
@@ -259,6 +261,15 @@ def start_engine(spec: EngineSpec) -> Any:
     return RolloutEngine(**compat.engine_arguments(spec.model, spec.strategy, spec.max_model_len, spec.seed, spec.cuda))
 
 
+def _stop(engine: Any) -> None:
+    """Not SGLang's own way, which also kills the process that clears shared memory."""
+    atexit.unregister(engine.shutdown)
+    engine.tokenizer_manager._subprocess_watchdog.stop()
+    for child in psutil.Process().children(recursive=True):
+        if not cleans_up(child):
+            child.kill()
+
+
 async def _serve(channel: Channel, spec: EngineSpec, engine: Any) -> None:
     channel.send(("ready", engine.get_all_child_pids()))
     await EngineServer(engine, spec, channel).serve()
@@ -282,7 +293,7 @@ def main() -> None:
     try:
         loop.run_until_complete(_serve(channel, spec, engine))
     except Closed:
-        engine.shutdown()
+        _stop(engine)
 
 
 if __name__ in ("__main__", "__mp_main__"):
