@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import random
+import shutil
 import socket
 import sys
 from collections.abc import Awaitable, Callable
@@ -261,13 +262,14 @@ def start_engine(spec: EngineSpec) -> Any:
     return RolloutEngine(**compat.engine_arguments(spec.model, spec.strategy, spec.max_model_len, spec.seed, spec.cuda))
 
 
-def _stop(engine: Any) -> None:
-    """Not SGLang's own way, which also kills the process that clears shared memory."""
+def _stop(engine: Any, scratch: str) -> None:
+    """Not SGLang's own way, which also kills the process that clears shared memory. The host may be gone: its part is done too."""
     atexit.unregister(engine.shutdown)
     engine.tokenizer_manager._subprocess_watchdog.stop()
     for child in psutil.Process().children(recursive=True):
         if not cleans_up(child):
             child.kill()
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
 async def _serve(channel: Channel, spec: EngineSpec, engine: Any) -> None:
@@ -293,7 +295,7 @@ def main() -> None:
     try:
         loop.run_until_complete(_serve(channel, spec, engine))
     except Closed:
-        _stop(engine)
+        _stop(engine, spec.scratch)
 
 
 if __name__ in ("__main__", "__mp_main__"):
