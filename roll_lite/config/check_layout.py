@@ -11,15 +11,15 @@ from roll_lite.config.model_shape import ModelShape, read_model_shape
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema import (
     CriticRoleConfig,
+    EngineStrategyConfig,
     InferRoleConfig,
     JudgeServerConfig,
     MegatronStrategyConfig,
     RewardModelConfig,
     RunConfig,
-    VllmStrategyConfig,
 )
 
-VLLM_OWN_ARGUMENTS = (
+_VLLM_OWN_ARGUMENTS = (
     "model",
     "dtype",
     "seed",
@@ -30,7 +30,20 @@ VLLM_OWN_ARGUMENTS = (
     "tensor_parallel_size",
     "distributed_executor_backend",
 )
-"""Engine arguments that no configuration may set."""
+_SGLANG_OWN_ARGUMENTS = (
+    "model_path",
+    "dtype",
+    "device",
+    "random_seed",
+    "tp_size",
+    "sampling_backend",
+    "skip_tokenizer_init",
+    "enable_memory_saver",
+    "weight_version",
+    "stream_interval",
+)
+OWN_ARGUMENTS: dict[str, tuple[str, ...]] = {"vllm": _VLLM_OWN_ARGUMENTS, "sglang": _SGLANG_OWN_ARGUMENTS}
+"""Engine arguments that no configuration may set, by the strategy's name."""
 
 
 def _device_list(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
@@ -111,15 +124,16 @@ def _needs_whole_kv(role: Role, shape: ModelShape, size: int) -> bool:
 
 def _engine_limits(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
     strategy = role.strategy
-    if isinstance(strategy, VllmStrategyConfig) and strategy.max_batched_tokens < strategy.max_running_requests:
+    if not isinstance(strategy, EngineStrategyConfig):
+        return
+    if strategy.max_batched_tokens < strategy.max_running_requests:
         message = (
             f"every running request takes at least one token of a pass; use at least max_running_requests ({strategy.max_running_requests})"
         )
         yield Problem(f"{name}.strategy.max_batched_tokens", message, strategy.max_batched_tokens)
-    if isinstance(strategy, VllmStrategyConfig):
-        for argument in sorted(set(VLLM_OWN_ARGUMENTS) & set(strategy.engine_args)):
-            message = "roll_lite sets this one itself; remove it"
-            yield Problem(f"{name}.strategy.engine_args.{argument}", message, strategy.engine_args[argument])
+    for argument in sorted(set(OWN_ARGUMENTS[strategy.name]) & set(strategy.engine_args)):
+        message = "roll_lite sets this one itself; remove it"
+        yield Problem(f"{name}.strategy.engine_args.{argument}", message, strategy.engine_args[argument])
 
 
 ROLE_CHECKS = (

@@ -192,7 +192,9 @@ def _max_model_len(config: RunConfig) -> Iterator[Problem]:
 
 def _no_scripted_engine(config: RunConfig) -> Iterator[Problem]:
     if isinstance(config.actor_infer.strategy, ScriptedStrategyConfig):
-        yield Problem("actor_infer.strategy.name", "the scripted engine makes up its answers and is for tests only; use vllm", "scripted")
+        yield Problem(
+            "actor_infer.strategy.name", "the scripted engine makes up its answers and is for tests only; use vllm or sglang", "scripted"
+        )
 
 
 RUN_CHECKS = (

@@ -85,10 +85,10 @@ class MegatronStrategyConfig(Section):
     """Recompute activations of whole layers in the backward pass instead of keeping them."""
 
 
-class VllmStrategyConfig(Section):
-    """Rollouts on vLLM."""
+class EngineStrategyConfig(Section):
+    """What all real engines have; switching from one to another changes the name only."""
 
-    name: Literal["vllm"] = "vllm"
+    name: str
     tensor_parallel: PositiveInt = 1
     """Devices of one engine replica."""
     max_model_len: PositiveInt | None = None
@@ -104,7 +104,19 @@ class VllmStrategyConfig(Section):
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments for vLLM's engine, passed on as they are."""
+    """Further arguments for the engine itself, passed on as they are."""
+
+
+class VllmStrategyConfig(EngineStrategyConfig):
+    """Rollouts on vLLM."""
+
+    name: Literal["vllm"] = "vllm"
+
+
+class SglangStrategyConfig(EngineStrategyConfig):
+    """Rollouts on SGLang."""
+
+    name: Literal["sglang"] = "sglang"
 
 
 class HfStrategyConfig(Section):
@@ -126,7 +138,7 @@ class ScriptedStrategyConfig(Section):
 
 
 TrainStrategyConfig = MegatronStrategyConfig
-InferStrategyConfig = Annotated[VllmStrategyConfig | ScriptedStrategyConfig, Field(discriminator="name")]
+InferStrategyConfig = Annotated[VllmStrategyConfig | SglangStrategyConfig | ScriptedStrategyConfig, Field(discriminator="name")]
 RewardModelStrategyConfig = Annotated[HfStrategyConfig | MegatronStrategyConfig, Field(discriminator="name")]
 
 Devices = PositiveInt | list[Annotated[int, Field(ge=0)]]

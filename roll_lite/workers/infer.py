@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from roll_lite.config.schema import InferStrategyConfig, ModelConfig, ScriptedStrategyConfig, VllmStrategyConfig
+from roll_lite.config.schema import InferStrategyConfig, ModelConfig, ScriptedStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest
 from roll_lite.distributed.strategy.base import EngineHealth, ExportedTensor, ExportPlan, InferenceStrategy, PauseMode, TransferEndpoint
 from roll_lite.distributed.worker import AsyncWorker
@@ -36,6 +36,10 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
             from roll_lite.distributed.strategy.vllm import VllmStrategy
 
             return VllmStrategy(spec.model, spec.strategy, max_model_len=spec.max_model_len, seed=spec.seed, threads=spec.threads)
+        case SglangStrategyConfig():
+            from roll_lite.distributed.strategy.sglang import SglangStrategy
+
+            return SglangStrategy(spec.model, spec.strategy, max_model_len=spec.max_model_len, seed=spec.seed, threads=spec.threads)
         case ScriptedStrategyConfig():
             from roll_lite.distributed.strategy.scripted import ScriptedEngine
 

@@ -11,7 +11,7 @@ import math
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from roll_lite.config.check_layout import VLLM_OWN_ARGUMENTS
+from roll_lite.config.check_layout import OWN_ARGUMENTS
 from roll_lite.config.keep_mask import KEEP_LIMIT
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
@@ -61,7 +61,7 @@ def start_engine(model: ModelConfig, strategy: VllmStrategyConfig, max_model_len
 
 def engine_arguments(model: ModelConfig, strategy: VllmStrategyConfig, max_model_len: int, seed: int, cuda: bool) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs."""
-    taken = sorted(set(VLLM_OWN_ARGUMENTS) & set(strategy.engine_args))
+    taken = sorted(set(OWN_ARGUMENTS["vllm"]) & set(strategy.engine_args))
     if taken:
         raise ValueError(f"actor_infer.strategy.engine_args.{taken[0]}: roll_lite sets this one itself; remove it")
     arguments: dict[str, Any] = {

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from roll_lite.distributed.strategy.inference.processes import HOST_PID
+
 
 def on_cuda() -> bool:
     return torch.cuda.is_available()
@@ -41,10 +43,6 @@ def engine_environment(threads: int = 1, devices: Sequence[int] | None = None, c
         # With one worker, keep it in the engine's process: a process less per engine.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-
-
-HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
-"""Process whose end must end the engine's processes too, whatever way it ended."""
 
 
 def apply_environment(threads: int = 1, devices: Sequence[int] | None = None) -> None:

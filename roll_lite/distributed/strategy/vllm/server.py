@@ -7,24 +7,16 @@ processes.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import threading
-import time
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import psutil
-
 from roll_lite.config.model_shape import read_model_shape
 from roll_lite.config.schema import JudgeServerConfig
+from roll_lite.distributed.strategy.inference.processes import end_group_with_host
 from roll_lite.distributed.strategy.vllm import compat
-from roll_lite.distributed.strategy.vllm.environment import HOST_PID
-from roll_lite.distributed.strategy.vllm.processes import is_running
 
-HOST_CHECK_S = 1.0
 SAGEMAKER = "model_hosting_container_standards"
 
 
@@ -73,12 +65,6 @@ def _words(key: str, value: Any) -> list[str]:
     return [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
-def _end_with_host(host: psutil.Process) -> None:
-    while is_running(host):
-        time.sleep(HOST_CHECK_S)
-    os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
 def _stand_in_for_sagemaker() -> None:
     """vLLM always adds SageMaker's two routes, for which its CPU build would need five packages more: here they stay what they are
     without that service."""
@@ -103,9 +89,8 @@ def main() -> None:
     serve()
 
 
-if __name__ in ("__main__", "__mp_main__") and HOST_PID in os.environ:
+if __name__ in ("__main__", "__mp_main__"):
     # In the engine's own processes too, which spawn imports this module into: the server may be killed before them.
-    host = psutil.Process(int(os.environ[HOST_PID]))
-    threading.Thread(target=_end_with_host, args=(host,), daemon=True, name="end-with-host").start()
+    end_group_with_host()
 if __name__ == "__main__":
     main()

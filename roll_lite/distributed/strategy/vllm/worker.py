@@ -14,17 +14,24 @@ from typing import Any
 
 import psutil
 import torch
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from roll_lite.distributed.strategy.base import ExportedTensor, TransferEndpoint
+from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
+from roll_lite.distributed.strategy.inference.processes import HOST_PID, is_running
+from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 from roll_lite.distributed.strategy.vllm.compat import TRANSFER_BACKEND
-from roll_lite.distributed.strategy.vllm.environment import HOST_PID
-from roll_lite.distributed.strategy.vllm.held_weights import held_weights
-from roll_lite.distributed.strategy.vllm.processes import is_running
-from roll_lite.distributed.strategy.vllm.scratch import SCRATCH
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.receivers import RECEIVERS
 from roll_lite.distributed.weight_sync.transport import WeightReceiver
@@ -102,6 +109,20 @@ class BucketTransfer(WeightTransferEngine[ConnectInfo, BucketInfo]):
             self._receiver = None
 
 
+def _layers() -> Layers:
+    return Layers(
+        linear=LinearBase,
+        column_parallel=ColumnParallelLinear,
+        row_parallel=RowParallelLinear,
+        merged=MergedColumnParallelLinear,
+        qkv=QKVParallelLinear,
+        embedding=VocabParallelEmbedding,
+        head=ParallelLMHead,
+        workers=get_tensor_model_parallel_world_size(),
+        gather=tensor_model_parallel_all_gather,
+    )
+
+
 class WorkerExtension:
     """Methods that vLLM adds to its worker class; called by name through collective_rpc."""
 
@@ -115,7 +136,7 @@ class WorkerExtension:
     def roll_lite_checksums(self, dtypes: dict[str, str]) -> dict[str, str]:
         """Of what the model holds, by Hugging Face name, in the dtypes given. Gathering is collective, the first worker answers."""
         sums = {}
-        for name, tensor in held_weights(self.get_model()):
+        for name, tensor in held_weights(self.get_model(), _layers()):
             if self.rank == 0:
                 sums[name] = checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor)
         return sums

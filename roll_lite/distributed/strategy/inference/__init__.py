@@ -1,0 +1,1 @@
+"""What the real inference engines have in common, whatever their make."""

@@ -1,0 +1,43 @@
+"""Messages between the hosting process and an engine's process: pickles over a pair of sockets, whose end tells of the other's death."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import socket
+import struct
+from typing import Any
+
+_LENGTH = struct.Struct("!Q")
+
+
+class Closed(ConnectionError):
+    """The other end is gone."""
+
+
+class Channel:
+    """One end, on this process's event loop. One task receives; any may send."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def over(cls, end: socket.socket) -> Channel:
+        return cls(*await asyncio.open_connection(sock=end))
+
+    def send(self, message: Any) -> None:
+        """Buffered. What is sent to a peer that is gone is lost; `receive` reports that."""
+        if not self._writer.is_closing():
+            data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    async def receive(self) -> Any:
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            return pickle.loads(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise Closed("the other end is gone") from error
+
+    def close(self) -> None:
+        self._writer.close()

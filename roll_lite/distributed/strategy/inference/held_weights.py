@@ -1,0 +1,109 @@
+"""The model's weights as Hugging Face tensors again: what the engine computes with, not what it was sent.
+
+vLLM and SGLang, whose layers are of one descent, fuse projections and shard them over workers; vLLM also packs matrices into an opaque
+layout on a CPU and drops the original. A packed matrix is read back by multiplying the identity with it, through the very kernel that
+inference uses: each output is one product with 1 and sums of zeros, which is exact (but for the sign of zero and, on some CPUs, for
+numbers below the smallest normal one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_IDENTITY_ROWS = 256
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+"""Where a model does not say itself what it fuses."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """An engine's layer classes, and how its workers put a sharded tensor together: `gather(part, dim)`."""
+
+    linear: type[Any]
+    column_parallel: type[Any]
+    row_parallel: type[Any]
+    merged: type[Any]
+    qkv: type[Any]
+    embedding: type[Any]
+    head: type[Any]
+    workers: int
+    gather: Callable[[torch.Tensor, int], torch.Tensor]
+
+    def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
+        """`copies`: on how many workers each part is repeated."""
+        if self.workers == 1:
+            return part
+        gathered = self.gather(part.contiguous(), dim)
+        return torch.cat(gathered.chunk(self.workers, dim)[::copies], dim)
+
+
+def held_weights(model: nn.Module, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor, full size. All workers of an engine iterate together."""
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
+    for path, module in model.named_modules():
+        prefix, _, leaf = path.rpartition(".")
+        if isinstance(module, layers.linear):
+            names = [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]
+            yield from _linear(names, module, layers)
+        elif isinstance(module, layers.embedding):
+            yield from _embedding(path, module, model, layers)
+        else:
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}", parameter.detach()
+
+
+def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors = {"weight": _matrix(module, _columns(module))}
+    if module.bias is not None:
+        tensors["bias"] = module.bias.detach()
+    for kind, tensor in tensors.items():
+        if isinstance(module, layers.row_parallel):
+            yield f"{names[0]}.{kind}", layers.whole(tensor, 1) if kind == "weight" else tensor
+            continue
+        sizes, copies = _parts(module, tensor.shape[0], layers)
+        if len(sizes) != len(names):
+            raise ValueError(f"{type(module).__name__} holds {len(sizes)} matrices, the model names {names}")
+        for name, part, copy in zip(names, tensor.split(sizes), copies, strict=True):
+            yield f"{name}.{kind}", layers.whole(part, 0, copy) if isinstance(module, layers.column_parallel) else part
+
+
+def _columns(module: Any) -> int:
+    return int(getattr(module, "input_size_per_partition", module.input_size))
+
+
+def _parts(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
+    """Rows of each fused matrix on this worker, and on how many workers each is repeated."""
+    if isinstance(module, layers.qkv):
+        keys = module.num_kv_heads * module.head_size
+        values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))
+        return [rows - keys - values, keys, values], [1, module.num_kv_head_replicas, module.num_kv_head_replicas]
+    if isinstance(module, layers.merged):
+        return [size // layers.workers for size in module.output_sizes], [1] * len(module.output_sizes)
+    return [rows], [1]
+
+
+def _embedding(path: str, module: Any, model: nn.Module, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
+    if not isinstance(module, layers.head):
+        yield f"{path}.weight", layers.whole(module.weight.detach(), 0)[: module.org_vocab_size]
+        return
+    head = layers.whole(_matrix(module, module.embedding_dim), 0)[: module.org_vocab_size]
+    tied_to = next((other for other in model.modules() if other is not module and getattr(other, "weight", None) is module.weight), None)
+    if tied_to is None:
+        yield f"{path}.weight", head
+    elif not torch.equal(head, layers.whole(module.weight.detach(), 0)[: module.org_vocab_size]):
+        raise RuntimeError(f"{path} computes with another matrix than the embedding that it is tied to")
+
+
+def _matrix(module: Any, columns: int) -> torch.Tensor:
+    """[rows, columns] of a layer's weight on this worker."""
+    multiply = getattr(module, "cpu_linear", None)
+    weight: torch.Tensor = module.weight.detach()
+    if multiply is None:
+        return weight
+    identity = torch.eye(columns, dtype=weight.dtype)
+    return torch.cat([multiply(rows.contiguous(), weight, None).t() for rows in identity.split(_IDENTITY_ROWS)], dim=1)

@@ -1,0 +1,203 @@
+"""What runs inside SGLang's scheduler processes: how weights arrive and are loaded, what the model holds, how tokens are sampled.
+
+Written against SGLang 0.5.23; `compat.py` checks the version and does the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import sglang.srt.managers.scheduler as scheduler_module
+import sglang.srt.model_executor.model_runner as model_runner
+import torch
+import torch.distributed as dist
+from sglang.srt.distributed import tensor_model_parallel_all_gather
+from sglang.srt.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from roll_lite.distributed.strategy.base import ExportedTensor, TransferEndpoint
+from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
+from roll_lite.distributed.weight_sync.checksum import checksum
+from roll_lite.distributed.weight_sync.receivers import RECEIVERS
+from roll_lite.distributed.weight_sync.transport import WeightReceiver
+
+_PAUSED_POLL_S = 0.001
+_GREEDY_TOP_K = 1
+
+
+class RolloutScheduler(Scheduler):
+    """SGLang's scheduler with methods that its RPC calls by name on every worker of an engine."""
+
+    _receiver: WeightReceiver | None = None
+    _touched = False
+    """Loading has begun: until it is finished, the model is neither the old nor the new one."""
+
+    # ------------------------------------------------------------ weights
+
+    def roll_lite_connect(self, answer: str, **endpoint: Any) -> None:
+        def join() -> None:
+            if self._receiver is not None:
+                self._receiver.close()
+            self._receiver = RECEIVERS[endpoint["transport"]](TransferEndpoint(**endpoint), get_parallel().tp_rank)
+
+        self._together(join)
+
+    def roll_lite_load_bucket(self, answer: str, tensors: list[list[Any]], sender: int) -> None:
+        """The old weights stay until the first bucket has arrived."""
+        bucket = [ExportedTensor(name, tuple(shape), getattr(torch, dtype), owner=sender, bucket=0) for name, shape, dtype in tensors]
+
+        def load() -> None:
+            if self._receiver is None:
+                raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
+            arrived = self._receiver.receive(bucket, sender)
+            runner = self.tp_worker.model_runner
+            if not self._touched:
+                self._touched = True
+                runner.weight_updater.begin_weight_update()
+            runner.model.load_weights(arrived.items())
+
+        self._together(load)
+
+    def roll_lite_put_in_place(self, answer: str) -> None:
+        def finish() -> None:
+            self.tp_worker.model_runner.weight_updater.end_weight_update(run_post_load=False)
+            self._touched = False
+
+        self._together(finish)
+
+    def roll_lite_weights_touched(self, answer: str) -> None:
+        touched: list[Any] = [None] * dist.get_world_size(self.tp_group.cpu_group)
+        dist.all_gather_object(touched, self._touched, group=self.tp_group.cpu_group)
+        self._answer(answer, any(touched))
+
+    def roll_lite_checksums(self, answer: str, dtypes: dict[str, str], shapes: dict[str, list[int]]) -> None:
+        """Of what the model holds, by Hugging Face name, in the dtypes given. Gathering is collective, the first worker answers."""
+        sums = {}
+        for name, tensor in held_weights(self.tp_worker.model_runner.model, _layers()):
+            if get_parallel().tp_rank == 0:
+                tensor = _without_padding(name, tensor, shapes[name])
+                sums[name] = checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor)
+        self._answer(answer, sums)
+
+    def _together(self, step: Any) -> None:
+        """A step that every worker takes. Whoever fails, all raise: only the first worker's error reaches the caller."""
+        failure: str | None = None
+        try:
+            step()
+        except Exception as error:  # an edge of the process: it is raised again below, on every worker
+            failure = str(error)
+        failures: list[Any] = [None] * dist.get_world_size(self.tp_group.cpu_group)
+        dist.all_gather_object(failures, failure, group=self.tp_group.cpu_group)
+        first = next((one for one in failures if one is not None), None)
+        if first is not None:
+            raise RuntimeError(first)
+
+    def _answer(self, file: str, value: Any) -> None:
+        """SGLang's RPC returns nothing but success or an error."""
+        if get_parallel().tp_rank == 0:
+            Path(file).write_text(json.dumps(value), encoding="utf-8")
+
+    # ------------------------------------------------------------ requests
+
+    def abort_request(self, recv_req: AbortReq) -> None:
+        """Of waiting requests that have run before (a pause put them back) SGLang would report only what it has sent on so far."""
+        begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
+        for request in begun:
+            self.waiting_queue.remove(request)
+            self._release_aborted_request(request)
+            request.finished_reason = FINISH_ABORT()
+        if begun:
+            self.output_streamer.stream_output(begun, any(request.return_logprob for request in begun))
+        super().abort_request(recv_req)
+
+    def _record_scheduler_state_for_paused_engine(self) -> None:
+        """Called in every round of a paused scheduler, which would otherwise keep a core busy."""
+        super()._record_scheduler_state_for_paused_engine()
+        time.sleep(_PAUSED_POLL_S)
+
+
+class RolloutSampler(Sampler):
+    """Samples with torch on every device, by one definition of truncation (vLLM's) for both engines, and reports the log-probs of the
+    distribution that it sampled from."""
+
+    def _sample_from_probs(self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool) -> Any:
+        """SGLang takes the log-probs and the survivors from `probs` afterwards."""
+        if simple_sampling_case:
+            return super()._sample_from_probs(probs, sampling_info, positions, True)
+        greedy = sampling_info.top_ks == _GREEDY_TOP_K
+        whole = probs[greedy]
+        truncate_(probs, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
+        sampled = super()._sample_from_probs(probs, sampling_info, positions, True)
+        probs[greedy] = whole  # a greedy request among others: as if it were alone
+        return sampled
+
+
+def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> None:
+    """Tokens that min_p, then top_k, then top_p drop get probability 0; the others, all that tie with the last one of top_k among them,
+    are renormalised. [rows, vocabulary], in place."""
+    columns = probs.shape[-1]
+    probs.masked_fill_(probs < probs.amax(-1, keepdim=True) * min_p[:, None], 0.0)
+    ordered, order = probs.sort(-1, descending=True)
+    last = ordered.gather(1, top_k.long().clamp(1, columns)[:, None] - 1)
+    ordered = ordered.masked_fill(ordered < last, 0.0)
+    before = ordered.cumsum(-1) - ordered
+    beyond = before >= top_p[:, None] * ordered.sum(-1, keepdim=True)
+    ordered = ordered.masked_fill(beyond & (top_p[:, None] < 1), 0.0)  # sums are rounded: at 1 the last tokens might seem to lie beyond
+    probs.zero_().scatter_(1, order, ordered / ordered.sum(-1, keepdim=True))
+
+
+def _with_seeds(make: Any) -> Any:
+    """SGLang uses the seeds of requests in its deterministic mode only, which has kernels for GPUs; sampling by seed needs none."""
+
+    def from_schedule_batch(cls: type[SamplingBatchInfo], batch: Any, vocab_size: int) -> SamplingBatchInfo:
+        info: SamplingBatchInfo = make.__func__(cls, batch, vocab_size)
+        seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+        info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(batch.device)
+        return info
+
+    return classmethod(from_schedule_batch)
+
+
+def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """On a CPU with more workers than key/value heads SGLang adds heads of zeros at the end."""
+    whole = tensor[tuple(slice(size) for size in shape)]
+    if whole.numel() != tensor.numel() and tensor.count_nonzero() != whole.count_nonzero():
+        raise RuntimeError(f"{name}: what SGLang has added to it is not zero")
+    return whole
+
+
+def _layers() -> Layers:
+    return Layers(
+        linear=LinearBase,
+        column_parallel=ColumnParallelLinear,
+        row_parallel=RowParallelLinear,
+        merged=MergedColumnParallelLinear,
+        qkv=QKVParallelLinear,
+        embedding=VocabParallelEmbedding,
+        head=ParallelLMHead,
+        workers=get_parallel().tp_group.world_size,
+        gather=tensor_model_parallel_all_gather,
+    )
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """The scheduler process, from its start to its end."""
+    scheduler_module.Scheduler = RolloutScheduler
+    model_runner.create_sampler = RolloutSampler
+    SamplingBatchInfo.from_schedule_batch = _with_seeds(SamplingBatchInfo.__dict__["from_schedule_batch"])
+    run_scheduler_process(*args, **kwargs)

@@ -1,0 +1,27 @@
+"""The engines under the contract: one engine of each make serves all tests that do not have to break it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from engine_harness import Harness, Make, require
+
+MAX_MODEL_LEN = 1024
+
+
+@pytest.fixture(scope="session", params=["vllm", "sglang"])
+def make(request: pytest.FixtureRequest) -> Make:
+    chosen: Make = request.param
+    require(chosen)
+    return chosen
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engine(make: Make, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
+    """Few batched tokens: several long prompts do not fit into one forward pass."""
+    folder = tmp_path_factory.mktemp("model") / "m"
+    harness = await Harness.start(folder, max_model_len=MAX_MODEL_LEN, make=make, max_batched_tokens=1024)
+    yield harness
+    await harness.stop()

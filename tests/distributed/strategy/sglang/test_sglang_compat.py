@@ -1,0 +1,113 @@
+"""Versions, environment, engine arguments, requests and outputs, without an engine."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support_models import make_tiny_model
+
+from roll_lite.config.schema import ModelConfig, SglangStrategyConfig
+from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, VersionSpan
+from roll_lite.distributed.strategy.sglang import compat
+
+TOKENIZER = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "text")
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    def lookup(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(compat.metadata, "version", lookup)
+
+
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.23+cu130"])
+def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    installed(monkeypatch, version)
+    assert compat.check_version() == version
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "1.0", "0.4.99", "0.5.24rc1"])
+def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    installed(monkeypatch, version)
+    with pytest.raises(RuntimeError, match=r"roll_lite supports sglang >=0.5.23,<0.5.24"):
+        compat.check_version()
+
+
+def test_missing_sglang_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, None)
+    with pytest.raises(RuntimeError, match=r"roll_lite\[sglang\]"):
+        compat.check_version()
+
+
+def test_environments() -> None:
+    cpu = compat.engine_environment(threads=3, devices=[0], cuda=False, workers=2)
+    assert cpu["OMP_NUM_THREADS"] == "3" and cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    assert "CUDA_VISIBLE_DEVICES" not in cpu
+    gpu = compat.engine_environment(threads=3, devices=[2, 3], cuda=True)
+    assert gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert not {"SGLANG_USE_CPU_ENGINE", "TORCHDYNAMO_DISABLE"} & gpu.keys()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return ModelConfig(path=make_tiny_model(tmp_path_factory.mktemp("model") / "m"), dtype="float32")
+
+
+def arguments(model: ModelConfig, cuda: bool, **options: Any) -> dict[str, Any]:
+    return compat.engine_arguments(model, SglangStrategyConfig(**options), 512, seed=1, cuda=cuda)
+
+
+def test_what_only_gpus_get(model: ModelConfig) -> None:
+    gpu, cpu = arguments(model, True), arguments(model, False)
+    assert gpu["enable_memory_saver"] and not cpu["enable_memory_saver"]
+    assert not gpu["disable_cuda_graph"] and cpu["disable_cuda_graph"]
+    assert "max_total_tokens" not in gpu and gpu["mem_fraction_static"] == 0.85
+    assert cpu["attention_backend"] == "torch_native" and "attention_backend" not in gpu
+
+
+def test_the_cache_holds_as_many_tokens_as_fit(model: ModelConfig) -> None:
+    """Two layers, one key/value head of 32 numbers, keys and values of 4 bytes: 512 bytes a token."""
+    assert arguments(model, False, kv_cache_mb=1)["max_total_tokens"] == 2048
+    assert arguments(model, True, kv_cache_mb=1)["max_total_tokens"] == 2048
+
+
+def test_users_engine_arguments(model: ModelConfig) -> None:
+    assert arguments(model, False, engine_args={"page_size": 16})["page_size"] == 16
+    with pytest.raises(ValueError, match=r"actor_infer\.strategy\.engine_args\.sampling_backend: roll_lite sets"):
+        arguments(model, False, engine_args={"sampling_backend": "flashinfer"})
+    with pytest.raises(ValueError, match=r"engine_args\.page_sise: SGLang has no such engine argument; did you mean page_size\?"):
+        compat.check_engine_args(SglangStrategyConfig(engine_args={"page_sise": 1}), ["page_size", "device"])
+
+
+def output(finish: dict[str, Any], tokens: list[int], **meta: Any) -> dict[str, Any]:
+    log_probs = [(-0.5, token, None) for token in tokens]
+    return {"output_ids": tokens, "meta_info": {"finish_reason": finish, "output_token_logprobs": log_probs, **meta}}
+
+
+def request(**sampling: Any) -> GenerationRequest:
+    return GenerationRequest("r", (1, 2), Sampling(1.0, 4, **sampling))
+
+
+def test_a_finished_request() -> None:
+    spans = [{"start": 0, "end": 1, "version": "3"}, {"start": 1, "end": 2, "version": "4"}]
+    found = compat.completion(request(), output({"type": "stop", "matched": 2}, [7, 2], weight_versions=spans), TOKENIZER, False)
+    assert (found.token_ids, found.log_probs, found.finish_reason) == ((7, 2), (-0.5, -0.5), FinishReason.STOP)
+    assert found.versions == (VersionSpan(0, 3), VersionSpan(1, 4)) and found.kept_ids is None
+
+
+def test_an_abort_that_nobody_asked_for_is_a_failure() -> None:
+    aborted = output({"type": "abort", "message": "out of memory"}, [7])
+    assert compat.completion(request(), aborted, TOKENIZER, aborted=True).finish_reason == FinishReason.ABORT
+    assert "out of memory" in (compat.completion(request(), aborted, TOKENIZER, aborted=False).error or "")
+
+
+def test_survivors_are_those_of_each_token() -> None:
+    masks = [[7, 9], [2]]
+    truncated = output({"type": "length"}, [7, 2], output_token_sampling_mask=masks)
+    assert compat.completion(request(top_k=2, keep_mask=True), truncated, TOKENIZER, False).kept_ids == ((7, 9), (2,))
+    assert compat.completion(request(keep_mask=True), output({"type": "length"}, [7]), TOKENIZER, False).kept_ids == ((),)
