@@ -277,6 +277,8 @@ def _stop(engine: Any, scratch: str) -> NoReturn:
 
 
 async def _serve(channel: Channel, spec: EngineSpec, engine: Any) -> None:
+    # SGLang collects garbage with every clearing of its cache, that is with every update: not what the imports have left.
+    await engine.tokenizer_manager.freeze_gc()
     channel.send(("ready", engine.get_all_child_pids()))
     await EngineServer(engine, spec, channel).serve()
 
