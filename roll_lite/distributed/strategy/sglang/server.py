@@ -7,7 +7,7 @@ Started as `python -m roll_lite.distributed.strategy.sglang.server FD` in a sess
 from __future__ import annotations
 
 import asyncio
-import atexit
+import os
 import random
 import shutil
 import socket
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -250,6 +250,7 @@ class EngineServer:
 
 def start_engine(spec: EngineSpec) -> Any:
     from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.managers.load_snapshot import shm_path_for
     from sglang.srt.server_args import ServerArgs
 
     from roll_lite.distributed.strategy.sglang.scheduler import run_scheduler
@@ -259,20 +260,25 @@ def start_engine(spec: EngineSpec) -> Any:
     class RolloutEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler)
 
-    return RolloutEngine(**compat.engine_arguments(spec.model, spec.strategy, spec.max_model_len, spec.seed, spec.cuda))
+    engine = RolloutEngine(**compat.engine_arguments(spec.model, spec.strategy, spec.max_model_len, spec.seed, spec.cuda))
+    # SGLang leaves this file behind. All who use it have it open by now.
+    Path(shm_path_for(engine.port_args.instance_id)).unlink(missing_ok=True)
+    return engine
 
 
-def _stop(engine: Any, scratch: str) -> None:
+def _stop(engine: Any, scratch: str) -> NoReturn:
     """Not SGLang's own way, which also kills the process that clears shared memory. The host may be gone: its part is done too."""
-    atexit.unregister(engine.shutdown)
     engine.tokenizer_manager._subprocess_watchdog.stop()
     for child in psutil.Process().children(recursive=True):
         if not cleans_up(child):
             child.kill()
     shutil.rmtree(scratch, ignore_errors=True)
+    os._exit(0)  # without the wait for sockets on which nobody listens
 
 
 async def _serve(channel: Channel, spec: EngineSpec, engine: Any) -> None:
+    # SGLang collects garbage with every clearing of its cache, that is with every update: not what the imports have left.
+    await engine.tokenizer_manager.freeze_gc()
     channel.send(("ready", engine.get_all_child_pids()))
     await EngineServer(engine, spec, channel).serve()
 
