@@ -57,7 +57,7 @@ async def test_stop_string(engine: Harness) -> None:
 async def test_shorter_ones_come_first(engine: Harness) -> None:
     requests = [engine.request(length, temperature=1.0, min_tokens=length) for length in (200, 5, 80)]
     completions = await engine.all(requests)
-    assert [len(completion.token_ids) for completion in completions] == [5, 80, 200]
+    assert [(c.error, c.finish_reason, len(c.token_ids)) for c in completions] == [(None, FinishReason.LENGTH, n) for n in (5, 80, 200)]
 
 
 async def test_as_many_out_as_in(engine: Harness) -> None:

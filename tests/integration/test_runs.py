@@ -182,19 +182,25 @@ def test_kl_in_rewards_and_loss_entropy_bonus_and_mini_batches_go_together(start
 
 
 @pytest.mark.slow
-def test_an_engine_of_two_devices_serves_a_run(start: Any) -> None:
-    run = start("tiny_grpo", *SMALL, "actor_infer.devices=2", "actor_infer.strategy.tensor_parallel=2", "steps=2")
-    code, output = run.finish()
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_engine_of_either_make_on_one_or_two_devices_serves_a_run(start: Any, name: str, devices: int) -> None:
+    layout = [f"actor_infer.devices={devices}", f"actor_infer.strategy.tensor_parallel={devices}"]
+    run = start("tiny_grpo", *SMALL, *layout, f"actor_infer.strategy.name={name}", "weight_sync.verify_weights=true", "steps=2")
+    code, output = run.finish(2 * START_SECONDS)
     assert code == 0, output
     assert all(record["mismatch/max"] < 1e-4 for record in run.metrics() if "time/step" in record)
 
 
 @pytest.mark.slow
-def test_an_engine_that_does_not_start_says_why(start: Any) -> None:
-    run = start("tiny_grpo", *SMALL, "actor_infer.strategy.engine_args={max_num_partial_prefills: 0}")
+@pytest.mark.parametrize(("name", "argument"), [("vllm", "{max_num_partial_prefills: 0}"), ("sglang", "{page_sise: 16}")])
+def test_an_engine_that_does_not_start_says_why(start: Any, name: str, argument: str) -> None:
+    run = start("tiny_grpo", *SMALL, f"actor_infer.strategy.name={name}", f"actor_infer.strategy.engine_args={argument}")
     code, output = run.finish()
     assert code == 1
-    assert "actor_infer rank 0 failed in initialize" in output and "max_num_partial_prefills" in output.split("Traceback")[0], output
+    key = argument[1:].partition(":")[0]
+    assert "actor_infer rank 0 failed in initialize" in output and key in output.split("Traceback")[0], output
 
 
 @pytest.mark.slow
