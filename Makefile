@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-slow lint format docs recipes bench clean
+.PHONY: help install demo test test-slow test-runs test-parts lint format docs recipes bench clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -32,8 +32,14 @@ demo: $(STAMP)  ## Train the shipped tiny model; minutes later it has learned
 test: $(STAMP)  ## The fast tests (at most 15 minutes on 2 cores)
 	@$(VENV)/bin/python -m pytest -q -m "not slow and not gpu"
 
-test-slow: $(STAMP)  ## What takes longer
-	@$(VENV)/bin/python -m pytest -q -m "slow and not gpu"
+test-slow: $(STAMP)  ## What takes longer: whole runs, and the rest beside them
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-runs test-parts
+
+test-runs: $(STAMP)
+	@$(VENV)/bin/python -m pytest -q -m "slow and not gpu" tests/integration tests/examples
+
+test-parts: $(STAMP)
+	@$(VENV)/bin/python -m pytest -q -m "slow and not gpu" --ignore=tests/integration --ignore=tests/examples
 
 lint: $(STAMP)  ## Style and types
 	@$(VENV)/bin/ruff check .
