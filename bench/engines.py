@@ -26,7 +26,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 BARE_SGLANG = "ROLL_LITE_BENCH_BARE_SGLANG"
 if BARE_SGLANG in os.environ:  # the bare engine's process, and those that SGLang spawns from it
-    from roll_lite.distributed.strategy.sglang import cpu_stubs
+    from roll_lite.distributed.strategy.sglang.compat import cpu_stubs
 
     cpu_stubs.install()
 
@@ -86,20 +86,21 @@ def start_bare(engine: str, model: Any, requests: int, pipe: Connection) -> Any:
     from rollout import bare_engine
 
     from roll_lite.config.schema import SglangStrategyConfig, VllmStrategyConfig
-    from roll_lite.distributed.strategy.sglang import compat as sglang_compat
-    from roll_lite.distributed.strategy.vllm import compat as vllm_compat
+    from roll_lite.distributed.strategy.sglang.compat import arguments as sglang_arguments
+    from roll_lite.distributed.strategy.sglang.compat import engine_environment
+    from roll_lite.distributed.strategy.vllm.compat import engine_arguments
 
     context = multiprocessing.get_context("spawn")
     if engine == "vllm":
-        arguments = vllm_compat.engine_arguments(model, VllmStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=False)
+        arguments = engine_arguments(model, VllmStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=False)
         for ours in ("worker_extension_cls", "weight_transfer_config", "enable_log_requests"):
             arguments.pop(ours)
         process = context.Process(target=bare_engine, args=(str(model.path), arguments, pipe))
         process.start()
         return process
-    arguments = sglang_compat.engine_arguments(model, SglangStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=False)
+    arguments = sglang_arguments.engine_arguments(model, SglangStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=False)
     before = dict(os.environ)
-    os.environ.update(sglang_compat.engine_environment(1, None, cuda=False) | {BARE_SGLANG: "1"})
+    os.environ.update(engine_environment(1, None, cuda=False) | {BARE_SGLANG: "1"})
     try:
         process = context.Process(target=bare_sglang, args=(arguments, pipe))
         process.start()

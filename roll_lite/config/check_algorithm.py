@@ -221,6 +221,17 @@ def _keep_mask(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[P
         yield Problem(f"{path}.sampling.{name}", message, value)
 
 
+def _stop_tokens(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    try:
+        vocabulary = read_model_shape(config.model.path).vocab_size
+    except ValueError:  # the file checks report it
+        return
+    beyond = [token for token in domain.sampling.stop_token_ids if token >= vocabulary]
+    if beyond:
+        message = f"{beyond[0]} is no token of the model, whose vocabulary has {vocabulary} (0 to {vocabulary - 1})"
+        yield Problem(f"{path}.sampling.stop_token_ids", message, domain.sampling.stop_token_ids)
+
+
 def _format_pattern(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     wrong = check_format(domain.reward.format.pattern) if domain.reward.format else None
     if wrong is not None:
@@ -235,4 +246,4 @@ def _overlong(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Pr
         yield Problem("algorithm.reward.overlong.buffer_tokens", message, overlong.buffer_tokens)
 
 
-DOMAIN_ALGORITHM_CHECKS = (_groups_have_a_baseline, _keep_mask, _format_pattern, _overlong)
+DOMAIN_ALGORITHM_CHECKS = (_groups_have_a_baseline, _keep_mask, _stop_tokens, _format_pattern, _overlong)

@@ -39,6 +39,7 @@ _SGLANG_OWN_ARGUMENTS = (
     "sampling_backend",
     "skip_tokenizer_init",
     "enable_memory_saver",
+    "enable_weights_cpu_backup",
     "weight_version",
     "stream_interval",
 )

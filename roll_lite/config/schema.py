@@ -292,8 +292,10 @@ class SamplingConfig(Section):
     """Longest response."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
     """Shortest response."""
-    stop: list[str] = Field(default_factory=list)
-    """Texts that end a response."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Texts that end a response, as part of it."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    """Tokens that end a response, beside the model's own end of sequence; the response ends with the token."""
 
 
 class FormatConfig(Section):

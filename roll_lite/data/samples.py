@@ -74,6 +74,7 @@ class Sampling:
     min_p: float = 0.0
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     keep_mask: bool = False
     """Ask the engine which tokens survived truncation (Completion.kept_ids)."""

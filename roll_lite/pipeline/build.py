@@ -19,6 +19,7 @@ from roll_lite.config.schema import CriticRoleConfig, ForwardRoleConfig, RunConf
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather, start_cluster
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession, ray_session
+from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.observability.run_folder import create_run_folder
 from roll_lite.pipeline.checkpoint import Checkpoints, found
 from roll_lite.pipeline.journal import Journal
@@ -116,7 +117,7 @@ def initialize(
         ranks.all(RewardModelWorker.offload, FORWARD)
     if engines.role.offload:
         engines.replicas.all(InferWorker.initialize)
-        engines.replicas.all(InferWorker.offload)
+        engines.replicas.all(InferWorker.offload, tuple(EngineMemory))
 
 
 class Starter:

@@ -13,7 +13,7 @@ from roll_lite.config.schema import ForwardRoleConfig, InferRoleConfig, RewardMo
 from roll_lite.data.balance import balanced_partition
 from roll_lite.distributed.cluster import Cluster
 from roll_lite.distributed.dataflow import Batch, Shard
-from roll_lite.distributed.strategy.base import StateGroup
+from roll_lite.distributed.strategy.base import EngineMemory, StateGroup
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.model import ModelWorker
 from roll_lite.workers.reward_model import RewardModelWorker
@@ -58,13 +58,13 @@ class Engines:
     role: InferRoleConfig
 
     @contextmanager
-    def loaded(self) -> Iterator[None]:
-        """As for a model."""
+    def loaded(self, part: EngineMemory) -> Iterator[None]:
+        """As for a model. With the weights alone there an update can arrive while the trainer's own still take up room."""
         if self.role.offload:
-            self.replicas.all(InferWorker.load)
+            self.replicas.all(InferWorker.load, (part,))
         yield
         if self.role.offload:
-            self.replicas.all(InferWorker.offload)
+            self.replicas.all(InferWorker.offload, (part,))
 
 
 @dataclass(frozen=True)

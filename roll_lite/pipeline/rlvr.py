@@ -14,6 +14,7 @@ from roll_lite.config.schema import GaeAdvantageConfig, KlInLossConfig, KlInRewa
 from roll_lite.data.minibatches import MiniBatch, cut_mini_batches, spread
 from roll_lite.distributed.cluster import Pending, gather
 from roll_lite.distributed.dataflow import Batch, Block
+from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.observability.timers import phase
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.journal import Journal
@@ -65,9 +66,11 @@ class RLVRPipeline:
         self.parts.engines.replicas.all(InferWorker.shutdown)
 
     def step(self) -> None:
-        with self.parts.engines.loaded():
+        engines = self.parts.engines
+        with engines.loaded(EngineMemory.WEIGHTS):
             self.sync_weights()
-            batch = self.generate()
+            with engines.loaded(EngineMemory.KV_CACHE):
+                batch = self.generate()
         batch = self.shape_rewards(batch)
         if len(batch) > 0:
             self.compute_log_probs(batch)
@@ -164,11 +167,13 @@ class RLVRPipeline:
         settings = self.config.validation
         if not settings.enabled:
             return
-        with self.parts.engines.loaded():
+        engines = self.parts.engines
+        with engines.loaded(EngineMemory.WEIGHTS):
             self.parts.weights.push(self.version)
-            rows, stats = self.parts.rollouts.one(
-                RolloutWorker.evaluate, settings.samples_per_prompt, settings.temperature, self.steps_done
-            )
+            with engines.loaded(EngineMemory.KV_CACHE):
+                rows, stats = self.parts.rollouts.one(
+                    RolloutWorker.evaluate, settings.samples_per_prompt, settings.temperature, self.steps_done
+                )
         self.journal.validation(self.steps_done, rows, stats)
 
     @phase("checkpoint")

@@ -10,7 +10,15 @@ from ray.exceptions import RayActorError
 
 from roll_lite.config.schema import InferStrategyConfig, ModelConfig, ScriptedStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest
-from roll_lite.distributed.strategy.base import EngineHealth, ExportedTensor, ExportPlan, InferenceStrategy, PauseMode, TransferEndpoint
+from roll_lite.distributed.strategy.base import (
+    EngineHealth,
+    EngineMemory,
+    ExportedTensor,
+    ExportPlan,
+    InferenceStrategy,
+    PauseMode,
+    TransferEndpoint,
+)
 from roll_lite.distributed.worker import AsyncWorker
 from roll_lite.scheduler.engines import BatchedEngine, Collected, CompletionPump
 
@@ -103,11 +111,11 @@ class InferWorker(AsyncWorker):
 
     # ------------------------------------------------------------ life
 
-    async def load(self) -> None:
-        await self._strategy.load()
+    async def load(self, parts: Sequence[EngineMemory]) -> None:
+        await self._strategy.load(parts)
 
-    async def offload(self) -> None:
-        await self._strategy.offload()
+    async def offload(self, parts: Sequence[EngineMemory]) -> None:
+        await self._strategy.offload(parts)
 
     async def health(self) -> EngineHealth:
         return await self._strategy.health()

@@ -97,8 +97,8 @@ class JudgeWorker(AsyncWorker):
     # ------------------------------------------------------------ the server
 
     async def _start(self) -> None:
-        from roll_lite.distributed.strategy.vllm.environment import engine_environment, on_cuda
-        from roll_lite.distributed.strategy.vllm.server import command
+        from roll_lite.distributed.strategy.vllm.compat.environment import engine_environment, on_cuda
+        from roll_lite.distributed.strategy.vllm.compat.judge_server import command
 
         port = self._port.getsockname()[1]
         self._started += 1

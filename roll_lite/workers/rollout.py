@@ -191,6 +191,7 @@ def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
         min_p=config.min_p,
         min_tokens=config.min_tokens,
         stop=tuple(config.stop),
+        stop_token_ids=tuple(config.stop_token_ids),
         keep_mask=keep_mask and is_truncated(config),
     )
 

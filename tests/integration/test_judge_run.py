@@ -47,4 +47,4 @@ def is_server(process: psutil.Process) -> bool:
         command = process.cmdline()
     except psutil.Error:
         return False
-    return "roll_lite.distributed.strategy.vllm.server" in command
+    return "roll_lite.distributed.strategy.vllm.compat.judge_server" in command

@@ -66,7 +66,7 @@ def test_a_reserved_port_is_the_servers_and_nobody_elses() -> None:
 
 
 def test_the_servers_arguments() -> None:
-    from roll_lite.distributed.strategy.vllm.server import command
+    from roll_lite.distributed.strategy.vllm.compat.judge_server import command
 
     given = VllmStrategyConfig(engine_args={"reasoning_parser": "qwen3", "hf_overrides": {"a": 1}, "enable_prefix_caching": False})
     words = command(config(strategy=given), "127.0.0.1", 80, "main", cuda=False)

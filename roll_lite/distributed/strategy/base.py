@@ -152,6 +152,13 @@ class PauseMode(StrEnum):
     """Admit nothing new and let running requests finish."""
 
 
+class EngineMemory(StrEnum):
+    """What of an engine can be moved out of device memory, each on its own."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What an engine can do here; asked, never guessed."""
@@ -159,7 +166,7 @@ class Capabilities:
     keep_mask: bool
     """Can return which tokens survived truncation; for which sampling says config.keep_mask."""
     frees_memory: bool
-    """load/offload really give memory back."""
+    """offload really gives memory back."""
     pause_modes: frozenset[PauseMode]
 
 
@@ -231,10 +238,13 @@ class InferenceStrategy(ABC):
         """Checksum by Hugging Face name, comparable with `weight_sync.checksum` of the trainer's tensors."""
 
     @abstractmethod
-    async def load(self) -> None: ...
+    async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
+        """Bring parts back; those that are there are left alone. The weights alone are enough to receive an update."""
 
     @abstractmethod
-    async def offload(self) -> None: ...
+    async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
+        """Free the device memory of parts: weights move to host memory, keys and values are dropped. Running requests end as aborted;
+        from then on requests wait until every part is back. Where an engine cannot free memory, all but that is the same."""
 
     @abstractmethod
     async def health(self) -> EngineHealth: ...

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roll_lite.config.schema import ScriptedStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
 from roll_lite.data.stable_hash import stable_hash
-from roll_lite.distributed.strategy.base import Capabilities, EngineHealth, ExportedTensor, InferenceStrategy, PauseMode, TransferEndpoint
+from roll_lite.distributed.strategy.base import (
+    Capabilities,
+    EngineHealth,
+    EngineMemory,
+    ExportedTensor,
+    InferenceStrategy,
+    PauseMode,
+    TransferEndpoint,
+)
 
 LOG_PROB = -1.0
 
@@ -93,6 +101,7 @@ class ScriptedEngine(InferenceStrategy):
         self._running: dict[str, _Running] = {}
         self._waiting: deque[_Running] = deque()
         self._paused: PauseMode | None = None
+        self._away: set[EngineMemory] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._version = 0
@@ -116,7 +125,7 @@ class ScriptedEngine(InferenceStrategy):
     # ------------------------------------------------------------ time
 
     def _admit(self) -> None:
-        while self._paused is None and self._waiting and (self._slots is None or len(self._running) < self._slots):
+        while self._paused is None and not self._away and self._waiting and (self._slots is None or len(self._running) < self._slots):
             run = self._waiting.popleft()
             self._running[run.request.request_id] = run
             self._idle.clear()
@@ -191,6 +200,8 @@ class ScriptedEngine(InferenceStrategy):
 
     async def resume(self) -> None:
         self._paused = None
+        if self._away:
+            return
         for run in self._running.values():
             if run.timer is None:
                 self._continue(run)
@@ -239,11 +250,15 @@ class ScriptedEngine(InferenceStrategy):
         """There are no weights to sum."""
         return {}
 
-    async def load(self) -> None:
-        """Nothing was freed."""
+    async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
+        self._away -= set(parts)
+        self._admit()
 
-    async def offload(self) -> None:
-        """Nothing to free."""
+    async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
+        """There is nothing to free, but requests end and wait as they would."""
+        self._away |= set(parts)
+        if self._away:
+            await self.abort(list(self._running))
 
     async def health(self) -> EngineHealth:
         return EngineHealth(alive=self._dead is None, version=self._version, running=len(self._running), waiting=len(self._waiting))

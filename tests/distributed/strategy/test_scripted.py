@@ -11,7 +11,7 @@ import torch
 
 from roll_lite.config.schema import ScriptedStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, VersionSpan
-from roll_lite.distributed.strategy.base import ExportedTensor, PauseMode, TransferEndpoint
+from roll_lite.distributed.strategy.base import EngineMemory, ExportedTensor, PauseMode, TransferEndpoint
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.simulate import run_virtual
 
@@ -100,6 +100,23 @@ def test_pause_modes(mode: PauseMode, expected: list[tuple[float, str, int, str]
         return [*early, *late]
 
     assert summary(run_virtual(main())) == expected
+
+
+def test_while_anything_is_offloaded_requests_wait() -> None:
+    async def main() -> list[tuple[float, Completion]]:
+        scripted = engine(slots=1, a=5, b=2)
+
+        async def away() -> None:
+            await scripted.offload()
+            await asyncio.sleep(1)
+            await scripted.load([EngineMemory.WEIGHTS])
+            await asyncio.sleep(1)
+            await scripted.resume()
+            await scripted.load()
+
+        return await alongside(finish(scripted, request("a"), request("b")), 3, away())
+
+    assert summary(run_virtual(main())) == [(3, "a", 3, "abort"), (7, "b", 2, "stop")]
 
 
 def tensor(name: str, *shape: int) -> ExportedTensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
 from roll_lite.config.keep_mask import keep_mask_available
@@ -16,6 +16,7 @@ from roll_lite.config.schema import ModelConfig, SglangStrategyConfig, VllmStrat
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import (
     EngineHealth,
+    EngineMemory,
     ExportedTensor,
     InferenceStrategy,
     PauseMode,
@@ -60,6 +61,8 @@ class EngineStrategy(InferenceStrategy):
         self._in_flight: Counter[str] = Counter()
         self._running: set[asyncio.Task[None]] = set()
         self._paused = False
+        self._away: set[EngineMemory] = set()
+        """Offloaded. While anything is, the engine itself is paused, whatever callers have asked for."""
         self._version = 0
         self._vocabulary = 0
         self._update: WeightUpdate | None = None
@@ -100,6 +103,14 @@ class EngineStrategy(InferenceStrategy):
     async def _checksums(self, dtypes: dict[str, str]) -> dict[str, str]: ...
 
     @abstractmethod
+    async def _offload(self, parts: Collection[EngineMemory]) -> None:
+        """Parts that are there. The engine is paused and runs nothing."""
+
+    @abstractmethod
+    async def _load(self, parts: Collection[EngineMemory]) -> None:
+        """Parts that are away."""
+
+    @abstractmethod
     def _is_dead(self) -> bool: ...
 
     # ------------------------------------------------------------ requests
@@ -138,9 +149,10 @@ class EngineStrategy(InferenceStrategy):
             return "the prompt is empty"
         if length >= self._max_model_len:
             return f"the prompt has {length} tokens, which leaves no room for a response within max_model_len {self._max_model_len}"
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocabulary:
-            return f"the prompt holds a token outside the vocabulary of {self._vocabulary}"
         sampling = request.sampling
+        for tokens, what in ((request.prompt_ids, "the prompt holds"), (sampling.stop_token_ids, "stop_token_ids holds")):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
+                return f"{what} a token outside the vocabulary of {self._vocabulary}"
         return keep_mask_available(sampling, self._vocabulary) if sampling.keep_mask and sampling.temperature > 0 else None
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -151,20 +163,50 @@ class EngineStrategy(InferenceStrategy):
 
     async def pause(self, mode: PauseMode) -> None:
         self._require_alive()
-        await self._pause(mode)
+        if not self._away:
+            await self._pause(mode)
+        elif mode is PauseMode.ABORT:
+            await self.abort()
         self._paused = True
 
     async def resume(self) -> None:
         self._require_alive()
-        await self._resume()
+        if not self._away:
+            await self._resume()
         self._paused = False
 
     async def health(self) -> EngineHealth:
         failure = self._check()
         count = self._in_flight.total()
-        running = 0 if self._paused else min(count, self._options.max_running_requests)
-        details = {"failure": failure} if failure else {}
+        running = 0 if self._paused or self._away else min(count, self._options.max_running_requests)
+        details: dict[str, Any] = {"failure": failure} if failure else {}
+        if self._away:
+            details["offloaded"] = sorted(self._away)
         return EngineHealth(failure is None, self._version, running, count - running, details)
+
+    # ------------------------------------------------------------ memory
+
+    async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
+        self._require_alive()
+        coming = self._away & set(parts)
+        if not coming:
+            return
+        await self._load(coming)
+        self._away -= coming
+        if not self._away and not self._paused:
+            await self._resume()
+
+    async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
+        self._require_alive()
+        leaving = set(parts) - self._away
+        if not leaving:
+            return
+        if self._update is not None and self._update.arrived:
+            raise RuntimeError("a weight update is under way: finish it before anything is offloaded")
+        if not self._away:
+            await self._pause(PauseMode.ABORT)
+        await self._offload(leaving)
+        self._away |= leaving
 
     # ------------------------------------------------------------ weights
 
@@ -176,7 +218,7 @@ class EngineStrategy(InferenceStrategy):
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
         """Until the first bucket has arrived the old weights stay in place, and beginning again starts over."""
-        self._require_alive()
+        self._require_weights()
         if self._update is not None and self._update.arrived:
             raise RuntimeError("a weight update is under way: finish it first")
         check_tensors(tensors, self._shapes)
@@ -223,7 +265,7 @@ class EngineStrategy(InferenceStrategy):
         In the dtype of the last update's tensors (before the first one, in the engine's): where the engine keeps fewer bits than it
         was sent, the checksums differ.
         """
-        self._require_alive()
+        self._require_weights()
         if self._update is not None and self._update.arrived:
             raise RuntimeError("a weight update is under way: the engine holds parts of two sets of weights")
         sums = await self._checksums(self._dtypes)
@@ -243,8 +285,13 @@ class EngineStrategy(InferenceStrategy):
         if failure is not None:
             raise EngineDead(f"{self.make} engine: {failure}")
 
-    def _require_update(self) -> WeightUpdate:
+    def _require_weights(self) -> None:
         self._require_alive()
+        if EngineMemory.WEIGHTS in self._away:
+            raise RuntimeError("the engine's weights are offloaded: load them first")
+
+    def _require_update(self) -> WeightUpdate:
+        self._require_weights()
         if self._update is None:
             raise RuntimeError("no weight update has begun: begin_weight_update comes first")
         return self._update

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.schema import ModelConfig, SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
-from roll_lite.distributed.strategy.base import Capabilities, PauseMode, TransferEndpoint
+from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, PauseMode, TransferEndpoint
 from roll_lite.distributed.strategy.inference.channel import Channel, Closed
 from roll_lite.distributed.strategy.inference.checkpoint import checkpoint_shapes
 from roll_lite.distributed.strategy.inference.engine import EngineDead, EngineStrategy
@@ -122,13 +122,6 @@ class SglangStrategy(EngineStrategy):
             self._server.kill()
             self._server.wait()
 
-    async def load(self) -> None:
-        await self._call("load")
-
-    async def offload(self) -> None:
-        """Weights go to host memory, the key/value cache is dropped; running requests end as aborted. A CPU engine only notes it."""
-        await self._call("offload")
-
     # ------------------------------------------------------------ requests
 
     async def _run(self, request: GenerationRequest) -> Completion:
@@ -173,6 +166,17 @@ class SglangStrategy(EngineStrategy):
         sums: dict[str, str] = await self._call_workers("roll_lite_checksums", {"dtypes": dtypes, "shapes": shapes})
         return sums
 
+    # ------------------------------------------------------------ memory
+
+    async def _offload(self, parts: Collection[EngineMemory]) -> None:
+        """A CPU engine only notes it."""
+        await self._call("offload", list(parts))
+
+    async def _load(self, parts: Collection[EngineMemory]) -> None:
+        await self._call("load", list(parts))
+
+    # ------------------------------------------------------------ the channel
+
     async def _call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
         try:
             return await self._call("workers", method, arguments)
@@ -180,8 +184,6 @@ class SglangStrategy(EngineStrategy):
             raise
         except RuntimeError as error:  # SGLang passes on only the text of what a worker raised
             raise TransferError(f"{method}: {error}") from error
-
-    # ------------------------------------------------------------ the channel
 
     async def _call(self, command: str, *arguments: Any) -> Any:
         self._require_alive()

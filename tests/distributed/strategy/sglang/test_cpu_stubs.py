@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from roll_lite.distributed.strategy.sglang import cpu_stubs
+from roll_lite.distributed.strategy.sglang.compat import cpu_stubs
 
 
 def run(code: str) -> str:
@@ -27,7 +27,7 @@ def test_nobody_finds_them_unless_they_are_installed() -> None:
 
 def test_they_import_decorate_and_stay_out_of_the_way() -> None:
     found = run(
-        "from roll_lite.distributed.strategy.sglang import cpu_stubs; cpu_stubs.install(); cpu_stubs.install()\n"
+        "from roll_lite.distributed.strategy.sglang.compat import cpu_stubs; cpu_stubs.install(); cpu_stubs.install()\n"
         "import triton, triton.language as tl, sgl_kernel, torch\n"
         "from transformers.utils import is_torchvision_available\n"
         "@triton.jit\n"

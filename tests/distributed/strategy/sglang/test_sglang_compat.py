@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 from support_models import make_tiny_model
 
+from roll_lite.config.check_layout import OWN_ARGUMENTS
 from roll_lite.config.schema import ModelConfig, SglangStrategyConfig
 from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, VersionSpan
+from roll_lite.distributed.strategy.inference.engine_args import check_engine_args
 from roll_lite.distributed.strategy.sglang import compat
+from roll_lite.distributed.strategy.sglang.compat import version as version_module
+from roll_lite.distributed.strategy.sglang.compat.arguments import engine_arguments
+from roll_lite.distributed.strategy.sglang.compat.requests import completion
 
 TOKENIZER = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "text")
 
@@ -22,7 +27,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
             raise metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(compat.metadata, "version", lookup)
+    monkeypatch.setattr(version_module.metadata, "version", lookup)
 
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.23+cu130"])
@@ -59,12 +64,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 
 def arguments(model: ModelConfig, cuda: bool, **options: Any) -> dict[str, Any]:
-    return compat.engine_arguments(model, SglangStrategyConfig(**options), 512, seed=1, cuda=cuda)
+    return engine_arguments(model, SglangStrategyConfig(**options), 512, seed=1, cuda=cuda)
 
 
 def test_what_only_gpus_get(model: ModelConfig) -> None:
     gpu, cpu = arguments(model, True), arguments(model, False)
-    assert gpu["enable_memory_saver"] and not cpu["enable_memory_saver"]
+    for name in ("enable_memory_saver", "enable_weights_cpu_backup"):
+        assert gpu[name] and not cpu[name]
     assert not gpu["disable_cuda_graph"] and cpu["disable_cuda_graph"]
     assert "max_total_tokens" not in gpu and gpu["mem_fraction_static"] == 0.85
     assert cpu["attention_backend"] == "torch_native" and "attention_backend" not in gpu
@@ -79,9 +85,9 @@ def test_the_cache_holds_as_many_tokens_as_fit(model: ModelConfig) -> None:
 def test_users_engine_arguments(model: ModelConfig) -> None:
     assert arguments(model, False, engine_args={"page_size": 16})["page_size"] == 16
     with pytest.raises(ValueError, match=r"actor_infer\.strategy\.engine_args\.sampling_backend: roll_lite sets"):
-        arguments(model, False, engine_args={"sampling_backend": "flashinfer"})
+        check_engine_args("SGLang", {"sampling_backend": "flashinfer"}, OWN_ARGUMENTS["sglang"], ["sampling_backend"])
     with pytest.raises(ValueError, match=r"engine_args\.page_sise: SGLang has no such engine argument; did you mean page_size\?"):
-        compat.check_engine_args(SglangStrategyConfig(engine_args={"page_sise": 1}), ["page_size", "device"])
+        check_engine_args("SGLang", {"page_sise": 1}, OWN_ARGUMENTS["sglang"], ["page_size", "device"])
 
 
 def output(finish: dict[str, Any], tokens: list[int], **meta: Any) -> dict[str, Any]:
@@ -95,19 +101,19 @@ def request(**sampling: Any) -> GenerationRequest:
 
 def test_a_finished_request() -> None:
     spans = [{"start": 0, "end": 1, "version": "3"}, {"start": 1, "end": 2, "version": "4"}]
-    found = compat.completion(request(), output({"type": "stop", "matched": 2}, [7, 2], weight_versions=spans), TOKENIZER, False)
+    found = completion(request(), output({"type": "stop", "matched": 2}, [7, 2], weight_versions=spans), TOKENIZER, False)
     assert (found.token_ids, found.log_probs, found.finish_reason) == ((7, 2), (-0.5, -0.5), FinishReason.STOP)
     assert found.versions == (VersionSpan(0, 3), VersionSpan(1, 4)) and found.kept_ids is None
 
 
 def test_an_abort_that_nobody_asked_for_is_a_failure() -> None:
     aborted = output({"type": "abort", "message": "out of memory"}, [7])
-    assert compat.completion(request(), aborted, TOKENIZER, aborted=True).finish_reason == FinishReason.ABORT
-    assert "out of memory" in (compat.completion(request(), aborted, TOKENIZER, aborted=False).error or "")
+    assert completion(request(), aborted, TOKENIZER, aborted=True).finish_reason == FinishReason.ABORT
+    assert "out of memory" in (completion(request(), aborted, TOKENIZER, aborted=False).error or "")
 
 
 def test_survivors_are_those_of_each_token() -> None:
     masks = [[7, 9], [2]]
     truncated = output({"type": "length"}, [7, 2], output_token_sampling_mask=masks)
-    assert compat.completion(request(top_k=2, keep_mask=True), truncated, TOKENIZER, False).kept_ids == ((7, 9), (2,))
-    assert compat.completion(request(keep_mask=True), output({"type": "length"}, [7]), TOKENIZER, False).kept_ids == ((),)
+    assert completion(request(top_k=2, keep_mask=True), truncated, TOKENIZER, False).kept_ids == ((7, 9), (2,))
+    assert completion(request(keep_mask=True), output({"type": "length"}, [7]), TOKENIZER, False).kept_ids == ((),)

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
+from roll_lite.config.check_layout import OWN_ARGUMENTS
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
+from roll_lite.distributed.strategy.base import EngineMemory
+from roll_lite.distributed.strategy.inference.engine_args import check_engine_args
 from roll_lite.distributed.strategy.vllm import compat, engine_environment
+from roll_lite.distributed.strategy.vllm.compat import version as version_module
+from roll_lite.distributed.strategy.vllm.compat.requests import sampling_params
 
 MODEL = ModelConfig(path=Path("model"), dtype="float32")
 
@@ -21,7 +26,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
             raise metadata.PackageNotFoundError(name)
         return versions[name.replace("-", "_")]
 
-    monkeypatch.setattr(compat.metadata, "version", version)
+    monkeypatch.setattr(version_module.metadata, "version", version)
 
 
 def test_version_that_is_installed_is_supported() -> None:
@@ -78,11 +83,45 @@ def test_every_prompt_fits_into_one_forward_pass() -> None:
 
 def test_users_engine_arguments() -> None:
     assert arguments(False, engine_args={"block_size": 32})["block_size"] == 32
+    own = OWN_ARGUMENTS["vllm"]
     with pytest.raises(ValueError, match=r"actor_infer\.strategy\.engine_args\.logprobs_mode: roll_lite sets"):
-        arguments(False, engine_args={"logprobs_mode": "raw_logprobs"})
+        check_engine_args("vLLM", {"logprobs_mode": "raw_logprobs"}, own, ["logprobs_mode"])
+    with pytest.raises(ValueError, match=r"engine_args\.block_sise: vLLM has no such engine argument; did you mean block_size\?"):
+        check_engine_args("vLLM", {"block_sise": 32}, own, ["block_size", "seed"])
 
 
 @pytest.mark.parametrize(("seed", "expected"), [(None, None), (0, 0), (2**63 + 5, 5), (-1, 2**63 - 1)])
 def test_seeds_fit_vllm(seed: int | None, expected: int | None) -> None:
     request = GenerationRequest("r", (1,), Sampling(1.0, 4, seed=seed))
-    assert compat.sampling_params(request).seed == expected
+    assert sampling_params(request).seed == expected
+
+
+class RecordedWorkers(compat.Llm):
+    """What the workers would be told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
+        self.calls.append((method, *args))
+        return []
+
+    async def forget(self) -> None:
+        self.calls.append(("forget",))
+
+
+@pytest.mark.parametrize(
+    ("parts", "cache_stays", "calls"),
+    [
+        (["kv_cache"], False, [("discard", ("kv_cache",))]),
+        (["weights", "kv_cache"], False, [("sleep", 1)]),
+        (["weights"], False, [("sleep", 1)]),
+        (["weights"], True, [("sleep", 1), ("wake_up", ["kv_cache"])]),
+    ],
+    ids=["cache", "both", "weights after the cache", "weights alone"],
+)
+async def test_what_leaves_a_gpu(parts: list[str], cache_stays: bool, calls: list[tuple[Any, ...]]) -> None:
+    """vLLM lets the cache go alone, but the weights only with it."""
+    llm = RecordedWorkers()
+    await llm.offload([EngineMemory(part) for part in parts], cache_stays)
+    assert llm.calls == [("forget",), *calls]

@@ -9,6 +9,9 @@ import torch
 
 from roll_lite.distributed.strategy.inference.processes import HOST_PID
 
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Variable that names the folder of vLLM's sockets."""
+
 
 def on_cuda() -> bool:
     return torch.cuda.is_available()

@@ -1,6 +1,6 @@
 """What runs inside vLLM's worker processes: how weights arrive and are loaded, what the model holds, when to die.
 
-Written against vLLM 0.32; `compat.py` checks the version and does the hosting process's half.
+The hosting process's half is `llm.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from roll_lite.distributed.strategy.base import ExportedTensor, TransferEndpoint
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, is_running
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH
-from roll_lite.distributed.strategy.vllm.compat import TRANSFER_BACKEND
+from roll_lite.distributed.strategy.vllm.compat.arguments import TRANSFER_BACKEND
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.receivers import RECEIVERS
 from roll_lite.distributed.weight_sync.transport import WeightReceiver

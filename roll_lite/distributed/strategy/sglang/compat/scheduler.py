@@ -1,6 +1,6 @@
 """What runs inside SGLang's scheduler processes: how weights arrive and are loaded, what the model holds, how tokens are sampled.
 
-Written against SGLang 0.5.23; `compat.py` checks the version and does the rest.
+The other half, in the engine's first process, is `manager.py`.
 """
 
 from __future__ import annotations

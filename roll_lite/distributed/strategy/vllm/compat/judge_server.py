@@ -1,7 +1,7 @@
 """vLLM's OpenAI-compatible server as a program of its own: its arguments, and its end when whoever started it is gone.
 
-Started as `python -m roll_lite.distributed.strategy.vllm.server ARGUMENTS`, in a session of its own, so that one signal reaches all its
-processes.
+Started as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS`, in a session of its own, so that one signal
+reaches all its processes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Any
 from roll_lite.config.model_shape import read_model_shape
 from roll_lite.config.schema import JudgeServerConfig
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host
-from roll_lite.distributed.strategy.vllm import compat
+from roll_lite.distributed.strategy.vllm.compat.arguments import CPU_KV_CACHE_MB
+from roll_lite.distributed.strategy.vllm.compat.version import check_version
 
 SAGEMAKER = "model_hosting_container_standards"
 
 
 def command(config: JudgeServerConfig, host: str, port: int, name: str, cuda: bool) -> list[str]:
     """`name`: what the model is called in requests."""
-    compat.check_version()
+    check_version()
     arguments = server_arguments(config, cuda) | {"host": host, "port": port, "served_model_name": name}
     return [sys.executable, "-m", __name__, *(word for key, value in arguments.items() for word in _words(key, value))]
 
@@ -42,9 +43,9 @@ def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
         "disable_log_stats": True,
         "distributed_executor_backend": "mp" if strategy.tensor_parallel > 1 else None,
         "gpu_memory_utilization": strategy.gpu_memory_utilization if cuda else None,
-        # As in compat.engine_arguments: torch's CPU generator cannot be rewound, which a seeded prompt in pieces would need.
+        # As in engine_arguments: torch's CPU generator cannot be rewound, which a seeded prompt in pieces would need.
         "enable_chunked_prefill": None if cuda else False,
-        "kv_cache_memory_bytes": (strategy.kv_cache_mb or compat._CPU_KV_CACHE_MB) << 20 if strategy.kv_cache_mb or not cuda else None,
+        "kv_cache_memory_bytes": (strategy.kv_cache_mb or CPU_KV_CACHE_MB) << 20 if strategy.kv_cache_mb or not cuda else None,
     }
     return {key: value for key, value in arguments.items() if value is not None} | strategy.engine_args
 

@@ -1,0 +1,131 @@
+"""A running SGLang engine, asked for what the server needs. In the engine's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from roll_lite.config.check_layout import OWN_ARGUMENTS
+from roll_lite.data.samples import Completion, GenerationRequest
+from roll_lite.distributed.strategy.base import EngineMemory
+from roll_lite.distributed.strategy.inference.engine_args import check_engine_args
+from roll_lite.distributed.strategy.sglang.compat.arguments import engine_arguments
+from roll_lite.distributed.strategy.sglang.compat.requests import completion, generate_input
+from roll_lite.distributed.strategy.sglang.spec import EngineSpec
+
+_TAGS = {EngineMemory.WEIGHTS: "weights", EngineMemory.KV_CACHE: "kv_cache"}
+
+
+class Manager:
+    """SGLang's engine and the tokenizer manager in it, through which everything goes."""
+
+    def __init__(self, engine: Any, spec: EngineSpec) -> None:
+        self._engine = engine
+        self._manager = engine.tokenizer_manager
+        self._spec = spec
+        self._vocabulary = int(self._manager.model_config.vocab_size)
+        self._version = "0"
+
+    @classmethod
+    def start(cls, spec: EngineSpec) -> Manager:
+        from sglang.srt.entrypoints.engine import Engine
+        from sglang.srt.managers.load_snapshot import shm_path_for
+        from sglang.srt.server_args import ServerArgs
+
+        from roll_lite.distributed.strategy.sglang.compat.scheduler import run_scheduler
+
+        known = getattr(ServerArgs, "__struct_fields__", ()) or getattr(ServerArgs, "__dataclass_fields__", ())
+        check_engine_args("SGLang", spec.strategy.engine_args, OWN_ARGUMENTS["sglang"], list(known))
+
+        class RolloutEngine(Engine):
+            run_scheduler_process_func = staticmethod(run_scheduler)
+
+        engine = RolloutEngine(**engine_arguments(spec.model, spec.strategy, spec.max_model_len, spec.seed, spec.cuda))
+        # SGLang leaves this file behind. All who use it have it open by now.
+        Path(shm_path_for(engine.port_args.instance_id)).unlink(missing_ok=True)
+        return cls(engine, spec)
+
+    # ------------------------------------------------------------ life
+
+    def process_ids(self) -> list[int]:
+        return list(self._engine.get_all_child_pids())
+
+    async def freeze_gc(self) -> None:
+        """SGLang collects garbage with every clearing of its cache, that is with every update: not what the imports have left."""
+        await self._manager.freeze_gc()
+
+    def stop_watching(self) -> None:
+        """SGLang's watchdog takes the end of its processes for a crash."""
+        self._manager._subprocess_watchdog.stop()
+
+    # ------------------------------------------------------------ requests
+
+    async def generate(self, request: GenerationRequest, rid: str, seed: int, aborted: Callable[[], bool]) -> Completion:
+        """`rid` must be no prefix of another. `aborted`: whether somebody has asked for that, when it has ended."""
+        asked = generate_input(request, rid, seed, self._spec.max_model_len, self._vocabulary)
+        output = await anext(self._manager.generate_request(asked, None))
+        return completion(request, output, self._manager.tokenizer, aborted())
+
+    def on_dispatch(self, dispatched: Callable[[str], None]) -> None:
+        """Called with the rid when SGLang hands a request to its scheduler: what is sent there afterwards finds it."""
+        send = self._manager._send_one_request
+
+        async def send_and_tell(tokenized: Any) -> None:
+            await send(tokenized)
+            dispatched(tokenized.rid)
+
+        self._manager._send_one_request = send_and_tell
+
+    def abort(self, rid: str) -> None:
+        self._manager.abort_request(rid)
+
+    async def stop_scheduler(self) -> None:
+        """Comes back when the scheduler has stopped. SGLang's own pause would keep later requests outside of it, from where they enter
+        in no fixed order."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        # `retract` puts running requests back into the queue: they are recomputed from their tokens when they go on.
+        await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="retract"))
+        # The scheduler takes messages in their order, and answers this one, which changes nothing.
+        await self.set_version(self._version)
+
+    async def continue_scheduler(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._manager._async_dispatch_to_scheduler(ContinueGenerationReqInput())
+
+    # ------------------------------------------------------------ weights, memory
+
+    async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Call a method of RolloutScheduler on all workers. It may wait for a trainer, hence the thread."""
+        answer = Path(self._spec.scratch) / "answer.json"
+        answer.unlink(missing_ok=True)
+        try:
+            await asyncio.to_thread(lambda: self._engine.collective_rpc(method, answer=str(answer), **arguments))
+        except AssertionError as error:
+            raise RuntimeError(str(error)) from error
+        return json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else None
+
+    async def set_version(self, version: str) -> None:
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        await self._manager.update_weight_version(UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False))
+        self._version = version
+
+    async def flush(self) -> bool:
+        """Clear the cache. SGLang refuses while a request runs; a release then kills the engine."""
+        return bool((await self._manager.flush_cache()).success)
+
+    async def offload(self, parts: Collection[EngineMemory]) -> None:
+        """Of an engine whose cache has been cleared."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[_TAGS[part] for part in parts]), None)
+
+    async def load(self, parts: Collection[EngineMemory]) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[_TAGS[part] for part in parts]), None)

@@ -1,0 +1,80 @@
+"""Requests and completions as SGLang has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from roll_lite.config.keep_mask import is_truncated
+from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+
+def generate_input(request: GenerationRequest, rid: str, seed: int, max_model_len: int, vocabulary: int) -> GenerateReqInput:
+    """`seed`: for requests without one of their own. `rid` must be no prefix of another: SGLang aborts by prefix."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    sampling = request.sampling
+    return GenerateReqInput(
+        rid=rid,
+        input_ids=list(request.prompt_ids),
+        sampling_params={
+            **_choice(request, vocabulary),
+            "sampling_seed": (seed if sampling.seed is None else sampling.seed) % 2**63,
+            "max_new_tokens": min(sampling.max_tokens, max_model_len - len(request.prompt_ids)),
+            "min_new_tokens": sampling.min_tokens,
+            "stop": list(sampling.stop) or None,
+            "stop_token_ids": list(sampling.stop_token_ids) or None,
+            "no_stop_trim": True,
+        },
+        return_logprob=True,
+        return_sampling_mask=reports_survivors(request),
+        stream=False,
+    )
+
+
+def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
+    """Greedy decoding is top_k 1, and only that: a top_k of 1 under a temperature goes as a min_p of 1, which keeps the likeliest token
+    as well but has log-prob 0, not that of the whole distribution (see the sampler). Who asks for survivors has to give a top_k."""
+    sampling = request.sampling
+    if sampling.temperature == 0:
+        return {"temperature": 1.0, "top_k": 1}
+    only_one = sampling.top_k == 1
+    everything = vocabulary if reports_survivors(request) else -1
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": everything if only_one or not 0 < sampling.top_k < vocabulary else sampling.top_k,
+        "min_p": 1.0 if only_one else sampling.min_p,
+    }
+
+
+def reports_survivors(request: GenerationRequest) -> bool:
+    """Whether to ask which tokens survived; greedy decoding knows no truncation."""
+    return request.sampling.keep_mask and request.sampling.temperature > 0 and is_truncated(request.sampling)
+
+
+def completion(request: GenerationRequest, output: Mapping[str, Any], tokenizer: Any, aborted: bool) -> Completion:
+    """The final output of a request. `aborted`: somebody asked for that."""
+    meta = output["meta_info"]
+    finish = meta["finish_reason"] or {"type": "none"}
+    if finish["type"] not in {reason.value for reason in FinishReason} or (finish["type"] == FinishReason.ABORT and not aborted):
+        return Completion(request.request_id, error=f"SGLang ended the request with {finish['type']!r}: {finish.get('message', '')}")
+    tokens = tuple(output["output_ids"])
+    log_probs = tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
+    assert len(log_probs) == len(tokens), f"{request.request_id}: {len(tokens)} tokens, {len(log_probs)} log-probs"
+    kept: tuple[tuple[int, ...], ...] | None = None
+    if request.sampling.keep_mask:
+        kept = tuple(map(tuple, meta.get("output_token_sampling_mask") or ())) if reports_survivors(request) else ((),) * len(tokens)
+        assert len(kept) == len(tokens), f"{request.request_id}: {len(tokens)} tokens, {len(kept)} masks"
+    return Completion(
+        request_id=request.request_id,
+        token_ids=tokens,
+        log_probs=log_probs,
+        text=tokenizer.decode(tokens, skip_special_tokens=True),
+        finish_reason=FinishReason(finish["type"]),
+        versions=tuple(VersionSpan(span["start"], int(span["version"])) for span in meta.get("weight_versions") or ()) if tokens else (),
+        kept_ids=kept,
+    )

@@ -1,0 +1,80 @@
+"""Requests and completions as vLLM has them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+
+def sampling_params(request: GenerationRequest, alternatives: int = 0) -> SamplingParams:
+    """`alternatives`: of so many of the likeliest tokens log-probs are reported beside the sampled one's."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    sampling = request.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=None if sampling.seed is None else sampling.seed % 2**63,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        include_stop_str_in_output=True,  # the text is that of the tokens, which hold the stop string as well
+        logprobs=alternatives,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),  # only stop strings need text while tokens still come
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def prompt_input(token_ids: tuple[int, ...]) -> Any:
+    """Already tokenized. vLLM takes this form on the spot, others go through a thread and may overtake each other."""
+    from vllm.inputs.engine import tokens_input
+
+    return tokens_input(list(token_ids))
+
+
+def completion(output: RequestOutput, tokenizer: Any, version: int, alternatives: int | None = None) -> Completion:
+    """The final output of a request. `version`: of the engine, for outputs that carry none. `alternatives`: as the request asked for, of
+    which those that sampling could have chosen are reported; None reports nothing."""
+    response = output.outputs[0]
+    if response.finish_reason not in {reason.value for reason in FinishReason}:
+        return Completion(output.request_id, error=f"vLLM ended the request with {response.finish_reason!r}")
+    tokens = tuple(response.token_ids)
+    log_probs = tuple(response.logprobs.logprobs[start] for start in response.logprobs.start_indices) if tokens else ()
+    assert len(log_probs) == len(tokens), f"{output.request_id}: {len(tokens)} tokens, {len(log_probs)} log-probs"
+    spans = tuple(VersionSpan(span.start, int(span.version)) for span in response.weight_versions or ())
+    return Completion(
+        request_id=output.request_id,
+        token_ids=tokens,
+        log_probs=log_probs,
+        text=tokenizer.decode(tokens, skip_special_tokens=True),
+        finish_reason=FinishReason(response.finish_reason),
+        versions=spans or ((VersionSpan(0, version),) if tokens else ()),
+        kept_ids=None if alternatives is None else _kept_ids(response.logprobs, alternatives) if tokens else (),
+    )
+
+
+def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], ...]:
+    """For each token of the response those with a probability; none, which stands for all, where no alternatives were asked for.
+
+    vLLM's own `return_sampling_mask` is for GPUs, and refuses requests without top_k.
+    """
+    if alternatives == 0:
+        return ((),) * len(found)
+    pairs = list(zip(found.token_ids, found.logprobs, strict=True))
+    # The sampled token comes first, and once more if it is among the likeliest.
+    return tuple(
+        tuple(dict.fromkeys(token for token, log_prob in pairs[start:end] if log_prob > -math.inf))
+        for start, end in zip(found.start_indices, found.end_indices, strict=True)
+    )
