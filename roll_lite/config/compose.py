@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from roll_lite.config.overrides import Override, apply_override, parse_override
 from roll_lite.config.problems import Path, Problem, did_you_mean, dotted
+from roll_lite.config.short_form import spell_out
 from roll_lite.config.yaml_source import parse_yaml
 
 _PACKAGE_HEADER = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
@@ -85,7 +86,7 @@ class _Composer:
         if source.data is not None and not isinstance(source.data, dict):
             self.problems.append(Problem(str(path), "has to hold a mapping of keys to values at the top"))
             return
-        data = dict(source.data or {})
+        data = spell_out(source.data or {}, root, source.lines)
         defaults = data.pop("defaults", [])
         label = f"{name}.yaml"
         for entry in self._entries(defaults, group, f"{label}: defaults"):

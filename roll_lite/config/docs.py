@@ -33,12 +33,14 @@ domains:
 ```
 
 `group: option` in the list loads `group/option.yaml` into the section `group`; `optional`, `override`, `group@section` and `# @package`
-work as in Hydra; `???` stands for a value that has to be given. On the command line, with values in YAML:
+work as in Hydra; `???` stands for a value that has to be given. Where a section is chosen by its `name`, the name alone is enough:
+`strategy: sglang` sets `strategy.name` and nothing else. On the command line, with values in YAML:
 
 | | |
 |---|---|
 | `a.b=1`, `a.b=[1,2]`, `a.b=null` | set; sections that do not exist are made |
 | `a={x: 1}` | merge a mapping into a section |
+| `actor_infer.strategy=sglang` | the same as `actor_infer.strategy.name=sglang` |
 | `+a.b=1` | the same as `a.b=1`, for those used to it |
 | `~a.b` | delete |
 | `trackers.0.type=jsonl` | an entry of a list |

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from roll_lite.config.problems import Path, Problem, did_you_mean, dotted, show
+from roll_lite.config.short_form import is_short_form, spell_out
 from roll_lite.config.yaml_source import parse_yaml
 
 GRAMMAR = "write key=value, +key=value to add, or ~key to delete"
@@ -40,7 +41,9 @@ def parse_override(text: str) -> Override | Problem:
     if parsed.problems:
         first = parsed.problems[0]
         return Problem(text, first.message, source="command line")
-    return Override(text, path, parsed.data, add=add)
+    if is_short_form(parsed.data, path):
+        return Override(text, (*path, "name"), parsed.data, add=add)
+    return Override(text, path, spell_out(parsed.data, path, parsed.lines), add=add)
 
 
 def apply_override(config: DictConfig, override: Override) -> list[Problem]:

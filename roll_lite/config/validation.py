@@ -126,14 +126,17 @@ class _Walker:
         """Choose a member of a union by its `name`; where that is absent, the default's is meant."""
         by_name = {str(get_args(variant.model_fields["name"].annotation)[0]): variant for variant in variants}
         if not isinstance(value, dict):
-            close = f"; did you mean {path[-1]}.name={value}?" if value in by_name else ""
-            self._refuse(path, value, f"expected a section with name: {' | '.join(by_name)}{close}")
+            # A name in its short form is a section by now; text is what an interpolation gave.
+            hint = f"; to interpolate the name, write it as {path[-1]}.name" if isinstance(value, str) else ""
+            self._refuse(path, value, f"expected one of {', '.join(by_name)}, or a section with such a name{hint}")
             return value, None
         default = info.get_default(call_default_factory=True)
         name = value.get("name", default.name if default is not None else None)
         if (*path, "name") in self.broken or not isinstance(name, str) or name not in by_name:
             if (*path, "name") not in self.broken:
-                self._refuse((*path, "name"), name, f"no such choice; {did_you_mean(str(name), by_name)}")
+                close = did_you_mean(str(name), by_name)
+                hint = f"; {close}" if close.startswith("did") else ""
+                self._refuse((*path, "name"), name, f"expected one of {', '.join(by_name)}{hint}")
             return value, None
         return {"name": name, **value}, by_name[name]
 

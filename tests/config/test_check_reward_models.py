@@ -117,7 +117,7 @@ LAYOUTS = {
     "heads": ("strategy: {name: megatron, tensor_parallel: 3}", "strategy.tensor_parallel", "8 attention heads and 4 key/value heads"),
     "context": ("strategy: {name: megatron, context_parallel: 2}", "strategy.context_parallel", "not supported yet"),
     "length": ("max_length: 65", "max_length", "is more than the model's 64 positions"),
-    "unknown strategy": ("strategy: {name: vllm}", "strategy.name", "no such choice; valid here: hf, megatron."),
+    "unknown strategy": ("strategy: {name: vllm}", "strategy.name", "expected one of hf, megatron"),
 }
 
 
