@@ -76,6 +76,42 @@ def test_no_module_imports_itself_over_others() -> None:
     TopologicalSorter(files).prepare()
 
 
+ENGINES = {"vllm": "distributed.strategy.vllm.compat", "sglang": "distributed.strategy.sglang.compat"}
+"""Engine, and the one package that may know its version."""
+
+
+def packages_of(source: str) -> set[str]:
+    """Top-level packages that a source imports, or asks importlib for, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import():
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            case ast.ImportFrom(level=0, module=str(module)):
+                found.add(module.partition(".")[0])
+            case ast.Call(func=ast.Name(id="import_module" | "find_spec") | ast.Attribute(attr="import_module" | "find_spec")):
+                found |= {one.value.partition(".")[0] for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+    return found
+
+
+def test_an_engine_is_imported_in_one_place_only() -> None:
+    strangers = [
+        f"{name} imports {engine}"
+        for name, path in modules().items()
+        for engine in sorted(packages_of(path.read_text(encoding="utf-8")) & ENGINES.keys())
+        if not f"{name}.".startswith(f"{ENGINES[engine]}.")
+    ]
+    assert strangers == []
+
+
+def test_that_guard_sees_every_kind_of_import() -> None:
+    assert packages_of("def f():\n    from vllm.a import b\n    import sglang.srt as s\n    importlib.import_module('ray.x')") == {
+        "vllm",
+        "sglang",
+        "ray",
+    }
+
+
 def test_the_guard_sees_every_kind_of_import() -> None:
     known = {"cli", "pipeline.build", "pipeline", "config.schema", "data.proto", "distributed.strategy", "distributed.strategy.base"}
     source = """

@@ -110,6 +110,8 @@ class Completion:
     error: str | None = None
     kept_ids: tuple[tuple[int, ...], ...] | None = None
     """For each response token the ids of the tokens that survived truncation, where the sampling asks for them."""
+    cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values the engine had already, from another request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,7 @@ class Journal:
             add("rollout/failed", domain.failed, label=name)
             add("rollout/retries", sum(domain.retries.values()), label=name)
             add("rollout/prompt_tokens", domain.prompt_tokens, label=name)
+            add("rollout/cached_tokens", domain.cached_tokens, label=name)
             add("rollout/response_tokens", domain.response_tokens, label=name)
             add("rollout/request_seconds", domain.generation_s, requests, label=name)
             add("rollout/share_requested", domain.requested_share, label=name)

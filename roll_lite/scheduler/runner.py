@@ -80,6 +80,7 @@ class SampleRunner:
         stats = recorder.domains[self._domain]
         stats.generation_s += recorder.last_completion - sent
         stats.prompt_tokens += len(prompt.token_ids)
+        stats.cached_tokens += completion.cached_tokens
         stats.response_tokens += len(completion.token_ids)
         stats.finish_reasons[str(completion.finish_reason)] += 1
         return completion

@@ -29,6 +29,8 @@ class DomainStats:
     """Attempts that failed and were repeated, by cause."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt tokens, those that the engines had in their prefix caches."""
     response_tokens: int = 0
     generation_s: float = 0.0
     """Sum over successful requests of the time between sending and completion."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from engine_harness import Harness, assert_log_probs
 from support_models import EOS_ID, VOCAB_SIZE
 
 from roll_lite.data.samples import FinishReason
-from roll_lite.distributed.strategy.base import PauseMode
+from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -54,6 +56,30 @@ async def test_stop_string(engine: Harness) -> None:
     assert len(completion.token_ids) == len(completion.log_probs)
 
 
+async def test_stop_token(engine: Harness) -> None:
+    free = await engine.one(40, min_tokens=40)
+    token = free.token_ids[12]
+    first = free.token_ids.index(token)
+    completion = await engine.one(40, stop_token_ids=(VOCAB_SIZE - 1, token))
+    assert completion.finish_reason == FinishReason.STOP
+    assert completion.token_ids == free.token_ids[: first + 1]
+    assert free.text.startswith(completion.text)
+    assert_log_probs(completion, engine.hf_logits(completion.token_ids))
+
+
+async def test_min_tokens_forbids_stop_tokens_too(engine: Harness) -> None:
+    """They have no probability there, and the log-probs are those of what is left."""
+    token = (await engine.one(1)).token_ids[0]
+    completion = await engine.one(30, temperature=1.0, seed=2, min_tokens=10, stop_token_ids=(token,), keep_mask=True)
+    assert not {token, EOS_ID} & set(completion.token_ids[:10])
+    logits = engine.hf_logits(completion.token_ids)
+    logits[:10, [token, EOS_ID]] = -torch.inf
+    assert_log_probs(completion, logits)
+    assert completion.kept_ids is not None
+    for position, kept in enumerate(completion.kept_ids):
+        assert set(kept) == set(range(VOCAB_SIZE)) - ({token, EOS_ID} if position < 10 else set())
+
+
 async def test_shorter_ones_come_first(engine: Harness) -> None:
     requests = [engine.request(length, temperature=1.0, min_tokens=length) for length in (200, 5, 80)]
     completions = await engine.all(requests)
@@ -93,9 +119,14 @@ async def test_impossible_prompts_fail_alone(engine: Harness, prompt: tuple[int,
     assert completions[good.request_id].error is None
 
 
-async def test_impossible_sampling_fails_alone(engine: Harness) -> None:
-    completion = await engine.one(4, temperature=1.0, top_p=2.0)
-    assert "top_p" in (completion.error or "")
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [({"top_p": 2.0}, "top_p"), ({"stop_token_ids": (7, VOCAB_SIZE)}, "stop_token_ids holds a token outside the vocabulary")],
+    ids=["top_p", "stop token"],
+)
+async def test_impossible_sampling_fails_alone(engine: Harness, sampling: dict[str, Any], message: str) -> None:
+    completion = await engine.one(4, temperature=1.0, min_tokens=2, **sampling)
+    assert message in (completion.error or "")
     assert (await engine.one(4)).error is None
 
 
@@ -222,7 +253,53 @@ async def _waits_for_resume(engine: Harness) -> None:
 
 async def test_offloaded_and_loaded_again_it_serves(engine: Harness) -> None:
     before = await engine.one(8)
+    ids, task = await engine.started(3, LONG)
     await engine.strategy.offload()
+    completions = await task
+    assert {completion.request_id for completion in completions} == set(ids)
+    assert all(c.finish_reason == FinishReason.ABORT and 0 < len(c.token_ids) < LONG for c in completions)
     await engine.strategy.load()
     assert (await engine.one(8)).token_ids == before.token_ids
     assert engine.strategy.capabilities.frees_memory == torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("parts", itertools.permutations(EngineMemory), ids="+".join)
+async def test_requests_wait_until_every_part_is_back(engine: Harness, parts: tuple[EngineMemory, EngineMemory]) -> None:
+    before = await engine.one(8)
+    first, second = parts
+    await engine.strategy.offload([first])
+    await engine.strategy.offload([first])
+    late = asyncio.create_task(engine.one(8))
+    await engine.strategy.resume()  # which is not loading
+    await asyncio.sleep(0.1)
+    health = await engine.strategy.health()
+    assert (health.running, health.waiting, health.details["offloaded"]) == (0, 1, [first])
+    await engine.strategy.offload([second])
+    await engine.strategy.load([first])
+    await asyncio.sleep(0.1)
+    assert not late.done()
+    await engine.strategy.load()
+    assert (await late).token_ids == before.token_ids
+    assert "offloaded" not in (await engine.strategy.health()).details
+
+
+async def test_a_paused_engine_is_still_paused_when_it_is_loaded(engine: Harness) -> None:
+    await engine.strategy.pause(PauseMode.KEEP)
+    await engine.strategy.offload()
+    await engine.strategy.load()
+    await _waits_for_resume(engine)
+    await engine.strategy.offload()
+    await engine.strategy.pause(PauseMode.WAIT)
+    await engine.strategy.load()
+    await _waits_for_resume(engine)
+
+
+async def test_requests_that_wait_for_memory_can_be_aborted(engine: Harness) -> None:
+    await engine.strategy.offload([EngineMemory.KV_CACHE])
+    late = [asyncio.create_task(engine.one(8)) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    await engine.strategy.pause(PauseMode.ABORT)
+    await engine.strategy.load()
+    await engine.strategy.resume()
+    assert [(await task).finish_reason for task in late] == [FinishReason.ABORT] * 2
+    assert (await engine.one(4)).error is None

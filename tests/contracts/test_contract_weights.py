@@ -11,7 +11,7 @@ from engine_harness import Harness, assert_greedy, assert_log_probs, log_probs_o
 from support_models import EOS_ID
 
 from roll_lite.data.samples import Completion, FinishReason, VersionSpan
-from roll_lite.distributed.strategy.base import ExportedTensor, PauseMode
+from roll_lite.distributed.strategy.base import EngineMemory, ExportedTensor, PauseMode
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.transport import TransferError
 
@@ -55,8 +55,10 @@ async def test_checksums_are_of_what_the_engine_holds(engine: Harness) -> None:
 async def test_nothing_of_the_old_weights_stays_in_the_prefix_cache(engine: Harness) -> None:
     prompt = [3 + i * 11 % 90 for i in range(3 * BLOCK + 5)]
     await engine.one(4, prompt)
+    assert (await engine.one(4, prompt)).cached_tokens >= 3 * BLOCK
     await engine.update(seed=121)
     completion = await engine.one(16, prompt)
+    assert completion.cached_tokens == 0
     assert_log_probs(completion, engine.hf_logits(completion.token_ids, prompt))
 
 
@@ -90,6 +92,40 @@ def _assert_spans(engine: Harness, completion: Completion, start: int, old: torc
     logits[:, EOS_ID] = float("-inf")
     expected = log_probs_of(logits, completion.token_ids)
     torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=5e-4, rtol=0)
+
+
+async def test_new_weights_come_while_the_cache_is_away(engine: Harness) -> None:
+    await engine.update(seed=135)
+    await engine.strategy.offload()
+    for refused in (engine.strategy.begin_weight_update(engine.tensors), engine.strategy.weight_checksums()):
+        with pytest.raises(RuntimeError, match="weights are offloaded: load them first"):
+            await refused
+    late = asyncio.create_task(engine.one(8))
+    await engine.strategy.load([EngineMemory.WEIGHTS])
+    await engine.update(seed=136)
+    assert await engine.strategy.weight_checksums() == reference_checksums(engine)
+    await asyncio.sleep(0.1)
+    assert not late.done()
+    await engine.strategy.load([EngineMemory.KV_CACHE])
+    completion = await late
+    assert list(completion.token_ids) == engine.hf_greedy(8) and completion.versions == (VersionSpan(0, engine.version),)
+    await assert_serves_reference(engine)
+
+
+async def test_nothing_leaves_in_the_middle_of_an_update(engine: Harness) -> None:
+    await engine.update(seed=137)
+    assert engine.plan is not None
+    await engine.strategy.begin_weight_update(engine.tensors)
+    await engine.transfer(0, seed=138)
+    with pytest.raises(RuntimeError, match="under way: finish it before anything is offloaded"):
+        await engine.strategy.offload()
+    for number in range(1, len(engine.plan.transfers)):
+        await engine.transfer(number, seed=138)
+    engine.version += 1
+    await engine.strategy.finish_weight_update(engine.version)
+    assert (await engine.one(4)).error is None
+    await engine.update(seed=139)
+    await assert_serves_reference(engine)
 
 
 async def test_refusals_leave_the_engine_as_it_was(engine: Harness) -> None:

@@ -77,4 +77,6 @@ def completion(request: GenerationRequest, output: Mapping[str, Any], tokenizer:
         finish_reason=FinishReason(finish["type"]),
         versions=tuple(VersionSpan(span["start"], int(span["version"])) for span in meta.get("weight_versions") or ()) if tokens else (),
         kept_ids=kept,
+        # A request that was recomputed finds its own tokens there too.
+        cached_tokens=min(int(meta.get("cached_tokens") or 0), len(request.prompt_ids)),
     )

@@ -62,6 +62,8 @@ def completion(output: RequestOutput, tokenizer: Any, version: int, alternatives
         finish_reason=FinishReason(response.finish_reason),
         versions=spans or ((VersionSpan(0, version),) if tokens else ()),
         kept_ids=None if alternatives is None else _kept_ids(response.logprobs, alternatives) if tokens else (),
+        # A request that was recomputed finds its own tokens there too.
+        cached_tokens=min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ())),
     )
 
 

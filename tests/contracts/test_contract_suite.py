@@ -1,0 +1,40 @@
+"""The suite's own promises: every engine is under it, and none drops out unseen."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import get_args
+
+import pytest
+from engine_harness import DISTRIBUTIONS, Make, require
+
+from roll_lite.config.schema import InferStrategyConfig
+
+MAKES: tuple[Make, ...] = get_args(Make)
+
+
+def without(name: str) -> str:
+    raise metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_an_engine_that_is_missing_is_skipped_with_the_reason(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", without)
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=f"{make} is not installed"):
+        require(make)
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_in_ci_it_is_a_failure(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", without)
+    monkeypatch.setenv("CI", "1")
+    with pytest.raises(pytest.fail.Exception, match=f"{make} is not installed.*in CI its tests must not be skipped"):
+        require(make)
+
+
+def test_every_engine_of_the_schema_is_under_contract() -> None:
+    """The scripted one has tests of its own: it has no numbers."""
+    union, *_ = get_args(InferStrategyConfig)
+    names = {variant.model_fields["name"].default for variant in get_args(union)}
+    assert names - {"scripted"} == set(MAKES) == set(DISTRIBUTIONS)
