@@ -263,7 +263,7 @@ async def test_offloaded_and_loaded_again_it_serves(engine: Harness) -> None:
     assert engine.strategy.capabilities.frees_memory == torch.cuda.is_available()
 
 
-@pytest.mark.parametrize("parts", itertools.permutations(EngineMemory), ids="+".join)
+@pytest.mark.parametrize("parts", list(itertools.permutations(EngineMemory)), ids="+".join)
 async def test_requests_wait_until_every_part_is_back(engine: Harness, parts: tuple[EngineMemory, EngineMemory]) -> None:
     before = await engine.one(8)
     first, second = parts

@@ -6,10 +6,8 @@ The hosting process's half is `llm.py`.
 from __future__ import annotations
 
 import os
-import shutil
-import threading
-import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -29,14 +27,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from roll_lite.distributed.strategy.base import ExportedTensor, TransferEndpoint
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
-from roll_lite.distributed.strategy.inference.processes import HOST_PID, is_running
-from roll_lite.distributed.strategy.inference.scratch import SCRATCH
+from roll_lite.distributed.strategy.inference.processes import HOST_PID, is_running, kill_all, when_host_is_gone
 from roll_lite.distributed.strategy.vllm.compat.arguments import TRANSFER_BACKEND
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.receivers import RECEIVERS
 from roll_lite.distributed.weight_sync.transport import WeightReceiver
-
-_HOST_CHECK_S = 1.0
 
 
 @dataclass
@@ -142,20 +137,11 @@ class WorkerExtension:
         return sums
 
 
-def _die_with_host(host: psutil.Process) -> None:
-    """End this process, and the engine process between it and the host, when the host is gone, however it went.
-
-    vLLM's engine process does not notice when the process that hosts it is killed.
-    """
-    parent = psutil.Process().parent()
-    while is_running(host):
-        time.sleep(_HOST_CHECK_S)
-    if parent is not None and parent != host and is_running(parent):
-        parent.kill()
-    shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
-    psutil.Process().kill()
+def _die_without_host(parent: psutil.Process | None) -> None:
+    """vLLM's engine process, which stands between this one and the host, does not notice when the host is killed."""
+    engine = [parent] if parent is not None and parent.pid != int(os.environ[HOST_PID]) and is_running(parent) else []
+    kill_all([*engine, psutil.Process()])
 
 
 WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, BucketTransfer)
-if HOST_PID in os.environ:
-    threading.Thread(target=_die_with_host, args=(psutil.Process(int(os.environ[HOST_PID])),), daemon=True, name="die-with-host").start()
+when_host_is_gone(partial(_die_without_host, psutil.Process().parent()))
