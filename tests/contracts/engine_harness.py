@@ -276,6 +276,10 @@ class Harness:
         await self.strategy.begin_weight_update(self.tensors)
         for number in range(len(self.plan.transfers)):
             await self.transfer(number, seed)
+        await self.finish(seed)
+
+    async def finish(self, seed: int) -> None:
+        """The weights of this seed have arrived."""
         self.version += 1
         await self.strategy.finish_weight_update(self.version)
         self.reference = make_model(self.family, self.tied, seed=seed, sharpness=SHARPNESS).to(self.dtype).eval()
