@@ -254,8 +254,8 @@ class EngineStrategy(InferenceStrategy):
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
         self._require_no_update("finish it before anything is offloaded")
         leaving = set(parts)
-        if leaving - self._away:
-            await self.abort()
+        if leaving and not self._away:
+            await self.abort()  # which also ends a WAIT
         async with self._order:
             self._require_no_update("finish it before anything is offloaded")
             leaving -= self._away
@@ -289,8 +289,8 @@ class EngineStrategy(InferenceStrategy):
             update = self._require_update()
             bucket = update.bucket(tensors)
             first, update.opened = not update.opened, True
-            await self._settle()
             try:
+                await self._settle()
                 await self._load_bucket(bucket, first)
             except TransferError as error:
                 await self._broke_off(update, error)
