@@ -100,7 +100,7 @@ class EngineStrategyConfig(Section):
     kv_cache_mb: PositiveInt | None = None
     """Size of the key/value cache; on GPUs derived from gpu_memory_utilization where absent, on a CPU 256."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Share of a GPU's memory that an engine may take."""
+    """Share of a GPU's memory: vLLM takes no more; SGLang's weights and key/value cache fill it, activations, CUDA graphs come on top."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
     engine_args: dict[str, Any] = Field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, Ve
 from roll_lite.distributed.strategy.inference.engine_args import check_engine_args
 from roll_lite.distributed.strategy.sglang import compat
 from roll_lite.distributed.strategy.sglang.compat import version as version_module
-from roll_lite.distributed.strategy.sglang.compat.arguments import engine_arguments
+from roll_lite.distributed.strategy.sglang.compat.arguments import check_cache, engine_arguments
 from roll_lite.distributed.strategy.sglang.compat.requests import completion
 
 TOKENIZER = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "text")
@@ -80,6 +81,25 @@ def test_the_cache_holds_as_many_tokens_as_fit(model: ModelConfig) -> None:
     """Two layers, one key/value head of 32 numbers, keys and values of 4 bytes: 512 bytes a token."""
     assert arguments(model, False, kv_cache_mb=1)["max_total_tokens"] == 2048
     assert arguments(model, True, kv_cache_mb=1)["max_total_tokens"] == 2048
+
+
+@pytest.mark.parametrize(
+    ("options", "cuda", "tokens", "page_size", "message"),
+    [
+        ({"kv_cache_mb": 1}, False, 2048, 1, r"kv_cache_mb: 1 is too little: .* holds 2048 tokens, .* 3000 needs 3002; use at least 2"),
+        ({"kv_cache_mb": 1}, True, 2048, 64, r"kv_cache_mb: 1 is too little: .* needs 3128"),
+        ({}, True, 3001, 1, r"gpu_memory_utilization: 0.85 is too little: .* holds 3001 tokens, .*, so that 2 MB are left"),
+        ({"kv_cache_mb": 9}, True, 3001, 1, r"gpu_memory_utilization: 0.85 is too little"),
+        ({"kv_cache_mb": 9}, True, 3002, 1, None),
+        ({}, False, 1 << 19, 64, None),
+    ],
+    ids=["cpu", "pages", "gpu", "more than the gpu has", "fits exactly", "default"],
+)
+def test_one_request_fits_into_the_cache(
+    model: ModelConfig, options: dict[str, Any], cuda: bool, tokens: int, page_size: int, message: str | None
+) -> None:
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        check_cache(model, SglangStrategyConfig(**options), 3000, cuda, tokens, page_size)
 
 
 def test_users_engine_arguments(model: ModelConfig) -> None:

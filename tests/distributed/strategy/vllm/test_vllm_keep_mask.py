@@ -22,7 +22,7 @@ def test_all_tokens_that_tie_with_the_last_are_kept() -> None:
         logprobs=[log_prob for position in positions for _, log_prob in position],
     )
     response = SimpleNamespace(token_ids=[7, 8], logprobs=flat, finish_reason="length", weight_versions=None)
-    output: Any = SimpleNamespace(request_id="r", outputs=[response])
+    output: Any = SimpleNamespace(request_id="r", outputs=[response], num_cached_tokens=0, prompt_token_ids=[1])
     found = requests.completion(output, SimpleNamespace(decode=lambda *_, **__: ""), 0, alternatives=5)
     assert found.kept_ids == ((7, 4, 8, 9), (8, 4))
     assert found.log_probs == (math.log(0.2), math.log(0.5))

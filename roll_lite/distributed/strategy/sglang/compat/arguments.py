@@ -43,8 +43,34 @@ def engine_arguments(model: ModelConfig, strategy: SglangStrategyConfig, max_mod
     return arguments | strategy.engine_args
 
 
+def check_cache(
+    model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
+) -> None:
+    """ValueError where one request of the greatest length does not fit: SGLang would cut its response short without a word.
+
+    `cache_tokens`: what SGLang has made room for; of that it leaves a page and one more token empty when it admits a request.
+    """
+    needed = max_model_len + 2 * page_size
+    if cache_tokens >= needed:
+        return
+    megabytes = -(-(needed * _token_bytes(model, strategy)) // (1 << 20))
+    what = f"SGLang's key/value cache holds {cache_tokens} tokens, a request of max_model_len {max_model_len} needs {needed}"
+    given = strategy.kv_cache_mb is not None or not cuda
+    if given and _cache_tokens(model, strategy) < needed:
+        value = strategy.kv_cache_mb or _CPU_KV_CACHE_MB
+        raise ValueError(f"actor_infer.strategy.kv_cache_mb: {value} is too little: {what}; use at least {megabytes}")
+    raise ValueError(
+        f"actor_infer.strategy.gpu_memory_utilization: {strategy.gpu_memory_utilization:g} is too little: {what}; "
+        f"use more, so that {megabytes} MB are left for the cache, or a smaller max_model_len"
+    )
+
+
 def _cache_tokens(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
+    return ((strategy.kv_cache_mb or _CPU_KV_CACHE_MB) << 20) // _token_bytes(model, strategy)
+
+
+def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
+    """Of a token's keys and values, on each device."""
     shape = read_hf_config(model.path)
     heads = -(-shape.key_value_heads // strategy.tensor_parallel)
-    nbytes = 2 * shape.layers * heads * shape.head_dim * (4 if model.dtype == "float32" else 2)
-    return ((strategy.kv_cache_mb or _CPU_KV_CACHE_MB) << 20) // nbytes
+    return 2 * shape.layers * heads * shape.head_dim * (4 if model.dtype == "float32" else 2)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from roll_lite.config.check_layout import OWN_ARGUMENTS
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.distributed.strategy.inference.engine_args import check_engine_args
-from roll_lite.distributed.strategy.sglang.compat.arguments import engine_arguments
+from roll_lite.distributed.strategy.inference.processes import cleans_up
+from roll_lite.distributed.strategy.sglang.compat.arguments import check_cache, engine_arguments
 from roll_lite.distributed.strategy.sglang.compat.requests import completion, generate_input
 from roll_lite.distributed.strategy.sglang.spec import EngineSpec
 
@@ -46,6 +50,13 @@ class Manager:
         engine = RolloutEngine(**engine_arguments(spec.model, spec.strategy, spec.max_model_len, spec.seed, spec.cuda))
         # SGLang leaves this file behind. All who use it have it open by now.
         Path(shm_path_for(engine.port_args.instance_id)).unlink(missing_ok=True)
+        scheduler = engine._scheduler_init_result.scheduler_infos[0]
+        cache = scheduler["max_total_num_tokens"], scheduler["page_size"]
+        try:
+            check_cache(spec.model, spec.strategy, spec.max_model_len, spec.cuda, *cache)
+        except ValueError:
+            _end(engine)
+            raise
         return cls(engine, spec)
 
     # ------------------------------------------------------------ life
@@ -129,3 +140,12 @@ class Manager:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[_TAGS[part] for part in parts]), None)
+
+
+def _end(engine: Any) -> None:
+    """Not SGLang's own way, which also kills the process that clears shared memory."""
+    atexit.unregister(engine.shutdown)
+    engine.tokenizer_manager._subprocess_watchdog.stop()
+    for child in psutil.Process().children(recursive=True):
+        if not cleans_up(child):
+            child.kill()

@@ -11,20 +11,24 @@ from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
+_LEAST_TEMPERATURE = 1e-6
+"""Below, SGLang decodes greedily and reports the log-probs of temperature 1."""
+
 
 def generate_input(request: GenerationRequest, rid: str, seed: int, max_model_len: int, vocabulary: int) -> GenerateReqInput:
     """`seed`: for requests without one of their own. `rid` must be no prefix of another: SGLang aborts by prefix."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     sampling = request.sampling
+    room = max_model_len - len(request.prompt_ids)
     return GenerateReqInput(
         rid=rid,
         input_ids=list(request.prompt_ids),
         sampling_params={
             **_choice(request, vocabulary),
             "sampling_seed": (seed if sampling.seed is None else sampling.seed) % 2**63,
-            "max_new_tokens": min(sampling.max_tokens, max_model_len - len(request.prompt_ids)),
-            "min_new_tokens": sampling.min_tokens,
+            "max_new_tokens": min(sampling.max_tokens, room),
+            "min_new_tokens": min(sampling.min_tokens, room),
             "stop": list(sampling.stop) or None,
             "stop_token_ids": list(sampling.stop_token_ids) or None,
             "no_stop_trim": True,
@@ -41,6 +45,10 @@ def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
     sampling = request.sampling
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1}
+    if sampling.temperature < _LEAST_TEMPERATURE:
+        raise ValueError(
+            f"temperature {sampling.temperature:g}: SGLang samples at {_LEAST_TEMPERATURE:g} and above; use 0 for greedy decoding"
+        )
     only_one = sampling.top_k == 1
     everything = vocabulary if reports_survivors(request) else -1
     return {

@@ -25,13 +25,15 @@ from sglang.srt.layers.linear import (
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_STR, Req
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from roll_lite.distributed.strategy.base import ExportedTensor, TransferEndpoint
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
+from roll_lite.distributed.strategy.sglang.compat.stop_text import StopText
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.receivers import RECEIVERS
 from roll_lite.distributed.weight_sync.transport import WeightReceiver
@@ -112,6 +114,10 @@ class RolloutScheduler(Scheduler):
         if get_parallel().tp_rank == 0:
             Path(file).write_text(json.dumps(value), encoding="utf-8")
 
+    def get_init_info(self) -> dict[str, Any]:
+        """What the engine's first process learns of its scheduler."""
+        return {**super().get_init_info(), "page_size": self.page_size}
+
     # ------------------------------------------------------------ requests
 
     def abort_request(self, recv_req: AbortReq) -> None:
@@ -173,6 +179,34 @@ def _with_seeds(make: Any) -> Any:
     return classmethod(from_schedule_batch)
 
 
+class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
+    """SGLang counts from zero whenever a request is prefilled, also one that a pause or a full cache has put back: beyond its min_tokens
+    the end would be forbidden once more."""
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        generated = [[len(request.output_ids)] for request in self.orchestrator.reqs()]
+        self.len_output_tokens = torch.tensor(generated, dtype=torch.int32).to(self.orchestrator.device)
+
+
+def ends_with_stop_text(request: Req, _: int = 1) -> bool:
+    """In place of SGLang's own check, which knows nothing of min_tokens, takes the text of special tokens for text, and looks no further
+    back than a stop string has tokens when it is encoded. Kept on the request: it goes on where it was when it is prefilled again."""
+    parameters = request.sampling_params
+    if not parameters.stop_strs:
+        return False
+    if not hasattr(request, "roll_lite_stop_text"):
+        request.roll_lite_stop_text = StopText(request.tokenizer, request.origin_input_ids, parameters.stop_strs)
+    seen: StopText = request.roll_lite_stop_text
+    while seen.tokens < len(request.output_ids):
+        found = seen.next(request.output_ids[seen.tokens])
+        if found is not None and seen.tokens > parameters.min_new_tokens:
+            request.finished_reason = FINISH_MATCHED_STR(matched=found)
+            request.finished_len = seen.tokens
+            return True
+    return False
+
+
 def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
     """On a CPU with more workers than key/value heads SGLang adds heads of zeros at the end."""
     whole = tensor[tuple(slice(size) for size in shape)]
@@ -200,4 +234,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     scheduler_module.Scheduler = RolloutScheduler
     model_runner.create_sampler = RolloutSampler
     SamplingBatchInfo.from_schedule_batch = _with_seeds(SamplingBatchInfo.__dict__["from_schedule_batch"])
+    penaltylib.BatchedMinNewTokensPenalizer = MinTokens
+    Req._check_str_based_finish = ends_with_stop_text
     run_scheduler_process(*args, **kwargs)
