@@ -792,7 +792,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
     """Seed of prompt order, sampling and training."""
     deterministic: bool = False
-    """Repeat a run sample for sample (CPU, synchronous)."""
+    """Repeat a run sample for sample (CPU, synchronous); resumed, it goes on like one that was not interrupted."""
     steps: PositiveInt = 100
     """Training steps."""
     model: ModelConfig

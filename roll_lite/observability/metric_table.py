@@ -76,7 +76,9 @@ METRICS: dict[str, Metric] = {
     "rollout/failed": Metric(SUM, "samples", "Samples that failed for good; they do not train.", by="domain"),
     "rollout/retries": Metric(SUM, "attempts", "Attempts that failed and were repeated.", by="domain"),
     "rollout/prompt_tokens": Metric(SUM, "tokens", "Prompt tokens of completed requests.", by="domain"),
-    "rollout/cached_tokens": Metric(SUM, "tokens", "Of the prompt tokens, those found in the engines' prefix caches.", by="domain"),
+    "rollout/cached_tokens": Metric(
+        SUM, "tokens", "Of the prompt tokens, those found in the engines' prefix caches, which updates clear.", by="domain"
+    ),
     "rollout/response_tokens": Metric(SUM, "tokens", "Generated tokens.", by="domain"),
     "rollout/response_length": Metric(MEAN, "tokens", "Response length of a sample.", by="domain"),
     "rollout/response_length_max": Metric(MAX, "tokens", "Longest response.", by="domain"),

@@ -60,7 +60,8 @@ def run(config: RunConfig) -> int:
         journal.console.message(f"{config.experiment}: everything is written to {folder}; starting Ray")
         with terminable(), ray_session(config.ray, folder) as session, terminable():
             with journal.timers.phase("start"):
-                journal.console.message(f"loading the model into {', '.join(roles(config))}")
+                engine = config.actor_infer.strategy.name
+                journal.console.message(f"loading the model into {', '.join(roles(config))}; {engine} takes up to a minute to start")
                 pipeline = build(config, folder, session, journal)
             pipeline.run()
             pipeline.close()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, assert_never
 
 import psutil
 import pytest
@@ -118,9 +118,13 @@ class SenderProcess:
 
 
 def make_strategy(make: Make, model: ModelConfig, max_model_len: int, **options: Any) -> EngineStrategy:
-    if make == "vllm":
-        return VllmStrategy(model, VllmStrategyConfig(**options), max_model_len=max_model_len)
-    return SglangStrategy(model, SglangStrategyConfig(**options), max_model_len=max_model_len)
+    match make:
+        case "vllm":
+            return VllmStrategy(model, VllmStrategyConfig(**options), max_model_len=max_model_len)
+        case "sglang":
+            return SglangStrategy(model, SglangStrategyConfig(**options), max_model_len=max_model_len)
+        case _:
+            assert_never(make)
 
 
 def _serve_log_probs(connection: Connection) -> None:
@@ -136,8 +140,8 @@ def _serve_log_probs(connection: Connection) -> None:
 
     with tempfile.TemporaryDirectory(prefix="rl-") as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        while True:
-            path, prompt, responses, temperature = connection.recv()
+        while (order := connection.recv()) is not None:
+            path, prompt, responses, temperature = order
             strategy = MegatronStrategy(ModelConfig(path=path, dtype="float32"), MegatronStrategyConfig(), None)
             strategy.initialize()
             rows = [torch.tensor([*prompt, *response]) for response in responses]
@@ -165,8 +169,9 @@ class MegatronProcess:
         return answer
 
     def stop(self) -> None:
+        self._connection.send(None)
+        self.process.join(10)
         self.process.kill()
-        self.process.join()
 
 
 @dataclass
@@ -276,6 +281,10 @@ class Harness:
         await self.strategy.begin_weight_update(self.tensors)
         for number in range(len(self.plan.transfers)):
             await self.transfer(number, seed)
+        await self.finish(seed)
+
+    async def finish(self, seed: int) -> None:
+        """The weights of this seed have arrived."""
         self.version += 1
         await self.strategy.finish_weight_update(self.version)
         self.reference = make_model(self.family, self.tied, seed=seed, sharpness=SHARPNESS).to(self.dtype).eval()

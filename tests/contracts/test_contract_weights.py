@@ -81,6 +81,30 @@ async def test_a_response_goes_on_under_new_weights(engine: Harness, paused_by_c
     _assert_spans(engine, completion, second.start, old)
 
 
+async def test_nothing_runs_on_half_loaded_weights(engine: Harness) -> None:
+    """Whatever is asked of the engine between two buckets, and whoever pauses it there decides when it goes on."""
+    await engine.update(seed=133)
+    old, old_version = engine.reference, engine.version
+    assert engine.plan is not None
+    _, task = await engine.started(1, LONG, temperature=0.0)
+    await engine.strategy.begin_weight_update(engine.tensors)
+    await engine.transfer(0, seed=134)
+    await engine.strategy.resume()
+    await engine.strategy.pause(PauseMode.WAIT)
+    late = asyncio.create_task(engine.one(8))
+    await asyncio.sleep(0.2)
+    for number in range(1, len(engine.plan.transfers)):
+        await engine.transfer(number, seed=134)
+    await engine.finish(seed=134)
+    await asyncio.sleep(0.2)
+    assert not task.done() and not late.done()
+    await engine.strategy.resume()
+    (completion,) = await task
+    assert [span.version for span in completion.versions] == [old_version, engine.version]
+    _assert_spans(engine, completion, completion.versions[1].start, old)
+    assert list((await late).token_ids) == engine.hf_greedy(8)
+
+
 def _assert_spans(engine: Harness, completion: Completion, start: int, old: torch.nn.Module) -> None:
     """Both parts are what their weights say; the second one's keys and values of all earlier tokens are the new weights'."""
     assert 0 < start < LONG
@@ -121,10 +145,7 @@ async def test_nothing_leaves_in_the_middle_of_an_update(engine: Harness) -> Non
         await engine.strategy.offload()
     for number in range(1, len(engine.plan.transfers)):
         await engine.transfer(number, seed=138)
-    engine.version += 1
-    await engine.strategy.finish_weight_update(engine.version)
-    assert (await engine.one(4)).error is None
-    await engine.update(seed=139)
+    await engine.finish(seed=138)
     await assert_serves_reference(engine)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from engine_harness import Make, require
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation.enabled=false"]
@@ -67,6 +68,14 @@ class Run:
         """Every process of the run, Ray's and the engines' too."""
         root = psutil.Process(self.process.pid)
         return [root, *root.children(recursive=True)]
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> Make:
+    """The name of one that is installed."""
+    make: Make = request.param
+    require(make)
+    return make
 
 
 @pytest.fixture
@@ -193,9 +202,11 @@ def test_a_tensor_parallel_engine_serves_a_run(start: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "argument"), [("vllm", "{max_num_partial_prefills: 0}"), ("sglang", "{page_sise: 16}")])
-def test_an_engine_that_does_not_start_says_why(start: Any, name: str, argument: str) -> None:
-    run = start("tiny_grpo", *SMALL, f"actor_infer.strategy={name}", f"actor_infer.strategy.engine_args={argument}")
+@pytest.mark.parametrize(
+    ("engine", "argument"), [("vllm", "{max_num_partial_prefills: 0}"), ("sglang", "{page_sise: 16}")], indirect=["engine"]
+)
+def test_an_engine_that_does_not_start_says_why(start: Any, engine: str, argument: str) -> None:
+    run = start("tiny_grpo", *SMALL, f"actor_infer.strategy={engine}", f"actor_infer.strategy.engine_args={argument}")
     code, output = run.finish()
     assert code == 1
     key = argument[1:].partition(":")[0]
@@ -204,7 +215,7 @@ def test_an_engine_that_does_not_start_says_why(start: Any, name: str, argument:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_deterministic_runs_repeat_sample_for_sample_and_a_resumed_run_goes_on_like_an_uninterrupted_one(start: Any, engine: str) -> None:
     settings = [*SMALL, f"actor_infer.strategy={engine}", "deterministic=true", "checkpoint.every=2", "checkpoint.export_model=false"]
 
@@ -257,7 +268,7 @@ def test_the_layout_of_ranks_and_engines_changes_no_loss(start: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_the_demo_learns_every_domain(start: Any, engine: str) -> None:
     run = start("tiny_grpo", f"actor_infer.strategy={engine}", "weight_sync.verify_weights=true")
     code, output = run.finish(800)

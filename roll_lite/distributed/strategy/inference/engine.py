@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from roll_lite.config.keep_mask import keep_mask_available
 from roll_lite.config.schema import ModelConfig, SglangStrategyConfig, VllmStrategyConfig
-from roll_lite.data.samples import Completion, GenerationRequest
+from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
 from roll_lite.distributed.strategy.base import (
     EngineHealth,
     EngineMemory,
@@ -29,9 +29,19 @@ from roll_lite.distributed.strategy.inference.update import WeightUpdate
 from roll_lite.distributed.weight_sync.receivers import RECEIVERS
 from roll_lite.distributed.weight_sync.transport import TransferError
 
+_NOT_STARTED = "not started"
+
 
 class EngineDead(RuntimeError):
     """The engine cannot serve any more; a new one has to be started."""
+
+
+@dataclass
+class _InFlight:
+    request: GenerationRequest
+    entered: bool = False
+    """The engine has it."""
+    aborted: bool = False
 
 
 class EngineStrategy(InferenceStrategy):
@@ -57,12 +67,17 @@ class EngineStrategy(InferenceStrategy):
         self._threads = threads
         self._processes = EngineProcesses()
         self._scratch: Scratch | None = None
-        self._failure: str | None = "not started"
-        self._in_flight: Counter[str] = Counter()
-        self._running: set[asyncio.Task[None]] = set()
+        self._failure: str | None = _NOT_STARTED
+        self._in_flight: dict[asyncio.Task[Completion], _InFlight] = {}
+        self._order = asyncio.Lock()
+        """Calls that change what the engine does are carried out one after the other."""
+        self._halted: bool | None = False
+        """The engine itself is paused: by its callers, by an update, or because parts of it are offloaded. None: on the way, or nobody
+        knows, because a call was cancelled."""
         self._paused = False
+        """By its callers."""
         self._away: set[EngineMemory] = set()
-        """Offloaded. While anything is, the engine itself is paused, whatever callers have asked for."""
+        """Offloaded."""
         self._version = 0
         self._vocabulary = 0
         self._update: WeightUpdate | None = None
@@ -117,31 +132,40 @@ class EngineStrategy(InferenceStrategy):
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         finished: asyncio.Queue[Completion] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._complete(request, finished)) for request in requests]
-        self._running.update(tasks)
+        tasks = [self._start(request, finished) for request in requests]
         try:
             for _ in tasks:
                 yield await finished.get()
         finally:
-            self._running.difference_update(tasks)
             for task in tasks:
                 task.cancel()  # which aborts what the engine still runs
 
-    async def _complete(self, request: GenerationRequest, finished: asyncio.Queue[Completion]) -> None:
-        self._in_flight[request.request_id] += 1
+    def _start(self, request: GenerationRequest, finished: asyncio.Queue[Completion]) -> asyncio.Task[Completion]:
+        one = _InFlight(request)
+        task = asyncio.create_task(self._complete(one))
+        self._in_flight[task] = one
+
+        def ended(task: asyncio.Task[Completion]) -> None:
+            """Also of a task that was cancelled before its first step."""
+            del self._in_flight[task]
+            gone = task.cancelled()
+            finished.put_nowait(Completion(request.request_id, error=self._failure or "cancelled") if gone else task.result())
+
+        task.add_done_callback(ended)
+        return task
+
+    async def _complete(self, one: _InFlight) -> Completion:
+        request = one.request
         try:
             refusal = self._check() or self._refusal(request)
-            completion = await self._run(request) if refusal is None else Completion(request.request_id, error=refusal)
-        except asyncio.CancelledError:
-            if self._failure is None:
-                raise
-            completion = Completion(request.request_id, error=self._failure)
+            if refusal is not None:
+                return Completion(request.request_id, error=refusal)
+            if one.aborted:
+                return Completion(request.request_id, finish_reason=FinishReason.ABORT)
+            one.entered = True
+            return await self._run(request)
         except Exception as error:  # an edge of the process: whatever it was, this one request failed of it
-            cause = self._check() or f"{type(error).__name__}: {error.__cause__ or error}"
-            completion = Completion(request.request_id, error=cause)
-        finally:
-            self._in_flight -= Counter([request.request_id])
-        finished.put_nowait(completion)
+            return Completion(request.request_id, error=self._check() or f"{type(error).__name__}: {error.__cause__ or error}")
 
     def _refusal(self, request: GenerationRequest) -> str | None:
         length = len(request.prompt_ids)
@@ -150,35 +174,67 @@ class EngineStrategy(InferenceStrategy):
         if length >= self._max_model_len:
             return f"the prompt has {length} tokens, which leaves no room for a response within max_model_len {self._max_model_len}"
         sampling = request.sampling
+        if sampling.max_tokens < 1:
+            return f"max_tokens is {sampling.max_tokens}: a response has at least one token"
+        if "" in sampling.stop:
+            return "a stop text is empty"
         for tokens, what in ((request.prompt_ids, "the prompt holds"), (sampling.stop_token_ids, "stop_token_ids holds")):
             if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
                 return f"{what} a token outside the vocabulary of {self._vocabulary}"
         return keep_mask_available(sampling, self._vocabulary) if sampling.keep_mask and sampling.temperature > 0 else None
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        await asyncio.sleep(0)  # requests whose tasks were made a moment ago enter the engine now
-        wanted = self._in_flight if request_ids is None else self._in_flight.keys() & set(request_ids)
-        if wanted and self._check() is None:
-            await self._abort(list(wanted))
+        wanted = [one for one in self._in_flight.values() if request_ids is None or one.request.request_id in request_ids]
+        for one in wanted:
+            one.aborted = True
+        known = [one.request.request_id for one in wanted if one.entered]
+        if known and self._check() is None:
+            await self._abort(known)
 
     async def pause(self, mode: PauseMode) -> None:
+        """An engine that an update or missing memory holds up has nothing to wait for: there WAIT freezes, as KEEP does."""
         self._require_alive()
-        if not self._away:
-            await self._pause(mode)
-        elif mode is PauseMode.ABORT:
-            await self.abort()
-        self._paused = True
+        if mode is PauseMode.ABORT:
+            await self.abort()  # which also ends an earlier WAIT
+        async with self._order:
+            self._require_alive()
+            if self._held_up():
+                if mode is PauseMode.ABORT:
+                    await self.abort()
+            elif mode is not PauseMode.KEEP or not self._halted:
+                await self._halt(mode)
+            self._paused = True
 
     async def resume(self) -> None:
+        """Takes back what callers have paused: an engine that an update or missing memory holds up goes on after that."""
         self._require_alive()
-        if not self._away:
+        async with self._order:
+            self._paused = False
+            await self._settle()
+
+    def _held_up(self) -> bool:
+        return bool(self._away) or (self._update is not None and self._update.opened)
+
+    async def _settle(self) -> None:
+        """Let the engine do what is asked of it."""
+        self._require_alive()
+        halt = self._paused or self._held_up()
+        if halt and not self._halted:
+            await self._halt(PauseMode.KEEP)
+        elif not halt and self._halted is not False:
+            self._halted = None
             await self._resume()
-        self._paused = False
+            self._halted = False
+
+    async def _halt(self, mode: PauseMode) -> None:
+        self._halted = None
+        await self._pause(mode)
+        self._halted = True
 
     async def health(self) -> EngineHealth:
         failure = self._check()
-        count = self._in_flight.total()
-        running = 0 if self._paused or self._away else min(count, self._options.max_running_requests)
+        count = sum(one.entered for one in self._in_flight.values())
+        running = 0 if self._halted else min(count, self._options.max_running_requests)
         details: dict[str, Any] = {"failure": failure} if failure else {}
         if self._away:
             details["offloaded"] = sorted(self._away)
@@ -188,25 +244,27 @@ class EngineStrategy(InferenceStrategy):
 
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
         self._require_alive()
-        coming = self._away & set(parts)
-        if not coming:
-            return
-        await self._load(coming)
-        self._away -= coming
-        if not self._away and not self._paused:
-            await self._resume()
+        async with self._order:
+            coming = self._away & set(parts)
+            if coming:
+                await self._load(coming)
+                self._away -= coming
+                await self._settle()
 
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        self._require_alive()
-        leaving = set(parts) - self._away
-        if not leaving:
-            return
-        if self._update is not None and self._update.arrived:
-            raise RuntimeError("a weight update is under way: finish it before anything is offloaded")
-        if not self._away:
-            await self._pause(PauseMode.ABORT)
-        await self._offload(leaving)
-        self._away |= leaving
+        self._require_no_update("finish it before anything is offloaded")
+        leaving = set(parts)
+        if leaving and not self._away:
+            await self.abort()  # which also ends a WAIT
+        async with self._order:
+            self._require_no_update("finish it before anything is offloaded")
+            leaving -= self._away
+            if not leaving:
+                return
+            if not self._away:
+                await self._halt(PauseMode.ABORT)
+            await self._offload(leaving)
+            self._away |= leaving
 
     # ------------------------------------------------------------ weights
 
@@ -214,49 +272,60 @@ class EngineStrategy(InferenceStrategy):
         if endpoint.transport not in RECEIVERS:
             raise ValueError(f"transport {endpoint.transport!r} is unknown here; there are {', '.join(RECEIVERS)}")
         self._require_alive()
-        await self._connect(endpoint)
+        async with self._order:
+            await self._connect(endpoint)
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
         """Until the first bucket has arrived the old weights stay in place, and beginning again starts over."""
         self._require_weights()
-        if self._update is not None and self._update.arrived:
-            raise RuntimeError("a weight update is under way: finish it first")
+        self._require_no_update("finish it first")
         check_tensors(tensors, self._shapes)
-        self._update = WeightUpdate(tensors, resume_after=self._update.resume_after if self._update else False)
+        self._update = WeightUpdate(tensors)
 
     async def receive_bucket(self, tensors: Sequence[ExportedTensor]) -> None:
-        """An engine that is not paused is paused (`keep`) until the update is finished."""
-        update = self._require_update()
-        bucket = update.bucket(tensors)
-        if not self._paused:
-            await self.pause(PauseMode.KEEP)
-            update.resume_after = True
-        first, update.opened = not update.opened, True
+        """From the first bucket on the engine is frozen, until the update is finished."""
+        self._require_update()
+        async with self._order:
+            update = self._require_update()
+            bucket = update.bucket(tensors)
+            first, update.opened = not update.opened, True
+            try:
+                await self._settle()
+                await self._load_bucket(bucket, first)
+            except TransferError as error:
+                await self._broke_off(update, error)
+                raise
+            except asyncio.CancelledError:
+                self._fail("a weight update was cancelled, the engine may hold neither the old nor the new weights")
+                raise
+            update.arrived.update(tensor.name for tensor in tensors)
+
+    async def _broke_off(self, update: WeightUpdate, error: TransferError) -> None:
         try:
-            await self._load_bucket(bucket, first)
-        except TransferError as error:
+            touched = await self._weights_touched()
+        except Exception as unknown:  # an engine that cannot say so must not go on
+            self._fail(f"a weight update broke off, and the engine does not say whether its weights are whole: {unknown}")
+            return
+        if touched:
+            self._fail(f"a weight update broke off half-way, the engine holds neither the old nor the new weights: {error}")
+        else:
             update.opened = False
-            if await self._weights_touched():
-                self._fail(f"a weight update broke off half-way, the engine holds neither the old nor the new weights: {error}")
-            elif update.resume_after:
-                update.resume_after = False
-                await self.resume()
-            raise
-        update.arrived.update(tensor.name for tensor in tensors)
+            await self._settle()
 
     async def finish_weight_update(self, version: int) -> None:
-        update = self._require_update()
-        missing = update.missing()
-        if missing:
-            raise RuntimeError(f"weight update: {len(missing)} tensors have not arrived, among them {', '.join(missing[:5])}")
-        try:
-            await self._put_in_place(version)
-        except TransferError as error:
-            self._fail(f"new weights could not be put in place: {error}")
-            raise
-        self._version, self._dtypes, self._update = version, update.dtypes(), None
-        if update.resume_after:
-            await self.resume()
+        self._require_update()
+        async with self._order:
+            update = self._require_update()
+            missing = update.missing()
+            if missing:
+                raise RuntimeError(f"weight update: {len(missing)} tensors have not arrived, among them {', '.join(missing[:5])}")
+            try:
+                await self._put_in_place(version)
+            except BaseException as error:  # a cancelled one as well: what the engine holds now is unknown
+                self._fail(self._failure or f"new weights could not be put in place: {error}")
+                raise
+            self._version, self._dtypes, self._update = version, update.dtypes(), None
+            await self._settle()
 
     async def weight_checksums(self) -> dict[str, str]:
         """Of what the workers hold and compute with: fused and sharded parameters are taken apart and put together again (see
@@ -266,13 +335,18 @@ class EngineStrategy(InferenceStrategy):
         was sent, the checksums differ.
         """
         self._require_weights()
-        if self._update is not None and self._update.arrived:
-            raise RuntimeError("a weight update is under way: the engine holds parts of two sets of weights")
-        sums = await self._checksums(self._dtypes)
+        self._require_no_update("the engine holds parts of two sets of weights")
+        async with self._order:
+            sums = await self._checksums(self._dtypes)
         assert sums.keys() == self._shapes.keys(), f"held and checkpoint differ: {sorted(sums.keys() ^ self._shapes.keys())[:5]}"
         return sums
 
     # ------------------------------------------------------------ liveness
+
+    def _begin(self) -> None:
+        """First of all when an engine starts."""
+        if self._failure != _NOT_STARTED:
+            raise RuntimeError(f"{self.make} engine: a strategy starts its engine once; make a new strategy for another")
 
     def _check(self) -> str | None:
         """Why the engine cannot serve, or None."""
@@ -290,6 +364,11 @@ class EngineStrategy(InferenceStrategy):
         if EngineMemory.WEIGHTS in self._away:
             raise RuntimeError("the engine's weights are offloaded: load them first")
 
+    def _require_no_update(self, remedy: str) -> None:
+        self._require_alive()
+        if self._update is not None and self._update.opened:
+            raise RuntimeError(f"a weight update is under way: {remedy}")
+
     def _require_update(self) -> WeightUpdate:
         self._require_weights()
         if self._update is None:
@@ -299,7 +378,7 @@ class EngineStrategy(InferenceStrategy):
     def _give_up(self, why: str) -> None:
         """From now on nothing is served; what runs comes back as failed."""
         self._failure = why
-        for task in self._running:
+        for task in self._in_flight:
             task.cancel()
 
     def _fail(self, why: str) -> None:

@@ -13,10 +13,8 @@ from roll_lite.distributed.weight_sync.plan import sender_of
 @dataclass
 class WeightUpdate:
     tensors: Sequence[ExportedTensor]
-    resume_after: bool
-    """The update itself has paused the engine."""
     opened: bool = False
-    """The workers know that an update is under way."""
+    """Buckets are coming in. From here on the engine stands still until the update is finished."""
     arrived: set[str] = field(default_factory=set)
 
     def bucket(self, tensors: Sequence[ExportedTensor]) -> dict[str, Any]:

@@ -1,0 +1,311 @@
+"""Calls to an engine in odd orders and at the same time, on an engine that only says what was asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
+from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
+from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, ExportedTensor, PauseMode, TransferEndpoint
+from roll_lite.distributed.strategy.inference.engine import EngineDead, EngineStrategy
+from roll_lite.distributed.weight_sync.transport import TransferError
+
+A, B = (ExportedTensor(name, (2,), torch.float32, owner=0, bucket=number) for number, name in enumerate("ab"))
+ALL = frozenset(EngineMemory)
+
+
+class Recorder(EngineStrategy):
+    """Runs, is paused, is told; a request that runs on an offloaded engine or on half its weights is a failure of the test."""
+
+    make = "recorded"
+    capabilities = Capabilities(keep_mask=False, frees_memory=False, pause_modes=frozenset(PauseMode))
+
+    def __init__(self) -> None:
+        super().__init__(ModelConfig(path=Path("model")), VllmStrategyConfig(), max_model_len=100)
+        self._failure, self._vocabulary, self._shapes = None, 10, {"a": (2,), "b": (2,)}
+        self.runs, self.half_loaded, self.gone = True, False, False
+        self.resident: set[EngineMemory] = set(ALL)
+        self.calls: list[str] = []
+        self.gate = asyncio.Event()
+        """While it is not set, engine calls and buckets are on their way."""
+        self.gate.set()
+        self.broken: Exception | None = None
+        self.requests: dict[str, asyncio.Future[Completion]] = {}
+
+    def check(self) -> None:
+        if self.runs:
+            assert self.resident == ALL, "runs without its memory"
+            assert not self.half_loaded, "runs on half-loaded weights"
+
+    async def initialize(self) -> None: ...
+
+    async def shutdown(self) -> None:
+        self._give_up("shut down")
+
+    async def _run(self, request: GenerationRequest) -> Completion:
+        future = self.requests[request.request_id] = asyncio.get_running_loop().create_future()
+        return await future
+
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if not self.requests[request_id].done():
+                self.requests[request_id].set_result(Completion(request_id, (1,), finish_reason=FinishReason.ABORT))
+
+    async def _pause(self, mode: PauseMode) -> None:
+        await self.gate.wait()
+        if mode is PauseMode.ABORT:
+            await self._abort(list(self.requests))
+        if mode is PauseMode.WAIT:
+            assert not self.half_loaded and self.resident == ALL, "lets requests run to their end"
+            await asyncio.gather(*self.requests.values())
+        self.runs = False
+        self.calls.append(f"pause {mode}")
+
+    async def _resume(self) -> None:
+        await self.gate.wait()
+        self.runs = True
+        self.calls.append("resume")
+        self.check()
+
+    async def _offload(self, parts: Collection[EngineMemory]) -> None:
+        assert not self.runs and self.resident.issuperset(parts)
+        await self.gate.wait()
+        self.resident -= set(parts)
+        self.calls.append(f"offload {'+'.join(sorted(parts))}")
+        self.check()
+
+    async def _load(self, parts: Collection[EngineMemory]) -> None:
+        assert not self.resident & set(parts), "loaded twice"
+        await self.gate.wait()
+        self.resident |= set(parts)
+        self.calls.append(f"load {'+'.join(sorted(parts))}")
+
+    async def _connect(self, endpoint: TransferEndpoint) -> None: ...
+
+    async def _load_bucket(self, bucket: dict[str, Any], first: bool) -> None:
+        assert not self.runs
+        await self.gate.wait()
+        if self.broken is not None:
+            raise self.broken
+        self.half_loaded = True
+        self.calls.append("bucket")
+
+    async def _weights_touched(self) -> bool:
+        return self.half_loaded
+
+    async def _put_in_place(self, version: int) -> None:
+        if self.broken is not None:
+            raise self.broken
+        self.half_loaded = False
+
+    async def _checksums(self, dtypes: dict[str, str]) -> dict[str, str]:
+        return dict.fromkeys("ab", "")
+
+    def _is_dead(self) -> bool:
+        return self.gone
+
+
+@pytest.fixture
+async def engine() -> Recorder:
+    return Recorder()
+
+
+def request(name: str, **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(name, (1, 2), Sampling(**{"temperature": 1.0, "max_tokens": 8} | sampling))
+
+
+async def completions(engine: Recorder, *names: str) -> dict[str, Completion]:
+    return {completion.request_id: completion async for completion in engine.generate([request(name) for name in names])}
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def update(engine: Recorder, version: int = 1) -> None:
+    await engine.begin_weight_update([A, B])
+    for tensor in (A, B):
+        await engine.receive_bucket([tensor])
+    await engine.finish_weight_update(version)
+
+
+# ---------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_an_engine_that_dies_while_requests_are_submitted_answers_them_all(engine: Recorder, steps: int) -> None:
+    task = asyncio.create_task(completions(engine, "a", "b", "c"))
+    await turns(steps)
+    engine._give_up("died")
+    found = await asyncio.wait_for(task, 1)
+    assert {name: completion.error for name, completion in found.items()} == dict.fromkeys("abc", "died")
+
+
+@pytest.mark.parametrize("steps", range(1, 4))
+async def test_an_abort_finds_requests_that_are_on_their_way(engine: Recorder, steps: int) -> None:
+    task = asyncio.create_task(completions(engine, "a", "b"))
+    await turns(steps)
+    await engine.abort(["a"])
+    await turns()
+    await engine.abort()
+    found = await asyncio.wait_for(task, 1)
+    assert [completion.finish_reason for completion in found.values()] == [FinishReason.ABORT] * 2
+    assert (await engine.health()).waiting == (await engine.health()).running == 0
+
+
+@pytest.mark.parametrize(("sampling", "message"), [({"max_tokens": 0}, "max_tokens is 0"), ({"stop": ("x", "")}, "stop text is empty")])
+async def test_what_no_engine_can_do_is_refused_alike(engine: Recorder, sampling: dict[str, Any], message: str) -> None:
+    (completion,) = [one async for one in engine.generate([request("a", **sampling)])]
+    assert message in (completion.error or "")
+
+
+# ---------------------------------------------------------------- pause and memory
+
+
+async def test_a_resume_beside_an_offload_starts_nothing(engine: Recorder) -> None:
+    await asyncio.gather(engine.offload(), engine.resume())
+    assert not engine.runs and engine.resident == set()
+    await engine.load()
+    assert engine.runs
+
+
+async def test_loading_twice_at_once_loads_once(engine: Recorder) -> None:
+    await engine.offload()
+    await asyncio.gather(engine.load(), engine.load(), engine.load([EngineMemory.WEIGHTS]))
+    assert engine.calls == ["pause abort", "offload kv_cache+weights", "load kv_cache+weights", "resume"]
+
+
+async def test_a_resume_comes_after_the_pause_before_it(engine: Recorder) -> None:
+    running = asyncio.create_task(completions(engine, "a"))
+    await turns()
+    pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+    await turns()
+    resuming = asyncio.create_task(engine.resume())
+    await turns()
+    assert not resuming.done()
+    await engine._abort(["a"])
+    await asyncio.gather(pausing, resuming, running)
+    assert engine.calls == ["pause wait", "resume"] and engine.runs
+
+
+@pytest.mark.parametrize("how", ["pause", "offload"])
+async def test_an_abort_does_not_wait_for_requests_to_end_by_themselves(engine: Recorder, how: str) -> None:
+    running = asyncio.create_task(completions(engine, "a", "b"))
+    await turns()
+    pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
+    await turns()
+    await asyncio.wait_for(engine.pause(PauseMode.ABORT) if how == "pause" else engine.offload(), 1)
+    await pausing
+    assert [completion.finish_reason for completion in (await running).values()] == [FinishReason.ABORT] * 2
+
+
+@pytest.mark.parametrize("asked", [PauseMode.KEEP, PauseMode.ABORT])
+async def test_a_pause_that_was_cancelled_is_asked_for_again(engine: Recorder, asked: PauseMode) -> None:
+    engine.gate.clear()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(engine.pause(PauseMode.KEEP), 0.01)
+    engine.gate.set()
+    await engine.pause(asked)
+    assert not engine.runs
+    await engine.resume()
+    assert engine.runs
+
+
+# ---------------------------------------------------------------- updates
+
+
+async def test_nothing_starts_an_engine_in_the_middle_of_an_update(engine: Recorder) -> None:
+    await engine.begin_weight_update([A, B])
+    await engine.receive_bucket([A])
+    await engine.resume()
+    await engine.pause(PauseMode.WAIT)
+    await engine.resume()
+    with pytest.raises(RuntimeError, match="under way: finish it before anything is offloaded"):
+        await engine.offload()
+    await engine.load()
+    assert not engine.runs
+    await engine.receive_bucket([B])
+    await engine.finish_weight_update(1)
+    assert engine.runs
+
+
+async def test_nothing_overtakes_the_first_bucket(engine: Recorder) -> None:
+    """It is on its way: what is asked of the engine meanwhile is refused, or waits."""
+    await engine.begin_weight_update([A, B])
+    engine.gate.clear()
+    receiving = asyncio.create_task(engine.receive_bucket([A]))
+    await turns()
+    for refused in (engine.begin_weight_update([A, B]), engine.offload(), engine.weight_checksums()):
+        with pytest.raises(RuntimeError, match="a weight update is under way"):
+            await refused
+    resuming = asyncio.create_task(engine.resume())
+    await turns()
+    assert not resuming.done()
+    engine.gate.set()
+    await asyncio.gather(receiving, resuming)
+    assert not engine.runs and engine.half_loaded
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+async def test_a_caller_that_pauses_decides_when_to_resume(engine: Recorder, when: str) -> None:
+    if when == "before":
+        await engine.pause(PauseMode.KEEP)
+    await engine.begin_weight_update([A, B])
+    await engine.receive_bucket([A])
+    if when == "during":
+        await engine.pause(PauseMode.KEEP)
+    await engine.receive_bucket([B])
+    await engine.finish_weight_update(1)
+    assert not engine.runs
+    await engine.resume()
+    assert engine.runs
+
+
+async def test_an_update_that_is_cancelled_ends_the_engine(engine: Recorder) -> None:
+    await engine.begin_weight_update([A, B])
+    engine.gate.clear()
+    receiving = asyncio.create_task(engine.receive_bucket([A]))
+    await turns()
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    assert "cancelled" in (await engine.health()).details["failure"]
+    with pytest.raises(EngineDead):
+        await engine.resume()
+
+
+@pytest.mark.parametrize("touched", [False, True])
+async def test_a_bucket_that_does_not_come(engine: Recorder, touched: bool) -> None:
+    await engine.begin_weight_update([A, B])
+    if touched:
+        await engine.receive_bucket([A])
+    engine.broken = TransferError("no trainer")
+    with pytest.raises(TransferError):
+        await engine.receive_bucket([B] if touched else [A])
+    engine.broken = None
+    assert (await engine.health()).alive is not touched
+    if not touched:
+        assert engine.runs
+        await update(engine)
+
+
+async def test_weights_that_cannot_be_put_in_place_end_the_engine(engine: Recorder) -> None:
+    await engine.begin_weight_update([A, B])
+    for tensor in (A, B):
+        await engine.receive_bucket([tensor])
+    engine.broken = RuntimeError("the cache cannot be cleared")
+    with pytest.raises(RuntimeError, match="cannot be cleared"):
+        await engine.finish_weight_update(1)
+    assert "could not be put in place" in (await engine.health()).details["failure"]
+
+
+def test_an_engine_is_started_once(engine: Recorder) -> None:
+    with pytest.raises(RuntimeError, match="starts its engine once"):
+        engine._begin()
