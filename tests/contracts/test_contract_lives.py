@@ -130,6 +130,8 @@ async def dies_noticed(engine: Harness, victim: psutil.Process) -> None:
     await engine.strategy.abort()  # of nothing
     await asyncio.wait_for(engine.strategy.shutdown(), 2 * NOTICED_S)
     assert not running(processes)
+    with pytest.raises(RuntimeError, match="starts its engine once"):
+        await engine.strategy.initialize()
 
 
 @pytest.mark.slow

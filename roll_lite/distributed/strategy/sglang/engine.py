@@ -64,6 +64,7 @@ class SglangStrategy(EngineStrategy):
     # ------------------------------------------------------------ life
 
     async def initialize(self) -> None:
+        self._begin()
         compat.check_version()
         shape = read_hf_config(self._model.path)
         self._vocabulary = shape.vocab_size

@@ -47,6 +47,7 @@ class VllmStrategy(EngineStrategy):
 
     async def initialize(self) -> None:
         """Blocks the event loop while the engine starts: its processes belong to the thread that starts them."""
+        self._begin()
         compat.check_version()
         config = read_hf_config(self._model.path)
         self._vocabulary = config.vocab_size
@@ -54,12 +55,12 @@ class VllmStrategy(EngineStrategy):
         compat.apply_environment(self._threads, self._devices)
         self._scratch = Scratch("rl-vllm-", compat.SOCKETS)
         try:
-            await self._start(config, self._scratch)
+            await self._start_engine(config, self._scratch)
         except BaseException:
             await self.shutdown()
             raise
 
-    async def _start(self, config: HfConfig, scratch: Scratch) -> None:
+    async def _start_engine(self, config: HfConfig, scratch: Scratch) -> None:
         with scratch.inherited():
             self._engine = compat.Llm.start(self._model, self._strategy, self._max_model_len, self._seed, self._cuda)
         self._processes.watch(self._engine.process_ids())
