@@ -7,16 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from engine_harness import Harness, Make, assert_log_probs, random_state, require
+from left_behind import Traces, nothing_left_behind
 from support_models import Family
 
 from roll_lite.distributed.strategy.inference.engine import EngineDead
-from roll_lite.distributed.strategy.inference.processes import shared_memory
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.transport import TransferError
 
@@ -24,6 +23,10 @@ LONG = 1500
 MANY = 2000  # tokens that fit
 NOTICED_S = 10.0
 """Seconds in which a death is noticed; a second or two on an idle machine."""
+
+
+def started_by_sglang(engine: Harness, title: str) -> psutil.Process:
+    return next(process for process in engine.processes() if title in " ".join(process.cmdline()))
 
 
 async def serves_reference(engine: Harness, temperature: float = 0.0) -> None:
@@ -49,12 +52,14 @@ OTHER_MODELS = [
 @pytest.mark.parametrize(("make", "family", "tied"), OTHER_MODELS)
 async def test_numbers_of_other_models(make: Make, family: Family, tied: bool, tmp: Path) -> None:
     require(make)
-    engine = await Harness.start(tmp / "m", family, tied, make=make)
+    engine = await Harness.start(tmp / "m", family, tied, max_model_len=MANY, make=make)
     try:
         await serves_reference(engine)
         await engine.update(seed=7)
         await serves_reference(engine)
         assert await engine.strategy.weight_checksums() == expected_checksums(engine, 7)
+        if make == "sglang":
+            await dies_noticed(engine, started_by_sglang(engine, "detokenizer"))
     finally:
         await engine.stop()
 
@@ -62,56 +67,58 @@ async def test_numbers_of_other_models(make: Make, family: Family, tied: bool, t
 @pytest.mark.slow
 async def test_bfloat16_is_held_bit_for_bit_and_a_busy_engine_leaves_nothing_behind(make: Make, tmp: Path) -> None:
     """Other kernels, other packed layouts than in float32."""
-    engine = await Harness.start(tmp / "m", dtype="bfloat16", max_model_len=MANY, make=make)
-    try:
-        await engine.update(seed=171)
-        assert await engine.strategy.weight_checksums() == expected_checksums(engine, 171)
-        completion = await engine.one(32, temperature=1.0, seed=1)
-        assert engine.mean_difference(completion) < 0.1
-        await leaves_nothing_behind(engine)
-    finally:
-        await engine.stop()
+    with nothing_left_behind(tmp / "t") as traces:
+        engine = await Harness.start(tmp / "m", dtype="bfloat16", max_model_len=MANY, make=make)
+        try:
+            await engine.update(seed=171)
+            assert await engine.strategy.weight_checksums() == expected_checksums(engine, 171)
+            completion = await engine.one(32, temperature=1.0, seed=1)
+            assert engine.mean_difference(completion) < 0.1
+            assert traces.folders() and {process.pid for process in traces.processes()} >= {process.pid for process in engine.processes()}
+            await shuts_down_while_requests_run(engine)
+        finally:
+            await engine.stop()
 
 
-async def leaves_nothing_behind(engine: Harness) -> None:
-    """Shut down while requests run."""
+async def shuts_down_while_requests_run(engine: Harness) -> None:
     _, task = await engine.started(20, LONG)
-    processes = engine.processes()
-    assert engine.strategy._scratch is not None
-    files = {Path(engine.strategy._scratch.path), *shared_files(processes)}
-    assert present(files) == files and running(processes)
     await asyncio.wait_for(engine.strategy.shutdown(), 2 * NOTICED_S)
-    assert not running(processes)
-    assert not present(files)
     assert all(completion.error for completion in await asyncio.wait_for(task, NOTICED_S))
 
 
 @pytest.mark.slow
 async def test_two_engines_are_independent_and_a_third_takes_the_place_of_one_that_is_killed(make: Make, tmp: Path) -> None:
     first, second = [await Harness.start(tmp / name, max_model_len=MANY, make=make) for name in ("a", "b")]
+    first.version = 6  # it has been updated before
     try:
         await first.update(seed=31)
         await serves_reference(first)
         await serves_reference(second)
-        await dies_noticed(first)
+        lost, held = await first.one(24), await first.strategy.weight_checksums()
+        await dies_noticed(first, first.processes()[0])
         await serves_reference(second)
         assert (await second.strategy.health()).alive
     finally:
         await first.stop()
         await second.stop()
     third = await Harness.start(tmp / "c", make=make)
+    third.version = first.version - 1
     try:
-        await third.update(seed=41)
+        await third.update(seed=31)
+        assert (await third.strategy.health()).version == first.version
+        assert await third.strategy.weight_checksums() == held
+        completion = await third.one(24)
+        assert (completion.token_ids, completion.versions) == (lost.token_ids, lost.versions)
         await serves_reference(third)
     finally:
         await third.stop()
 
 
-async def dies_noticed(engine: Harness) -> None:
-    """kill -9: every request fails within seconds, and so does all that is asked of it later."""
+async def dies_noticed(engine: Harness, victim: psutil.Process) -> None:
+    """kill -9 of one of the engine's processes: every request fails within seconds, and so does all that is asked of it later."""
     _, task = await engine.started(20, LONG)
     processes = engine.processes()
-    engine.kill()
+    victim.kill()
     completions = await asyncio.wait_for(task, NOTICED_S)
     assert len(completions) == 20
     assert {completion.error for completion in completions} == {"the engine's process died"}
@@ -123,11 +130,14 @@ async def dies_noticed(engine: Harness) -> None:
     await engine.strategy.abort()  # of nothing
     await asyncio.wait_for(engine.strategy.shutdown(), 2 * NOTICED_S)
     assert not running(processes)
+    with pytest.raises(RuntimeError, match="starts its engine once"):
+        await engine.strategy.initialize()
 
 
 @pytest.mark.slow
 async def test_two_workers_of_which_one_is_killed_while_weights_are_awaited(make: Make, tmp: Path) -> None:
     """A single key/value head, which both workers hold."""
+    traces = Traces(tmp / "t")
     engine = await Harness.start(tmp / "m", tensor_parallel=2, make=make)
     try:
         await serves_reference(engine)
@@ -138,16 +148,15 @@ async def test_two_workers_of_which_one_is_killed_while_weights_are_awaited(make
         await engine.strategy.begin_weight_update(engine.tensors)
         receiving = asyncio.create_task(engine.strategy.receive_bucket(engine.tensors[:3]))
         await asyncio.sleep(0.5)
-        shared = shared_files(engine.processes())
-        assert shared
-        engine.processes()[-1].kill()  # not the first
+        # Not the first of them.
+        (started_by_sglang(engine, "scheduler_TP1") if make == "sglang" else engine.processes()[-1]).kill()
         with pytest.raises(EngineDead, match="process died"):
             await asyncio.wait_for(receiving, 2 * NOTICED_S)
         assert "died" in ((await asyncio.wait_for(task, NOTICED_S))[0].error or "")
         assert not (await engine.strategy.health()).alive
     finally:
         await engine.stop()
-    assert not present(shared)
+    traces.assert_none()
 
 
 # ---------------------------------------------------------------- death
@@ -179,15 +188,6 @@ async def test_an_update_that_breaks_off_ends_the_engine(make: Make, tmp: Path) 
         await engine.stop()
 
 
-def shared_files(processes: list[psutil.Process]) -> set[Path]:
-    """But for semaphores, which the host makes and removes."""
-    return {path for process in processes for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
-
-
-def present(files: set[Path]) -> set[Path]:
-    return {file for file in files if file.exists()}
-
-
 _HOST = """
 import asyncio, sys
 from pathlib import Path
@@ -196,7 +196,7 @@ from engine_harness import Harness
 
 async def main():
     harness = await Harness.start(Path({folder!r}), tensor_parallel={workers}, make={make!r})
-    print(harness.strategy._scratch.path, *(process.pid for process in harness.processes()), flush=True)
+    print(*(process.pid for process in harness.processes()), flush=True)
     await asyncio.sleep(600)
 
 if __name__ == "__main__":
@@ -210,21 +210,16 @@ def test_no_process_outlives_a_killed_host(make: Make, tmp: Path, workers: int) 
     require(make)
     script = tmp / "host.py"
     script.write_text(_HOST.format(tests=str(Path(__file__).parent), folder=str(tmp / "m"), workers=workers, make=make))
-    host = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    traces = Traces(tmp / "t")
+    environment = os.environ | {"TMPDIR": str(tmp / "t")}
+    host = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert host.stdout is not None
-        scratch, *pids = host.stdout.readline().split()
-        processes = [psutil.Process(int(pid)) for pid in pids]
-        files = {Path(scratch), *shared_files(processes)}
-        assert present(files) == files
-        assert len(processes) >= workers and len(running(processes)) == len(processes)
+        processes = {int(pid) for pid in host.stdout.readline().split()}
+        assert len(processes) >= workers and processes <= {process.pid for process in traces.processes()}
+        assert traces.folders()
         os.kill(host.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(processes, timeout=2 * NOTICED_S)
-        assert not running(alive)
-        deadline = time.monotonic() + NOTICED_S
-        while present(files) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not present(files)
+        traces.assert_none()
     finally:
         host.kill()
         host.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from roll_lite.distributed.strategy.base import ExportedTensor
 
@@ -19,9 +19,12 @@ def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
     if not files:
         raise ValueError(f"model.path: {folder} holds no safetensors")
     for file in files:
-        with safe_open(file, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118, the handle is no mapping
-                shapes[name] = tuple(handle.get_slice(name).get_shape())
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118, the handle is no mapping
+                    shapes[name] = tuple(handle.get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise ValueError(f"model.path: {file} cannot be read, it may have been copied only in part: {error}") from error
     if tied:
         shapes.pop("lm_head.weight", None)
     return shapes

@@ -34,8 +34,7 @@ class EngineProcesses:
         self._heads = [psutil.Process(pid) for pid in pids]
         found = {process.pid: process for head in self._heads for process in (head, *head.children(recursive=True))}
         self._all = [process for process in found.values() if not cleans_up(process)]
-        # Semaphores may be the host's own, which removes them itself.
-        self._shared = {path for process in self._all for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
+        self._shared = _left_behind(self._all)
 
     def running(self) -> bool:
         return all(is_running(process) for process in self._heads)
@@ -79,6 +78,11 @@ def shared_memory(pid: int) -> set[Path]:
     return {Path(path) for path in mapped if path.startswith(f"{_SHARED}/") and not path.endswith(" (deleted)")}
 
 
+def _left_behind(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Not semaphores: those may be the host's own, and Python's resource tracker removes them in any case."""
+    return {path for process in processes for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
+
+
 def remove(files: Iterable[Path]) -> None:
     for file in files:
         file.unlink(missing_ok=True)
@@ -86,36 +90,69 @@ def remove(files: Iterable[Path]) -> None:
 
 def when_host_is_gone(act: Callable[[], None]) -> None:
     """In a process of an engine: watch the process that hosts it, however it goes."""
-    if HOST_PID not in os.environ:
+    host = _host()
+    if host is None:
         return
-    host = psutil.Process(int(os.environ[HOST_PID]))
 
-    def watch() -> None:
-        while is_running(host):
-            time.sleep(_HOST_CHECK_S)
-        if SCRATCH in os.environ:
-            shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
+    def clear() -> None:
+        _remove_scratch()
         act()
 
-    threading.Thread(target=watch, daemon=True, name="end-with-host").start()
+    _when_gone(host, clear)
+
+
+def _host() -> psutil.Process | None:
+    return psutil.Process(int(os.environ[HOST_PID])) if HOST_PID in os.environ else None
+
+
+def _when_gone(process: psutil.Process, act: Callable[[], None]) -> None:
+    def watch() -> None:
+        while is_running(process):
+            time.sleep(_HOST_CHECK_S)
+        act()
+
+    threading.Thread(target=watch, daemon=True, name=f"end-with-{process.pid}").start()
+
+
+def _remove_scratch() -> None:
+    if SCRATCH in os.environ:
+        shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
 
 
 def end_group_with_host() -> None:
     """In an engine's processes, of which one or more lead or share a group of their own: kill the group when the host is gone."""
-    when_host_is_gone(lambda: kill_all(_group()))
+    when_host_is_gone(lambda: kill_all(group(os.getpgid(0))))
+
+
+def end_group_with_host_or_leader() -> None:
+    """In the processes of a group whose leader starts them all: it may be gone before they watch it in a way of their own."""
+    end_group_with_host()
+    leader, host = os.getpgid(0), _host()
+    if leader == os.getpid():
+        return
+
+    def end() -> None:
+        if host is not None and not is_running(host):
+            _remove_scratch()
+        kill_all(group(leader))
+
+    try:
+        _when_gone(psutil.Process(leader), end)
+    except psutil.NoSuchProcess:
+        end()
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """This process among them is the last. What they share in memory goes with them."""
-    remove({path for process in processes for path in shared_memory(process.pid)})
-    for process in sorted(processes, key=lambda process: process.pid == os.getpid()):
+    """But for those that clean up. This process, if it is among them, is the last. What they share in memory goes with them."""
+    remove(_left_behind(processes))
+    killed = [process for process in processes if not cleans_up(process)]
+    for process in sorted(killed, key=lambda process: process.pid == os.getpid()):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
-def _group() -> list[psutil.Process]:
-    """The processes of this one's group but for those that clean up."""
-    return [process for process in psutil.process_iter() if _group_of(process.pid) == os.getpgid(0) and not cleans_up(process)]
+def group(leader: int) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if _group_of(process.pid) == leader]
 
 
 def _group_of(pid: int) -> int | None:

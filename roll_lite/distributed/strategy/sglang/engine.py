@@ -11,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from roll_lite.config.hf_config import read_hf_config
@@ -22,7 +24,7 @@ from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, Paus
 from roll_lite.distributed.strategy.inference.channel import Channel, Closed
 from roll_lite.distributed.strategy.inference.checkpoint import checkpoint_shapes
 from roll_lite.distributed.strategy.inference.engine import EngineDead, EngineStrategy
-from roll_lite.distributed.strategy.inference.processes import HOST_PID
+from roll_lite.distributed.strategy.inference.processes import HOST_PID, group, kill_all
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.sglang import compat
 from roll_lite.distributed.strategy.sglang.spec import EngineSpec
@@ -62,18 +64,20 @@ class SglangStrategy(EngineStrategy):
     # ------------------------------------------------------------ life
 
     async def initialize(self) -> None:
+        self._begin()
         compat.check_version()
         shape = read_hf_config(self._model.path)
         self._vocabulary = shape.vocab_size
         self._shapes = checkpoint_shapes(self._model.path, shape.tied_embeddings)
         self._scratch = Scratch("rl-sgl-")
         try:
-            pids = await self._start_server(self._scratch)
+            self._processes.watch(await self._start_server(self._scratch))
         except BaseException:
             self._kill_server()
+            if self._channel is not None:
+                self._channel.close()
             self._scratch.remove()
             raise
-        self._processes.watch(pids)
         self._failure = None
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
 
@@ -96,7 +100,8 @@ class SglangStrategy(EngineStrategy):
         try:
             state, answer = await self._channel.receive()
         except Closed:
-            raise EngineDead("SGLang engine: its process ended while it started; its output is in this process's log") from None
+            cause = compat.logged_error(Path(scratch.path)) or "for a reason that it has not logged"
+            raise EngineDead(f"SGLang engine: its process ended while it started: {cause} (more is in this process's log)") from None
         if state == "failed":
             raise ValueError(answer)
         return [self._server.pid, *answer]
@@ -118,9 +123,13 @@ class SglangStrategy(EngineStrategy):
                 self._server.wait(_LAST_S)
 
     def _kill_server(self) -> None:
-        if self._server is not None:
-            self._server.kill()
-            self._server.wait()
+        """And all that it has started, of which some may outlive it. Once: the group's id is free for others afterwards."""
+        server, self._server = self._server, None
+        if server is not None:
+            processes = group(server.pid)
+            kill_all(processes)
+            server.wait()
+            psutil.wait_procs(processes, _LAST_S)
 
     # ------------------------------------------------------------ requests
 
@@ -219,10 +228,11 @@ class SglangStrategy(EngineStrategy):
 
     async def _watch(self) -> None:
         """SGLang notices only after a while that one of its processes was killed."""
-        while self._failure is None:
+        while True:
             await asyncio.sleep(LIVENESS_POLL_S)
-            if self._check() is not None:
+            if self._check() is not None:  # somebody may have asked before, and told nobody who waits
                 self._lose("the engine's process died")
+                break
 
     def _lose(self, why: str) -> None:
         self._fail(self._failure or why)

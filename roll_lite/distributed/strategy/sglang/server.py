@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -22,7 +23,8 @@ import torch
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.channel import Channel, Closed
-from roll_lite.distributed.strategy.inference.processes import cleans_up, end_group_with_host
+from roll_lite.distributed.strategy.inference.processes import cleans_up, end_group_with_host_or_leader
+from roll_lite.distributed.strategy.inference.scratch import SCRATCH, name_semaphores
 from roll_lite.distributed.strategy.sglang import compat
 from roll_lite.distributed.strategy.sglang.spec import EngineSpec
 
@@ -220,8 +222,8 @@ def main() -> None:
     channel, spec = loop.run_until_complete(_first_message(socket.socket(fileno=int(sys.argv[1]))))
     try:
         manager = compat.Manager.start(spec)
-    except (ValueError, RuntimeError) as error:
-        channel.send(("failed", str(error)))
+    except Exception as error:  # an edge of the process: the host raises it again
+        channel.send(("failed", str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"))
         loop.run_until_complete(asyncio.sleep(0.1))
         raise
     try:
@@ -232,10 +234,12 @@ def main() -> None:
 
 if __name__ in ("__main__", "__mp_main__"):
     # In SGLang's own processes too, which spawn imports this module into.
-    end_group_with_host()
+    end_group_with_host_or_leader()
+    name_semaphores()
     if not torch.cuda.is_available():
         from roll_lite.distributed.strategy.sglang.compat import cpu_stubs
 
         cpu_stubs.install()
+    compat.keep_files_in(Path(os.environ[SCRATCH]))
 if __name__ == "__main__":
     main()

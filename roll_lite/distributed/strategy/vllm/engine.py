@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from roll_lite.config.hf_config import HfConfig, read_hf_config
 from roll_lite.config.keep_mask import keep_mask_width
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
@@ -46,19 +47,28 @@ class VllmStrategy(EngineStrategy):
 
     async def initialize(self) -> None:
         """Blocks the event loop while the engine starts: its processes belong to the thread that starts them."""
+        self._begin()
         compat.check_version()
+        config = read_hf_config(self._model.path)
+        self._vocabulary = config.vocab_size
+        self._shapes = checkpoint_shapes(self._model.path, config.tied_embeddings)
         compat.apply_environment(self._threads, self._devices)
         self._scratch = Scratch("rl-vllm-", compat.SOCKETS)
         try:
-            with self._scratch.inherited():
-                self._engine = compat.Llm.start(self._model, self._strategy, self._max_model_len, self._seed, self._cuda)
+            await self._start_engine(config, self._scratch)
         except BaseException:
-            self._scratch.remove()
+            await self.shutdown()
             raise
+
+    async def _start_engine(self, config: HfConfig, scratch: Scratch) -> None:
+        with scratch.inherited():
+            self._engine = compat.Llm.start(self._model, self._strategy, self._max_model_len, self._seed, self._cuda)
         self._processes.watch(self._engine.process_ids())
+        read = (self._engine.vocabulary, self._engine.tied_embeddings)
+        if read != (config.vocab_size, config.tied_embeddings):
+            # Where engine_args overrides it, for one.
+            raise ValueError(f"vLLM has another model than {self._model.path / 'config.json'}: vocabulary and tied embeddings are {read}")
         self._failure = None
-        self._vocabulary = self._engine.vocabulary
-        self._shapes = checkpoint_shapes(self._model.path, self._engine.tied_embeddings)
         await self._alive(self._llm.keep_order())
         await self._alive(self._llm.set_version(self._version))
 

@@ -18,6 +18,14 @@ def test_shapes_come_from_every_file_of_a_checkpoint(tmp: Path) -> None:
     assert checkpoint_shapes(tmp, tied=True) == {"a.weight": (2, 3)}
 
 
+def test_a_file_that_was_cut_off_is_named(tmp: Path) -> None:
+    file = tmp / "model.safetensors"
+    save_file({"a.weight": torch.zeros(64, 64)}, file)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=rf"model\.path: {file} cannot be read"):
+        checkpoint_shapes(tmp, tied=False)
+
+
 def test_folder_without_weights(tmp: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.path: .* holds no safetensors"):
         checkpoint_shapes(tmp, tied=True)

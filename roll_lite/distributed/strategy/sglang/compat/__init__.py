@@ -5,7 +5,8 @@ only; `cpu_stubs.py` and `models/` serve engines on a CPU.
 """
 
 from roll_lite.distributed.strategy.sglang.compat.environment import engine_environment
+from roll_lite.distributed.strategy.sglang.compat.files import keep_files_in, logged_error
 from roll_lite.distributed.strategy.sglang.compat.manager import Manager
 from roll_lite.distributed.strategy.sglang.compat.version import check_version
 
-__all__ = ["Manager", "check_version", "engine_environment"]
+__all__ = ["Manager", "check_version", "engine_environment", "keep_files_in", "logged_error"]
