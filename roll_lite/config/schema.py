@@ -277,8 +277,12 @@ class TemplateConfig(Section):
     """For `chat`: a system message."""
 
 
+LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 0.01, 2.0
+"""vLLM samples at its least one below that, and refuses more."""
+
+
 class SamplingConfig(Section):
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=GREATEST_TEMPERATURE)] = 1.0
     """Sampling temperature; training log-probs are taken at the same one."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1 is off."""
@@ -292,8 +296,8 @@ class SamplingConfig(Section):
     """Longest response."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
     """Shortest response."""
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Texts that end a response, as part of it."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=32)
+    """Texts that end a response, as part of it. One that is complete within the first min_tokens tokens does not."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     """Tokens that end a response, beside the model's own end of sequence; the response ends with the token."""
 
@@ -751,7 +755,7 @@ class ValidationConfig(Section):
     """Steps between validations; 0 validates before the first and after the last step only."""
     samples_per_prompt: PositiveInt = 1
     """Responses sampled for each held-out prompt."""
-    temperature: NonNegativeFloat = 1.0
+    temperature: Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE)] = 1.0
     """Sampling temperature of validation; 0 is greedy."""
     enabled: bool = True
     """Validate at all."""

@@ -90,9 +90,16 @@ async def test_min_tokens_beyond_the_context_are_as_many_as_there_is_room_for(en
     assert completion.finish_reason == FinishReason.LENGTH and len(completion.token_ids) == 20
 
 
-async def test_a_temperature_that_an_engine_would_replace_is_refused(engine: Harness) -> None:
-    completion = await engine.one(4, temperature=1e-7)
-    assert "temperature" in (completion.error or "")
+@pytest.mark.parametrize("temperature", [1e-7, 0.009, 2.1, -1.0, float("nan")])
+async def test_a_temperature_that_an_engine_would_replace_or_refuse_is_refused_alike(engine: Harness, temperature: float) -> None:
+    completion = await engine.one(4, temperature=temperature)
+    assert "engines sample between 0.01 and 2, and greedily at 0" in (completion.error or "")
+
+
+@pytest.mark.parametrize("temperature", [0.01, 2.0])
+async def test_the_ends_of_that_range_are_sampled(engine: Harness, temperature: float) -> None:
+    completion = await engine.one(16, temperature=temperature, seed=4)
+    assert_log_probs(completion, engine.hf_logits(completion.token_ids) / temperature, tolerance=1e-4 / min(temperature, 1.0))
     assert (await engine.one(4)).error is None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from roll_lite.config.keep_mask import keep_mask_available
-from roll_lite.config.schema import ModelConfig, SglangStrategyConfig, VllmStrategyConfig
+from roll_lite.config.schema import GREATEST_TEMPERATURE, LEAST_TEMPERATURE, ModelConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
 from roll_lite.distributed.strategy.base import (
     EngineHealth,
@@ -176,6 +176,9 @@ class EngineStrategy(InferenceStrategy):
         sampling = request.sampling
         if sampling.max_tokens < 1:
             return f"max_tokens is {sampling.max_tokens}: a response has at least one token"
+        if sampling.temperature != 0 and not LEAST_TEMPERATURE <= sampling.temperature <= GREATEST_TEMPERATURE:
+            reason = f"engines sample between {LEAST_TEMPERATURE:g} and {GREATEST_TEMPERATURE:g}, and greedily at 0"
+            return f"the temperature is {sampling.temperature:g}: {reason}"
         if "" in sampling.stop:
             return "a stop text is empty"
         for tokens, what in ((request.prompt_ids, "the prompt holds"), (sampling.stop_token_ids, "stop_token_ids holds")):

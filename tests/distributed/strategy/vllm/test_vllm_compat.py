@@ -96,12 +96,6 @@ def test_seeds_fit_vllm(seed: int | None, expected: int | None) -> None:
     assert sampling_params(request).seed == expected
 
 
-def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
-    assert sampling_params(GenerationRequest("r", (1,), Sampling(0.01, 4))).temperature == 0.01
-    with pytest.raises(ValueError, match=r"temperature 0\.005: vLLM samples at 0\.01 and above"):
-        sampling_params(GenerationRequest("r", (1,), Sampling(0.005, 4)))
-
-
 class RecordedWorkers(compat.Llm):
     """What the workers would be told."""
 

@@ -11,9 +11,6 @@ from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-_LEAST_TEMPERATURE = 1e-6
-"""Below, SGLang decodes greedily and reports the log-probs of temperature 1."""
-
 
 def generate_input(request: GenerationRequest, rid: str, seed: int, max_model_len: int, vocabulary: int) -> GenerateReqInput:
     """`seed`: for requests without one of their own. `rid` must be no prefix of another: SGLang aborts by prefix."""
@@ -45,10 +42,6 @@ def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
     sampling = request.sampling
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1}
-    if sampling.temperature < _LEAST_TEMPERATURE:
-        raise ValueError(
-            f"temperature {sampling.temperature:g}: SGLang samples at {_LEAST_TEMPERATURE:g} and above; use 0 for greedy decoding"
-        )
     only_one = sampling.top_k == 1
     everything = vocabulary if reports_survivors(request) else -1
     return {

@@ -12,19 +12,12 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
-_LEAST_TEMPERATURE = 0.01
-"""Below, vLLM samples at this one, and the log-probs are not those of the temperature that was asked for."""
-
 
 def sampling_params(request: GenerationRequest, alternatives: int = 0) -> SamplingParams:
     """`alternatives`: of so many of the likeliest tokens log-probs are reported beside the sampled one's."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
-    if 0 < sampling.temperature < _LEAST_TEMPERATURE:
-        raise ValueError(
-            f"temperature {sampling.temperature:g}: vLLM samples at {_LEAST_TEMPERATURE:g} and above; use 0 for greedy decoding"
-        )
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
