@@ -18,6 +18,7 @@ from roll_lite.config.check_reward_models import DOMAIN_MODEL_CHECKS, REWARD_MOD
 from roll_lite.config.check_rewards import REWARD_CHECKS
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema import (
+    LEAST_TEMPERATURE,
     DomainConfig,
     ForwardRoleConfig,
     InferRoleConfig,
@@ -161,6 +162,13 @@ def _one_temperature(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"domains.{name}.sampling.temperature", message, temperature)
 
 
+def _validation_temperature(config: RunConfig) -> Iterator[Problem]:
+    temperature = config.validation.temperature
+    if 0 < temperature < LEAST_TEMPERATURE:
+        message = f"engines sample at {LEAST_TEMPERATURE:g} and above, and greedily at 0; use {LEAST_TEMPERATURE:g} or 0"
+        yield Problem("validation.temperature", message, temperature)
+
+
 def _validation_has_data(config: RunConfig) -> Iterator[Problem]:
     if config.validation.enabled and all(domain.data.validation is None for domain in config.domains.values()):
         message = f"no domain has held-out prompts; set domains.{next(iter(config.domains))}.data.validation, or validation.enabled: false"
@@ -204,6 +212,7 @@ RUN_CHECKS = (
     _critic_warmup,
     _kl_and_reference_belong_together,
     _one_temperature,
+    _validation_temperature,
     _validation_has_data,
     _trackers_differ,
     _max_model_len,

@@ -42,6 +42,7 @@ CROSS_CHECKS = {
     "kl in loss without reference": ("algorithm: {kl_in_loss: {coef: 0.1}}", "algorithm.kl_in_loss.coef", "add a `reference`"),
     "reference without kl": ("reference: {}", "reference", "nothing uses the reference"),
     "temperatures": ("domains: {copy: {sampling: {temperature: 0.7}}}", "domains.copy.sampling.temperature", "'add' samples at 1.0"),
+    "validation temperature": ("validation: {temperature: 0.001}", "validation.temperature", "use 0.01 or 0"),
     "validation without data": ("domains: {add: {data: {validation: null}}}", "validation.enabled", "domains.add.data.validation"),
     "trackers": ("trackers: [{type: jsonl}, {type: tensorboard}, {type: jsonl}]", "trackers.2.type", "trackers.0 is jsonl too"),
     "max_model_len": ("actor_infer: {strategy: {max_model_len: 40}}", "actor_infer.strategy.max_model_len", "32 + max_tokens 16 = 48"),
