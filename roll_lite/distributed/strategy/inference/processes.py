@@ -26,18 +26,18 @@ class EngineProcesses:
     """An engine's process and its workers."""
 
     def __init__(self) -> None:
-        self._heads: list[psutil.Process] = []
         self._all: list[psutil.Process] = []
         self._shared: set[Path] = set()
 
     def watch(self, pids: Sequence[int]) -> None:
-        self._heads = [psutil.Process(pid) for pid in pids]
-        found = {process.pid: process for head in self._heads for process in (head, *head.children(recursive=True))}
+        heads = [psutil.Process(pid) for pid in pids]
+        found = {process.pid: process for head in heads for process in (head, *head.children(recursive=True))}
         self._all = [process for process in found.values() if not cleans_up(process)]
         self._shared = _left_behind(self._all)
 
     def running(self) -> bool:
-        return all(is_running(process) for process in self._heads)
+        """All of them: an engine that has lost a worker may itself take a while to notice."""
+        return all(is_running(process) for process in self._all)
 
     async def end(self, ask: Callable[[], None]) -> None:
         """Ask them to leave, which must not take long, and see to it that they did."""
