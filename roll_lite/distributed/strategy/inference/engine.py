@@ -187,7 +187,8 @@ class EngineStrategy(InferenceStrategy):
         return keep_mask_available(sampling, self._vocabulary) if sampling.keep_mask and sampling.temperature > 0 else None
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        wanted = [one for one in self._in_flight.values() if request_ids is None or one.request.request_id in request_ids]
+        asked = None if request_ids is None else set(request_ids)
+        wanted = [one for one in self._in_flight.values() if asked is None or one.request.request_id in asked]
         for one in wanted:
             one.aborted = True
         known = [one.request.request_id for one in wanted if one.entered]
