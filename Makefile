@@ -35,11 +35,14 @@ test: $(STAMP)  ## The fast tests (at most 15 minutes on 2 cores)
 test-slow: $(STAMP)  ## What takes longer: whole runs, and the rest beside them
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-runs test-parts
 
+# About half of it.
+RUNS := tests/integration/test_runs.py tests/integration/test_recipes.py
+
 test-runs: $(STAMP)
-	@$(VENV)/bin/python -m pytest -q -m "slow and not gpu" tests/integration tests/examples
+	@$(VENV)/bin/python -m pytest -q -m "slow and not gpu" $(RUNS)
 
 test-parts: $(STAMP)
-	@$(VENV)/bin/python -m pytest -q -m "slow and not gpu" --ignore=tests/integration --ignore=tests/examples
+	@$(VENV)/bin/python -m pytest -q -m "slow and not gpu" $(RUNS:%=--ignore=%)
 
 lint: $(STAMP)  ## Style and types
 	@$(VENV)/bin/ruff check .
