@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_harness import Harness, Make, assert_log_probs, random_state, require
+from engine_harness import Harness, Make, SenderProcess, assert_log_probs, random_state, require
 from left_behind import Traces, nothing_left_behind
 from support_models import Family
 
@@ -172,8 +172,10 @@ async def test_an_update_that_breaks_off_ends_the_engine(make: Make, tmp: Path) 
     """Weights half old, half new must never generate."""
     engine = await Harness.start(tmp / "m", make=make)
     try:
+        engine.sender = SenderProcess()  # its own: it dies here
+        await engine.sender.call("ping")
         await engine.connect(timeout_s=5.0)
-        assert engine.plan is not None and engine.sender is not None
+        assert engine.plan is not None
         await engine.strategy.begin_weight_update(engine.tensors)
         await engine.transfer(0, seed=1)
         waiting = asyncio.create_task(engine.one(4))
