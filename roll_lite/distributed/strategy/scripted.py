@@ -200,8 +200,6 @@ class ScriptedEngine(InferenceStrategy):
 
     async def resume(self) -> None:
         self._paused = None
-        if self._away:
-            return
         for run in self._running.values():
             if run.timer is None:
                 self._continue(run)

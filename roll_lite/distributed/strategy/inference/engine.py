@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from roll_lite.config.hf_config import HfConfig, read_hf_config
 from roll_lite.config.keep_mask import keep_mask_available
 from roll_lite.config.schema import GREATEST_TEMPERATURE, LEAST_TEMPERATURE, ModelConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
@@ -22,7 +23,7 @@ from roll_lite.distributed.strategy.base import (
     PauseMode,
     TransferEndpoint,
 )
-from roll_lite.distributed.strategy.inference.checkpoint import check_tensors
+from roll_lite.distributed.strategy.inference.checkpoint import check_tensors, checkpoint_shapes
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.inference.update import WeightUpdate
@@ -30,6 +31,7 @@ from roll_lite.distributed.weight_sync.receivers import RECEIVERS
 from roll_lite.distributed.weight_sync.transport import TransferError
 
 _NOT_STARTED = "not started"
+DIED = "the engine's process died"
 
 
 class EngineDead(RuntimeError):
@@ -87,6 +89,18 @@ class EngineStrategy(InferenceStrategy):
     # ------------------------------------------------------------ what an engine adds
 
     @abstractmethod
+    def _check_version(self) -> None:
+        """RuntimeError where the engine is not installed, or in a version that is not supported."""
+
+    @abstractmethod
+    async def _launch(self) -> list[int]:
+        """Start the engine. Process ids of what has been started."""
+
+    @abstractmethod
+    async def _open(self, config: HfConfig) -> None:
+        """The engine runs and is watched: what is left to do before it serves."""
+
+    @abstractmethod
     async def _run(self, request: GenerationRequest) -> Completion:
         """A request that nothing speaks against. Cancelled, it is aborted in the engine."""
 
@@ -128,9 +142,27 @@ class EngineStrategy(InferenceStrategy):
     @abstractmethod
     def _is_dead(self) -> bool: ...
 
+    # ------------------------------------------------------------ life
+
+    async def initialize(self) -> None:
+        if self._failure != _NOT_STARTED:
+            raise RuntimeError(f"{self.make} engine: a strategy starts its engine once; make a new strategy for another")
+        self._check_version()
+        config = read_hf_config(self._model.path)
+        self._vocabulary = config.vocab_size
+        self._shapes = checkpoint_shapes(self._model.path, config.tied_embeddings)
+        try:
+            self._processes.watch(await self._launch())
+            self._failure = None
+            await self._open(config)
+        except BaseException:
+            await self.shutdown()
+            raise
+
     # ------------------------------------------------------------ requests
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
+        self._check()
         finished: asyncio.Queue[Completion] = asyncio.Queue()
         tasks = [self._start(request, finished) for request in requests]
         try:
@@ -157,7 +189,7 @@ class EngineStrategy(InferenceStrategy):
     async def _complete(self, one: _InFlight) -> Completion:
         request = one.request
         try:
-            refusal = self._check() or self._refusal(request)
+            refusal = self._failure or self._refusal(request)
             if refusal is not None:
                 return Completion(request.request_id, error=refusal)
             if one.aborted:
@@ -347,15 +379,10 @@ class EngineStrategy(InferenceStrategy):
 
     # ------------------------------------------------------------ liveness
 
-    def _begin(self) -> None:
-        """First of all when an engine starts."""
-        if self._failure != _NOT_STARTED:
-            raise RuntimeError(f"{self.make} engine: a strategy starts its engine once; make a new strategy for another")
-
     def _check(self) -> str | None:
         """Why the engine cannot serve, or None."""
         if self._failure is None and (self._is_dead() or not self._processes.running()):
-            self._failure = "the engine's process died"
+            self._failure = DIED
         return self._failure
 
     def _require_alive(self) -> None:

@@ -1,10 +1,17 @@
-"""The arguments that a configuration hands through to an engine."""
+"""What an engine's arguments are made of: those that a configuration hands through, and the size of the cache."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
+
+CPU_KV_CACHE_MB = 256
+
+
+def cache_mb(given: int | None, cuda: bool) -> int | None:
+    """Of the key/value cache; None where it takes what is left of the GPU."""
+    return given if given is not None or cuda else CPU_KV_CACHE_MB
 
 
 def check_engine_args(make: str, given: Mapping[str, Any], own: Collection[str], known: Collection[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,6 +34,21 @@ class Layers:
     head: type[Any]
     workers: int
     gather: Callable[[torch.Tensor, int], torch.Tensor]
+
+    @classmethod
+    def of(cls, linear: ModuleType, vocabulary: ModuleType, workers: int, gather: Callable[[torch.Tensor, int], torch.Tensor]) -> Layers:
+        """From an engine's modules: the classes have the same names in both."""
+        return cls(
+            linear=linear.LinearBase,
+            column_parallel=linear.ColumnParallelLinear,
+            row_parallel=linear.RowParallelLinear,
+            merged=linear.MergedColumnParallelLinear,
+            qkv=linear.QKVParallelLinear,
+            embedding=vocabulary.VocabParallelEmbedding,
+            head=vocabulary.ParallelLMHead,
+            workers=workers,
+            gather=gather,
+        )
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
         """`copies`: on how many workers each part is repeated."""

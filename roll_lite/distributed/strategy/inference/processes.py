@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,13 +12,12 @@ from pathlib import Path
 
 import psutil
 
-from roll_lite.distributed.strategy.inference.scratch import SCRATCH
+from roll_lite.distributed.strategy.inference.scratch import SCRATCH, SHARED, clear
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
 """Process whose end must end the engine's processes too, whatever way it ended."""
 _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
-_SHARED = "/dev/shm"
 
 
 class EngineProcesses:
@@ -34,6 +32,10 @@ class EngineProcesses:
         found = {process.pid: process for head in heads for process in (head, *head.children(recursive=True))}
         self._all = [process for process in found.values() if not cleans_up(process)]
         self._shared = _left_behind(self._all)
+
+    @property
+    def watched(self) -> bool:
+        return bool(self._all)
 
     def running(self) -> bool:
         """All of them: an engine that has lost a worker may itself take a while to notice."""
@@ -74,8 +76,8 @@ def shared_memory(pid: int) -> set[Path]:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return set()
-    mapped = (line.split(maxsplit=5)[5] for line in lines if f" {_SHARED}/" in line)
-    return {Path(path) for path in mapped if path.startswith(f"{_SHARED}/") and not path.endswith(" (deleted)")}
+    mapped = (line.split(maxsplit=5)[5] for line in lines if f" {SHARED}/" in line)
+    return {Path(path) for path in mapped if path.startswith(f"{SHARED}/") and not path.endswith(" (deleted)")}
 
 
 def _left_behind(processes: Iterable[psutil.Process]) -> set[Path]:
@@ -94,11 +96,11 @@ def when_host_is_gone(act: Callable[[], None]) -> None:
     if host is None:
         return
 
-    def clear() -> None:
+    def end() -> None:
         _remove_scratch()
         act()
 
-    _when_gone(host, clear)
+    _when_gone(host, end)
 
 
 def _host() -> psutil.Process | None:
@@ -116,7 +118,7 @@ def _when_gone(process: psutil.Process, act: Callable[[], None]) -> None:
 
 def _remove_scratch() -> None:
     if SCRATCH in os.environ:
-        shutil.rmtree(os.environ[SCRATCH], ignore_errors=True)
+        clear(os.environ[SCRATCH])
 
 
 def end_group_with_host() -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SCRATCH = "ROLL_LITE_ENGINE_SCRATCH"
-_SHARED = Path("/dev/shm")
+SHARED = Path("/dev/shm")
 _LONGEST_BASE = 50  # a socket's path has at most 107 bytes, and the engines' own part of it has up to 36
 
 
@@ -48,9 +48,14 @@ class Scratch:
 def _remove_in(pid: int, path: str) -> None:
     """Processes that were forked from the one that made the folder end without taking it away."""
     if os.getpid() == pid:
-        shutil.rmtree(path, ignore_errors=True)
-        for semaphore in _SHARED.glob(f"sem.{Path(path).name}-*"):
-            semaphore.unlink(missing_ok=True)
+        clear(path)
+
+
+def clear(path: str) -> None:
+    """The folder, and the semaphores that are called after it."""
+    shutil.rmtree(path, ignore_errors=True)
+    for semaphore in SHARED.glob(f"sem.{Path(path).name}-*"):
+        semaphore.unlink(missing_ok=True)
 
 
 def name_semaphores() -> None:

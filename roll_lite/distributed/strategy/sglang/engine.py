@@ -17,13 +17,12 @@ from typing import Any
 import psutil
 import torch
 
-from roll_lite.config.hf_config import read_hf_config
+from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema import ModelConfig, SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, PauseMode, TransferEndpoint
 from roll_lite.distributed.strategy.inference.channel import Channel, Closed
-from roll_lite.distributed.strategy.inference.checkpoint import checkpoint_shapes
-from roll_lite.distributed.strategy.inference.engine import EngineDead, EngineStrategy
+from roll_lite.distributed.strategy.inference.engine import DIED, EngineDead, EngineStrategy
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, group, kill_all
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.sglang import compat
@@ -63,26 +62,11 @@ class SglangStrategy(EngineStrategy):
 
     # ------------------------------------------------------------ life
 
-    async def initialize(self) -> None:
-        self._begin()
+    def _check_version(self) -> None:
         compat.check_version()
-        shape = read_hf_config(self._model.path)
-        self._vocabulary = shape.vocab_size
-        self._shapes = checkpoint_shapes(self._model.path, shape.tied_embeddings)
-        self._scratch = Scratch("rl-sgl-")
-        try:
-            self._processes.watch(await self._start_server(self._scratch))
-        except BaseException:
-            self._kill_server()
-            if self._channel is not None:
-                self._channel.close()
-            self._scratch.remove()
-            raise
-        self._failure = None
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
 
-    async def _start_server(self, scratch: Scratch) -> list[int]:
-        """Process ids of the engine's server and of its children."""
+    async def _launch(self) -> list[int]:
+        self._scratch = scratch = Scratch("rl-sgl-")
         ours, theirs = socket.socketpair()
         workers = self._strategy.tensor_parallel
         environment = compat.engine_environment(self._threads, self._devices, self._cuda, workers) | {HOST_PID: str(os.getpid())}
@@ -95,8 +79,7 @@ class SglangStrategy(EngineStrategy):
                 start_new_session=True,
             )
         self._channel = await Channel.over(ours)
-        spec = EngineSpec(self._model, self._strategy, self._max_model_len, self._seed, self._cuda, scratch.path)
-        self._channel.send(spec)
+        self._channel.send(EngineSpec(self._model, self._strategy, self._max_model_len, self._seed, self._cuda, scratch.path))
         try:
             state, answer = await self._channel.receive()
         except Closed:
@@ -106,12 +89,16 @@ class SglangStrategy(EngineStrategy):
             raise ValueError(answer)
         return [self._server.pid, *answer]
 
+    async def _open(self, config: HfConfig) -> None:
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
+
     async def shutdown(self) -> None:
         self._give_up(self._failure or "shut down")
         for task in self._tasks:
             task.cancel()
         if self._channel is not None:
             self._channel.close()  # the server ends when it hears nothing more
+        if self._processes.watched:  # one that is still starting does not listen
             await self._processes.end(self._wait_for_server)
         self._kill_server()
         if self._scratch is not None:
@@ -224,18 +211,18 @@ class SglangStrategy(EngineStrategy):
                 if future is not None and not future.done():
                     future.set_result(answer[0] if kind == "completion" else tuple(answer))
         except Closed:
-            self._lose("the engine's process died")
+            self._lose()
 
     async def _watch(self) -> None:
         """SGLang notices only after a while that one of its processes was killed."""
         while True:
             await asyncio.sleep(LIVENESS_POLL_S)
             if self._check() is not None:  # somebody may have asked before, and told nobody who waits
-                self._lose("the engine's process died")
+                self._lose()
                 break
 
-    def _lose(self, why: str) -> None:
-        self._fail(self._failure or why)
+    def _lose(self) -> None:
+        self._fail(self._failure or DIED)
 
     def _give_up(self, why: str) -> None:
         super()._give_up(why)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Collection
@@ -17,14 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
 import torch
 
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.channel import Channel, Closed
-from roll_lite.distributed.strategy.inference.processes import cleans_up, end_group_with_host_or_leader
-from roll_lite.distributed.strategy.inference.scratch import SCRATCH, name_semaphores
+from roll_lite.distributed.strategy.inference.processes import end_group_with_host_or_leader
+from roll_lite.distributed.strategy.inference.scratch import SCRATCH, clear, name_semaphores
 from roll_lite.distributed.strategy.sglang import compat
 from roll_lite.distributed.strategy.sglang.spec import EngineSpec
 
@@ -196,12 +194,9 @@ class EngineServer:
 
 
 def _stop(manager: compat.Manager, scratch: str) -> NoReturn:
-    """Not SGLang's own way, which also kills the process that clears shared memory. The host may be gone: its part is done too."""
-    manager.stop_watching()
-    for child in psutil.Process().children(recursive=True):
-        if not cleans_up(child):
-            child.kill()
-    shutil.rmtree(scratch, ignore_errors=True)
+    """The host may be gone: its part is done too."""
+    manager.end()
+    clear(scratch)
     os._exit(0)  # without the wait for sockets on which nobody listens
 
 

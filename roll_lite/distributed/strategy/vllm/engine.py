@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from roll_lite.config.hf_config import HfConfig, read_hf_config
+from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.keep_mask import keep_mask_width
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, PauseMode, TransferEndpoint
-from roll_lite.distributed.strategy.inference.checkpoint import checkpoint_shapes
 from roll_lite.distributed.strategy.inference.engine import EngineDead, EngineStrategy
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.vllm import compat
@@ -45,30 +44,22 @@ class VllmStrategy(EngineStrategy):
 
     # ------------------------------------------------------------ life
 
-    async def initialize(self) -> None:
-        """Blocks the event loop while the engine starts: its processes belong to the thread that starts them."""
-        self._begin()
+    def _check_version(self) -> None:
         compat.check_version()
-        config = read_hf_config(self._model.path)
-        self._vocabulary = config.vocab_size
-        self._shapes = checkpoint_shapes(self._model.path, config.tied_embeddings)
+
+    async def _launch(self) -> list[int]:
+        """Blocks the event loop while the engine starts: its processes belong to the thread that starts them."""
         compat.apply_environment(self._threads, self._devices)
         self._scratch = Scratch("rl-vllm-", compat.SOCKETS)
-        try:
-            await self._start_engine(config, self._scratch)
-        except BaseException:
-            await self.shutdown()
-            raise
-
-    async def _start_engine(self, config: HfConfig, scratch: Scratch) -> None:
-        with scratch.inherited():
+        with self._scratch.inherited():
             self._engine = compat.Llm.start(self._model, self._strategy, self._max_model_len, self._seed, self._cuda)
-        self._processes.watch(self._engine.process_ids())
-        read = (self._engine.vocabulary, self._engine.tied_embeddings)
+        return self._engine.process_ids()
+
+    async def _open(self, config: HfConfig) -> None:
+        read = (self._llm.vocabulary, self._llm.tied_embeddings)
         if read != (config.vocab_size, config.tied_embeddings):
             # Where engine_args overrides it, for one.
             raise ValueError(f"vLLM has another model than {self._model.path / 'config.json'}: vocabulary and tied embeddings are {read}")
-        self._failure = None
         await self._alive(self._llm.keep_order())
         await self._alive(self._llm.set_version(self._version))
 
@@ -84,7 +75,8 @@ class VllmStrategy(EngineStrategy):
     # ------------------------------------------------------------ requests
 
     async def _run(self, request: GenerationRequest) -> Completion:
-        return await self._llm.run(request, self._version, self._alternatives(request))
+        assert self._engine is not None
+        return await self._engine.run(request, self._version, self._alternatives(request))
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
         """Tokens whose log-probs say which ones survived truncation; None where nobody asks. Greedy decoding knows no truncation."""

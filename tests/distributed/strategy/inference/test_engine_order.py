@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, ExportedTensor, PauseMode, TransferEndpoint
@@ -43,7 +44,12 @@ class Recorder(EngineStrategy):
             assert self.resident == ALL, "runs without its memory"
             assert not self.half_loaded, "runs on half-loaded weights"
 
-    async def initialize(self) -> None: ...
+    def _check_version(self) -> None: ...
+
+    async def _launch(self) -> list[int]:
+        return []
+
+    async def _open(self, config: HfConfig) -> None: ...
 
     async def shutdown(self) -> None:
         self._give_up("shut down")
@@ -306,6 +312,6 @@ async def test_weights_that_cannot_be_put_in_place_end_the_engine(engine: Record
     assert "could not be put in place" in (await engine.health()).details["failure"]
 
 
-def test_an_engine_is_started_once(engine: Recorder) -> None:
+async def test_an_engine_is_started_once(engine: Recorder) -> None:
     with pytest.raises(RuntimeError, match="starts its engine once"):
-        engine._begin()
+        await engine.initialize()

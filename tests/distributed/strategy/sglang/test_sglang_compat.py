@@ -15,7 +15,6 @@ from roll_lite.config.schema import ModelConfig, SglangStrategyConfig
 from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, VersionSpan
 from roll_lite.distributed.strategy.inference.engine_args import check_engine_args
 from roll_lite.distributed.strategy.sglang import compat
-from roll_lite.distributed.strategy.sglang.compat import version as version_module
 from roll_lite.distributed.strategy.sglang.compat.arguments import check_cache, engine_arguments
 from roll_lite.distributed.strategy.sglang.compat.requests import completion
 
@@ -28,7 +27,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
             raise metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(version_module.metadata, "version", lookup)
+    monkeypatch.setattr(metadata, "version", lookup)
 
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.23+cu130"])

@@ -14,7 +14,6 @@ from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.distributed.strategy.inference.engine_args import check_engine_args
 from roll_lite.distributed.strategy.vllm import compat, engine_environment
-from roll_lite.distributed.strategy.vllm.compat import version as version_module
 from roll_lite.distributed.strategy.vllm.compat.requests import sampling_params
 
 MODEL = ModelConfig(path=Path("model"), dtype="float32")
@@ -26,7 +25,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
             raise metadata.PackageNotFoundError(name)
         return versions[name.replace("-", "_")]
 
-    monkeypatch.setattr(version_module.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
 
 
 def test_version_that_is_installed_is_supported() -> None:

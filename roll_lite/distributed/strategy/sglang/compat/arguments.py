@@ -7,8 +7,8 @@ from typing import Any
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.keep_mask import KEEP_LIMIT
 from roll_lite.config.schema import ModelConfig, SglangStrategyConfig
+from roll_lite.distributed.strategy.inference.engine_args import cache_mb
 
-_CPU_KV_CACHE_MB = 256
 _INPUT_MARGIN = 8
 """Places of the context that SGLang does not let a prompt fill."""
 
@@ -38,8 +38,9 @@ def engine_arguments(model: ModelConfig, strategy: SglangStrategyConfig, max_mod
         arguments["mem_fraction_static"] = strategy.gpu_memory_utilization
     else:
         arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "sleep_on_idle": True}
-    if strategy.kv_cache_mb is not None or not cuda:
-        arguments["max_total_tokens"] = _cache_tokens(model, strategy)
+    megabytes = cache_mb(strategy.kv_cache_mb, cuda)
+    if megabytes is not None:
+        arguments["max_total_tokens"] = (megabytes << 20) // _token_bytes(model, strategy)
     return arguments | strategy.engine_args
 
 
@@ -53,20 +54,16 @@ def check_cache(
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:
         return
-    megabytes = -(-(needed * _token_bytes(model, strategy)) // (1 << 20))
+    token_bytes = _token_bytes(model, strategy)
+    enough = -(-needed * token_bytes // (1 << 20))
     what = f"SGLang's key/value cache holds {cache_tokens} tokens, a request of max_model_len {max_model_len} needs {needed}"
-    given = strategy.kv_cache_mb is not None or not cuda
-    if given and _cache_tokens(model, strategy) < needed:
-        value = strategy.kv_cache_mb or _CPU_KV_CACHE_MB
-        raise ValueError(f"actor_infer.strategy.kv_cache_mb: {value} is too little: {what}; use at least {megabytes}")
+    given = cache_mb(strategy.kv_cache_mb, cuda)
+    if given is not None and (given << 20) // token_bytes < needed:
+        raise ValueError(f"actor_infer.strategy.kv_cache_mb: {given} is too little: {what}; use at least {enough}")
     raise ValueError(
         f"actor_infer.strategy.gpu_memory_utilization: {strategy.gpu_memory_utilization:g} is too little: {what}; "
-        f"use more, so that {megabytes} MB are left for the cache, or a smaller max_model_len"
+        f"use more, so that {enough} MB are left for the cache, or a smaller max_model_len"
     )
-
-
-def _cache_tokens(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
-    return ((strategy.kv_cache_mb or _CPU_KV_CACHE_MB) << 20) // _token_bytes(model, strategy)
 
 
 def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:

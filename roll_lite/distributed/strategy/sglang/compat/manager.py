@@ -15,7 +15,7 @@ from roll_lite.config.check_layout import OWN_ARGUMENTS
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.distributed.strategy.inference.engine_args import check_engine_args
-from roll_lite.distributed.strategy.inference.processes import cleans_up
+from roll_lite.distributed.strategy.inference.processes import kill_all
 from roll_lite.distributed.strategy.sglang.compat.arguments import check_cache, engine_arguments
 from roll_lite.distributed.strategy.sglang.compat.requests import completion, generate_input
 from roll_lite.distributed.strategy.sglang.spec import EngineSpec
@@ -36,7 +36,6 @@ class Manager:
     @classmethod
     def start(cls, spec: EngineSpec) -> Manager:
         from sglang.srt.entrypoints.engine import Engine
-        from sglang.srt.managers.load_snapshot import shm_path_for
         from sglang.srt.server_args import ServerArgs
 
         from roll_lite.distributed.strategy.sglang.compat.scheduler import run_scheduler
@@ -48,8 +47,6 @@ class Manager:
             run_scheduler_process_func = staticmethod(run_scheduler)
 
         engine = RolloutEngine(**engine_arguments(spec.model, spec.strategy, spec.max_model_len, spec.seed, spec.cuda))
-        # SGLang leaves this file behind. All who use it have it open by now.
-        Path(shm_path_for(engine.port_args.instance_id)).unlink(missing_ok=True)
         scheduler = engine._scheduler_init_result.scheduler_infos[0]
         cache = scheduler["max_total_num_tokens"], scheduler["page_size"]
         try:
@@ -68,9 +65,8 @@ class Manager:
         """SGLang collects garbage with every clearing of its cache, that is with every update: not what the imports have left."""
         await self._manager.freeze_gc()
 
-    def stop_watching(self) -> None:
-        """SGLang's watchdog takes the end of its processes for a crash."""
-        self._manager._subprocess_watchdog.stop()
+    def end(self) -> None:
+        _end(self._engine)
 
     # ------------------------------------------------------------ requests
 
@@ -143,9 +139,7 @@ class Manager:
 
 
 def _end(engine: Any) -> None:
-    """Not SGLang's own way, which also kills the process that clears shared memory."""
+    """Not SGLang's own way, which also kills the process that clears shared memory. Its watchdog takes this for a crash."""
     atexit.unregister(engine.shutdown)
     engine.tokenizer_manager._subprocess_watchdog.stop()
-    for child in psutil.Process().children(recursive=True):
-        if not cleans_up(child):
-            child.kill()
+    kill_all(psutil.Process().children(recursive=True))

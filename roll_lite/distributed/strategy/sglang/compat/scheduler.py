@@ -15,15 +15,8 @@ import sglang.srt.model_executor.model_runner as model_runner
 import torch
 import torch.distributed as dist
 from sglang.srt.distributed import tensor_model_parallel_all_gather
-from sglang.srt.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from sglang.srt.layers import linear, vocab_parallel_embedding
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_STR, Req
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
@@ -216,17 +209,7 @@ def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch
 
 
 def _layers() -> Layers:
-    return Layers(
-        linear=LinearBase,
-        column_parallel=ColumnParallelLinear,
-        row_parallel=RowParallelLinear,
-        merged=MergedColumnParallelLinear,
-        qkv=QKVParallelLinear,
-        embedding=VocabParallelEmbedding,
-        head=ParallelLMHead,
-        workers=get_parallel().tp_group.world_size,
-        gather=tensor_model_parallel_all_gather,
-    )
+    return Layers.of(linear, vocab_parallel_embedding, get_parallel().tp_group.world_size, tensor_model_parallel_all_gather)
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:

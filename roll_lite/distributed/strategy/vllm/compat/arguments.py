@@ -6,11 +6,10 @@ from typing import Any
 
 from roll_lite.config.keep_mask import KEEP_LIMIT
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
+from roll_lite.distributed.strategy.inference.engine_args import cache_mb
 
 TRANSFER_BACKEND = "roll_lite"
 WORKER_EXTENSION = "roll_lite.distributed.strategy.vllm.compat.worker.WorkerExtension"
-
-CPU_KV_CACHE_MB = 256
 
 
 def engine_arguments(model: ModelConfig, strategy: VllmStrategyConfig, max_model_len: int, seed: int, cuda: bool) -> dict[str, Any]:
@@ -41,6 +40,7 @@ def engine_arguments(model: ModelConfig, strategy: VllmStrategyConfig, max_model
         # A prompt prefilled in pieces rewinds the request's random generator, which torch's CPU generator cannot do:
         # with a seed the engine dies ("CPU Generator does not use offset"). Whole prompts always fit, see the batch size above.
         arguments["enable_chunked_prefill"] = False
-    if strategy.kv_cache_mb is not None or not cuda:
-        arguments["kv_cache_memory_bytes"] = (strategy.kv_cache_mb or CPU_KV_CACHE_MB) << 20
+    megabytes = cache_mb(strategy.kv_cache_mb, cuda)
+    if megabytes is not None:
+        arguments["kv_cache_memory_bytes"] = megabytes << 20
     return arguments | strategy.engine_args

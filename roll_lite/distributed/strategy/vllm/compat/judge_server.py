@@ -14,8 +14,8 @@ from typing import Any
 
 from roll_lite.config.model_shape import read_model_shape
 from roll_lite.config.schema import JudgeServerConfig
+from roll_lite.distributed.strategy.inference.engine_args import cache_mb
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host
-from roll_lite.distributed.strategy.vllm.compat.arguments import CPU_KV_CACHE_MB
 from roll_lite.distributed.strategy.vllm.compat.version import check_version
 
 SAGEMAKER = "model_hosting_container_standards"
@@ -30,6 +30,7 @@ def command(config: JudgeServerConfig, host: str, port: int, name: str, cuda: bo
 
 def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
     strategy = config.strategy
+    megabytes = cache_mb(strategy.kv_cache_mb, cuda)
     longest = strategy.max_model_len or (None if cuda else _positions(config))
     arguments: dict[str, Any] = {
         "model": str(config.path),
@@ -45,7 +46,7 @@ def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
         "gpu_memory_utilization": strategy.gpu_memory_utilization if cuda else None,
         # As in engine_arguments: torch's CPU generator cannot be rewound, which a seeded prompt in pieces would need.
         "enable_chunked_prefill": None if cuda else False,
-        "kv_cache_memory_bytes": (strategy.kv_cache_mb or CPU_KV_CACHE_MB) << 20 if strategy.kv_cache_mb or not cuda else None,
+        "kv_cache_memory_bytes": None if megabytes is None else megabytes << 20,
     }
     return {key: value for key, value in arguments.items() if value is not None} | strategy.engine_args
 

@@ -15,14 +15,8 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    LinearBase,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers import linear, vocab_parallel_embedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from roll_lite.distributed.strategy.base import ExportedTensor, TransferEndpoint
@@ -105,17 +99,7 @@ class BucketTransfer(WeightTransferEngine[ConnectInfo, BucketInfo]):
 
 
 def _layers() -> Layers:
-    return Layers(
-        linear=LinearBase,
-        column_parallel=ColumnParallelLinear,
-        row_parallel=RowParallelLinear,
-        merged=MergedColumnParallelLinear,
-        qkv=QKVParallelLinear,
-        embedding=VocabParallelEmbedding,
-        head=ParallelLMHead,
-        workers=get_tensor_model_parallel_world_size(),
-        gather=tensor_model_parallel_all_gather,
-    )
+    return Layers.of(linear, vocab_parallel_embedding, get_tensor_model_parallel_world_size(), tensor_model_parallel_all_gather)
 
 
 class WorkerExtension:
