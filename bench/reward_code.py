@@ -46,7 +46,7 @@ def plain(sources: list[str]) -> float:
 
 
 def pooled(pool: Any, sources: list[str]) -> float:
-    from roll_lite.rewards.sandbox.pool import Program
+    from roll_lite.sandbox.pool import Program
 
     started = time.perf_counter()
     outcomes = pool.run_many([Program({"kind": "script", "source": source}) for source in sources])
@@ -57,7 +57,7 @@ def pooled(pool: Any, sources: list[str]) -> float:
 
 def latency_ms(pool: Any, programs: int) -> float:
     """Of one program, alone."""
-    from roll_lite.rewards.sandbox.pool import Program
+    from roll_lite.sandbox.pool import Program
 
     times = []
     for _ in range(programs):
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=200)
     parser.add_argument("--samples", type=int, default=0)
     chosen = parser.parse_args()
-    from roll_lite.rewards.sandbox.pool import SandboxPool
+    from roll_lite.sandbox.pool import SandboxPool
 
     sources = [f"print({number})" for number in range(chosen.programs)]
     pool = SandboxPool(SIDE_BY_SIDE)

@@ -16,6 +16,7 @@ LAYERS = (
     ("pipeline",),
     ("workers",),
     ("rewards", "scheduler"),
+    ("sandbox",),
     ("distributed",),
     ("data", "algorithms"),
     ("observability",),

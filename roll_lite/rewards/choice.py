@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.answer_extraction import after_thinking, all_boxed, last_boxed, last_tagged, plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.choice_statements import same_text, settled_on
-from roll_lite.rewards.places import after_thinking, all_boxed, last_boxed, last_tagged, plain_boxes
 
 ALPHABET = string.ascii_uppercase
 Extract = Literal["auto", "boxed", "tagged"]

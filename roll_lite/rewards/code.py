@@ -16,8 +16,8 @@ from roll_lite.rewards.code_backends import Backend, RemoteBackend, backend_of
 from roll_lite.rewards.code_compare import Compare, same_output, same_value
 from roll_lite.rewards.code_languages import Extract, Language, extract_code, known_languages
 from roll_lite.rewards.code_tests import Test, tests_of
-from roll_lite.rewards.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
-from roll_lite.rewards.sandbox.values import decode, encode
+from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
+from roll_lite.sandbox.values import decode, encode
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, file_mb=32, folder_mb=256)

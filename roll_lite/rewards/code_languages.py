@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from roll_lite.rewards.places import after_thinking
+from roll_lite.rewards.answer_extraction import after_thinking
 
 Extract = Literal["auto", "fenced", "whole"]
 

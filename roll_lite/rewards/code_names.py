@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roll_lite.rewards.sandbox.values import FROM_PROGRAM
+from roll_lite.sandbox.values import FROM_PROGRAM
 
 PYTHONS_OWN = frozenset(dir(builtins))
 USUAL_NAMES = {"np": "numpy", "pd": "pandas"}

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.answer_extraction import after_thinking, all_boxed, last_boxed, last_tagged, plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.notation import as_latex, tidy
 from roll_lite.rewards.numbers import DIGITS, PlainNumber, Quantity, numeral, plain_number, quantity, unnamed, unwrapped
-from roll_lite.rewards.places import after_thinking, all_boxed, last_boxed, last_tagged, plain_boxes
 from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
 from roll_lite.rewards.units import NO_UNIT, Unit, ratio, split_unit
 from roll_lite.rewards.words import in_words

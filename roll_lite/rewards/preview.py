@@ -14,9 +14,9 @@ from roll_lite.data.samples import FinishReason, Prompt, RewardInput
 from roll_lite.data.sources import Row, read_rows
 from roll_lite.data.templates import RowError, Template, Tokenizer, load_tokenizer
 from roll_lite.data.user_function import did_you_mean
-from roll_lite.rewards.alone import RewardAlone
 from roll_lite.rewards.preview_table import Looked, render
 from roll_lite.rewards.references import no_response, reference_response
+from roll_lite.rewards.reward_process import RewardProcess
 
 RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
@@ -54,7 +54,7 @@ def preview(config: RunConfig, look: Look) -> int:
         name = _domain(config, look)
         domain = config.domains[name]
         tries = _tries(name, domain, config, look)
-        with RewardAlone(domain.reward, f"domains.{name}.reward") as reward:
+        with RewardProcess(domain.reward, f"domains.{name}.reward") as reward:
             for one in tries:
                 score, seconds = reward.score(_sample(one))
                 looked.append(Looked(one.prompt, one.response, score, seconds))

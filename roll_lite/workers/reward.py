@@ -20,10 +20,10 @@ from ray.exceptions import RayActorError, RayTaskError
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.batch_scorer import BatchScorer, Scored, slow_start, time_out
 from roll_lite.rewards.code import walls_of
 from roll_lite.rewards.format import FormatCheck
 from roll_lite.rewards.registry import build_reward
-from roll_lite.rewards.together import Scored, Together, slow_start, time_out
 
 BATCH_SECONDS = 0.05
 """How much work goes into one call: much longer than the call's own cost, short enough that nobody waits for a neighbour."""
@@ -41,7 +41,7 @@ class RewardWorker:
     No method may be `async def`: Ray would make it an asynchronous actor and run everything in another thread.
     """
 
-    _together: Together
+    _scorer: BatchScorer
 
     def __init__(self, config: RewardConfig, path: str) -> None:
         self._config = config
@@ -53,12 +53,12 @@ class RewardWorker:
         form = FormatCheck(self._config, self._path) if self._config.format else None
         reward = build_reward(self._config, self._path)
         reward.warm()
-        self._together = Together(reward, self._config.timeout_s, form)
+        self._scorer = BatchScorer(reward, self._config.timeout_s, form)
         return reward.is_async, reward.is_batched, walls_of(self._config.args) if self._config.type == "code" else ""
 
     def score(self, items: dict[int, RewardInput]) -> Scored:
         """By numbers. What is under way comes back from a later call, with or without further items."""
-        return self._together(items, SLICE_SECONDS)
+        return self._scorer(items, SLICE_SECONDS)
 
     def loaded_modules(self) -> list[str]:
         """Top-level modules of this process: what its start costs."""

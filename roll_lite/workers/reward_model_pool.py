@@ -14,9 +14,9 @@ from ray.exceptions import RayTaskError
 from roll_lite.config.schema import RewardConfig, RewardModelConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.batch_scorer import time_out
 from roll_lite.rewards.model import ScoredText, nothing, score_of, scored_text
 from roll_lite.rewards.registry import build_reward
-from roll_lite.rewards.together import time_out
 from roll_lite.workers.reward import START_ATTEMPTS, RewardPool
 from roll_lite.workers.reward_model_ranks import Copy, Ranks, is_gone
 

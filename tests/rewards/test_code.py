@@ -25,8 +25,8 @@ from roll_lite.rewards.code_backends import RemoteBackend
 from roll_lite.rewards.code_compare import same_output, same_value
 from roll_lite.rewards.code_languages import Language, extract_code, known_languages
 from roll_lite.rewards.registry import build_reward
-from roll_lite.rewards.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
-from roll_lite.rewards.sandbox.values import decode, encode
+from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
+from roll_lite.sandbox.values import decode, encode
 
 ROOT = Path(__file__).resolve().parents[2]
 DOUBLE = "print(int(input()) * 2)"

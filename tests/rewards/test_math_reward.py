@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from rewards.math_pairs import PAIRS, WORTH
 
 from roll_lite.data.samples import RewardInput
+from roll_lite.rewards.answer_extraction import plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.math import NOT_A_NUMBER, Extract, math, warm_math
 from roll_lite.rewards.notation import tidy
 from roll_lite.rewards.numbers import plain_number, quantity, unnamed
-from roll_lite.rewards.places import plain_boxes
 
 EQUAL: list[tuple[Any, str]] = [
     (7, "7"),

@@ -17,7 +17,7 @@ import pytest
 from roll_lite.cli import main
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.alone import RewardAlone
+from roll_lite.rewards.reward_process import RewardProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 FUNCTIONS = """
@@ -213,7 +213,7 @@ def test_mistakes_in_the_reward_are_told(project: Path, capfd: pytest.CaptureFix
 
 def test_one_process_serves_many_samples() -> None:
     item = RewardInput("sums", "1+1=", "2", "2", {}, "stop")
-    with RewardAlone(RewardConfig(type="exact"), "domains.sums.reward") as reward:
+    with RewardProcess(RewardConfig(type="exact"), "domains.sums.reward") as reward:
         first = reward._process.pid
         assert first is not None
         scores = [reward.score(item)[0] for _ in range(3)]

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from roll_lite.rewards.sandbox import isolation
-from roll_lite.rewards.sandbox.protections import Protections, refuse_unprotected
+from roll_lite.sandbox import isolation
+from roll_lite.sandbox.protections import Protections, refuse_unprotected
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 TRY = f"""
     import sys
     sys.path.insert(0, {str(ROOT)!r})
-    from roll_lite.rewards.sandbox.pool import Limits, Program, SandboxPool
+    from roll_lite.sandbox.pool import Limits, Program, SandboxPool
     pool = SandboxPool(1, walls=sys.argv[1])
     daemon = "import os, time\\nif os.fork() == 0:\\n    os.setsid(); os.mkdir('d', 0o700); time.sleep(500)\\n"
     try:

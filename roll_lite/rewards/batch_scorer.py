@@ -61,7 +61,7 @@ class _Entry:
     is_suspect: bool = False
 
 
-class Together:
+class BatchScorer:
     """Scores samples, each within its own time limit. Sync parts run in the main thread, outside of the event loop."""
 
     def __init__(self, reward: Reward, timeout_s: float, form: Callable[[str], bool] | None = None) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rewards.sandbox.running import LIMITS, PATIENT, SECRET, descendants, refused, run, said
+from sandbox.running import LIMITS, PATIENT, SECRET, descendants, refused, run, said
 
-from roll_lite.rewards.sandbox.pool import Limits, Program, Sandbox
+from roll_lite.sandbox.pool import Limits, Program, Sandbox
 
 pytestmark = pytest.mark.usefixtures("works_after")
 COMPUTING = ("cpu", "wall")

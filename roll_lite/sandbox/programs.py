@@ -19,9 +19,9 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from roll_lite.rewards.sandbox.serving import serve
-from roll_lite.rewards.sandbox.stand_ins import Cannot, ProgramFault, Wire, builtins_for
-from roll_lite.rewards.sandbox.values import FROM_PROGRAM, decode, encode
+from roll_lite.sandbox.serving import serve
+from roll_lite.sandbox.stand_ins import Cannot, ProgramFault, Wire, builtins_for
+from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 RESULT = 3
 PEER = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from rewards.sandbox.running import LIMITS, run, said
+from sandbox.running import LIMITS, run, said
 
-from roll_lite.rewards.sandbox.pool import Pair, Program, Sandbox, SandboxPool
+from roll_lite.sandbox.pool import Pair, Program, Sandbox, SandboxPool
 
 pytestmark = pytest.mark.usefixtures("works_after")
 

@@ -7,7 +7,7 @@ import os
 import struct
 from collections.abc import Iterable
 
-from roll_lite.rewards.sandbox.kernel import checked, libc
+from roll_lite.sandbox.kernel import checked, libc
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8

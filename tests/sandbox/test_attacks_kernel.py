@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rewards.sandbox.running import PATIENT, said
+from sandbox.running import PATIENT, said
 
 from roll_lite.rewards.code_languages import LANGUAGES
-from roll_lite.rewards.sandbox.pool import Program, Sandbox
+from roll_lite.sandbox.pool import Program, Sandbox
 
 pytestmark = pytest.mark.usefixtures("works_after")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_lite.rewards.sandbox import filesystem, kernel, landlock, process_tree, seccomp
+from roll_lite.sandbox import filesystem, kernel, landlock, process_tree, seccomp
 
 NOBODY = 65534
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP

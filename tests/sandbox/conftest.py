@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from rewards.sandbox.running import SECRET, run
+from sandbox.running import SECRET, run
 
-from roll_lite.rewards.sandbox.pool import Sandbox
+from roll_lite.sandbox.pool import Sandbox
 
 
 @pytest.fixture(scope="module", params=["namespaces", "landlock"])

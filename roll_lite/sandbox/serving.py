@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from roll_lite.rewards.sandbox.values import FROM_PROGRAM, decode, encode
+from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 
 def serve(names: dict[str, Any], peer: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll_lite.rewards.places import after_thinking, all_boxed, last_tagged
+from roll_lite.rewards.answer_extraction import after_thinking, all_boxed, last_tagged
 from roll_lite.rewards.time_limit import limited
 
 

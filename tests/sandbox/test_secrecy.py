@@ -6,11 +6,11 @@ import json
 import uuid
 
 import pytest
-from rewards.sandbox.running import PATIENT
+from sandbox.running import PATIENT
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.code import code
-from roll_lite.rewards.sandbox.pool import Pair, Program, Sandbox, SandboxPool
+from roll_lite.sandbox.pool import Pair, Program, Sandbox, SandboxPool
 
 pytestmark = pytest.mark.usefixtures("works_after")
 

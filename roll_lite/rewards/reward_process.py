@@ -14,9 +14,9 @@ from typing import Self
 
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.batch_scorer import BatchScorer, slow_start, time_out
 from roll_lite.rewards.format import FormatCheck
 from roll_lite.rewards.registry import build_reward
-from roll_lite.rewards.together import Together, slow_start, time_out
 
 GRACE_SECONDS = 1.0
 """A reward's own time-out comes first: it ends what can be interrupted, and says more."""
@@ -25,7 +25,7 @@ Answer = tuple[Score | str, float]
 """A score or the cause of its failure, and the seconds it took."""
 
 
-class RewardAlone:
+class RewardProcess:
     """Scores one sample after the other. One that hangs or kills the process costs its own sample a failure; another process is started."""
 
     def __init__(self, config: RewardConfig, path: str) -> None:
@@ -110,12 +110,12 @@ def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
     except ValueError as error:
         connection.send(str(error))
         return
-    together = Together(reward, config.timeout_s, form)
+    scorer = BatchScorer(reward, config.timeout_s, form)
     connection.send(None)
     with suppress(EOFError):
         while True:
             started = time.monotonic()
-            result, scored = together.one(connection.recv())
+            result, scored = scorer.one(connection.recv())
             connection.send((result, time.monotonic() - started, not scored.interrupted))
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rewards.sandbox.running import PATIENT, run
+from sandbox.running import PATIENT, run
 
-from roll_lite.rewards.sandbox import pool as pool_module
-from roll_lite.rewards.sandbox.pool import Program, Sandbox, SandboxPool, SandboxTrouble
+from roll_lite.sandbox import pool as pool_module
+from roll_lite.sandbox.pool import Program, Sandbox, SandboxPool, SandboxTrouble
 
 LONG_S = 60.0
 DAEMONS = """
@@ -34,8 +34,8 @@ time.sleep(500)
 SLEEPERS = 5
 OWNER = """
     import sys, time
-    from rewards.sandbox.running import PATIENT
-    from roll_lite.rewards.sandbox.pool import Program, Sandbox
+    from sandbox.running import PATIENT
+    from roll_lite.sandbox.pool import Program, Sandbox
     sandbox = Sandbox(sys.argv[1])
     sandbox.start()
     sandbox.begin(Program({"kind": "script", "source": sys.argv[2]}, limits=PATIENT))
@@ -62,7 +62,7 @@ def folders_of(family: list[psutil.Process]) -> set[Path]:
 
 def test_a_killed_owner_leaves_nothing(sandbox: Sandbox) -> None:
     kind = str(sandbox._settings["walls"])
-    paths = [str(Path(__file__).parents[3]), str(Path(__file__).parents[2])]
+    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
     owner = subprocess.Popen(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {paths}\n{textwrap.dedent(OWNER)}", kind, DAEMONS], stdin=subprocess.DEVNULL
     )

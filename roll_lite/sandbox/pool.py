@@ -17,14 +17,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from roll_lite.rewards.sandbox.protections import Protections, refuse_unprotected
+from roll_lite.sandbox.protections import Protections, refuse_unprotected
 
-ROOT = str(Path(__file__).resolve().parents[3])
+ROOT = str(Path(__file__).resolve().parents[2])
 BOOT = """
 import json, sys
 settings = json.loads(sys.argv[1])
 sys.path.insert(0, settings["root"])
-from roll_lite.rewards.sandbox.zygote import main
+from roll_lite.sandbox.zygote import main
 main(settings["control"], settings)
 """
 START_S = 60.0

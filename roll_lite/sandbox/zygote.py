@@ -24,12 +24,11 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from roll_lite.rewards.sandbox import kernel
-from roll_lite.rewards.sandbox.filesystem import WORK
-from roll_lite.rewards.sandbox.folders import fits, remove_folder
-from roll_lite.rewards.sandbox.isolation import Walls, build_outer_walls, go_inside, reset_signals
-from roll_lite.rewards.sandbox.process_tree import descendants, kill_descendants
-from roll_lite.rewards.sandbox.programs import run_program
+from roll_lite.sandbox import kernel
+from roll_lite.sandbox.filesystem import WORK, fits, remove_folder
+from roll_lite.sandbox.isolation import Walls, build_outer_walls, go_inside, reset_signals
+from roll_lite.sandbox.process_tree import descendants, kill_descendants
+from roll_lite.sandbox.programs import run_program
 
 WARM = [
     "array",

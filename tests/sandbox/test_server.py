@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "sandbox_server.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sandbox_server.py"
 KEY = "Authorization: Bearer open sesame\r\n"
 
 

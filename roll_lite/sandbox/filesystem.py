@@ -1,13 +1,18 @@
-"""What a program sees of the disk: the interpreter and the system's libraries, read-only, and an empty folder of its own."""
+"""What a program sees of the disk: the interpreter and the system's libraries, read-only, and an empty folder of its own.
+
+Where no mount namespace gives that folder a limited size and an end, it is measured and removed from outside.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
 
-from roll_lite.rewards.sandbox.kernel import (
+from roll_lite.sandbox.kernel import (
     MS_BIND,
     MS_NODEV,
     MS_NOSUID,
@@ -23,6 +28,8 @@ from roll_lite.rewards.sandbox.kernel import (
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+BLOCK = 512
+"""Bytes that `st_blocks` counts in."""
 WORK = "/sandbox"
 """The program's folder, as it sees it: /tmp is the same, unless something below the machine's /tmp is to be shown."""
 
@@ -86,3 +93,31 @@ def _place(path: str, target: str, folder: bool) -> None:
     if not folder:
         with open(target, "w", encoding="ascii"):  # noqa: PTH123
             pass
+
+
+def fits(folder: str, most_bytes: int, most_files: int) -> bool:
+    """A program may be at work in it meanwhile: what has gone does not count."""
+    taken = seen = 0
+    waiting = [folder]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    seen += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    else:
+                        taken += entry.stat(follow_symlinks=False).st_blocks * BLOCK
+                    if seen > most_files or taken > most_bytes:
+                        return False
+        except OSError:
+            continue
+    return True
+
+
+def remove_folder(folder: str) -> None:
+    """Also one nested more deeply than Python recurses. Nothing where there is none."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except RecursionError:
+        subprocess.run(["rm", "-rf", folder], check=False)

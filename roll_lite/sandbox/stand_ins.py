@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from roll_lite.rewards.sandbox.values import decode, encode
+from roll_lite.sandbox.values import decode, encode
 
 SOLUTION = "Solution"
 """A class that only holds the functions to be tested."""

@@ -7,7 +7,7 @@ import errno
 import platform
 import struct
 
-from roll_lite.rewards.sandbox.kernel import PR_SET_SECCOMP, prctl
+from roll_lite.sandbox.kernel import PR_SET_SECCOMP, prctl
 
 DENIED = {
     "socket": (41, 198),
