@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from roll_lite.config.check_data import DOMAIN_DATA_CHECKS
+from roll_lite.config.checkpoint_files import read_state, resumption
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.model_shape import SUPPORTED_TYPES, ModelShape, elsewhere, read_model_shape
 from roll_lite.config.problems import Problem
@@ -79,9 +80,11 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
         return
     if not folder.is_dir():
         yield Problem("checkpoint.resume", f"no such folder: {folder}{elsewhere(folder)}", str(folder))
-    elif not (folder / "state.json").is_file() and not any(folder.glob("checkpoints/step_*/state.json")):
-        message = "is no checkpoint (no state.json) and no run with checkpoints (no checkpoints/step_*); set checkpoint.every to write some"
-        yield Problem("checkpoint.resume", message, str(folder))
+        return
+    try:
+        read_state(resumption(folder).checkpoint)
+    except ValueError as error:
+        yield Problem("checkpoint.resume", str(error).removeprefix("checkpoint.resume: "), str(folder))
 
 
 def _run_folder(config: RunConfig) -> Iterator[Problem]:

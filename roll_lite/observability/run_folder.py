@@ -24,13 +24,12 @@ def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = Non
             folder.mkdir()
         except FileExistsError:
             continue
-        break
-    point_latest(run_dir, folder)
-    return folder
+        return folder
+    raise AssertionError("there is always another number")
 
 
 def point_latest(run_dir: Path, folder: Path) -> None:
-    """Replace the link in one move, so that whoever follows it finds the old run or the new one."""
+    """Once the folder tells what it is. The link is replaced in one move: whoever follows it finds the old run or the new one."""
     link = run_dir / LATEST
     if link.exists() and not link.is_symlink():
         raise ValueError(f"run_dir: {link} is not a link; it has to make room for the link to the newest run")

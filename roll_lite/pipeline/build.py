@@ -15,13 +15,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import yaml
 
 from roll_lite.config.arithmetic import max_model_len, model_parallel_size, roles, updates
+from roll_lite.config.checkpoint_files import CONFIG_FILE, found, resumption
 from roll_lite.config.schema import CriticRoleConfig, ForwardRoleConfig, RunConfig
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather, start_cluster
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession, ray_session
 from roll_lite.distributed.strategy.base import EngineMemory
-from roll_lite.observability.run_folder import create_run_folder
-from roll_lite.pipeline.checkpoint import Checkpoints, found
+from roll_lite.observability.run_folder import create_run_folder, point_latest
+from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.models import FORWARD, TRAIN, Engines, Model, RewardModels
 from roll_lite.pipeline.parts import Parts
@@ -52,11 +53,16 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFF
 def run(config: RunConfig) -> int:
     """Start, train, clean up. Returns the exit code; the cause of a failure stands on standard error and in summary.json."""
     folder = create_run_folder(config.run_dir, config.experiment)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    # What a resumed run without checkpoints went on from is read here: `latest` never points at a folder without it.
+    (folder / CONFIG_FILE).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    point_latest(config.run_dir, folder)
     journal = Journal(config, folder)
     exit_state, code = "completed", COMPLETED
     try:
         # Once more inside: Ray puts its own handler in place when it starts.
+        if config.checkpoint.resume is not None:
+            for note in resumption(config.checkpoint.resume).notes:
+                journal.console.message(note)
         journal.console.message(f"{config.experiment}: everything is written to {folder}; starting Ray")
         with terminable(), ray_session(config.ray, folder) as session, terminable():
             with journal.timers.phase("start"):

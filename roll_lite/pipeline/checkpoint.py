@@ -1,28 +1,35 @@
 """Checkpoints of a run, and the model it ends with.
 
-A checkpoint is a folder `checkpoints/step_000020` with a folder for each trained role and `state.json`. It is written
-under another name and renamed when it is whole, so that a folder with that name can be trusted.
+A checkpoint is written under another name and renamed when it is whole. What its files are stands in config/checkpoint_files.py.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from roll_lite.config.checkpoint_files import (
+    FOLDER,
+    SCHEMA_VERSION,
+    STATE_FILE,
+    FileRecord,
+    check_sums,
+    found,
+    read_list,
+    read_state,
+    record,
+    resumption,
+    write_list,
+)
 from roll_lite.config.schema import RunConfig
-from roll_lite.pipeline.models import FORWARD, TRAIN
+from roll_lite.pipeline.models import FORWARD, TRAIN, Model
 from roll_lite.pipeline.parts import Parts
 from roll_lite.workers.model import ModelWorker
 from roll_lite.workers.rollout import RolloutWorker
 
-SCHEMA_VERSION = 2
-STATE_FILE = "state.json"
-FOLDER = "checkpoints"
 EXPORTED = {"actor_train": "model", "critic": "critic"}
-NAME = re.compile(r"step_(\d+)")
 
 
 class Checkpoints:
@@ -35,17 +42,22 @@ class Checkpoints:
         whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
         unfinished = whole.with_name(f"{whole.name}.partial")
         shutil.rmtree(unfinished, ignore_errors=True)
+        records: dict[str, FileRecord] = {}
         for role, model in parts.trained.items():
             (unfinished / role).mkdir(parents=True)
             with model.loaded(TRAIN):
                 model.ranks.all(ModelWorker.save_checkpoint, (unfinished / role).resolve())
+            files = (path for path in (unfinished / role).rglob("*") if path.is_file())
+            records |= records_of(model, unfinished, sorted(str(path.relative_to(unfinished)) for path in files))
         state = {
             "schema_version": SCHEMA_VERSION,
+            "listed": True,
             "pipeline": pipeline,
             "rollouts": parts.rollouts.one(RolloutWorker.state_dict),
             "config": self._config.model_dump(mode="json"),
         }
         (unfinished / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        write_list(unfinished, {**records, STATE_FILE: record(unfinished / STATE_FILE)})
         shutil.rmtree(whole, ignore_errors=True)
         unfinished.rename(whole)
         for old in found(self._run_folder)[: -self._config.checkpoint.keep]:
@@ -56,20 +68,26 @@ class Checkpoints:
         """Bring every part to the state of `checkpoint.resume`; the driver's own is returned. None where nothing is to be resumed."""
         if self._config.checkpoint.resume is None:
             return None
-        folder = newest(self._config.checkpoint.resume)
-        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        if state["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(
-                f"checkpoint.resume: {folder} has schema version {state['schema_version']}, this program reads {SCHEMA_VERSION}"
-            )
+        folder = resumption(self._config.checkpoint.resume).checkpoint
+        state = read_state(folder)
         missing = [role for role in parts.trained if not (folder / role).is_dir()]
         if missing:
             raise ValueError(f"checkpoint.resume: {folder} holds nothing for {', '.join(missing)}; was it written without a critic?")
+        self._check(parts, folder)
         for role, model in parts.trained.items():
             with model.loaded(TRAIN):
                 model.ranks.all(ModelWorker.load_checkpoint, (folder / role).resolve())
         parts.rollouts.one(RolloutWorker.load_state_dict, state["rollouts"])
         return state["pipeline"]
+
+    def _check(self, parts: Parts, folder: Path) -> None:
+        """The checksum of every file of a role, before anything is loaded."""
+        wanted = read_list(folder)
+        if wanted is None:
+            return
+        for role, model in parts.trained.items():
+            own = sorted(name for name in wanted if name.startswith(f"{role}/"))
+            check_sums(folder, wanted, records_of(model, folder, own).items())
 
     def export_model(self, parts: Parts) -> Path:
         """The actor as Hugging Face safetensors under `model/`, the critic under `critic/`, for `critic.init: path`."""
@@ -79,17 +97,9 @@ class Checkpoints:
         return self._run_folder / EXPORTED["actor_train"]
 
 
-def found(run_folder: Path) -> list[Path]:
-    """Whole checkpoints of a run, oldest first."""
-    numbered = [(match, folder) for folder in (run_folder / FOLDER).glob("step_*") if (match := NAME.fullmatch(folder.name))]
-    return [folder for _, folder in sorted(numbered, key=lambda pair: int(pair[0].group(1)))]
-
-
-def newest(folder: Path) -> Path:
-    """A checkpoint's own folder, or the newest checkpoint of a run's folder."""
-    if (folder / STATE_FILE).is_file():
-        return folder
-    checkpoints = found(folder)
-    if not checkpoints:
-        raise ValueError(f"checkpoint.resume: {folder} is no checkpoint and has none under {FOLDER}/")
-    return checkpoints[-1]
+def records_of(model: Model[Any], folder: Path, names: list[str]) -> dict[str, FileRecord]:
+    """Sizes and checksums, by name. The ranks share the reading."""
+    records: dict[str, FileRecord] = {}
+    for read in model.ranks.all(ModelWorker.file_records, folder.resolve(), names):
+        records |= read
+    return records

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema import CriticRoleConfig, ForwardRoleConfig, ModelConfig, OptimizerConfig, TrainRoleConfig
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
@@ -99,6 +100,10 @@ class ModelWorker(Worker):
 
     def load_checkpoint(self, folder: Path) -> None:
         self.strategy.load_checkpoint(folder)
+
+    def file_records(self, folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
+        """Of this rank's share of the files."""
+        return {name: record(folder / name) for name in names[self.rank :: self.world_size]}
 
     def save_hf(self, folder: Path) -> None:
         self.strategy.save_hf(folder)

@@ -275,9 +275,12 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
         assert problem.path == "checkpoint.resume"
     state = run / "checkpoints" / "step_000002" / "state.json"
     state.parent.mkdir(parents=True)
-    state.write_text("{}")
+    state.write_text('{"schema_version": 2}')
     assert project.load("checkpoint.resume=runs/latest").checkpoint.resume == run, "the link will lead elsewhere once a run has started"
     assert project.problems(f"checkpoint.resume={state.parent}") == []
+    state.write_text("{")
+    (problem,) = project.problems("checkpoint.resume=runs/latest")
+    assert problem.path == "checkpoint.resume" and f"{state} cannot be read as JSON" in problem.message
 
 
 def test_models_that_cannot_be_trained_are_refused_at_once(project: Project) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from roll_lite.config.checkpoint_files import found, record, resumption
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema import RunConfig
-from roll_lite.pipeline.checkpoint import SCHEMA_VERSION, Checkpoints, found, newest
+from roll_lite.pipeline.checkpoint import Checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,11 +21,14 @@ ROOT = Path(__file__).resolve().parents[2]
 class Ranks:
     """A cluster that writes a file where a role would save its state."""
 
-    def all(self, method: Any, folder: Path) -> None:
+    def all(self, method: Any, folder: Path, names: list[str] | None = None) -> Any:
         if method.__name__ == "save_checkpoint":
             (folder / "weights").write_text("saved")
+        elif names is not None:
+            return [{name: record(folder / name)} for name in names]
         else:
             assert (folder / "weights").read_text() == "saved"
+        return None
 
 
 def parts(*roles: str) -> Any:
@@ -48,13 +52,7 @@ def test_the_newest_are_kept_by_number_not_by_name(config: RunConfig, tmp_path: 
     for step in (999_998, 999_999, 1_000_000):
         checkpoints.save(parts("actor_train"), {"steps_done": step})
     assert [folder.name for folder in found(tmp_path)] == ["step_999999", "step_1000000"]
-    assert newest(tmp_path).name == "step_1000000"
-
-
-def test_what_was_not_finished_is_none(config: RunConfig, tmp_path: Path) -> None:
-    Checkpoints(config, tmp_path).save(parts("actor_train"), {"steps_done": 1})
-    (tmp_path / "checkpoints" / "step_000002.partial").mkdir()
-    assert newest(tmp_path).name == "step_000001"
+    assert resumption(tmp_path).checkpoint.name == "step_1000000"
 
 
 def test_a_checkpoint_brings_the_drivers_state_back(config: RunConfig, tmp_path: Path) -> None:
@@ -69,12 +67,16 @@ def test_a_checkpoint_without_a_role_is_refused(config: RunConfig, tmp_path: Pat
         Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic"))
 
 
-def test_a_checkpoint_of_another_version_is_refused(config: RunConfig, tmp_path: Path) -> None:
-    folder = Checkpoints(config, tmp_path).save(parts("actor_train"), {"steps_done": 1})
-    state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(state | {"schema_version": SCHEMA_VERSION + 1}))
-    with pytest.raises(ValueError, match=f"this program reads {SCHEMA_VERSION}"):
-        Checkpoints(resuming(config, folder), tmp_path / "next").load(parts("actor_train"))
+@pytest.mark.parametrize("name", ["critic/weights", "state.json"])
+def test_a_flipped_byte_is_noticed_before_anything_is_loaded(config: RunConfig, tmp_path: Path, name: str) -> None:
+    Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), {"steps_done": 1})
+    folder = Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), {"steps_done": 2})
+    assert sorted(json.loads((folder / "files.json").read_text())) == ["actor_train/weights", "critic/weights", "state.json"]
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content.replace(b"s", b"t", 1))
+    remedy = f"checkpoint.resume={tmp_path}/checkpoints/step_000001"
+    with pytest.raises(ValueError, match=rf"step_000002/{name} .*checkpoint is damaged; .*{remedy}"):
+        Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic"))
 
 
 def test_no_resumption_where_none_was_asked_for(config: RunConfig, tmp_path: Path) -> None:

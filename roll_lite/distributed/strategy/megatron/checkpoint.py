@@ -6,6 +6,7 @@ restored when the layout is the same and start afresh otherwise.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -22,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.distributed import DistributedDataParallel
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as write_state
 
@@ -49,19 +52,47 @@ def save_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
 
 def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, folder: Path) -> None:
     """Collective. Learning rate, betas and weight decay stay those of the configuration."""
-    state_folder = folder / STATE_FOLDER
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(state_folder)):
-        raise ValueError(f"checkpoint.resume: {folder} is not a complete checkpoint of this strategy ({state_folder} is not readable)")
-    state = dist_checkpointing.load(_sharded_state(chunks, optimizer, loading=True), str(state_folder))
+    state = _read_state(_sharded_state(chunks, optimizer, loading=True), folder / STATE_FOLDER)
     for name, chunk in _named_chunks(chunks):
         chunk.load_state_dict(state[name])
     if optimizer is not None:
         _load_optimizer(optimizer, state)
-    own = _rank_file(folder, layout.rank)
-    if own.is_file():
-        saved = torch.load(own, weights_only=True)
+    if (own_file := _own_rank_file(folder, layout)) is not None:
+        saved = torch.load(own_file, weights_only=True)
         if saved["layout"] == _identity(layout):
             _restore_random_state(saved["random"])
+
+
+def _read_state(wanted: dict[str, Any], state_folder: Path) -> dict[str, Any]:
+    """Upstream's errors for files that are not what was written are a dictionary of tracebacks, or a line of some parser."""
+    try:
+        if not dist_checkpointing.check_is_distributed_checkpoint(str(state_folder)):
+            raise ValueError("it is none of this strategy, or not a complete one")
+        return dist_checkpointing.load(wanted, str(state_folder))
+    except CheckpointException as error:
+        raise _unreadable(state_folder, next(iter(error.failures.values()))[0]) from error
+    except (CheckpointingException, pickle.UnpicklingError, ValueError, FileNotFoundError, EOFError) as error:
+        raise _unreadable(state_folder, error) from error
+    except RuntimeError as error:
+        if "PytorchStreamReader" not in str(error):  # what is seen of another rank's death, for instance
+            raise
+        raise _unreadable(state_folder, error) from error
+
+
+def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
+    said = f"{type(cause).__name__}: {cause}"
+    return ValueError(f"checkpoint.resume: {state_folder} cannot be read ({said}). If it is damaged, go on from an earlier checkpoint")
+
+
+def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
+    """None under more ranks than have saved it."""
+    own = _rank_file(folder, layout.rank)
+    if own.is_file():
+        return own
+    others = sorted(folder.glob("rank_*.pt"))
+    if not others or layout.rank < torch.load(others[0], weights_only=True)["layout"]["world_size"]:
+        raise ValueError(f"checkpoint.resume: {own} is missing. If it cannot be found, go on from an earlier checkpoint")
+    return None
 
 
 # ---------------------------------------------------------------- what is stored

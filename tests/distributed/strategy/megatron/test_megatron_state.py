@@ -184,11 +184,40 @@ def test_a_critic_resumes_too(ranks: RankPool, path: Path, tmp_path: Path) -> No
     ranks(2, critic_checkpoint, path, tmp_path)
 
 
-def no_checkpoint(path: Path, folder: Path) -> str:
+def refused(path: Path, folder: Path, layout: dict[str, Any]) -> str:
     with pytest.raises(ValueError) as error:
-        begin(path, {}).load_checkpoint(folder)
+        begin(path, layout).load_checkpoint(folder)
     return str(error.value)
 
 
 def test_an_incomplete_checkpoint_is_refused(ranks: RankPool, path: Path, tmp_path: Path) -> None:
-    assert f"checkpoint.resume: {tmp_path} is not a complete checkpoint" in ranks(1, no_checkpoint, path, tmp_path)[0]
+    expected = f"checkpoint.resume: {tmp_path / 'state'} cannot be read (ValueError: it is none of this strategy, or not a complete one)"
+    assert ranks(1, refused, path, tmp_path, {})[0].startswith(expected)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
+@pytest.mark.parametrize("how", ["cut", "empty"])
+def test_a_damaged_file_is_told_as_such(ranks: RankPool, path: Path, tmp_path: Path, name: str, how: str) -> None:
+    ranks(1, save_after, path, tmp_path, {}, 0)
+    file = tmp_path / "state" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2] if how == "cut" else b"")
+    said = ranks(1, refused, path, tmp_path, {})[0]
+    assert said.startswith(f"checkpoint.resume: {tmp_path / 'state'} cannot be read (") and "go on from an earlier checkpoint" in said
+    assert "Traceback" not in said and "dict_keys" not in said
+
+
+def missing_rank_file(path: Path, folder: Path) -> str:
+    strategy = begin(path, {"data": 2})
+    strategy.save_checkpoint(folder)
+    (folder / "rank_00001.pt").unlink(missing_ok=True)
+    torch.distributed.barrier()
+    try:
+        strategy.load_checkpoint(folder)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_the_random_numbers_of_a_rank_may_not_be_missing(ranks: RankPool, path: Path, tmp_path: Path) -> None:
+    first, second = ranks(2, missing_rank_file, path, tmp_path)
+    assert first == "loaded" and second.startswith(f"checkpoint.resume: {tmp_path / 'rank_00001.pt'} is missing")

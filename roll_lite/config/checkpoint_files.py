@@ -1,0 +1,189 @@
+"""The files of checkpoints: which checkpoints a run has, which of them is gone on from, and whether its files are what was written.
+
+A checkpoint is a folder `checkpoints/step_000020` of a run's folder, with a folder for each trained role, `state.json`, and a list of
+all these files with their sizes and checksums, `files.json`, which is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FOLDER = "checkpoints"
+STATE_FILE = "state.json"
+LIST_FILE = "files.json"
+CONFIG_FILE = "config.yaml"
+"""Of a run: the configuration that it started with."""
+NAME = re.compile(r"step_(\d+)")
+SCHEMA_VERSION = 2
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """The checkpoint to go on from, and what the user should know about the choice."""
+
+    checkpoint: Path
+    notes: list[str]
+
+
+# ---------------------------------------------------------------- which checkpoint
+
+
+def found(run_folder: Path) -> list[Path]:
+    """Finished checkpoints of a run, oldest first."""
+    return [folder for folder in _numbered(run_folder) if is_finished(folder)]
+
+
+def is_finished(checkpoint: Path) -> bool:
+    """Everything in it has been written. One without a list is finished if it comes from a version that wrote none."""
+    if not (checkpoint / STATE_FILE).is_file():
+        return False
+    return (checkpoint / LIST_FILE).is_file() or not _should_have_list(checkpoint)
+
+
+def resumption(folder: Path) -> Resumption:
+    """`folder`: a checkpoint, or a run's folder, for its newest finished one. A run that was itself resumed and has written none yet
+    leads to what it went on from. ValueError where nothing is found."""
+    if NAME.fullmatch(folder.name) or (folder / STATE_FILE).is_file():
+        if is_finished(folder):
+            return Resumption(folder, _unlisted(folder))
+        raise ValueError(f"{folder} is an unfinished checkpoint; {remedy(folder)}")
+    notes = []
+    seen = {folder}
+    while not (checkpoints := found(folder)):
+        earlier = _resumed_from(folder)
+        if earlier is None or earlier in seen:
+            raise ValueError(
+                f"{folder} is no checkpoint (no {STATE_FILE}) and no run with finished checkpoints (no {FOLDER}/step_*); "
+                "set checkpoint.every to write some"
+            )
+        notes.append(f"{folder} has written no checkpoint; going on from where it began, {earlier}")
+        if is_finished(earlier):
+            return Resumption(earlier, notes + _unlisted(earlier))
+        seen.add(earlier)
+        folder = earlier
+    newer = [other.name for other in _numbered(folder) if _number(other) > _number(checkpoints[-1])]
+    if newer:
+        notes.append(f"{', '.join(newer)} in {folder / FOLDER} was not finished; going on from {checkpoints[-1].name}")
+    return Resumption(checkpoints[-1], notes + _unlisted(checkpoints[-1]))
+
+
+def remedy(checkpoint: Path) -> str:
+    """What to do where this one cannot be used."""
+    earlier = [other for other in found(checkpoint.parent.parent) if _number(other) < _number(checkpoint)] if _number(checkpoint) else []
+    if earlier:
+        return f"the one before it can be gone on from: checkpoint.resume={earlier[-1]}"
+    return "there is no earlier one beside it: go on from another run's checkpoint, or start anew"
+
+
+def _unlisted(checkpoint: Path) -> list[str]:
+    if (checkpoint / LIST_FILE).is_file():
+        return []
+    return [f"{checkpoint} has no {LIST_FILE}: it comes from an earlier version, and damage to its files cannot be noticed"]
+
+
+def _numbered(run_folder: Path) -> list[Path]:
+    return sorted((folder for folder in (run_folder / FOLDER).glob("step_*") if NAME.fullmatch(folder.name)), key=_number)
+
+
+def _number(checkpoint: Path) -> int:
+    match = NAME.fullmatch(checkpoint.name)
+    return int(match.group(1)) if match else 0
+
+
+def _should_have_list(checkpoint: Path) -> bool:
+    try:
+        return bool(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")).get("listed"))
+    except (ValueError, AttributeError):  # damaged: told when it is read
+        return False
+
+
+def _resumed_from(run_folder: Path) -> Path | None:
+    try:
+        config = yaml.safe_load((run_folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        return Path(config["checkpoint"]["resume"]).resolve()
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None
+
+
+# ---------------------------------------------------------------- whether it is what was written
+
+
+def record(path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(file.tell(), digest.hexdigest())
+
+
+def write_list(checkpoint: Path, records: Mapping[str, FileRecord]) -> None:
+    """`records` by path within the checkpoint. The last file of a checkpoint."""
+    text = json.dumps({name: asdict(records[name]) for name in sorted(records)}, indent=2) + "\n"
+    (checkpoint / LIST_FILE).write_text(text, encoding="utf-8")
+
+
+def read_list(checkpoint: Path) -> dict[str, FileRecord] | None:
+    """None where an earlier version has written none."""
+    if not (checkpoint / LIST_FILE).is_file():
+        return None
+    entries = _read_json(checkpoint, LIST_FILE)
+    try:
+        records = {name: FileRecord(**entry) for name, entry in entries.items()}
+        return {STATE_FILE: records.pop(STATE_FILE), **records}
+    except KeyError:
+        raise damaged(checkpoint, LIST_FILE, f"does not list {STATE_FILE}") from None
+    except (AttributeError, TypeError) as error:
+        raise damaged(checkpoint, LIST_FILE, f"is not a list of files: {error}") from None
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What stands in state.json, once the files are all there in the sizes that they were written in, and it is as it was written."""
+    wanted = read_list(checkpoint)
+    if wanted is not None:
+        check_sizes(checkpoint, wanted)
+        check_sums(checkpoint, wanted, [(STATE_FILE, record(checkpoint / STATE_FILE))])
+    state = _read_json(checkpoint, STATE_FILE)
+    version = state.get("schema_version") if isinstance(state, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"checkpoint.resume: {checkpoint} has schema version {version}, this program reads {SCHEMA_VERSION}")
+    return state
+
+
+def check_sizes(checkpoint: Path, wanted: Mapping[str, FileRecord]) -> None:
+    for name, written in wanted.items():
+        try:
+            size = (checkpoint / name).stat().st_size
+        except FileNotFoundError:
+            raise damaged(checkpoint, name, "is missing") from None
+        if size != written.bytes:
+            raise damaged(checkpoint, name, f"has {size:,} bytes; {written.bytes:,} were written")
+
+
+def check_sums(checkpoint: Path, wanted: Mapping[str, FileRecord], records: Iterable[tuple[str, FileRecord]]) -> None:
+    """`records`: of the files as they are now."""
+    for name, now in records:
+        if now != wanted[name]:
+            raise damaged(checkpoint, name, "has changed since it was written: its checksum is another one")
+
+
+def damaged(checkpoint: Path, name: str, what: str) -> ValueError:
+    return ValueError(f"checkpoint.resume: {checkpoint / name} {what}. The checkpoint is damaged; {remedy(checkpoint)}")
+
+
+def _read_json(checkpoint: Path, name: str) -> Any:
+    try:
+        return json.loads((checkpoint / name).read_bytes())
+    except ValueError as error:
+        raise damaged(checkpoint, name, f"cannot be read as JSON ({error})") from None

@@ -1,0 +1,115 @@
+"""Which checkpoint is gone on from, and what is said of one that is not what was written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from roll_lite.config.checkpoint_files import check_sums, found, read_list, read_state, record, resumption, write_list
+
+
+def checkpoint(run: Path, step: int, listed: bool = True) -> Path:
+    folder = run / "checkpoints" / f"step_{step:06d}"
+    (folder / "actor_train").mkdir(parents=True)
+    (folder / "actor_train" / "weights").write_bytes(bytes(range(100)))
+    state = {"schema_version": 2, "pipeline": {"steps_done": step}, **({"listed": True} if listed else {})}
+    (folder / "state.json").write_text(json.dumps(state))
+    if listed:
+        write_list(folder, {name: record(folder / name) for name in ("actor_train/weights", "state.json")})
+    return folder
+
+
+def resumed(run: Path, from_folder: Path | None) -> Path:
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "config.yaml").write_text(json.dumps({"checkpoint": {"resume": str(from_folder) if from_folder else None}}))
+    return run
+
+
+def test_the_newest_of_a_run_or_a_checkpoint_itself(tmp_path: Path) -> None:
+    older, newer = checkpoint(tmp_path, 9), checkpoint(tmp_path, 10)
+    assert resumption(tmp_path).checkpoint == newer and resumption(tmp_path).notes == []
+    assert resumption(older).checkpoint == older
+
+
+@pytest.mark.parametrize("left_out", ["state.json", "files.json"])
+def test_an_unfinished_one_does_not_hide_the_one_before_it(tmp_path: Path, left_out: str) -> None:
+    good, unfinished = checkpoint(tmp_path, 2), checkpoint(tmp_path, 4)
+    (unfinished / left_out).unlink()
+    (tmp_path / "checkpoints" / "step_000006.partial").mkdir()
+    choice = resumption(tmp_path)
+    assert choice.checkpoint == good and found(tmp_path) == [good]
+    assert choice.notes == [f"step_000004 in {tmp_path / 'checkpoints'} was not finished; going on from step_000002"]
+    with pytest.raises(ValueError, match=rf"step_000004 is an unfinished checkpoint; the one before it .*checkpoint\.resume={good}"):
+        resumption(unfinished)
+
+
+def test_a_resumed_run_without_checkpoints_leads_to_what_it_went_on_from(tmp_path: Path) -> None:
+    first = checkpoint(tmp_path / "first", 2)
+    second = resumed(tmp_path / "second", first.parent.parent)
+    third = resumed(tmp_path / "third", second)
+    choice = resumption(third)
+    assert choice.checkpoint == first
+    assert choice.notes[0] == f"{third} has written no checkpoint; going on from where it began, {second}"
+    fourth = resumed(tmp_path / "fourth", first)
+    assert resumption(fourth).checkpoint == first
+    own = checkpoint(third, 4)
+    assert resumption(third).checkpoint == own
+
+
+def test_where_there_is_none(tmp_path: Path) -> None:
+    for config in (None, tmp_path / "circle"):
+        run = resumed(tmp_path / "circle", config)
+        with pytest.raises(ValueError, match="circle is no checkpoint .* and no run with finished checkpoints"):
+            resumption(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("actor_train/weights", None, "actor_train/weights is missing"),
+        ("actor_train/weights", b"short", "actor_train/weights has 5 bytes; 100 were written"),
+        ("state.json", b"", r"state.json has 0 bytes; \d+ were written"),
+        ("files.json", b"[1]", "files.json is not a list of files"),
+        ("files.json", b'{"a', "files.json cannot be read as JSON"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:
+    good, bad = checkpoint(tmp_path, 2), checkpoint(tmp_path, 4)
+    if content is None:
+        (bad / name).unlink()
+    else:
+        (bad / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^checkpoint\.resume: .*{said}.*damaged; the one before it .*checkpoint\.resume={good}$"):
+        read_state(bad)
+
+
+def test_a_flipped_bit_changes_the_checksum(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 2)
+    wanted = read_list(folder)
+    assert wanted is not None and wanted["actor_train/weights"].sha256 == hashlib.sha256(bytes(range(100))).hexdigest()
+    file = folder / "actor_train" / "weights"
+    check_sums(folder, wanted, [("actor_train/weights", record(file))])
+    file.write_bytes(bytes([1, *range(1, 100)]))
+    read_state(folder)
+    with pytest.raises(ValueError, match=r"weights has changed since it was written.*there is no earlier one beside it"):
+        check_sums(folder, wanted, [("actor_train/weights", record(file))])
+
+
+def test_one_of_an_earlier_version_is_taken_and_said_to_be_unlisted(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 2, listed=False)
+    assert resumption(tmp_path).checkpoint == folder and "comes from an earlier version" in resumption(tmp_path).notes[0]
+    assert read_state(folder)["pipeline"] == {"steps_done": 2}
+    (folder / "state.json").write_text('{"schema_ver')
+    with pytest.raises(ValueError, match=r"state.json cannot be read as JSON"):
+        read_state(folder)
+
+
+@pytest.mark.parametrize("state", ['{"schema_version": 3}', "{}", "[]"])
+def test_another_version_is_refused(tmp_path: Path, state: str) -> None:
+    folder = checkpoint(tmp_path, 2, listed=False)
+    (folder / "state.json").write_text(state)
+    with pytest.raises(ValueError, match="this program reads 2"):
+        read_state(folder)
