@@ -44,8 +44,8 @@ def options(requests: int) -> dict[str, Any]:
 
 def strategy_of(engine: str, model: Any, requests: int) -> Any:
     from roll_lite.config.schema import SglangStrategyConfig, VllmStrategyConfig
-    from roll_lite.distributed.strategy.sglang import SglangStrategy
-    from roll_lite.distributed.strategy.vllm import VllmStrategy
+    from roll_lite.distributed.strategy.sglang.engine import SglangStrategy
+    from roll_lite.distributed.strategy.vllm.engine import VllmStrategy
 
     if engine == "vllm":
         return VllmStrategy(model, VllmStrategyConfig(**options(requests)), MAX_MODEL_LEN)
@@ -86,21 +86,20 @@ def start_bare(engine: str, model: Any, requests: int, pipe: Connection) -> Any:
     from rollout import bare_engine
 
     from roll_lite.config.schema import SglangStrategyConfig, VllmStrategyConfig
-    from roll_lite.distributed.strategy.sglang.compat import arguments as sglang_arguments
-    from roll_lite.distributed.strategy.sglang.compat import engine_environment
-    from roll_lite.distributed.strategy.vllm.compat import engine_arguments
+    from roll_lite.distributed.strategy.sglang.compat import settings as sglang
+    from roll_lite.distributed.strategy.vllm.compat import settings as vllm
 
     context = multiprocessing.get_context("spawn")
     if engine == "vllm":
-        arguments = engine_arguments(model, VllmStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=False)
+        arguments = vllm.engine_arguments(model, VllmStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=False)
         for ours in ("worker_extension_cls", "weight_transfer_config", "enable_log_requests"):
             arguments.pop(ours)
         process = context.Process(target=bare_engine, args=(str(model.path), arguments, pipe))
         process.start()
         return process
-    arguments = sglang_arguments.engine_arguments(model, SglangStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=False)
+    arguments = sglang.engine_arguments(model, SglangStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=False)
     before = dict(os.environ)
-    os.environ.update(engine_environment(1, None, cuda=False) | {BARE_SGLANG: "1"})
+    os.environ.update(sglang.engine_environment(1, None, cuda=False).variables() | {BARE_SGLANG: "1"})
     try:
         process = context.Process(target=bare_sglang, args=(arguments, pipe))
         process.start()

@@ -86,7 +86,8 @@ class Ours:
         from roll_lite.config.arithmetic import max_model_len
         from roll_lite.distributed.cluster import ClusterSpec, start_cluster
         from roll_lite.distributed.placement import Placement, beside_driver
-        from roll_lite.workers.infer import EngineSpec, InferWorker
+        from roll_lite.distributed.strategy.engines import EngineSpec
+        from roll_lite.workers.infer import InferWorker
         from roll_lite.workers.rollout import RolloutSpec, RolloutWorker
 
         self.config = config
@@ -124,9 +125,9 @@ class Ours:
 
 def bare_engine(model: str, arguments: dict[str, Any], pipe: Connection) -> None:
     """In a process of its own: an engine inside the process, requests given to it all at once."""
-    from roll_lite.distributed.strategy.vllm import engine_environment
+    from roll_lite.distributed.strategy.vllm.compat.settings import engine_environment
 
-    os.environ.update(engine_environment(threads=1))
+    os.environ.update(engine_environment(1, None, cuda=False).variables())
     from vllm import LLM, SamplingParams
 
     llm = LLM(**arguments)
@@ -144,9 +145,9 @@ def bare_engine(model: str, arguments: dict[str, Any], pipe: Connection) -> None
 def bare_arguments(config: Any) -> dict[str, Any]:
     """Those of our engine, without its weight transfer."""
     from roll_lite.config.arithmetic import max_model_len
-    from roll_lite.distributed.strategy.vllm import compat
+    from roll_lite.distributed.strategy.vllm.compat.settings import engine_arguments
 
-    arguments = compat.engine_arguments(config.model, config.actor_infer.strategy, max_model_len(config), config.seed, cuda=False)
+    arguments = engine_arguments(config.model, config.actor_infer.strategy, max_model_len(config), config.seed, cuda=False)
     for ours in ("worker_extension_cls", "weight_transfer_config", "enable_log_requests"):
         arguments.pop(ours)
     return arguments

@@ -14,6 +14,7 @@ from roll_lite.config.arithmetic import derive, render
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema import RunConfig
+from roll_lite.distributed.strategy.engines import own_arguments_set
 
 WRONG_CONFIGURATION = 2
 """Exit code, argparse's own for a wrong command line as well."""
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        config = load_config(parsed.config_name, Path(parsed.config_path), [*parsed.overrides, *rest])
+        config = load_config(parsed.config_name, Path(parsed.config_path), [*parsed.overrides, *rest], further=[own_arguments_set])
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION

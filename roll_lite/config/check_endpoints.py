@@ -16,8 +16,6 @@ from roll_lite.config.schema import DomainConfig, JudgeServerConfig, RewardConfi
 JUDGE, REMOTE = "judge", "remote"
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-SERVER_OWN_ARGUMENTS = ("host", "port", "uds", "fd", "served_model_name", "api_key", "api_server_count", "root_path", "ssl_certfile")
-"""Arguments of a judge's server that no configuration may set."""
 
 
 def asking(path: str, reward: RewardConfig) -> Iterator[tuple[str, RewardConfig | RewardTermConfig]]:
@@ -50,12 +48,7 @@ def _model_folder(config: RunConfig, path: str, judge: JudgeServerConfig) -> Ite
         yield Problem(f"{path}.path", f"no config.json in {folder}; expected a model in Hugging Face format", str(folder))
 
 
-def _server_arguments(config: RunConfig, path: str, judge: JudgeServerConfig) -> Iterator[Problem]:
-    for argument in sorted(set(SERVER_OWN_ARGUMENTS) & set(judge.strategy.engine_args)):
-        yield Problem(f"{path}.strategy.engine_args.{argument}", "roll_lite sets this one itself; remove it")
-
-
-JUDGE_CHECKS = (_used, _model_folder, _server_arguments)
+JUDGE_CHECKS = (_used, _model_folder)
 
 
 # ---------------------------------------------------------------- domains that ask

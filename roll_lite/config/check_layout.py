@@ -19,46 +19,6 @@ from roll_lite.config.schema import (
     RunConfig,
 )
 
-_VLLM_OWN_ARGUMENTS = (
-    "model",
-    "dtype",
-    "seed",
-    "worker_extension_cls",
-    "weight_transfer_config",
-    "logprobs_mode",
-    "max_logprobs",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "distributed_executor_backend",
-    "max_model_len",
-    "enable_sleep_mode",
-    "skip_tokenizer_init",
-)
-_SGLANG_OWN_ARGUMENTS = (
-    "model_path",
-    "dtype",
-    "device",
-    "random_seed",
-    "tp_size",
-    "pp_size",
-    "dp_size",
-    "nnodes",
-    "node_rank",
-    "context_length",
-    "sampling_backend",
-    "sampling_mask_max_tokens",
-    "preferred_sampling_params",
-    "speculative_algorithm",
-    "skip_tokenizer_init",
-    "enable_memory_saver",
-    "enable_weights_cpu_backup",
-    "weight_version",
-    "stream_interval",
-)
-OWN_ARGUMENTS: dict[str, tuple[str, ...]] = {"vllm": _VLLM_OWN_ARGUMENTS, "sglang": _SGLANG_OWN_ARGUMENTS}
-"""Engine arguments that no configuration may set, by the strategy's name."""
-
 
 def _device_list(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
     numbers = device_numbers(role.devices)
@@ -145,9 +105,6 @@ def _engine_limits(config: RunConfig, name: str, role: Role) -> Iterator[Problem
             f"every running request takes at least one token of a pass; use at least max_running_requests ({strategy.max_running_requests})"
         )
         yield Problem(f"{name}.strategy.max_batched_tokens", message, strategy.max_batched_tokens)
-    for argument in sorted(set(OWN_ARGUMENTS[strategy.name]) & set(strategy.engine_args)):
-        message = "roll_lite sets this one itself; remove it"
-        yield Problem(f"{name}.strategy.engine_args.{argument}", message, strategy.engine_args[argument])
 
 
 ROLE_CHECKS = (

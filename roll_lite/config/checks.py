@@ -7,7 +7,7 @@ so that one mistake never hides the others nor invents new ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from roll_lite.config.arithmetic import group_size, longest_sequence, updates
 from roll_lite.config.check_algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
@@ -36,9 +36,14 @@ PLACEHOLDER = re.compile(r"\{[A-Za-z_]\w*\}")
 EXPERIMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-def check(config: RunConfig, *, allow_scripted: bool = False) -> list[Problem]:
-    """Everything that is wrong with the configuration beyond the schema."""
-    found = [problem for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *FILE_CHECKS) for problem in _readable(one(config))]
+Check = Callable[[RunConfig], Iterable[Problem]]
+
+
+def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[Check] = ()) -> list[Problem]:
+    """Everything that is wrong with the configuration beyond the schema. `further`: checks of those who know what a section is for."""
+    found = [
+        problem for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *FILE_CHECKS, *further) for problem in _readable(one(config))
+    ]
     found += _readable(_each_domain(config))
     found += [problem for role in ("actor_train", "actor_infer", "reference", "critic") for problem in _readable(_role(config, role))]
     found += _readable(_reward_models(config))

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path as FilePath
 
-from roll_lite.config.checks import check
+from roll_lite.config.checks import Check, check
 from roll_lite.config.compose import compose, config_names
 from roll_lite.config.problems import ConfigError, Path, Problem, did_you_mean
 from roll_lite.config.schema import RunConfig
 from roll_lite.config.validation import validate
 
 
-def load_config(name: str, folder: FilePath, overrides: Sequence[str] = (), *, allow_scripted: bool = False) -> RunConfig:
-    """`name` is a file in `folder`, with or without .yaml. `allow_scripted` admits the scripted engine, for tests and simulations."""
+def load_config(
+    name: str, folder: FilePath, overrides: Sequence[str] = (), *, allow_scripted: bool = False, further: Sequence[Check] = ()
+) -> RunConfig:
+    """`name` is a file in `folder`, with or without .yaml. `allow_scripted` admits the scripted engine, for tests and simulations.
+    `further`: see `check`."""
     name = name.removesuffix(".yaml")
     if not (folder / f"{name}.yaml").is_file():
         raise ConfigError(name, [_no_such_config(name, folder)])
     composed = compose(name, folder, overrides)
     validated = validate(composed.data, composed.broken)
-    cross = check(validated.partial, allow_scripted=allow_scripted)
+    cross = check(validated.partial, allow_scripted=allow_scripted, further=further)
     problems = [_with_source(problem, composed.origins) for problem in [*composed.problems, *validated.problems, *cross]]
     if problems:
         raise ConfigError(name, list({str(problem): problem for problem in problems}.values()))

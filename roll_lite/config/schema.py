@@ -96,7 +96,7 @@ class EngineStrategyConfig(Section):
     max_running_requests: PositiveInt = 256
     """Requests that an engine decodes at the same time."""
     max_batched_tokens: PositiveInt = 8192
-    """Tokens that an engine processes in one forward pass."""
+    """Tokens that an engine processes in one forward pass; on a CPU vLLM takes at least max_model_len, which the start says."""
     kv_cache_mb: PositiveInt | None = None
     """Size of the key/value cache; on GPUs derived from gpu_memory_utilization where absent, on a CPU 256."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -21,6 +22,7 @@ from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather,
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession, ray_session
 from roll_lite.distributed.strategy.base import EngineMemory
+from roll_lite.distributed.strategy.engines import EngineSpec
 from roll_lite.observability.run_folder import create_run_folder, point_latest
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.journal import Journal
@@ -30,7 +32,7 @@ from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.weights import WeightSync
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.critic import CriticWorker
-from roll_lite.workers.infer import EngineSpec, InferWorker
+from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.judge import JudgeAddress, JudgeWorker
 from roll_lite.workers.model import ModelRole, ModelWorker
 from roll_lite.workers.reference import ReferenceWorker
@@ -47,7 +49,7 @@ LOCAL_PATIENCE_S = 5.0
 REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Nothing that runs here reports home or fetches anything."""
+"""Nothing that runs here reports home or fetches anything, unless the user's environment says otherwise."""
 
 
 def run(config: RunConfig) -> int:
@@ -92,7 +94,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     critic = start.model("critic", config.critic, CriticWorker, config.algorithm, len(config.domains)) if config.critic else None
     initialize([model for model in (actor, reference, critic) if model], engines, rollouts, reward_models, judges)
     left_out = [line for line in rollouts.one(RolloutWorker.data_counts) if "left out" in line]
-    for line in (*left_out, *rollouts.one(RolloutWorker.reward_notes)):
+    engine_notes = dict.fromkeys(note for notes in engines.replicas.all(InferWorker.notes) for note in notes)
+    for line in (*left_out, *rollouts.one(RolloutWorker.reward_notes), *(f"actor_infer: {note}" for note in engine_notes)):
         journal.console.message(line)
     weights = WeightSync(actor, engines.replicas, rollouts, config.weight_sync, model_parallel_size(config.actor_infer))
     parts = Parts(actor, engines, rollouts, weights, reference, critic, reward_models, list(judges.values()))
@@ -139,7 +142,7 @@ class Starter:
         self.placement = Placement({name: role.devices for name, role in roles(config).items()}, patience)
 
     def spec(self, name: str, slots: Sequence[Slot], threads: int = 1) -> ClusterSpec:
-        return ClusterSpec(name, slots, threads, QUIET, self.session.log_folder)
+        return ClusterSpec(name, slots, threads, {key: os.environ.get(key, value) for key, value in QUIET.items()}, self.session.log_folder)
 
     def engines(self) -> Engines:
         role = self.config.actor_infer

@@ -3,55 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayActorError
 
-from roll_lite.config.schema import InferStrategyConfig, ModelConfig, ScriptedStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest
 from roll_lite.distributed.strategy.base import (
     EngineHealth,
     EngineMemory,
     ExportedTensor,
     ExportPlan,
-    InferenceStrategy,
     PauseMode,
     TransferEndpoint,
 )
+from roll_lite.distributed.strategy.engines import EngineSpec, build_engine
 from roll_lite.distributed.worker import AsyncWorker
 from roll_lite.scheduler.engines import BatchedEngine, Collected, CompletionPump
 
 POLL_SECONDS = 10.0
 """A call that asks for completions comes back after this time also without any."""
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an engine replica needs to know."""
-
-    model: ModelConfig
-    strategy: InferStrategyConfig
-    max_model_len: int
-    seed: int = 1
-    threads: int = 1
-
-
-def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """The one place where an engine is chosen. Each is imported only where it runs: they are large and exclude each other."""
-    match spec.strategy:
-        case VllmStrategyConfig():
-            from roll_lite.distributed.strategy.vllm import VllmStrategy
-
-            return VllmStrategy(spec.model, spec.strategy, max_model_len=spec.max_model_len, seed=spec.seed, threads=spec.threads)
-        case SglangStrategyConfig():
-            from roll_lite.distributed.strategy.sglang import SglangStrategy
-
-            return SglangStrategy(spec.model, spec.strategy, max_model_len=spec.max_model_len, seed=spec.seed, threads=spec.threads)
-        case ScriptedStrategyConfig():
-            from roll_lite.distributed.strategy.scripted import ScriptedEngine
-
-            return ScriptedEngine(spec.strategy)
 
 
 class InferWorker(AsyncWorker):
@@ -65,6 +36,9 @@ class InferWorker(AsyncWorker):
 
     async def initialize(self) -> None:
         await self._strategy.initialize()
+
+    async def notes(self) -> list[str]:
+        return list(self._strategy.notes)
 
     # ------------------------------------------------------------ rollouts
 

@@ -97,14 +97,19 @@ class JudgeWorker(AsyncWorker):
     # ------------------------------------------------------------ the server
 
     async def _start(self) -> None:
-        from roll_lite.distributed.strategy.vllm.compat.environment import engine_environment, on_cuda
+        import torch
+
+        from roll_lite.distributed.strategy.inference.processes import HOST_PID
         from roll_lite.distributed.strategy.vllm.compat.judge_server import command
+        from roll_lite.distributed.strategy.vllm.compat.settings import engine_environment
 
         port = self._port.getsockname()[1]
         self._started += 1
+        cuda = torch.cuda.is_available()
+        environment = engine_environment(self._config.threads, None, cuda)
         self._process = subprocess.Popen(  # noqa: ASYNC220 (takes a moment)
-            command(self._config, self._host, port, self._name, on_cuda()),
-            env=os.environ | engine_environment(self._config.threads),
+            command(self._config, self._host, port, self._name, cuda),
+            env=os.environ | environment.variables() | {HOST_PID: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

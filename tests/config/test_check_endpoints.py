@@ -26,11 +26,6 @@ PROBLEMS = {
         "judges.main.devices",
         "3 devices into whole",
     ),
-    "own arguments": (
-        "judges: {main: {path: model, strategy: {engine_args: {port: 80}}}}\n" + ASKS % "",
-        "judges.main.strategy.engine_args.port",
-        "roll_lite sets this one itself",
-    ),
     "no such judge": (
         ASKS.replace("server: main", "server: mian") % "",
         "domains.add.reward.args.server",

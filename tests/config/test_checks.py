@@ -119,11 +119,6 @@ LAYOUT_CHECKS = {
         "actor_infer.strategy.tensor_parallel",
         "use one of 1, 2, 4, 8",
     ),
-    "engine's own arguments": (
-        "actor_infer: {strategy: {engine_args: {model: elsewhere}}}",
-        "actor_infer.strategy.engine_args.model",
-        "sets this one itself",
-    ),
     "the name of the link": ("experiment: latest", "experiment", "link to the newest run"),
     "a folder that nobody can write to": ("run_dir: /proc/runs", "run_dir", "cannot be written to"),
     "no decay left": (

@@ -26,8 +26,8 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan, PauseMode
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
-from roll_lite.distributed.strategy.sglang import SglangStrategy
-from roll_lite.distributed.strategy.vllm import VllmStrategy
+from roll_lite.distributed.strategy.sglang.engine import SglangStrategy
+from roll_lite.distributed.strategy.vllm.engine import VllmStrategy
 from roll_lite.distributed.weight_sync.gloo import GlooSender, open_store
 from roll_lite.distributed.weight_sync.plan import TransferPlan, plan_transfers
 

@@ -13,7 +13,7 @@ from support_models import make_tiny_model
 
 from roll_lite.config.schema import ModelConfig
 from roll_lite.distributed.strategy.inference.engine import EngineDead
-from roll_lite.distributed.strategy.vllm.compat import Llm
+from roll_lite.distributed.strategy.vllm.compat.llm import Llm
 
 
 @pytest.mark.parametrize("folder", ["missing", "empty"])

@@ -51,7 +51,7 @@ def ranks() -> Iterator[RankPool]:
 
 
 async def sampled(model: Path) -> dict[str, list[tuple[GenerationRequest, Completion]]]:
-    from roll_lite.distributed.strategy.vllm import VllmStrategy
+    from roll_lite.distributed.strategy.vllm.engine import VllmStrategy
 
     engine = VllmStrategy(ModelConfig(path=model, dtype="float32"), VllmStrategyConfig(kv_cache_mb=64), max_model_len=128)
     await engine.initialize()

@@ -30,8 +30,9 @@ from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.placement import anywhere
+from roll_lite.distributed.strategy.engines import EngineSpec
 from roll_lite.scheduler.clients import EngineDead
-from roll_lite.workers.infer import EngineSpec, InferWorker, RemoteEngine
+from roll_lite.workers.infer import InferWorker, RemoteEngine
 from roll_lite.workers.rollout import RolloutBatch, RolloutSpec, RolloutWorker, sampling_of
 
 pytestmark = pytest.mark.usefixtures("ray_local")

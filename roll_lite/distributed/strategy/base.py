@@ -199,6 +199,8 @@ class InferenceStrategy(ABC):
     """One engine replica."""
 
     capabilities: Capabilities
+    notes: Sequence[str] = ()
+    """Once it is initialized: what of the user's settings the engine does not get, to be said at the start."""
 
     @abstractmethod
     async def initialize(self) -> None: ...

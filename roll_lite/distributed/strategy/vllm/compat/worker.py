@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from roll_lite.distributed.strategy.base import ExportedTensor, TransferEndpoint
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, is_running, kill_all, when_host_is_gone
-from roll_lite.distributed.strategy.vllm.compat.arguments import TRANSFER_BACKEND
+from roll_lite.distributed.strategy.vllm.compat.settings import TRANSFER_BACKEND
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.receivers import RECEIVERS
 from roll_lite.distributed.weight_sync.transport import WeightReceiver

@@ -1,16 +1,69 @@
-"""Arguments of an SGLang engine."""
+"""What SGLang is started with: the supported range, its environment, its arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.keep_mask import KEEP_LIMIT
 from roll_lite.config.schema import ModelConfig, SglangStrategyConfig
-from roll_lite.distributed.strategy.inference.engine_args import cache_mb
+from roll_lite.distributed.strategy.inference import settings
+from roll_lite.distributed.strategy.inference.settings import Environment, kv_cache_mb
 
+SUPPORTED = ("0.5.23", "0.5.24")
+
+OWN_ARGUMENTS = (
+    "model_path",
+    "dtype",
+    "device",
+    "random_seed",
+    "tp_size",
+    "pp_size",
+    "dp_size",
+    "nnodes",
+    "node_rank",
+    "context_length",
+    "sampling_backend",
+    "sampling_mask_max_tokens",
+    "preferred_sampling_params",
+    "speculative_algorithm",
+    "skip_tokenizer_init",
+    "enable_memory_saver",
+    "enable_weights_cpu_backup",
+    "weight_version",
+    "stream_interval",
+)
+"""Engine arguments that no configuration may set."""
+
+CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
 _INPUT_MARGIN = 8
 """Places of the context that SGLang does not let a prompt fill."""
+
+
+def check_version() -> str:
+    return settings.check_version(("sglang",), SUPPORTED, "SGLang: pip install 'roll_lite[sglang]'")
+
+
+def engine_environment(threads: int, devices: Sequence[int] | None, cuda: bool, workers: int = 1) -> Environment:
+    """What the engine's process finds when it starts. `devices`: the GPUs that it may use; all visible ones where None."""
+    preset = {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONWARNINGS": "ignore::UserWarning,ignore::DeprecationWarning,ignore::FutureWarning",
+    }
+    # The context is a few places longer than the model's, since prompts may not fill SGLang's; no response gets that far.
+    required = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    if cuda:
+        return Environment(preset, required, {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))})
+    preset |= {
+        # Left to itself, SGLang wants a NUMA node for each worker. Its native path binds nothing, whatever stands here.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * workers),
+        # Some sampling paths are compiled at their first call, which takes half a minute.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    required |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_EXTERNAL_MODEL_PACKAGE": CPU_MODELS}
+    return Environment(preset, required, {"OMP_NUM_THREADS": str(threads)})
 
 
 def engine_arguments(model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, seed: int, cuda: bool) -> dict[str, Any]:
@@ -23,7 +76,7 @@ def engine_arguments(model: ModelConfig, strategy: SglangStrategyConfig, max_mod
         "tp_size": strategy.tensor_parallel,
         "context_length": max_model_len + _INPUT_MARGIN,
         "max_running_requests": strategy.max_running_requests,
-        "max_prefill_tokens": max(strategy.max_batched_tokens, max_model_len),
+        "max_prefill_tokens": strategy.max_batched_tokens,
         "chunked_prefill_size": strategy.max_batched_tokens,
         "sampling_backend": "pytorch",
         "sampling_mask_max_tokens": KEEP_LIMIT,
@@ -38,7 +91,7 @@ def engine_arguments(model: ModelConfig, strategy: SglangStrategyConfig, max_mod
         arguments["mem_fraction_static"] = strategy.gpu_memory_utilization
     else:
         arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "sleep_on_idle": True}
-    megabytes = cache_mb(strategy.kv_cache_mb, cuda)
+    megabytes = kv_cache_mb(strategy.kv_cache_mb, cuda)
     if megabytes is not None:
         arguments["max_total_tokens"] = (megabytes << 20) // _token_bytes(model, strategy)
     return arguments | strategy.engine_args
@@ -56,8 +109,8 @@ def check_cache(
         return
     token_bytes = _token_bytes(model, strategy)
     enough = -(-needed * token_bytes // (1 << 20))
-    what = f"SGLang's key/value cache holds {cache_tokens} tokens, a request of max_model_len {max_model_len} needs {needed}"
-    given = cache_mb(strategy.kv_cache_mb, cuda)
+    what = f"SGLang's KV cache holds {cache_tokens} tokens, a request of max_model_len {max_model_len} needs {needed}"
+    given = kv_cache_mb(strategy.kv_cache_mb, cuda)
     if given is not None and (given << 20) // token_bytes < needed:
         raise ValueError(f"actor_infer.strategy.kv_cache_mb: {given} is too little: {what}; use at least {enough}")
     raise ValueError(

