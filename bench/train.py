@@ -25,7 +25,7 @@ import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from roll_lite.config.schema import MegatronStrategyConfig, ModelConfig, OptimizerConfig
-from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, micro_batches
+from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, RowsAtATime
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
@@ -39,6 +39,7 @@ from roll_lite.config.hf_config import read_hf_config  # isort: skip
 from roll_lite.distributed.strategy.megatron.model import layer_spec, transformer_config  # isort: skip
 
 ROWS, MICRO_BATCH, VOCAB, PAIRS = 64, 8, 4096, 11
+PLANNER = RowsAtATime(MICRO_BATCH)
 OPTIMIZER = OptimizerConfig(lr=1e-5)
 
 
@@ -92,7 +93,7 @@ def bare_megatron(path: Path, rows: DataProto) -> Callable[[], None]:
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(optimizer="adam", lr=OPTIMIZER.lr, weight_decay=0.0, clip_grad=1.0, use_distributed_optimizer=True), [chunk]
     )
-    padded = [micro for _, micro in micro_batches(rows, MICRO_BATCH)]
+    padded = MicroBatchPlan.of(rows.lengths, PLANNER).micro_batches(rows)
 
     def forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         micro = next(iterator)
@@ -138,11 +139,12 @@ def main() -> None:
         rows = make_rows()
         strategy = MegatronStrategy(ModelConfig(path=folder / "model", dtype="float32"), MegatronStrategyConfig(), OPTIMIZER)
         strategy.initialize()
+
+        def planned_step(data: DataProto) -> None:
+            strategy.train_step(data, policy_gradient, ["log_probs"], 1.0, strategy.plan(data.lengths, PLANNER))
+
         pairs, with_prompts = (
-            turns(
-                partial(strategy.train_step, data, policy_gradient, ["log_probs"], 1.0, MICRO_BATCH), bare_megatron(folder / "model", data)
-            )
-            for data in (without_prompts(rows), rows)
+            turns(partial(planned_step, data), bare_megatron(folder / "model", data)) for data in (without_prompts(rows), rows)
         )
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -1,9 +1,10 @@
-"""Micro-batches: the one place where ragged rows become padded tensors."""
+"""Micro-batches: which rows pass through the model together, and the one place where ragged rows become padded tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,48 +36,131 @@ class MicroBatchOutputs:
     """[B] value of the end of the row."""
 
 
-def micro_batches(batch: DataProto, size: int, pad_id: int = 0, pad_multiple: int = 1) -> list[tuple[np.ndarray, MicroBatch]]:
-    """The batch in row order, `size` rows at a time, each micro-batch padded to its longest row (rounded up to pad_multiple).
+# ---------------------------------------------------------------- planning
 
-    With each comes the array of its rows' numbers in the batch. input_ids are padded with pad_id, kept_ids with -1, everything else with 0;
-    OBJECT columns stay behind. Without a response_mask every transition between real tokens counts.
+
+@dataclass(frozen=True)
+class Multiples:
+    """What a parallel layout asks of every plan."""
+
+    width: int = 1
+    """Tokens of a padded row are a multiple of this: sequence parallelism cuts them into equal parts."""
+    count: int = 1
+    """Micro-batches of a pass are a multiple of this: interleaved pipeline stages take turns over groups of them."""
+
+
+class MicroBatchPlanner(Protocol):
+    """Decides which rows of a batch go together."""
+
+    def cut(self, lengths: torch.Tensor) -> list[np.ndarray]:
+        """`lengths` [rows] tokens. Row numbers of each micro-batch, every row in exactly one of them."""
+
+
+@dataclass(frozen=True)
+class RowsAtATime:
+    """A fixed number of rows, in the order of the batch."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a micro-batch of {self.size} rows: it needs at least one")
+
+    def cut(self, lengths: torch.Tensor) -> list[np.ndarray]:
+        rows = np.arange(len(lengths))
+        return [rows[start : start + self.size] for start in range(0, len(rows), self.size)]
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """One pass of a rank over its rows, forward or training: what a strategy is given beside the batch."""
+
+    parts: tuple[np.ndarray, ...]
+    """Row numbers of each micro-batch."""
+    count: int
+    """Micro-batches that this rank runs, at least one. Those beyond `parts` have no rows: they keep step with ranks that have more."""
+    width_multiple: int = 1
+    """Tokens of a padded row are a multiple of this."""
+
+    @staticmethod
+    def of(
+        lengths: torch.Tensor,
+        planner: MicroBatchPlanner,
+        multiples: Multiples = Multiples(),
+        agree: Callable[[int], int] | None = None,
+    ) -> MicroBatchPlan:
+        """`agree`: from this rank's number of micro-batches to the largest among the ranks that have to run equally many; collective."""
+        parts = tuple(planner.cut(lengths))
+        rows = np.concatenate([np.empty(0, dtype=np.int64), *parts])
+        assert np.array_equal(np.sort(rows), np.arange(len(lengths))), f"{planner} does not cut {len(lengths)} rows into parts once each"
+        count = max(agree(len(parts)) if agree else len(parts), 1)
+        return MicroBatchPlan(parts, -(-count // multiples.count) * multiples.count, multiples.width)
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self.parts))
+
+    def micro_batches(self, batch: DataProto) -> list[MicroBatch]:
+        """`count` of them; those without rows come last."""
+        if len(batch) != self.rows:
+            raise ValueError(f"a plan for {self.rows} rows was given a batch of {len(batch)}")
+        nothing = [padded(batch.slice(0, 0), self.width_multiple)] * (self.count - len(self.parts))
+        return [padded(batch.take(rows), self.width_multiple) for rows in self.parts] + nothing
+
+    def lengths(self, batch: DataProto) -> list[torch.Tensor]:
+        """Tokens of the rows of each micro-batch."""
+        return [batch.lengths[rows] for rows in self.parts] + [batch.lengths[:0]] * (self.count - len(self.parts))
+
+    def collect_transitions(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
+        """Outputs [B, T-1, ...] of the micro-batches as one column of the batch, on the host and without a graph."""
+        with_rows = self._with_rows(outputs)
+        if not with_rows:
+            return Ragged.from_rows([], torch.float32)
+        parts = zip(with_rows, self.lengths(batch), strict=False)
+        joined = Ragged.concat([Ragged.from_padded(_on_host(output), lengths - 1) for output, lengths in parts])
+        return joined if self._order is None else joined.take(self._order)
+
+    def collect_rows(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Outputs [B] of the micro-batches as one column of the batch, on the host and without a graph."""
+        joined = torch.cat([torch.empty(0), *map(_on_host, self._with_rows(outputs))])
+        return joined if self._order is None else joined[self._order]
+
+    def _with_rows(self, outputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if len(outputs) != self.count:
+            raise ValueError(f"{len(outputs)} outputs for a plan of {self.count} micro-batches")
+        return outputs[: len(self.parts)]
+
+    @property
+    def _order(self) -> torch.Tensor | None:
+        """From the order of the micro-batches to that of the batch; None where they are the same."""
+        planned = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *self.parts]))
+        return None if bool((planned[1:] > planned[:-1]).all()) else torch.argsort(planned)
+
+
+# ---------------------------------------------------------------- padding
+
+
+def padded(rows: DataProto, width_multiple: int = 1) -> MicroBatch:
+    """The rows side by side, as long as the longest of them rounded up to `width_multiple`.
+
+    input_ids are padded with 0, kept_ids with -1, everything else with 0; OBJECT columns stay behind. Without a response_mask every
+    transition between real tokens counts. Without rows there is room for one transition, so that losses find the shapes they expect.
     """
-    if size < 1 or pad_multiple < 1:
-        raise ValueError(f"micro_batches: size {size} and pad_multiple {pad_multiple} must be positive")
-    cuts = range(0, len(batch), size)
-    return [
-        (np.arange(start, min(start + size, len(batch))), _padded(batch.slice(start, min(start + size, len(batch))), pad_id, pad_multiple))
-        for start in cuts
-    ]
-
-
-def _padded(rows: DataProto, pad_id: int, pad_multiple: int) -> MicroBatch:
     lengths = rows.lengths
-    width = -(-int(lengths.max()) // pad_multiple) * pad_multiple
+    longest = int(lengths.max()) if len(rows) else 2
+    width = -(-longest // width_multiple) * width_multiple
     columns: dict[str, torch.Tensor] = {}
     for name, column in rows.columns.items():
         if isinstance(column, Ragged):
             shorter = 1 if KEYS[name].kind is Kind.TRANSITIONS else 0
-            columns[name] = column.to_padded(pad_id if name == "input_ids" else VECTORS.get(name, 0), width - shorter)
+            columns[name] = column.to_padded(VECTORS.get(name, 0), width - shorter)
+            if name in VECTORS and columns[name].dim() == 2:  # without entries nothing says how long the vectors are
+                columns[name] = columns[name].unsqueeze(-1)
         elif isinstance(column, torch.Tensor):
             columns[name] = column
     real = torch.arange(1, width) < lengths[:, None]
     return MicroBatch(columns, columns["response_mask"][:, 1:] & real if "response_mask" in columns else real)
 
 
-def collect_transitions(padded: Sequence[torch.Tensor], micro_batches: Sequence[tuple[np.ndarray, MicroBatch]], batch: DataProto) -> Ragged:
-    """Outputs [B, T-1, ...] of the micro-batches as one column of the batch, in its row order, on the host and without a graph."""
-    if not micro_batches and len(batch) == 0:
-        return Ragged.from_rows([], torch.float32)
-    rows = torch.from_numpy(np.concatenate([numbers for numbers, _ in micro_batches]))
-    if len(padded) != len(micro_batches) or not torch.equal(rows.sort().values, torch.arange(len(batch))):
-        raise ValueError(
-            f"{len(padded)} outputs of {len(micro_batches)} micro-batches do not make up the {len(batch)} rows of the batch once each"
-        )
-    lengths = batch.lengths - 1
-    parts = [
-        Ragged.from_padded(output.detach().to("cpu", torch.float32), lengths[torch.from_numpy(numbers)])
-        for output, (numbers, _) in zip(padded, micro_batches, strict=True)
-    ]
-    joined = Ragged.concat(parts)
-    return joined if bool((rows[1:] > rows[:-1]).all()) else joined.take(torch.argsort(rows))
+def _on_host(output: torch.Tensor) -> torch.Tensor:
+    return output.detach().to("cpu", torch.float32)

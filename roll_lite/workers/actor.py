@@ -12,8 +12,7 @@ from roll_lite.algorithms.by_domain import Peaks, sums_by_domain
 from roll_lite.algorithms.kl import kl_estimate
 from roll_lite.algorithms.objectives import OLD_COLUMN, ActorLoss, OldLogProbs, mismatch_of_tokens
 from roll_lite.config.schema import AlgorithmConfig
-from roll_lite.data.keys import KEYS, Kind
-from roll_lite.data.microbatch import MicroBatch, micro_batches
+from roll_lite.data.microbatch import MicroBatch, padded
 from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.dataflow import Block, Shard, put_block
@@ -60,7 +59,7 @@ class ActorWorker(ModelWorker):
     def assign_credit(self, shard: Shard, kl_coef: float) -> CreditReport:
         """Advantages (and the critic's targets) of this rank's rows. Called on the head ranks, all of them."""
         batch = shard.materialize()
-        rows = _all_rows(batch)
+        rows = padded(batch)  # the whole shard: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.heads)
         lengths = batch.lengths - 1
         columns: dict[str, Column] = {"sample": batch.tensor("sample"), "advantages": Ragged.from_padded(credit.advantages, lengths)}
@@ -118,17 +117,6 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
         return False
     kl, tokens = (sum(value for name, value in metrics.items() if name.startswith(f"actor/{what}#")) for what in ("approx_kl", "tokens"))
     return not kl <= limit * tokens
-
-
-def _all_rows(batch: DataProto) -> MicroBatch:
-    """The whole shard as one padded batch: a few numbers per token, no activations."""
-    if len(batch) == 0:
-        columns = {
-            name: torch.zeros(0, *(() if KEYS[name].kind is Kind.ROW else (1, 1) if name.endswith("distribution") else (1,)))
-            for name in batch.columns
-        }
-        return MicroBatch(columns, torch.zeros(0, 1, dtype=torch.bool))
-    return micro_batches(batch, len(batch))[0][1]
 
 
 def credit_metrics(rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int) -> tuple[dict[str, float], dict[str, float]]:

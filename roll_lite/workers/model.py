@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema import CriticRoleConfig, ForwardRoleConfig, ModelConfig, OptimizerConfig, TrainRoleConfig
+from roll_lite.data.microbatch import MicroBatchPlanner, RowsAtATime
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import from_numpy
@@ -38,9 +39,13 @@ class ModelRole:
         return self.config.optimizer if isinstance(self.config, TrainRoleConfig) else None
 
     @property
-    def train_micro_batch_size(self) -> int:
+    def forward_planner(self) -> MicroBatchPlanner:
+        return RowsAtATime(self.config.micro_batch_size)
+
+    @property
+    def train_planner(self) -> MicroBatchPlanner:
         own = self.config.train_micro_batch_size if isinstance(self.config, TrainRoleConfig) else None
-        return own or self.config.micro_batch_size
+        return RowsAtATime(own) if own else self.forward_planner
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,8 @@ class ModelWorker(Worker):
     def _forward(self, shard: Shard, columns: dict[str, str]) -> Block | None:
         """`columns`: model output -> name of the batch column it becomes."""
         batch = shard.materialize()
-        outputs = self.strategy.forward(batch, list(columns), self.spec.temperature, self.spec.config.micro_batch_size)
+        plan = self.strategy.plan(batch.lengths, self.spec.forward_planner)
+        outputs = self.strategy.forward(batch, list(columns), self.spec.temperature, plan)
         if outputs is None:
             return None
         named = {name: outputs[output] for output, name in columns.items()}
@@ -123,7 +129,8 @@ class ModelWorker(Worker):
         for mini_batch in share.mini_batches:
             rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
             rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))
-            yield mini_batch, self.strategy.train_step(rows, loss_fn, outputs, self.spec.temperature, self.spec.train_micro_batch_size)
+            plan = self.strategy.plan(rows.lengths, self.spec.train_planner)
+            yield mini_batch, self.strategy.train_step(rows, loss_fn, outputs, self.spec.temperature, plan)
 
     def _make_heads_group(self) -> dist.ProcessGroup | None:
         layouts: list[RankLayout | None] = [None] * self.strategy.layout.world_size

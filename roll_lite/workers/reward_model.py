@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from roll_lite.config.schema import HfStrategyConfig, ModelConfig, RewardModelConfig
+from roll_lite.data.microbatch import RowsAtATime
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.templates import load_tokenizer
@@ -107,8 +108,9 @@ class RewardModelWorker(Worker):
             }
         )
         # A row's last digits depend on what it is padded to: alone in its pass it has the same score in every run.
-        size = 1 if self.spec.deterministic else self.spec.config.micro_batch_size
-        outputs = strategy.forward(batch, ["final_value"], 1.0, size)
+        planner = RowsAtATime(1 if self.spec.deterministic else self.spec.config.micro_batch_size)
+        # Copies of the model take texts as they come: a pass is this copy's own.
+        outputs = strategy.forward(batch, ["final_value"], 1.0, strategy.plan(batch.lengths, planner, together=False))
         if outputs is None:
             return None
         scores = [0.0] * len(rows)

@@ -19,6 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also in the sender's process
 from support_models import EOS_ID, Family, load_hf, make_model, make_tiny_model
+from support_passes import forward
 
 from roll_lite.config.schema import ModelConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.data.proto import DataProto
@@ -147,7 +148,7 @@ def _serve_log_probs(connection: Connection) -> None:
             rows = [torch.tensor([*prompt, *response]) for response in responses]
             masks = [torch.arange(len(row)) >= len(prompt) for row in rows]
             batch = DataProto({"input_ids": Ragged.from_rows(rows), "response_mask": Ragged.from_rows(masks)})
-            result = strategy.forward(batch, ["log_probs"], temperature, 4)
+            result = forward(strategy, batch, ["log_probs"], temperature, 4)
             assert result is not None
             connection.send([row[len(prompt) - 1 :] for row in result.ragged("log_probs").rows()])
 

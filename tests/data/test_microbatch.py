@@ -1,17 +1,85 @@
-"""Padding into micro-batches and back."""
+"""Plans of micro-batches, padding, and the way back."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_lite.data.microbatch import MicroBatch, collect_transitions, micro_batches
+from roll_lite.data.microbatch import MicroBatchPlan, Multiples, RowsAtATime, padded
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.ragged import Ragged
 
 properties = settings(deadline=None, max_examples=60)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A planner that has its parts from the test."""
+
+    parts: list[list[int]]
+
+    def cut(self, lengths: torch.Tensor) -> list[np.ndarray]:
+        return [np.array(part, dtype=np.int64) for part in self.parts]
+
+
+def tokens(lengths: list[int]) -> DataProto:
+    """Row i holds 100 i, 100 i + 1, ..."""
+    return DataProto({"input_ids": Ragged.from_rows([torch.arange(n) + 100 * i for i, n in enumerate(lengths)], torch.int64)})
+
+
+# ---------------------------------------------------------------- plans
+
+
+def test_a_plan_by_hand() -> None:
+    """Seven rows, three at a time: 3 + 3 + 1. Another rank has four micro-batches, stages take turns in twos: four, one of them idle."""
+    plan = MicroBatchPlan.of(torch.tensor([9, 4, 12, 2, 7, 5, 3]), RowsAtATime(3), Multiples(width=4, count=2), agree=lambda count: 4)
+    assert [part.tolist() for part in plan.parts] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert (plan.count, plan.rows) == (4, 7)
+    shapes = [tuple(micro.columns["input_ids"].shape) for micro in plan.micro_batches(tokens([9, 4, 12, 2, 7, 5, 3]))]
+    assert shapes == [(3, 12), (3, 8), (1, 4), (0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "others", "multiple", "count"), [(0, 0, 1, 1), (0, 3, 1, 3), (5, 3, 1, 3), (5, 3, 4, 4), (8, 4, 4, 4), (9, 5, 4, 8)]
+)
+def test_the_number_of_micro_batches(rows: int, others: int, multiple: int, count: int) -> None:
+    """At least one, as many as any rank has, rounded up to what the stages need."""
+    lengths = torch.full((rows,), 3)
+    plan = MicroBatchPlan.of(lengths, RowsAtATime(2), Multiples(count=multiple), agree=lambda own: max(own, others))
+    assert plan.count == count == len(plan.micro_batches(tokens(lengths.tolist())))
+
+
+def test_micro_batches_without_rows_have_every_column() -> None:
+    """Of the same dtypes, so that a loss can run on them."""
+    batch = tokens([3, 5]).with_columns(advantages=Ragged.from_rows([torch.ones(2), torch.ones(4)]), reward=torch.tensor([1.0, 2.0]))
+    first, idle = MicroBatchPlan.of(batch.lengths, RowsAtATime(2), agree=lambda count: 2).micro_batches(batch)
+    assert {name: (column.dtype, column.shape[0]) for name, column in idle.columns.items()} == {
+        name: (column.dtype, 0) for name, column in first.columns.items()
+    }
+    assert idle.mask.shape == (0, 1)
+
+
+def test_plans_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="needs at least one"):
+        RowsAtATime(0)
+    for parts in ([[0]], [[0, 1], [1]], [[0, 2]]):
+        with pytest.raises(AssertionError, match="does not cut 2 rows"):
+            MicroBatchPlan.of(torch.tensor([3, 4]), Given(parts))
+    plan = MicroBatchPlan.of(torch.tensor([3, 4]), RowsAtATime(1))
+    with pytest.raises(ValueError, match="a plan for 2 rows was given a batch of 3"):
+        plan.micro_batches(tokens([3, 4, 5]))
+    with pytest.raises(ValueError, match="1 outputs for a plan of 2 micro-batches"):
+        plan.collect_transitions([torch.zeros(1, 2)], tokens([3, 4]))
+    with pytest.raises(ValueError, match="3 outputs for a plan of 2 micro-batches"):
+        plan.collect_rows([torch.zeros(1)] * 3)
+
+
+# ---------------------------------------------------------------- padding
 
 
 def test_golden_mask() -> None:
@@ -22,8 +90,7 @@ def test_golden_mask() -> None:
             "response_mask": Ragged.from_rows([torch.tensor([0, 0, 0, 1, 1, 1]).bool()]),
         }
     )
-    [(rows, micro)] = micro_batches(batch, 4)
-    assert rows.tolist() == [0]
+    micro = padded(batch)
     assert micro.mask.int().tolist() == [[0, 0, 1, 1, 1]]
 
 
@@ -39,49 +106,36 @@ def test_padding_by_hand() -> None:
             "domain": object_column(["a", "b", "c"]),
         }
     )
-    (rows, first), (last_rows, last) = micro_batches(batch, 2, pad_id=99, pad_multiple=4)
-    assert rows.tolist() == [0, 1] and last_rows.tolist() == [2]
-    assert first.columns["input_ids"].tolist() == [[1, 5, 2, 99, 99, 99, 99, 99], [1, 6, 7, 8, 2, 99, 99, 99]]
+    first, last = MicroBatchPlan.of(batch.lengths, RowsAtATime(2), Multiples(width=4)).micro_batches(batch)
+    assert first.columns["input_ids"].tolist() == [[1, 5, 2, 0, 0, 0, 0, 0], [1, 6, 7, 8, 2, 0, 0, 0]]
     assert first.columns["values"].tolist() == [[0.5, 1.5, 0, 0, 0, 0, 0], [1, 2, 3, 4, 0, 0, 0]]
     assert first.mask.int().tolist() == [[0, 1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0, 0]]
     assert first.columns["score"].tolist() == [1.0, 2.0]
     assert "domain" not in first.columns
-    assert last.columns["input_ids"].tolist() == [[1, 9, 99, 99]] and last.mask.int().tolist() == [[1, 0, 0]]
+    assert last.columns["input_ids"].tolist() == [[1, 9, 0, 0]] and last.mask.int().tolist() == [[1, 0, 0]]
 
 
 def test_without_a_response_mask_every_real_transition_counts() -> None:
-    [(_, micro)] = micro_batches(DataProto({"input_ids": Ragged.from_rows([torch.arange(2), torch.arange(4)])}), 2, pad_multiple=5)
+    micro = padded(tokens([2, 4]), width_multiple=5)
     assert micro.mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 1, 0]]
 
 
 @properties
-@given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 5), st.integers(1, 4))
-def test_outputs_are_collected_in_row_order(lengths: list[int], size: int, multiple: int) -> None:
-    batch = DataProto({"input_ids": Ragged.from_rows([torch.arange(n) + 100 * i for i, n in enumerate(lengths)], torch.int64)})
-    cut = micro_batches(batch, size, pad_multiple=multiple)
-    assert all(micro.columns["input_ids"].shape[1] % multiple == 0 for _, micro in cut)
-    assert all(micro.mask.shape == micro.columns["input_ids"][:, 1:].shape for _, micro in cut)
-
-    def outputs(parts: list[tuple[object, MicroBatch]]) -> list[torch.Tensor]:
-        return [micro.columns["input_ids"][:, 1:].double().requires_grad_() for _, micro in parts]
-
-    expected = [[float(100 * i + t) for t in range(1, n)] for i, n in enumerate(lengths)]
-    for order in (cut, cut[::-1]):
-        column = collect_transitions(outputs(order), order, batch)
-        assert [row.tolist() for row in column.rows()] == expected
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_outputs_are_collected_in_the_order_of_the_batch(lengths: list[int], size: int, multiple: int, idle: int, random: object) -> None:
+    batch = tokens(lengths)
+    shuffled = list(range(len(lengths)))
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    for planner in (RowsAtATime(size), Given([shuffled[start : start + size] for start in range(0, len(lengths), size)])):
+        plan = MicroBatchPlan.of(batch.lengths, planner, Multiples(width=multiple), agree=lambda count: count + idle)
+        micros = plan.micro_batches(batch)
+        assert all(micro.columns["input_ids"].shape[1] % multiple == 0 for micro in micros)
+        assert all(micro.mask.shape == micro.columns["input_ids"][:, 1:].shape for micro in micros)
+        column = plan.collect_transitions([micro.columns["input_ids"][:, 1:].double().requires_grad_() for micro in micros], batch)
+        assert [row.tolist() for row in column.rows()] == [[float(100 * i + t) for t in range(1, n)] for i, n in enumerate(lengths)]
         assert column.dtype == torch.float32 and not column.values.requires_grad
-
-
-def test_missing_outputs_are_noticed() -> None:
-    batch = DataProto({"input_ids": Ragged.from_rows([torch.arange(3), torch.arange(4)])})
-    cut = micro_batches(batch, 1)
-    outputs = [micro.mask.float() for _, micro in cut]
-    with pytest.raises(ValueError, match="do not make up the 2 rows"):
-        collect_transitions(outputs[:1], cut[:1], batch)
-    with pytest.raises(ValueError, match="do not make up the 2 rows"):
-        collect_transitions(outputs, [cut[0], cut[0]], batch)
-    with pytest.raises(ValueError, match="must be positive"):
-        micro_batches(batch, 0)
+        ends = [of[:, 0].double() if len(of) else torch.empty(0) for of in (micro.columns["input_ids"] for micro in micros)]
+        assert plan.collect_rows(ends).tolist() == [100.0 * i for i in range(len(lengths))]
 
 
 def test_vectors_are_padded_each_with_its_own() -> None:
@@ -93,9 +147,11 @@ def test_vectors_are_padded_each_with_its_own() -> None:
             "ref_distribution": Ragged.from_rows([torch.full((2, 4), -1.5), torch.full((1, 4), -2.5)]),
         }
     )
-    [(_, micro)] = micro_batches(batch, 2, pad_multiple=4)
+    micro = padded(batch, width_multiple=4)
     assert micro.columns["kept_ids"].tolist() == [[[5, 7], [2, -1], [-1, -1]], [[6, 0], [-1, -1], [-1, -1]]]
     assert micro.columns["ref_distribution"][1].tolist() == [[-2.5] * 4, [0.0] * 4, [0.0] * 4]
-    cut = micro_batches(batch, 1)
-    collected = collect_transitions([micro.columns["ref_distribution"] for _, micro in cut], cut, batch)
+    plan = MicroBatchPlan.of(batch.lengths, RowsAtATime(1))
+    collected = plan.collect_transitions([micro.columns["ref_distribution"] for micro in plan.micro_batches(batch)], batch)
     assert collected.equals(batch.ragged("ref_distribution"))
+    nothing = padded(DataProto({"input_ids": Ragged.from_rows([], torch.int64), "ref_distribution": Ragged.from_rows([])}))
+    assert nothing.columns["ref_distribution"].shape == (0, 1, 1), "a vector per transition, of any length"

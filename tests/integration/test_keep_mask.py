@@ -14,6 +14,7 @@ from megatron_cases import started
 from megatron_ranks import RankPool
 from safetensors.torch import load_file, save_file
 from support_models import make_tiny_model
+from support_passes import forward
 
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.proto import DataProto
@@ -97,7 +98,7 @@ def trainers_log_probs(
     found = {}
     for name, batch in batches.items():
         chosen = torch.cat([mask[1:] for mask in batch.ragged("response_mask").rows()])
-        outs = [strategy.forward(each, ["log_probs"], TEMPERATURE, 3) for each in (batch, batch.drop(["kept_ids"]))]
+        outs = [forward(strategy, each, ["log_probs"], TEMPERATURE, 3) for each in (batch, batch.drop(["kept_ids"]))]
         found[name] = tuple(out.ragged("log_probs").values[chosen] for out in outs if out is not None)
     return found if strategy.layout.is_head else None  # type: ignore[return-value]
 

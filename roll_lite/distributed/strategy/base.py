@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
+from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, GenerationRequest
 
@@ -96,7 +96,14 @@ class ForwardStrategy(ABC):
         """Join the process group that the caller has made, build the model, load its weights."""
 
     @abstractmethod
-    def forward(self, batch: DataProto, outputs: Sequence[str], temperature: float, micro_batch_size: int) -> DataProto | None:
+    def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
+        """How this rank's rows, of `lengths` tokens, go through the model in one pass.
+
+        `together`: every data-parallel rank plans its part of the same pass now, and all run equally many micro-batches; otherwise the
+        ranks that hold this copy of the model make a pass of their own."""
+
+    @abstractmethod
+    def forward(self, batch: DataProto, outputs: Sequence[str], temperature: float, plan: MicroBatchPlan) -> DataProto | None:
         """`outputs`: of log_probs, entropy, distribution; with a value head of values, final_value. Columns under those names on head
         ranks, None elsewhere. No gradient.
 
@@ -116,9 +123,10 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def train_step(
-        self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], temperature: float, micro_batch_size: int
+        self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], temperature: float, plan: MicroBatchPlan
     ) -> TrainResult:
-        """One optimizer step on this data-parallel rank's rows of a mini-batch (possibly none)."""
+        """One optimizer step on this data-parallel rank's rows of a mini-batch, possibly none. loss_fn is called on every micro-batch of
+        the plan, also on those without rows."""
 
     @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from roll_lite.data.microbatch import micro_batches
+from roll_lite.data.microbatch import MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.base import ForwardStrategy, RankLayout, StateGroup
 
@@ -45,15 +45,21 @@ class HfRewardStrategy(ForwardStrategy):
             raise ValueError(f"{self._key}: {self._path} has {model.config.num_labels} labels; a reward model has one output")
         self._model = model.eval().requires_grad_(False).to(self.device)
 
-    def forward(self, batch: DataProto, outputs: Sequence[str], temperature: float, micro_batch_size: int) -> DataProto | None:
+    def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
+        """No rank waits for another one here: each has a number of micro-batches of its own."""
+        return MicroBatchPlan.of(lengths, planner)
+
+    def forward(self, batch: DataProto, outputs: Sequence[str], temperature: float, plan: MicroBatchPlan) -> DataProto | None:
         """`outputs` is final_value, the model's output after each row's last token; nothing here depends on the temperature."""
         if list(outputs) != OUTPUTS:
             raise ValueError(f"outputs {list(outputs)}: a reward model has {', '.join(OUTPUTS)}")
-        scores = [torch.empty(0)]
+        tokens = batch.select(["input_ids"])
         with torch.inference_mode():
-            for rows, micro in micro_batches(batch.select(["input_ids"]), micro_batch_size):
-                scores.append(self._scores(micro.columns["input_ids"], batch.lengths[rows]).to("cpu", torch.float32))
-        return DataProto({"final_value": torch.cat(scores)})
+            scores = [
+                self._scores(micro.columns["input_ids"], lengths) if len(lengths) else torch.empty(0)
+                for micro, lengths in zip(plan.micro_batches(tokens), plan.lengths(tokens), strict=True)
+            ]
+        return DataProto({"final_value": plan.collect_rows(scores)})
 
     def _scores(self, input_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """[B, T] padded on the right to [B]."""

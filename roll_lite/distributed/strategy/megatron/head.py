@@ -9,10 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roll_lite.data.keys import KEYS, Kind
-from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
-from roll_lite.data.proto import Column, DataProto
-from roll_lite.data.ragged import Ragged
+from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan
+from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.megatron.distribution import distribution
 from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entropy
 
@@ -34,16 +32,23 @@ class ModelInput:
     targets: torch.Tensor
     """[N] the tokens that follow."""
     micro_batch: MicroBatch
-    """For the loss; without rows where this input only keeps step with other ranks."""
+    """For the loss; without rows where this one only keeps step with other ranks."""
     kept: torch.Tensor | None = None
     """[N, K] the column kept_ids, where the batch has it."""
 
 
-def model_input(
-    micro_batch: MicroBatch, device: torch.device, columns: Collection[str] | None = None, lengths: torch.Tensor | None = None
+def model_inputs(
+    batch: DataProto, plan: MicroBatchPlan, device: torch.device, columns: Collection[str] | None = None, ends: bool = False
+) -> list[ModelInput]:
+    """The plan's micro-batches. `columns`: those that the loss sees; all where None. `ends`: with the last position of each row."""
+    lengths = plan.lengths(batch) if ends else [None] * plan.count
+    return [_model_input(micro, device, columns, last) for micro, last in zip(plan.micro_batches(batch), lengths, strict=True)]
+
+
+def _model_input(
+    micro_batch: MicroBatch, device: torch.device, columns: Collection[str] | None, lengths: torch.Tensor | None
 ) -> ModelInput:
-    """Positions are worked out on the host, so that the device is never waited for. `columns`: those to bring along; all where None.
-    `lengths` [B] tokens of the rows, for the values of their ends."""
+    """Positions are worked out on the host, so that the device is never waited for."""
     input_ids, mask = micro_batch.columns["input_ids"], micro_batch.mask
     batch, transitions = mask.shape
     slots = mask.reshape(-1).nonzero().squeeze(1)
@@ -56,29 +61,14 @@ def model_input(
     wanted = {name: column for name, column in micro_batch.columns.items() if (columns is None or name in columns) and name != KEPT}
     on_device = {name: _to(column, device) for name, column in wanted.items()}
     return ModelInput(
-        input_ids=on_device["input_ids"] if "input_ids" in on_device else _to(input_ids, device),
+        # Without rows the model still runs, on one row of padding of which nothing is asked.
+        input_ids=_to(input_ids if batch else input_ids.new_zeros(1, input_ids.shape[1]), device),
         positions=_to(positions, device),
         slots=_to(slots, device),
         targets=_to(targets, device),
         micro_batch=MicroBatch(on_device, _to(mask, device)),
         kept=_to(kept.flatten(0, 1).index_select(0, slots), device) if kept is not None else None,
     )
-
-
-def idle_input(batch: DataProto, width: int, device: torch.device) -> ModelInput:
-    """One row of padding for the model, no rows for the loss: a rank that has run out of micro-batches keeps step with the others.
-
-    The loss sees the columns of `batch` with no rows.
-    """
-    widths = {Kind.ROW: (), Kind.TOKENS: (width,), Kind.TRANSITIONS: (width - 1,)}
-    columns = {
-        name: torch.zeros((0, *widths[KEYS[name].kind], *_entry_shape(column)), dtype=KEYS[name].dtype, device=device)
-        for name, column in batch.columns.items()
-        if KEYS[name].kind in widths and name != KEPT
-    }
-    nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    no_rows = MicroBatch(columns, torch.zeros(0, width - 1, dtype=torch.bool, device=device))
-    return ModelInput(torch.zeros(1, width, dtype=torch.int64, device=device), nothing, nothing, nothing, no_rows)
 
 
 def outputs_of(
@@ -122,10 +112,6 @@ def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: tuple[int, int]) ->
     """[N, ...] to [B, T - 1, ...], differentiable."""
     entry = flat.shape[1:]
     return flat.new_zeros(shape[0] * shape[1], *entry).index_copy(0, slots, flat).view(*shape, *entry)
-
-
-def _entry_shape(column: Column) -> tuple[int, ...]:
-    return tuple(column.values.shape[1:]) if isinstance(column, Ragged) else ()
 
 
 def _to(tensor: torch.Tensor, device: torch.device) -> Any:

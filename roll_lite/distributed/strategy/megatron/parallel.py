@@ -8,6 +8,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema import MegatronStrategyConfig
+from roll_lite.data.microbatch import Multiples
 from roll_lite.distributed.strategy.base import RankLayout
 
 
@@ -27,6 +28,14 @@ def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int
         raise ValueError("strategy.sequence_parallel: true needs strategy.tensor_parallel > 1")
     if hf.layers % pipeline:
         raise ValueError(f"strategy.pipeline_parallel: {pipeline} does not divide the model's {hf.layers} layers")
+
+
+def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
+    """What the layout asks of a plan of micro-batches."""
+    return Multiples(
+        width=strategy.tensor_parallel if strategy.sequence_parallel else 1,
+        count=strategy.pipeline_parallel if strategy.virtual_pipeline > 1 else 1,
+    )
 
 
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:

@@ -24,8 +24,6 @@ def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **o
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
     """What on_head returns for every micro-batch; empty on other than last stages. No gradient."""
-    if not inputs:
-        return []
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -69,13 +67,13 @@ def _run(step: Any, chunks: Sequence[Any], inputs: Sequence[ModelInput], **optio
     )
 
 
-def agreed_count(count: int) -> int:
-    """Micro-batches that every data-parallel rank runs: as many as the one with most. Travels on the host, the device is not waited for."""
+def most_over_data_ranks(count: int) -> int:
+    """The largest of the data-parallel ranks' counts. Travels on the host, the device is not waited for."""
     if parallel_state.get_data_parallel_world_size() > 1:
         most = torch.tensor(count)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group_gloo())
-        count = int(most)
-    return max(count, 1)
+        return int(most)
+    return count
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:

@@ -13,13 +13,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.schema import MegatronStrategyConfig, ModelConfig, OptimizerConfig
-from roll_lite.data.microbatch import MicroBatchOutputs, collect_transitions, micro_batches
+from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import Column, DataProto
 from roll_lite.distributed.strategy.base import ExportPlan, LossFn, RankLayout, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.megatron.checkpoint import load_checkpoint as read_checkpoint
 from roll_lite.distributed.strategy.megatron.checkpoint import save_checkpoint as write_checkpoint
 from roll_lite.distributed.strategy.megatron.device import take_local_device
-from roll_lite.distributed.strategy.megatron.head import KEPT, ModelInput, check_outputs, idle_input, model_input, outputs_of, to_host
+from roll_lite.distributed.strategy.megatron.head import KEPT, ModelInput, check_outputs, model_inputs, outputs_of, to_host
 from roll_lite.distributed.strategy.megatron.hf_export import HfExporter
 from roll_lite.distributed.strategy.megatron.hf_export import save_hf as write_hf
 from roll_lite.distributed.strategy.megatron.hf_load import load_weights
@@ -27,9 +27,9 @@ from roll_lite.distributed.strategy.megatron.hf_mapping import bind
 from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
 from roll_lite.distributed.strategy.megatron.offload import StateMover
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
-from roll_lite.distributed.strategy.megatron.parallel import check_layout, join_groups
+from roll_lite.distributed.strategy.megatron.parallel import check_layout, join_groups, layout_multiples
 from roll_lite.distributed.strategy.megatron.schedule import (
-    agreed_count,
+    most_over_data_ranks,
     reduce_sums,
     run_forward,
     run_training,
@@ -126,13 +126,14 @@ class MegatronStrategy(TrainStrategy):
 
     # ------------------------------------------------------------ computing
 
-    def forward(self, batch: DataProto, outputs: Sequence[str], temperature: float, micro_batch_size: int) -> DataProto | None:
+    def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
+        return MicroBatchPlan.of(lengths, planner, layout_multiples(self._config), most_over_data_ranks if together else None)
+
+    def forward(self, batch: DataProto, outputs: Sequence[str], temperature: float, plan: MicroBatchPlan) -> DataProto | None:
         check_outputs(outputs, self._value_head)
         self._mover.require(StateGroup.WEIGHTS)
         needed = batch.select(name for name in ("input_ids", "response_mask", KEPT) if name in batch)
-        micros = micro_batches(needed, micro_batch_size, pad_multiple=self._pad_multiple)
-        lengths = needed.lengths if "final_value" in outputs else None
-        inputs = [model_input(micro, self.device, (), None if lengths is None else lengths[rows]) for rows, micro in micros]
+        inputs = model_inputs(needed, plan, self.device, columns=(), ends="final_value" in outputs)
 
         def on_head(result: torch.Tensor, given: ModelInput) -> MicroBatchOutputs:
             found = self._outputs(result, given, outputs, temperature)
@@ -144,17 +145,16 @@ class MegatronStrategy(TrainStrategy):
         columns: dict[str, Column] = {}
         for name in outputs:
             found = [getattr(result, name) for result in results]
-            columns[name] = _collect_rows(found) if name == "final_value" else collect_transitions(found, micros, batch)
+            columns[name] = plan.collect_rows(found) if name == "final_value" else plan.collect_transitions(found, batch)
         return DataProto(columns)
 
     def train_step(
-        self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], temperature: float, micro_batch_size: int
+        self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], temperature: float, plan: MicroBatchPlan
     ) -> TrainResult:
-        """A rank that has fewer micro-batches than others calls loss_fn on micro-batches without rows until they are done."""
         check_outputs(outputs, self._value_head, training=True)
         assert self._optimizer is not None, "this strategy was made without an optimizer"
         self._mover.require(*StateGroup)
-        inputs = self._training_inputs(batch, micro_batch_size)
+        inputs = model_inputs(batch, plan, self.device)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -171,16 +171,6 @@ class MegatronStrategy(TrainStrategy):
 
     def _outputs(self, result: torch.Tensor, given: ModelInput, outputs: Sequence[str], temperature: float) -> MicroBatchOutputs:
         return outputs_of(result, given, outputs, temperature, self._hf.vocab_size, self._tensor_group)
-
-    def _training_inputs(self, batch: DataProto, micro_batch_size: int) -> list[ModelInput]:
-        micros = micro_batches(batch, micro_batch_size, pad_multiple=self._pad_multiple)
-        inputs = [model_input(micro, self.device) for _, micro in micros]
-        missing = agreed_count(len(inputs)) - len(inputs)
-        return inputs + [idle_input(batch, max(2, self._pad_multiple), self.device)] * missing
-
-    @property
-    def _pad_multiple(self) -> int:
-        return self._config.tensor_parallel if self._config.sequence_parallel else 1
 
     # ------------------------------------------------------------ weights out
 
@@ -211,8 +201,3 @@ class MegatronStrategy(TrainStrategy):
     def load_checkpoint(self, folder: Path) -> None:
         self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
         read_checkpoint(self._chunks, self._optimizer, self.layout, folder)
-
-
-def _collect_rows(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Outputs [B] of the micro-batches, which are in row order, as one column."""
-    return torch.cat([torch.empty(0), *(output.to("cpu", torch.float32) for output in outputs)])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support_models import VOCAB_SIZE, Family, hf_scores, make_tiny_model, make_tiny_reward_model
+from support_passes import forward
 from transformers import BertConfig, BertForSequenceClassification
 
 from roll_lite.data.proto import DataProto
@@ -40,7 +41,7 @@ def started(path: Path, dtype: str = "float32") -> HfRewardStrategy:
 
 
 def scores(strategy: HfRewardStrategy, of: list[list[int]], size: int) -> list[float]:
-    out = strategy.forward(batch(of), ["final_value"], 1.0, size)
+    out = forward(strategy, batch(of), ["final_value"], 1.0, size)
     assert out is not None
     return out.tensor("final_value").tolist()
 
@@ -95,4 +96,4 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"reward_models\.toy\.path: "):
         started(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="a reward model has final_value"):
-        started(make_tiny_reward_model(tmp_path / "model")).forward(batch(rows()), ["log_probs"], 1.0, 2)
+        forward(started(make_tiny_reward_model(tmp_path / "model")), batch(rows()), ["log_probs"], 1.0, 2)

@@ -19,8 +19,10 @@ from megatron_cases import (
 )
 from megatron_ranks import RankPool
 from support_models import load_hf
+from support_passes import forward, train_step
 
 from roll_lite.config.schema import OptimizerConfig
+from roll_lite.data.microbatch import RowsAtATime
 from roll_lite.data.proto import DataProto
 
 NO_CLIPPING = OptimizerConfig(lr=1e-30, clip_grad=0.0)
@@ -55,8 +57,8 @@ def check_forward(path: Path, vocab: int, layout: dict[str, Any]) -> None:
     unmasked = batch.select(["input_ids"])
     mine = shard(unmasked, strategy)
     for temperature in (1.0, 0.7):
-        out = strategy.forward(mine, ["log_probs", "entropy"], temperature, 2)
-        masked = strategy.forward(shard(batch, strategy), ["log_probs"], temperature, 4)
+        out = forward(strategy, mine, ["log_probs", "entropy"], temperature, 2)
+        masked = forward(strategy, shard(batch, strategy), ["log_probs"], temperature, 4)
         assert (out is not None) == strategy.layout.is_head
         if out is None or masked is None:
             continue
@@ -76,7 +78,7 @@ def check_gradients(path: Path, vocab: int, layout: dict[str, Any], sizes: list[
     for temperature, outputs in ((1.0, ["log_probs"]), (0.7, ["log_probs", "entropy"])):
         loss, gradients = hf_gradients(path, batch, temperature, entropy="entropy" in outputs)
         for size in micro_batch_sizes:
-            result = strategy.train_step(shard(batch, strategy, sizes), weighted_loss, outputs, temperature, size)
+            result = train_step(strategy, shard(batch, strategy, sizes), weighted_loss, outputs, temperature, size)
             # Positive and negative terms of about 5 each cancel: the tolerance is 1e-5 of their sum without signs.
             tolerance = 1e-5 * 5 * result.metrics["tokens"]
             assert abs(result.loss - loss) < tolerance, (result.loss, loss)
@@ -136,12 +138,46 @@ def test_two_by_two(ranks: RankPool, models: dict[str, Path]) -> None:
 def forward_of_nothing(path: Path) -> None:
     strategy = started(path)
     empty: DataProto = batch_of().slice(0, 0)
-    out = strategy.forward(empty, ["log_probs"], 1.0, 4)
+    out = forward(strategy, empty, ["log_probs"], 1.0, 4)
     assert out is not None
     assert len(out) == 0
     with pytest.raises(ValueError, match="has log_probs, entropy"):
-        strategy.forward(empty, ["values"], 1.0, 4)
+        forward(strategy, empty, ["values"], 1.0, 4)
 
 
 def test_a_rank_without_rows_returns_an_empty_batch(ranks: RankPool, models: dict[str, Path]) -> None:
     ranks(1, forward_of_nothing, models["qwen2"])
+
+
+def passes_of(path: Path, sizes: list[int]) -> tuple[int, int, list[int] | None]:
+    """How often the model runs in a forward pass and in an optimizer step, and the rows that the forward pass returns."""
+    strategy = started(path, OptimizerConfig(lr=1e-3))
+    mine = shard(batch_of(), strategy, sizes)
+    runs: list[int] = []
+    strategy._chunks[0].register_forward_pre_hook(lambda *_: runs.append(1))
+    out = forward(strategy, mine, ["log_probs"], 1.0, 2)
+    in_forward = len(runs)
+    train_step(strategy, mine, weighted_loss, ["log_probs"], 1.0, 2)
+    return in_forward, len(runs) - in_forward, None if out is None else out.lengths.tolist()
+
+
+@pytest.mark.parametrize("sizes", [[6, 0], [1, 5]])
+def test_data_parallel_ranks_run_equally_many_micro_batches(ranks: RankPool, models: dict[str, Path], sizes: list[int]) -> None:
+    """Three of two rows for the fuller rank: what a model does with the other ranks inside a pass, all of them enter."""
+    lengths = batch_of().lengths.tolist()
+    found = ranks(2, passes_of, models["qwen2"], sizes)
+    assert found == [(3, 3, lengths[: sizes[0]]), (3, 3, lengths[sizes[0] :])]
+
+
+def pass_of_one_copy(path: Path) -> int | None:
+    strategy = started(path)
+    if strategy.layout.data_rank == 1:
+        return None
+    plan = strategy.plan(batch_of().lengths, RowsAtATime(4), together=False)
+    out = strategy.forward(batch_of(), ["log_probs"], 1.0, plan)
+    assert out is not None
+    return len(out)
+
+
+def test_a_copy_of_the_model_can_make_a_pass_of_its_own(ranks: RankPool, models: dict[str, Path]) -> None:
+    assert ranks(2, pass_of_one_copy, models["qwen2"]) == [6, None]

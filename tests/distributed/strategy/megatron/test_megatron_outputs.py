@@ -8,6 +8,7 @@ import torch
 from megatron_cases import FAMILIES, assert_same, batch_of, own_gradients, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from support_models import load_hf
+from support_passes import forward, train_step
 from transformers import PreTrainedModel
 
 from roll_lite.config.schema import OptimizerConfig
@@ -62,8 +63,8 @@ def check_forward(path: Path, vocab: int, layout: dict[str, Any]) -> None:
     plain = batch_of(vocab=vocab)
     for batch in (plain, with_kept(plain, vocab)):
         mine = shard(batch, strategy)
-        out = strategy.forward(mine, OUTPUTS, TEMPERATURE, 4)
-        alone = strategy.forward(mine, ["distribution"], TEMPERATURE, 1)
+        out = forward(strategy, mine, OUTPUTS, TEMPERATURE, 4)
+        alone = forward(strategy, mine, ["distribution"], TEMPERATURE, 1)
         assert (out is not None) == strategy.layout.is_head
         if out is None or alone is None:
             continue
@@ -96,7 +97,7 @@ def check_gradients(path: Path, vocab: int, layout: dict[str, Any]) -> None:
     strategy = started(path, NO_CLIPPING, distributed_optimizer=False, **layout)
     mine = shard(batch, strategy)
     for size in (1, 4):
-        result = strategy.train_step(mine, loss_with_distribution, OUTPUTS, TEMPERATURE, size)
+        result = train_step(strategy, mine, loss_with_distribution, OUTPUTS, TEMPERATURE, size)
         assert result.loss == pytest.approx(total.item(), rel=1e-5)
         ours = own_gradients(strategy)
         if ours:
@@ -144,7 +145,7 @@ def idle_ranks(path: Path) -> None:
         return total, {"rows": torch.tensor(len(difference))}
 
     mine = shard(with_kept(batch, 100), strategy, [6, 0])
-    assert strategy.train_step(mine, loss, ["distribution"], 1.0, 4).metrics["rows"] == 6
+    assert train_step(strategy, mine, loss, ["distribution"], 1.0, 4).metrics["rows"] == 6
 
 
 def test_a_rank_without_rows_keeps_step(ranks: RankPool, models: dict[str, tuple[Path, int]]) -> None:
@@ -158,13 +159,13 @@ def final_values(path: Path, layout: dict[str, Any]) -> None:
     """The values of a plain forward pass over every position, the last one included."""
     strategy = started(path, OptimizerConfig(lr=1e-2), value_head=True, **layout)
     batch = batch_of()
-    strategy.train_step(batch, weighted_loss, ["values"], 1.0, 4)  # the head starts at 0
+    train_step(strategy, batch, weighted_loss, ["values"], 1.0, 4)  # the head starts at 0
     # Behind each row one more token, which causal attention does not let the positions before it see.
     longer = Ragged.from_rows([torch.cat([ids, torch.tensor([7])]) for ids in batch.ragged("input_ids").rows()])
-    everywhere = strategy.forward(DataProto({"input_ids": longer}), ["values"], 1.0, 3)
+    everywhere = forward(strategy, DataProto({"input_ids": longer}), ["values"], 1.0, 3)
     for size in (1, 4):
-        out = strategy.forward(batch, ["values", "final_value"], 1.0, size)
-        alone = strategy.forward(batch, ["final_value"], 1.0, size)
+        out = forward(strategy, batch, ["values", "final_value"], 1.0, size)
+        alone = forward(strategy, batch, ["final_value"], 1.0, size)
         assert (out is not None) == strategy.layout.is_head
         if out is None or alone is None or everywhere is None:
             continue
@@ -176,10 +177,10 @@ def final_values(path: Path, layout: dict[str, Any]) -> None:
         for row, values in enumerate(out.ragged("values").rows()):
             mask = batch.ragged("response_mask").row(row)[1:]
             torch.testing.assert_close(values, everywhere.ragged("values").row(row)[:-1] * mask, rtol=1e-5, atol=1e-6)
-    empty = strategy.forward(batch.slice(0, 0), ["values", "final_value"], 1.0, 4)
+    empty = forward(strategy, batch.slice(0, 0), ["values", "final_value"], 1.0, 4)
     assert empty is None or (len(empty) == 0 and empty.tensor("final_value").dtype == torch.float32)
     with pytest.raises(ValueError, match="final_value"):
-        strategy.train_step(batch, weighted_loss, ["values", "final_value"], 1.0, 4)
+        train_step(strategy, batch, weighted_loss, ["values", "final_value"], 1.0, 4)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor_parallel": 2}], ids=["one rank", "TP2"])

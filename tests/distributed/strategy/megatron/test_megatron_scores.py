@@ -10,6 +10,7 @@ import torch
 from megatron_cases import FAMILIES, started
 from megatron_ranks import RankPool
 from support_models import VOCAB_SIZE, hf_scores, make_tiny_reward_model
+from support_passes import forward
 
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
@@ -37,7 +38,7 @@ def check_scores(cases: list[tuple[Path, list[float]]], layout: dict[str, Any]) 
     for path, expected in cases:
         strategy = started(path, value_head=True, value_init="reward_model", path_key="reward_models.toy.path", **layout)
         for size in (1, 4, 6):
-            out = strategy.forward(batch(), ["final_value"], 1.0, size)
+            out = forward(strategy, batch(), ["final_value"], 1.0, size)
             assert (out is not None) == strategy.layout.is_head
             if out is not None:
                 torch.testing.assert_close(out.tensor("final_value"), torch.tensor(expected), rtol=0, atol=1e-5)
