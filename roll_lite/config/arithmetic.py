@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from typing import Literal
 
 from roll_lite.config.schema import (
     Devices,
@@ -13,6 +15,7 @@ from roll_lite.config.schema import (
     InferRoleConfig,
     JudgeServerConfig,
     MegatronStrategyConfig,
+    OptimizerConfig,
     RewardModelConfig,
     RunConfig,
     TrainRoleConfig,
@@ -43,16 +46,51 @@ class ClusterArithmetic:
 
 @dataclass(frozen=True)
 class PassArithmetic:
-    """How a role goes through a batch. Counts are those of the fullest rank."""
+    """The micro-batches of one pass of a role: its log-probs or values over a batch, or the training on a mini-batch.
+
+    Rows go to the ranks so that each has about as many tokens, and every rank runs as many micro-batches as the one with most rows. How
+    many that is depends on the lengths: known are the number for rows of one length, and a bound.
+    """
 
     role: str
-    samples_per_rank: int
-    forward_micro_batch: int
-    forward_micro_batches: int
-    train_samples_per_rank: int | None = None
-    """Of one mini-batch; None where the role does not train."""
-    train_micro_batch: int | None = None
-    train_micro_batches: int | None = None
+    what: Literal["forward", "training"]
+    rows: int
+    """Of the fullest rank, where all rows are equally long."""
+    most_rows: int
+    """Of a rank whose rows are short while all others have one each: no rank is empty while there are rows for all."""
+    rows_at_a_time: int
+    width: int
+    """Tokens of the longest padded row."""
+
+    @property
+    def micro_batches(self) -> int:
+        return ceil(self.rows / self.rows_at_a_time)
+
+    @property
+    def most_micro_batches(self) -> int:
+        return ceil(self.most_rows / self.rows_at_a_time)
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest micro-batch."""
+        return min(self.rows_at_a_time, self.most_rows)
+
+
+@dataclass(frozen=True)
+class LearningRateArithmetic:
+    role: str
+    optimizer: OptimizerConfig
+    updates: int
+    """Of the whole run."""
+
+    def describe(self) -> str:
+        lr, warmup = self.optimizer.lr, self.optimizer.warmup_steps
+        if warmup > self.updates:
+            return f"rises over {warmup} updates; the {self.updates} of this run take it to {lr * self.updates / warmup:g}"
+        rise = f"rises to {lr:g} over {warmup} of {self.updates} updates" if warmup else f"{lr:g} at first, {self.updates} updates"
+        return (
+            f"{rise}, {'constant' if self.optimizer.decay == 'constant' else f'then {self.optimizer.decay} to {self.optimizer.min_lr:g}'}"
+        )
 
 
 @dataclass(frozen=True)
@@ -74,6 +112,7 @@ class DomainArithmetic:
 class BatchArithmetic:
     clusters: tuple[ClusterArithmetic, ...]
     passes: tuple[PassArithmetic, ...]
+    learning_rates: tuple[LearningRateArithmetic, ...]
     domains: tuple[DomainArithmetic, ...]
     prompts_per_step: int
     samples_per_step: Fraction
@@ -138,6 +177,11 @@ def model_parallel_size(role: Role) -> int:
     return getattr(strategy, "tensor_parallel", 1)
 
 
+def width_multiple(strategy: MegatronStrategyConfig) -> int:
+    """Tokens of a padded row are a multiple of this: sequence parallelism cuts them into equal parts."""
+    return strategy.tensor_parallel if strategy.sequence_parallel else 1
+
+
 def roles(config: RunConfig) -> dict[str, Role]:
     """The roles that are configured, by their place in the configuration."""
     named = {"actor_train": config.actor_train, "actor_infer": config.actor_infer, "reference": config.reference, "critic": config.critic}
@@ -161,16 +205,19 @@ def derive(config: RunConfig) -> BatchArithmetic:
         for name, domain in config.domains.items()
     )
     samples = sum((domain.samples_per_step for domain in domains), Fraction(0))
-    mini_batch = samples / config.algorithm.mini_batches
     by_role = roles(config)
-    passes = (_passes(name, role, samples, mini_batch) for name, role in by_role.items() if isinstance(role, ForwardRoleConfig))
     return BatchArithmetic(
         clusters=tuple(_cluster(name, by_role) for name in by_role),
-        passes=tuple(passes),
+        passes=tuple(_passes(config, by_role, domains)),
+        learning_rates=tuple(
+            LearningRateArithmetic(name, role.optimizer, updates(config, name))
+            for name, role in by_role.items()
+            if isinstance(role, TrainRoleConfig)
+        ),
         domains=domains,
         prompts_per_step=prompts,
         samples_per_step=samples,
-        mini_batch_samples=mini_batch,
+        mini_batch_samples=samples / config.algorithm.mini_batches,
         ppo_epochs=config.algorithm.ppo_epochs,
         mini_batches=config.algorithm.mini_batches,
         max_model_len=max_model_len(config),
@@ -192,17 +239,30 @@ def _cluster(name: str, by_role: dict[str, Role]) -> ClusterArithmetic:
     return ClusterArithmetic(name, devices, size, f"{strategy.name}: {layout}", tuple(others))
 
 
-def _passes(name: str, role: ForwardRoleConfig, samples: Fraction, mini_batch: Fraction) -> PassArithmetic:
-    ranks = len(device_numbers(role.devices)) // model_parallel_size(role)
-    per_rank = ceil(samples / ranks)
-    forward = PassArithmetic(name, per_rank, role.micro_batch_size, ceil(per_rank / role.micro_batch_size))
-    if not isinstance(role, TrainRoleConfig):
-        return forward
-    train_size = role.train_micro_batch_size or role.micro_batch_size
-    train_per_rank = ceil(mini_batch / ranks)
-    return PassArithmetic(
-        name, per_rank, role.micro_batch_size, forward.forward_micro_batches, train_per_rank, train_size, ceil(train_per_rank / train_size)
-    )
+def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[DomainArithmetic]) -> Iterator[PassArithmetic]:
+    rows = _largest_batch(domains)
+    for name, role in by_role.items():
+        if isinstance(role, ForwardRoleConfig):
+            ranks = len(device_numbers(role.devices)) // model_parallel_size(role)
+            width = ceil(longest_sequence(config) / width_multiple(role.strategy)) * width_multiple(role.strategy)
+            yield PassArithmetic(name, "forward", *_fullest_rank(rows, ranks), role.micro_batch_size, width)
+            if isinstance(role, TrainRoleConfig):
+                mini_batch = ceil(rows / config.algorithm.mini_batches)
+                size = role.train_micro_batch_size or role.micro_batch_size
+                yield PassArithmetic(name, "training", *_fullest_rank(mini_batch, ranks), size, width)
+
+
+def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
+    """Samples. Of the prompts that are left over where quotas are no whole numbers, each goes to a domain of its own."""
+    whole = [int(domain.prompts_per_step) for domain in domains]
+    left_over = int(sum(domain.prompts_per_step for domain in domains)) - sum(whole)
+    taking = sorted((one.samples_per_prompt for one in domains if one.prompts_per_step.denominator > 1), reverse=True)
+    return sum(prompts * one.samples_per_prompt for prompts, one in zip(whole, domains, strict=True)) + sum(taking[:left_over])
+
+
+def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:
+    """Rows of the fullest rank where all are equally long, and at most."""
+    return ceil(rows / ranks), max(rows - (ranks - 1), 1)
 
 
 # ---------------------------------------------------------------- as text
@@ -228,10 +288,10 @@ def render(arithmetic: BatchArithmetic) -> str:
     passes = [
         [
             one.role,
-            str(one.samples_per_rank),
-            f"{one.forward_micro_batches} x {one.forward_micro_batch}",
-            str(one.train_samples_per_rank or "-"),
-            f"{one.train_micro_batches} x {one.train_micro_batch}" if one.train_micro_batch else "-",
+            one.what,
+            _with_bound(one.rows, one.most_rows),
+            _with_bound(one.micro_batches, one.most_micro_batches),
+            f"{one.largest} x {one.width} = {one.largest * one.width} tokens",
         ]
         for one in arithmetic.passes
     ]
@@ -243,6 +303,7 @@ def render(arithmetic: BatchArithmetic) -> str:
             "updates per step",
             f"{arithmetic.updates_per_step} (ppo_epochs {arithmetic.ppo_epochs} x mini_batches {arithmetic.mini_batches})",
         ],
+        *([f"learning rate of {one.role}", one.describe()] for one in arithmetic.learning_rates),
         ["longest sequence", f"{arithmetic.max_model_len} tokens"],
         ["engine replicas", str(arithmetic.engine_replicas)],
         ["devices in all", str(arithmetic.device_count)],
@@ -252,7 +313,7 @@ def render(arithmetic: BatchArithmetic) -> str:
             _table(["role", "devices", "layout", "shares devices with"], clusters),
             _table(["domain", "share", "prompts per step", "samples per prompt", "samples per step", "longest sequence"], domains),
             _table(["batch", ""], batch),
-            _table(["fullest rank of", "samples", "forward micro-batches", "mini-batch samples", "training micro-batches"], passes),
+            _table(["micro-batches of", "pass", "samples of a rank", "micro-batches", "largest, padded"], passes),
         ]
     )
 
@@ -268,6 +329,11 @@ def _ranges(devices: tuple[int, ...]) -> str:
     starts = [number for number in ordered if number - 1 not in devices]
     ends = [number for number in ordered if number + 1 not in devices]
     return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+
+
+def _with_bound(number: int, most: int) -> str:
+    """The number for rows of one length, and the bound for others."""
+    return str(number) if most == number else f"{number} (at most {most})"
 
 
 def _number(value: Fraction) -> str:

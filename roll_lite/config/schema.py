@@ -45,7 +45,7 @@ class OptimizerConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps over which the learning rate rises linearly from zero."""
+    """Optimizer steps over which the learning rate rises: step i of n runs at i/n of lr."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up."""
     weight_decay: NonNegativeFloat = 0.0

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import pytest
+import torch
 from config_project import Project
+from hypothesis import given
+from hypothesis import strategies as st
 
-from roll_lite.config.arithmetic import derive, device_numbers, render
+from roll_lite.config.arithmetic import PassArithmetic, _fullest_rank, derive, device_numbers, render
+from roll_lite.config.schema import MegatronStrategyConfig
+from roll_lite.data.balance import balanced_partition
+from roll_lite.data.microbatch import MicroBatchPlan, RowsAtATime
 
 
 def test_devices() -> None:
@@ -17,8 +24,10 @@ def test_devices() -> None:
 def test_a_run_worked_out_by_hand(project: Project) -> None:
     """12 prompts, shares 1:2, groups of 4 and 8 -> 4 x 4 + 8 x 8 = 80 samples; 2 mini-batches of 40; 6 updates.
 
-    Actor: 8 devices / (TP 2 x PP 2) = 2 copies -> 40 samples each, 4 forward passes of 12 (48 >= 40), 20 of a mini-batch in 3 passes of 8.
-    Reference: 4 copies -> 20 samples, 3 passes of 8. Critic: 3 copies -> 27 samples (80 / 3 rounded up), 14 of a mini-batch, 2 passes of 8.
+    Actor: 8 devices / (TP 2 x PP 2) = 2 copies -> 40 samples each, 4 micro-batches of 12 (48 >= 40); 79 where the other has one: 7.
+    20 of a mini-batch in 3 of 8; at most 39 in 5.
+    Reference: 4 copies -> 20 samples, at most 77; 3 of 8, at most 10. Critic: 3 copies -> 27 samples (80 / 3 rounded up), at most 78;
+    14 of a mini-batch, at most 38: 2 of 8, at most 5.
     """
     yaml = """
 rollout: {prompts_per_step: 12}
@@ -43,10 +52,44 @@ algorithm: {advantage: {name: gae}, kl_in_reward: {coef: 0.1}, ppo_epochs: 3, mi
         "critic": (3, ()),
     }
     counts = {
-        one.role: (one.samples_per_rank, one.forward_micro_batches, one.train_samples_per_rank, one.train_micro_batches)
+        (one.role, one.what): (one.rows, one.most_rows, one.micro_batches, one.most_micro_batches, one.largest, one.width)
         for one in arithmetic.passes
     }
-    assert counts == {"actor_train": (40, 4, 20, 3), "reference": (20, 3, None, None), "critic": (27, 4, 14, 2)}
+    assert counts == {
+        ("actor_train", "forward"): (40, 79, 4, 7, 12, 48),
+        ("actor_train", "training"): (20, 39, 3, 5, 8, 48),
+        ("reference", "forward"): (20, 77, 3, 10, 8, 48),
+        ("critic", "forward"): (27, 78, 4, 10, 8, 48),
+        ("critic", "training"): (14, 38, 2, 5, 8, 48),
+    }
+
+
+def test_padded_rows_are_a_multiple_of_what_sequence_parallelism_cuts(project: Project) -> None:
+    """48 tokens over three ranks stay 48, over five they become 50; without sequence parallelism nothing is rounded."""
+    for parts, cut, width in ((3, True, 48), (5, True, 50), (5, False, 48)):
+        strategy = MegatronStrategyConfig(tensor_parallel=parts, sequence_parallel=cut)
+        config = project.load()
+        role = config.actor_train.model_copy(update={"strategy": strategy, "devices": parts})
+        assert derive(config.model_copy(update={"actor_train": role})).passes[0].width == width
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 9))
+def test_the_bounds_hold_for_what_is_done(lengths: list[int], ranks: int, size: int) -> None:
+    """Against balancing and planning themselves."""
+
+    def micro_batches(lengths: list[int]) -> tuple[int, int]:
+        shares = [torch.tensor([lengths[row] for row in part]) for part in balanced_partition(lengths, ranks)]
+        plans = [MicroBatchPlan.of(share, RowsAtATime(size)) for share in shares]
+        return max(map(len, shares)), max(plan.count for plan in plans)
+
+    rows, most_rows = _fullest_rank(len(lengths), ranks)
+    told = PassArithmetic("actor_train", "forward", rows, most_rows, size, 30)
+    assert micro_batches([7] * len(lengths)) == (told.rows, told.micro_batches)
+    found = micro_batches(lengths)
+    assert found[0] <= told.most_rows and found[1] <= told.most_micro_batches
+    one_long_row_for_each_other_rank = [1] * (len(lengths) - ranks + 1) + [1000] * (ranks - 1)
+    if len(lengths) >= ranks:
+        assert micro_batches(one_long_row_for_each_other_rank) == (told.most_rows, told.most_micro_batches)
 
 
 def test_quotas_that_are_no_whole_numbers(project: Project) -> None:
@@ -54,6 +97,15 @@ def test_quotas_that_are_no_whole_numbers(project: Project) -> None:
     assert [one.prompts_per_step for one in arithmetic.domains] == [Fraction(7, 2), Fraction(7, 2)]
     assert arithmetic.samples_per_step == 28
     assert "3.50 on average" in render(arithmetic)
+
+
+def test_passes_are_those_of_the_largest_batch(project: Project) -> None:
+    """7 prompts: 3 and 4, in turns. Groups of 4 make 28 samples either way, groups of 4 and 8 make 40 or 44."""
+    alike = derive(project.load("rollout.prompts_per_step=7"))
+    assert alike.passes[0].rows == 28
+    project.write("configs/groups.yaml", "defaults: [run, _self_]\ndomains: {copy: {samples_per_prompt: 8}}\n")
+    differing = derive(project.load("rollout.prompts_per_step=7", name="groups"))
+    assert (differing.samples_per_step, differing.passes[0].rows) == (42, 3 * 4 + 4 * 8)
 
 
 def test_an_engine_may_be_told_a_longer_sequence(project: Project) -> None:
@@ -68,4 +120,21 @@ def test_the_table(project: Project) -> None:
     assert ["actor_infer", "0-1,", "4", "vllm:", "3", "replicas", "actor_train"] in rows
     assert ["add", "50.0%", "4", "4", "16", "48"] in rows
     assert ["updates", "per", "step", "4", "(ppo_epochs", "1", "x", "mini_batches", "4)"] in rows
-    assert ["actor_train", "11", "2", "x", "8", "3", "1", "x", "8"] in rows
+    assert ["actor_train", "forward", "11", "(at", "most", "30)", "2", "(at", "most", "4)", "8", "x", "48", "=", "384", "tokens"] in rows
+    assert ["actor_train", "training", "3", "(at", "most", "6)", "1", "6", "x", "48", "=", "288", "tokens"] in rows
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        ("lr: 1e-4", "0.0001 at first, 80 updates, constant"),
+        ("lr: 1e-4, warmup_steps: 20", "rises to 0.0001 over 20 of 80 updates, constant"),
+        ("lr: 1e-4, warmup_steps: 320", "rises over 320 updates; the 80 of this run take it to 2.5e-05"),
+        ("lr: 1e-4, min_lr: 1e-5, warmup_steps: 1, decay: cosine", "rises to 0.0001 over 1 of 80 updates, then cosine to 1e-05"),
+    ],
+)
+def test_learning_rates_are_told(project: Project, optimizer: str, told: str) -> None:
+    """20 steps of four updates."""
+    project.write("configs/rates.yaml", f"defaults: [run, _self_]\nsteps: 20\nactor_train: {{optimizer: {{{optimizer}}}}}\n")
+    text = render(derive(project.load("algorithm.mini_batches=4", name="rates")))
+    assert ["learning", "rate", "of", "actor_train", *told.split()] in [line.split() for line in text.splitlines()]

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from roll_lite.config.arithmetic import width_multiple
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema import MegatronStrategyConfig
 from roll_lite.data.microbatch import Multiples
@@ -33,7 +34,7 @@ def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int
 def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
     """What the layout asks of a plan of micro-batches."""
     return Multiples(
-        width=strategy.tensor_parallel if strategy.sequence_parallel else 1,
+        width=width_multiple(strategy),
         count=strategy.pipeline_parallel if strategy.virtual_pipeline > 1 else 1,
     )
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron_cases import batch_of, hf_loss, own_weights, shard, started, tiny, weighted_loss
@@ -13,6 +14,7 @@ from support_passes import train_step
 from roll_lite.config.schema import OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.distributed.strategy.base import TrainResult
+from roll_lite.distributed.strategy.megatron.optimizer import STRETCH, squared_norm
 
 # A large eps keeps Adam from blowing rounding errors of tiny gradients up to whole steps.
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-2, clip_grad=20.0)
@@ -90,16 +92,20 @@ def test_steps_equal_adamw_in_further_layouts(ranks: RankPool, path: Path, layou
 
 
 @pytest.mark.parametrize(
-    ("decay", "learning_rates"),
+    ("decay", "warmup", "learning_rates"),
     [
-        ("constant", [0.0, 5e-4, 1e-3, 1e-3, 1e-3, 1e-3]),
-        ("linear", [0.0, 5e-4, 1e-3, 7.75e-4, 5.5e-4, 3.25e-4]),
-        ("cosine", [0.0, 5e-4, 1e-3, 1e-4 + 9e-4 * (1 + 2**-0.5) / 2, 1e-4 + 9e-4 / 2, 1e-4 + 9e-4 * (1 - 2**-0.5) / 2]),
+        ("constant", 2, [5e-4, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3]),
+        ("constant", 20, [5e-5, 1e-4, 1.5e-4, 2e-4]),
+        ("constant", 4, [2.5e-4, 5e-4, 7.5e-4, 1e-3]),
+        ("linear", 1, [1e-3, 8.5e-4, 7e-4, 5.5e-4, 4e-4, 2.5e-4]),
+        ("linear", 2, [5e-4, 1e-3, 8.2e-4, 6.4e-4, 4.6e-4, 2.8e-4]),
+        ("cosine", 3, [1e-3 / 3, 2e-3 / 3, 1e-3, 1e-4 + 9e-4 * (1 + 2**-0.5) / 2, 1e-4 + 9e-4 / 2, 1e-4 + 9e-4 * (1 - 2**-0.5) / 2]),
     ],
 )
-def test_learning_rates(ranks: RankPool, path: Path, decay: str, learning_rates: list[float]) -> None:
-    """Two steps of warm-up, then from 1e-3 to 1e-4 at step 6; worked out by hand."""
-    config = CONFIG.model_copy(update={"decay": decay, "warmup_steps": 2, "min_lr": 1e-4, "clip_grad": 0.0})
+def test_learning_rates(ranks: RankPool, path: Path, decay: str, warmup: int, learning_rates: list[float]) -> None:
+    """Update i of the warm-up runs at i parts of the way; from its last one the rate goes to 1e-4, which the update after the run would
+    have. Worked out by hand."""
+    config = CONFIG.model_copy(update={"decay": decay, "warmup_steps": warmup, "min_lr": 1e-4, "clip_grad": 0.0})
     check_steps(ranks, path, config, {}, learning_rates)
 
 
@@ -115,6 +121,39 @@ def test_schedules_that_cannot_be(ranks: RankPool, path: Path) -> None:
     assert "optimizer.warmup_steps: 5 leaves nothing of the run's 5" in ranks(1, bad_optimizer, path, linear, 5)[0]
     above = CONFIG.model_copy(update={"min_lr": 1.0})
     assert "optimizer.min_lr: 1.0 is larger than optimizer.lr 0.001" in ranks(1, bad_optimizer, path, above, None)[0]
+
+
+def norm_of_many(path: Path, options: dict[str, Any]) -> tuple[float, float, int]:
+    """Of made-up gradients of one size, a million entries and more: as reported, in numpy's float64, and how many there are."""
+    strategy = started(path, CONFIG.model_copy(update={"clip_grad": 1.0}), **options)
+    assert strategy._optimizer is not None
+    generator = torch.Generator().manual_seed(0)
+    squares, entries = 0.0, 0
+    strategy._optimizer.zero_grad()
+    for parameter in (parameter for chunk in strategy._chunks for parameter in chunk.parameters()):
+        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))  # type: ignore[attr-defined]
+        squares += float((parameter.main_grad.numpy().astype(np.float64) ** 2).sum())  # type: ignore[attr-defined]
+        entries += parameter.numel()
+    return strategy._optimizer.step().grad_norm, squares**0.5, entries
+
+
+@pytest.mark.parametrize("distributed_optimizer", [True, False], ids=["distributed", "replicated"])
+def test_the_norm_of_many_gradients_is_not_too_small(ranks: RankPool, tmp_path: Path, distributed_optimizer: bool) -> None:
+    """What gradients are clipped by. Added up in float32, the norm of these comes out 3e-4 too small."""
+    path = tiny(tmp_path / "wide", vocab_size=1 << 16)
+    for world_size in (1, 2):
+        for reported, expected, entries in ranks(world_size, norm_of_many, path, {"distributed_optimizer": distributed_optimizer}):
+            assert entries > 8e6
+            assert reported == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("entries", [0, 1, STRETCH, STRETCH + 3, 10_000_000])
+def test_a_squared_norm_is_numpys(entries: int) -> None:
+    values = torch.randn(entries, generator=torch.Generator().manual_seed(1))
+    found = squared_norm([values, values[: entries // 2]], torch.device("cpu"))
+    expected = (values.numpy().astype(np.float64) ** 2).sum() + (values[: entries // 2].numpy().astype(np.float64) ** 2).sum()
+    assert found.dtype == torch.float64
+    assert float(found) == pytest.approx(expected, rel=1e-7)
 
 
 def exploding_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
