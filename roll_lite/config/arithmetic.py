@@ -253,11 +253,19 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
-    """Samples. Of the prompts that are left over where quotas are no whole numbers, each goes to a domain of its own."""
-    whole = [int(domain.prompts_per_step) for domain in domains]
-    left_over = int(sum(domain.prompts_per_step for domain in domains)) - sum(whole)
-    taking = sorted((one.samples_per_prompt for one in domains if one.prompts_per_step.denominator > 1), reverse=True)
-    return sum(prompts * one.samples_per_prompt for prompts, one in zip(whole, domains, strict=True)) + sum(taking[:left_over])
+    """Samples, at most. Over any number of steps a domain's prompts differ from its share by less than one, so within one step by less
+    than two; where its share of every step is a whole number, they do not differ."""
+    prompts = int(sum(one.prompts_per_step for one in domains))
+    spare = {one.name: 0 if one.prompts_per_step.denominator == 1 else 2 for one in domains}
+    least = {one.name: max(ceil(one.prompts_per_step) - spare[one.name], 0) for one in domains}
+    left = prompts - sum(least.values())
+    samples = 0
+    for one in sorted(domains, key=lambda one: one.samples_per_prompt, reverse=True):
+        most = int(one.prompts_per_step) + spare[one.name]
+        further = min(left, most - least[one.name])
+        samples += (least[one.name] + further) * one.samples_per_prompt
+        left -= further
+    return samples
 
 
 def _fullest_rank(rows: int, ranks: int) -> tuple[int, int]:

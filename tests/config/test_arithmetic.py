@@ -10,10 +10,11 @@ from config_project import Project
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_lite.config.arithmetic import PassArithmetic, _fullest_rank, derive, device_numbers, render
+from roll_lite.config.arithmetic import DomainArithmetic, PassArithmetic, _fullest_rank, _largest_batch, derive, device_numbers, render
 from roll_lite.config.schema import MegatronStrategyConfig
 from roll_lite.data.balance import balanced_partition
 from roll_lite.data.microbatch import MicroBatchPlan, RowsAtATime
+from roll_lite.scheduler.mix import DomainMix
 
 
 def test_devices() -> None:
@@ -100,12 +101,23 @@ def test_quotas_that_are_no_whole_numbers(project: Project) -> None:
 
 
 def test_passes_are_those_of_the_largest_batch(project: Project) -> None:
-    """7 prompts: 3 and 4, in turns. Groups of 4 make 28 samples either way, groups of 4 and 8 make 40 or 44."""
+    """7 prompts, 3.5 for each domain. Groups of 4 make 28 samples however they fall; with groups of 8, 5 of them are the most."""
     alike = derive(project.load("rollout.prompts_per_step=7"))
     assert alike.passes[0].rows == 28
     project.write("configs/groups.yaml", "defaults: [run, _self_]\ndomains: {copy: {samples_per_prompt: 8}}\n")
     differing = derive(project.load("rollout.prompts_per_step=7", name="groups"))
-    assert (differing.samples_per_step, differing.passes[0].rows) == (42, 3 * 4 + 4 * 8)
+    assert (differing.samples_per_step, differing.passes[0].rows) == (42, 2 * 4 + 5 * 8)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 8)), min_size=1, max_size=4), st.integers(1, 12))
+def test_no_batch_is_larger(domains: list[tuple[int, int]], prompts: int) -> None:
+    """Against the mix that decides."""
+    total = sum(share for share, _ in domains)
+    told = [DomainArithmetic(str(i), Fraction(s, total), Fraction(prompts * s, total), n, 9) for i, (s, n) in enumerate(domains)]
+    mix = DomainMix({one.name: float(domains[int(one.name)][0]) for one in told})
+    for _ in range(20):
+        quota = mix.quota(prompts)
+        assert sum(quota[one.name] * one.samples_per_prompt for one in told) <= _largest_batch(told)
 
 
 def test_an_engine_may_be_told_a_longer_sequence(project: Project) -> None:
