@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from roll_lite.config.check_reward_models import has_chat_template
-from roll_lite.config.model_shape import elsewhere
+from roll_lite.config.hf_config import elsewhere
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema import DomainConfig, JudgeServerConfig, RewardConfig, RewardTermConfig, RunConfig
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from roll_lite.config.check_data import DOMAIN_DATA_CHECKS
 from roll_lite.config.checkpoint_files import read_state, resumption
-from roll_lite.config.hf_config import read_hf_config
-from roll_lite.config.model_shape import SUPPORTED_TYPES, ModelShape, elsewhere, read_model_shape
+from roll_lite.config.hf_config import SUPPORTED_TYPES, ModelShape, elsewhere, read_hf_config, read_model_shape
+from roll_lite.config.model_files import head_beside_tied_embeddings, largest_token_id
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema import DomainConfig, RunConfig
 
@@ -24,8 +24,25 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         return
     if not any(folder.glob("*.safetensors")):
         yield Problem("model.path", "no *.safetensors in this folder; expected a model in Hugging Face format", str(folder))
+        return
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         yield Problem("model.path", f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})", str(folder))
+    try:
+        wrong = [_ids_without_a_row(folder, shape), head_beside_tied_embeddings(folder) if shape.tied_embeddings else None]
+    except ValueError as error:
+        wrong = [str(error)]
+    for message in filter(None, wrong):
+        yield Problem("model.path", message, str(folder))
+
+
+def _ids_without_a_row(folder: Path, shape: ModelShape) -> str | None:
+    largest = largest_token_id(folder)
+    if largest is None or largest < shape.vocab_size:
+        return None
+    return (
+        f"its tokenizer has ids up to {largest}, its vocabulary (vocab_size of config.json) has only {shape.vocab_size} rows; "
+        "use the tokenizer that the model was trained with, or resize the model's embeddings"
+    )
 
 
 def _critic(config: RunConfig) -> Iterator[Problem]:
@@ -60,8 +77,6 @@ def _readable_shape(path: str, folder: Path) -> Generator[Problem, None, ModelSh
         return shape
     try:
         read_hf_config(folder, path)
-    except KeyError as error:
-        yield Problem(path, f"{folder / 'config.json'} has no {error.args[0]!r}", str(folder))
     except ValueError as error:
         yield Problem(path, str(error).removeprefix(f"{path}: "), str(folder))
     return shape

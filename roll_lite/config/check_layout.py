@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from roll_lite.config.arithmetic import Role, device_numbers, max_model_len, model_parallel_size
-from roll_lite.config.model_shape import ModelShape, read_model_shape
+from roll_lite.config.hf_config import ModelShape, read_model_shape
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema import (
     CriticRoleConfig,

@@ -9,8 +9,8 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from roll_lite.config.hf_config import read_hf_config
-from roll_lite.config.model_shape import SUPPORTED_TYPES, elsewhere
+from roll_lite.config.hf_config import SUPPORTED_TYPES, elsewhere, read_hf_config
+from roll_lite.config.model_files import find_tensor
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema import DomainConfig, MegatronStrategyConfig, RewardModelConfig, RunConfig
 
@@ -20,7 +20,6 @@ CHAT_TEMPLATE = "chat"
 HEAD = "score.weight"
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-LARGEST_HEADER = 100 << 20
 
 
 def _used(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:
@@ -67,8 +66,6 @@ def _family(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[
         return
     try:
         read_hf_config(model.path, f"{path}.path")
-    except KeyError as error:
-        yield Problem(f"{path}.path", f"{model.path / 'config.json'} has no {error.args[0]!r}", str(model.path))
     except ValueError as error:
         yield Problem(f"{path}.path", str(error).removeprefix(f"{path}.path: "), str(model.path))
 
@@ -152,26 +149,12 @@ def _config_of(folder: Path) -> dict[str, Any] | str:
 
 
 def _head_shape(folder: Path) -> list[int] | str:
-    """Of the head, from the files' headers; empty where no tensor has its usual name. What is wrong with the files otherwise."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    """Of the head; empty where no tensor has its usual name. What is wrong with the files otherwise."""
     try:
-        file = folder / json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(HEAD, "") if index.is_file() else single
-        if file == folder:
-            return []
-        if not file.is_file():
-            return f"no {file.name} in this folder; expected a model in Hugging Face format"
-        return list(map(int, _header(file).get(HEAD, {}).get("shape", [])))
-    except (OSError, ValueError, KeyError) as error:
-        return f"its safetensors cannot be read: {error}"
-
-
-def _header(file: Path) -> dict[str, Any]:
-    with file.open("rb") as bytes_:
-        size = int.from_bytes(bytes_.read(8), "little")
-        if not 0 < size < LARGEST_HEADER:
-            raise ValueError(f"{file} has no header")
-        header: dict[str, Any] = json.loads(bytes_.read(size))
-    return header
+        head = find_tensor(folder, HEAD)
+    except ValueError as error:
+        return str(error)
+    return list(head.shape) if head is not None else []
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from roll_lite.config.model_shape import elsewhere
+from roll_lite.config.hf_config import elsewhere
 
 Kind = Literal["jsonl", "parquet", "arrow"]
 

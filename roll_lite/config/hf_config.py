@@ -1,4 +1,4 @@
-"""A Hugging Face config.json, read and checked: the shape of the model, independent of Megatron."""
+"""A Hugging Face config.json, read and checked: the shape of the model, without torch, transformers or Megatron."""
 
 from __future__ import annotations
 
@@ -7,7 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.model_shape import SUPPORTED_TYPES
+from roll_lite.config.hf_fields import refusals, rope_fields
+
+SUPPORTED_TYPES = ("qwen2", "qwen3", "llama")
+"""`model_type`s whose weights the Megatron strategy can read and write."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What checks need to know of any model, also of one that cannot be trained."""
+
+    model_type: str
+    layers: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+    vocab_size: int
+    max_positions: int | None
+    tied_embeddings: bool
 
 
 @dataclass(frozen=True)
@@ -39,17 +56,56 @@ class HfConfig:
     rope: RopeConfig
 
 
+def read_model_shape(folder: Path) -> ModelShape:
+    """Raises ValueError, saying what is wrong with which file."""
+    file = folder / "config.json"
+    if not folder.is_dir():
+        raise ValueError(f"no such folder: {folder}{elsewhere(folder)}")
+    if not file.is_file():
+        raise ValueError(f"no config.json in {folder}; expected a model in Hugging Face format")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        return ModelShape(
+            model_type=str(raw["model_type"]),
+            layers=int(raw["num_hidden_layers"]),
+            heads=int(raw["num_attention_heads"]),
+            kv_heads=int(raw.get("num_key_value_heads") or raw["num_attention_heads"]),
+            feed_forward=int(raw["intermediate_size"]),
+            vocab_size=int(raw["vocab_size"]),
+            max_positions=int(raw["max_position_embeddings"]) if "max_position_embeddings" in raw else None,
+            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        )
+    except KeyError as error:
+        raise ValueError(f"{file} has no {error.args[0]!r}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+
+
 def read_hf_config(folder: Path, key: str = "model.path") -> HfConfig:
-    """ValueError, naming the file and the field, for what cannot be trained here. `key`: where the YAML names the folder."""
+    """ValueError, naming the file and every field, for what cannot be trained here. `key`: where the YAML names the folder."""
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"{key}: {folder} holds no config.json; it must be a model in Hugging Face format")
-    raw: dict[str, Any] = json.loads(file.read_text())
+    raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     family = raw.get("model_type")
     if family not in SUPPORTED_TYPES:
         raise ValueError(f"{key}: {file}: model_type {family!r} cannot be trained; supported are {', '.join(SUPPORTED_TYPES)}")
-    _refuse_unsupported(key, file, raw)
-    heads = raw["num_attention_heads"]
+    refused = list(refusals(raw))
+    try:
+        rope = rope_fields(raw)
+    except ValueError as error:
+        refused.append(str(error))
+    if refused:
+        raise ValueError(f"{key}: {file}: {'; '.join(refused)}")
+    try:
+        return _of_fields(raw, rope)
+    except KeyError as error:
+        raise ValueError(f"{key}: {file} has no {error.args[0]!r}") from error
+
+
+def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
+    """What is missing is what transformers takes for it."""
+    family, heads = raw["model_type"], raw["num_attention_heads"]
     return HfConfig(
         family=family,
         vocab_size=raw["vocab_size"],
@@ -59,40 +115,26 @@ def read_hf_config(folder: Path, key: str = "model.path") -> HfConfig:
         heads=heads,
         key_value_heads=raw.get("num_key_value_heads") or heads,
         head_dim=raw.get("head_dim") or (128 if family == "qwen3" else raw["hidden_size"] // heads),
-        max_positions=raw.get("max_position_embeddings", 32768),
+        max_positions=raw.get("max_position_embeddings", 2048 if family == "llama" else 32768),
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         tied_embeddings=raw.get("tie_word_embeddings", False),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        rope=_read_rope(key, file, raw),
+        rope=RopeConfig(
+            float(rope["rope_theta"]),
+            linear_factor=float(rope["factor"]) if rope["rope_type"] == "linear" else None,
+            llama3_factor=float(rope["factor"]) if rope["rope_type"] == "llama3" else None,
+        ),
     )
 
 
-def _refuse_unsupported(key: str, file: Path, raw: dict[str, Any]) -> None:
-    wanted = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False, "mlp_bias": False, "attention_dropout": 0}
-    if raw["model_type"] == "qwen2":
-        del wanted["attention_bias"]  # not one of its settings; its biases are those of query, key and value
-    for field, value in wanted.items():
-        if raw.get(field, value) != value:
-            raise ValueError(f"{key}: {file}: {field} is {raw[field]!r}; only {value!r} is supported for {raw['model_type']}")
-
-
-def _read_rope(key: str, file: Path, raw: dict[str, Any]) -> RopeConfig:
-    """transformers 5 writes rope_parameters; before, rope_theta stood beside rope_scaling."""
-    fields = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(fields.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    if fields.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError(f"{key}: {file}: partial_rotary_factor is not supported")
-    kind = fields.get("rope_type", fields.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, linear_factor=float(fields["factor"]))
-    if kind == "llama3":
-        # The values that Megatron-Core has built in; every Llama 3.1 to 3.3 has them.
-        built_in = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        for field, value in built_in.items():
-            if fields.get(field) != value:
-                raise ValueError(f"{key}: {file}: RoPE scaling llama3 with {field} {fields.get(field)!r}; only {value!r} is supported")
-        return RopeConfig(theta, llama3_factor=float(fields["factor"]))
-    raise ValueError(f"{key}: {file}: RoPE scaling {kind!r} is not supported; supported are default, linear and llama3")
+def elsewhere(path: Path) -> str:
+    """A hint for a path that is right in another folder: relative paths count from the current one."""
+    current = Path.cwd()
+    if not path.is_relative_to(current):
+        return ""
+    relative = path.relative_to(current)
+    for parent in current.parents:
+        if (parent / relative).exists():
+            return f" (relative paths count from the current folder; there is {parent / relative}: start from {parent})"
+    return " (relative paths count from the current folder)"

@@ -376,6 +376,9 @@ class RolloutConfig(Section):
     """How often a failed generation is tried again before the sample is reported as failed."""
     keep_mask: bool = False
     """Bring along which tokens survived top-k, top-p and min-p, and take training log-probs over the same tokens."""
+    max_mismatch: PositiveFloat | None = 0.2
+    """Nats by which the log-probs of engines and trainer may differ on average over the tokens of the first batch; beyond, they hold
+    different models and the run ends. In bfloat16 0.01 to 0.05 is usual. null: any difference."""
 
 
 # ---------------------------------------------------------------- algorithm: advantages

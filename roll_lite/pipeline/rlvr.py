@@ -16,6 +16,7 @@ from roll_lite.distributed.cluster import Pending, gather
 from roll_lite.distributed.dataflow import Batch, Block
 from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.observability.timers import phase
+from roll_lite.pipeline.agreement import Agreement
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.models import FORWARD, TRAIN, Model, lengths
@@ -42,6 +43,7 @@ class RLVRPipeline:
         self.checkpoints = checkpoints
         self.timers = journal.timers
         self.shaping = RewardShaping(config)
+        self.agreement = Agreement(config)
         self.kl_in_reward = KlController(self.algorithm.kl_in_reward.controller, self.algorithm.kl_in_reward.coef)
         self.kl_in_loss = KlController(self.algorithm.kl_in_loss.controller, self.algorithm.kl_in_loss.coef)
         self.steps_done = 0
@@ -54,6 +56,7 @@ class RLVRPipeline:
         while self.steps_done < self.config.steps:
             with self.journal.step(self.steps_done + 1):
                 self.step()
+            self.agreement.look(self.journal.history.records[self.steps_done])
             if self.due(self.config.checkpoint.every):
                 self.save_checkpoint()
             if self.due(self.config.validation.every) or self.steps_done == self.config.steps:

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from roll_lite.config.hf_config import HfConfig
+from roll_lite.config.model_files import head_beside_tied_embeddings
 from roll_lite.distributed.strategy.megatron import value_head
 from roll_lite.distributed.strategy.megatron.hf_mapping import LM_HEAD, Binding, Entry, checkpoint_names, join
 from roll_lite.distributed.strategy.megatron.value_head import ValueInit
@@ -65,6 +66,8 @@ def load_weights(
         hint = f"; critic.init {value_init!r} needs a checkpoint with a value head" if value_head.HF_NAME in missing else ""
         raise ValueError(f"{checkpoint.named} lacks {_listed(missing)}{hint}")
     _refuse_unknown(checkpoint, hf, value_init is not None)
+    if hf.tied_embeddings and value_init is None and tensor_rank == 0 and (message := head_beside_tied_embeddings(folder)):
+        raise ValueError(f"{key}: {message}")
     with torch.no_grad():
         for binding in bindings:
             if fresh.issuperset(binding.hf):

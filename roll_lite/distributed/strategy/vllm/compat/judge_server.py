@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from roll_lite.config.model_shape import read_model_shape
+from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.schema import JudgeServerConfig
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host
 from roll_lite.distributed.strategy.inference.settings import kv_cache_mb

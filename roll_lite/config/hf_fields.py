@@ -1,0 +1,147 @@
+"""Which fields of a config.json are known. An allow-list: whatever else stands there might change the numbers, and is refused by name.
+
+The fields are those of transformers' Qwen2Config, Qwen3Config and LlamaConfig, and those that published models of these families carry
+beside them. Engines read more than transformers does (vLLM: is_causal, layer_types in every family), so a field is without effect only
+if it is for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+READ = _names(
+    """model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+    max_position_embeddings rms_norm_eps tie_word_embeddings rope_theta rope_scaling rope_parameters"""
+)
+"""What `read_hf_config` and the checks make use of."""
+
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu",), "the MLP here is SwiGLU"),
+    "attention_bias": ((False, None), "biases here are those of Qwen2's query, key and value"),
+    "mlp_bias": ((False, None), "the MLP here has no biases"),
+    "attention_dropout": ((0, None), "set it to 0: engines know no dropout, so that training would see another policy"),
+    "hidden_dropout": ((0, None), "set it to 0: engines know no dropout, so that training would see another policy"),
+    "use_sliding_window": ((False, None), "every layer here attends to the whole context"),
+    "is_causal": ((True,), "attention here is causal"),
+    "partial_rotary_factor": ((1, None), "RoPE here turns whole heads"),
+    "use_mrope": ((False, None), "positions here have one dimension"),
+    "rope_interleaved": ((False, None), "RoPE here turns the two halves of a head against each other"),
+    "is_encoder_decoder": ((False, None), "models here are decoders"),
+    "add_cross_attention": ((False, None), "models here are decoders"),
+    "pruned_heads": (({}, None), "all layers here have all heads"),
+    "per_layer_config": (({}, None), "all layers here are alike"),
+    "auto_map": (({}, None), "code that comes with a model is not run; take a model that transformers itself knows"),
+    "quantization_config": ((None,), "quantised weights cannot be trained; take the model in bfloat16 or float32"),
+    "compression_config": ((None,), "compressed weights cannot be trained; take the model in bfloat16 or float32"),
+}
+"""Fields that would change the model, their only values here (1 and 1.0, 0 and 0.0 are the same), and what to know about them."""
+
+OF_FILES = _names(
+    """transformers_version dtype torch_dtype use_cache initializer_range max_window_layers pretraining_tp _name_or_path name_or_path
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal attn_implementation _commit_hash _from_model_config
+    _flash_attn_2_enabled _experts_implementation_internal chunk_size_feed_forward gradient_checkpointing is_decoder tie_encoder_decoder
+    cross_attention_hidden_size output_attentions output_hidden_states return_dict use_return_dict torchscript tf_legacy_loss
+    use_bfloat16 tokenizer_class prefix task_specific_params finetuning_task unsloth_fixed unsloth_version is_llama_config"""
+)
+"""Of the files, of training, and of transformers itself."""
+OF_HEADS = _names("problem_type id2label label2id num_labels classifier_dropout")
+"""Of models that classify: those that score samples are checked as reward models."""
+OF_LENGTHS = _names("max_sequence_length model_max_length seq_length")
+"""An engine that is asked for more tokens than these says so."""
+OF_GENERATION = _names(
+    """bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id max_length max_new_tokens
+    min_length min_new_tokens min_p do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule target_lookbehind"""
+)
+"""Special tokens and how to sample: every request carries its own sampling."""
+WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
+HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
+"""Of an architecture's name, after the family's."""
+_ROPE_FIELDS = {
+    "default": frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+}
+_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+"""The values that Megatron-Core has built in; every Llama 3.1 to 3.3 has them."""
+
+
+def refusals(raw: Mapping[str, Any]) -> Iterator[str]:
+    """For every field that may change the numbers and is not known: its name, its value, and what to do about it."""
+    for field, value in raw.items():
+        if field in ONLY:
+            accepted, reason = ONLY[field]
+            if value not in accepted and not (field == "attention_bias" and raw["model_type"] == "qwen2"):  # there it is no setting
+                yield f"{field} is {value!r}; only {accepted[0]!r} is supported: {reason}"
+        elif field == "architectures":
+            yield from _architecture(raw["model_type"], value)
+        elif field == "layer_types":
+            if value is not None and set(value) != {"full_attention"}:
+                other = next(iter(set(value) - {"full_attention"}), None)
+                yield f"layer_types holds {other!r}; only 'full_attention' is supported: every layer here attends to the whole context"
+        elif field == "sliding_window":
+            if value is not None and raw["model_type"] == "llama":  # Qwen's has its switch, use_sliding_window
+                yield f"sliding_window is {value!r}; set it to null: every layer here attends to the whole context"
+        elif field not in READ and field not in WITHOUT_EFFECT and not field.startswith("transformers.js"):
+            yield f"{field} is {value!r:.80}, which is not known here and may change what the model computes; remove it if it does not"
+
+
+def _architecture(family: str, names: Any) -> Iterator[str]:
+    """vLLM and SGLang choose the model's code by this name, not by model_type."""
+    for name in names or ():
+        if name.lower() not in {f"{family}{head}".lower() for head in HEADS}:
+            yield f"architectures names {name!r}; supported for {family} are {', '.join(f'{family.capitalize()}{head}' for head in HEADS)}"
+
+
+def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The one dictionary that says how positions turn, its rope_type and rope_theta filled in; ValueError for what is not known.
+
+    transformers 5 writes rope_parameters; before, rope_theta stood beside rope_scaling.
+    """
+    new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    if new and old and _filled(new, raw) != _filled(old, raw):
+        raise ValueError(
+            f"rope_parameters is {new!r} and rope_scaling is {old!r}: transformers and the engines would drop the first; write one "
+            f"dictionary, rope_parameters, with rope_theta and the scaling, and remove rope_scaling"
+        )
+    fields = _filled(new or old, raw)
+    nested = [name for name, value in fields.items() if isinstance(value, dict)]
+    if nested:
+        raise ValueError(f"rope_parameters has settings of its own for {', '.join(nested)}; only one RoPE for all layers is supported")
+    if (outside := raw.get("rope_theta")) is not None and outside != fields["rope_theta"]:
+        raise ValueError(f"rope_theta is {outside!r} beside {fields['rope_theta']!r} in rope_parameters; keep one of them")
+    if fields.get("partial_rotary_factor", 1) != 1:
+        raise ValueError("partial_rotary_factor is not supported: RoPE here turns whole heads")
+    kind = fields["rope_type"]
+    if kind not in _ROPE_FIELDS:
+        remedy = "; without it the model is the same up to the positions that it was trained on: remove it" if kind == "yarn" else ""
+        raise ValueError(f"RoPE scaling {kind!r} is not supported; supported are {', '.join(_ROPE_FIELDS)}{remedy}")
+    unknown = [name for name in fields if name not in _ROPE_FIELDS[kind] | {"rope_type", "rope_theta", "partial_rotary_factor"}]
+    if unknown:
+        listed = ", ".join(f"{name} {fields[name]!r}" for name in unknown)
+        raise ValueError(f"RoPE scaling {kind} with {listed}, which is not known here and may change the positions; remove it if not")
+    for field, value in _LLAMA3.items() if kind == "llama3" else ():
+        if fields.get(field) != value:
+            raise ValueError(f"RoPE scaling llama3 with {field} {fields.get(field)!r}; only {value!r} is supported")
+    if kind != "default" and not isinstance(fields.get("factor"), int | float):
+        raise ValueError(f"RoPE scaling {kind} needs a factor, got {fields.get('factor')!r}")
+    return fields
+
+
+def _filled(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers does: what is missing comes from the field beside it."""
+    filled = {name: value for name, value in fields.items() if value is not None and name != "type"}
+    return {
+        **filled,
+        "rope_type": filled.get("rope_type", fields.get("type") or "default"),
+        "rope_theta": filled.get("rope_theta", raw.get("rope_theta") or 10000.0),
+    }

@@ -1,0 +1,47 @@
+"""Whether the engines and the trainer hold the same model: told by the log-probs that both give to the tokens of the first batch.
+
+What two programs read differently (a config.json, a tied head, an engine's own arguments) trains without any error, on samples of
+another policy. Nothing is computed for this: the mismatch is measured in a forward pass that happens anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from roll_lite.config.keep_mask import is_truncated
+from roll_lite.config.schema import RunConfig
+
+MEAN = "mismatch/mean"
+CAUSES = """Likely causes:
+- config.json holds something that the trainer and the engine read differently (RoPE, tied embeddings, the kind of attention)
+- actor_infer.strategy.engine_args change the model or its precision (hf_overrides, quantization, kv_cache_dtype)
+- the weights in the engine are not the trainer's: see whether the run ends earlier with weight_sync.verify_weights: true
+If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
+
+
+class DifferentModels(RuntimeError):
+    """Engines and trainer disagree about the same tokens."""
+
+
+class Agreement:
+    """Looks at the first step in which both have told: in a critic's warm-up of `old_log_probs: rollout`, the actor is not asked."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._bound = config.rollout.max_mismatch
+        # Without a keep mask, truncated sampling makes log-probs of another distribution, by design.
+        comparable = [name for name, one in config.domains.items() if config.rollout.keep_mask or not is_truncated(one.sampling)]
+        whole = len(comparable) == len(config.domains)
+        self._metrics = [MEAN] if whole else [f"domain/{name}/{MEAN}" for name in comparable]
+
+    def look(self, metrics: Mapping[str, float]) -> None:
+        """DifferentModels, naming the difference and what may be behind it, where it is above the bound. `metrics`: of a step."""
+        told = [name for name in self._metrics if name in metrics]
+        if self._bound is None or not told:
+            return
+        for name in told:
+            if not metrics[name] <= self._bound:  # NaN is no agreement either
+                raise DifferentModels(
+                    f"engines and trainer disagree about the tokens of the first batch: their log-probs differ by {metrics[name]:.3g} nats "
+                    f"on average ({name}), rollout.max_mismatch allows {self._bound:g}: they do not hold the same model\n{CAUSES}"
+                )
+        self._bound = None

@@ -1,0 +1,55 @@
+"""Engines and trainer that hold different models end the run, in whichever phase they are compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll_lite.config.loading import load_config
+from roll_lite.pipeline.agreement import Agreement, DifferentModels
+
+ROOT = Path(__file__).resolve().parents[2]
+MEANS = {"add": 2.0, "make": 0.01, "repeat": 0.01}
+TOP_K = "domains.{}.sampling.top_k=20"
+
+
+@pytest.fixture(autouse=True)
+def _root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def agreement(*overrides: str) -> Agreement:
+    return Agreement(load_config("tiny_grpo", ROOT / "examples/configs", list(overrides)))
+
+
+@pytest.mark.parametrize("mean", [0.21, 3.7, float("nan"), float("inf")])
+def test_a_difference_beyond_the_bound_ends_the_run(mean: float) -> None:
+    with pytest.raises(DifferentModels, match=r"(?s)differ by .* nats on average.*rollout\.max_mismatch allows 0\.2.*RoPE"):
+        agreement().look({"mismatch/mean": mean})
+
+
+def test_only_the_first_comparison_counts() -> None:
+    one = agreement("rollout.max_mismatch=0.05")
+    one.look({"critic/loss": 1.0})  # a step in which the actor did not train
+    one.look({"mismatch/mean": 0.05})
+    one.look({"mismatch/mean": 9.0})  # the correction's business, not this one's
+
+
+def test_null_allows_everything() -> None:
+    agreement("rollout.max_mismatch=null").look({"mismatch/mean": 9.0})
+
+
+def test_domains_whose_log_probs_belong_to_another_distribution_are_left_out() -> None:
+    metrics = {
+        "mismatch/mean": 0.7,
+        "domain/add/mismatch/mean": 2.0,
+        "domain/make/mismatch/mean": 0.01,
+        "domain/repeat/mismatch/mean": 0.01,
+    }
+    agreement(TOP_K.format("add")).look(metrics)
+    with pytest.raises(DifferentModels, match="domain/make/mismatch/mean"):
+        agreement(TOP_K.format("add")).look(metrics | {"domain/make/mismatch/mean": 0.5})
+    with pytest.raises(DifferentModels):
+        agreement(TOP_K.format("add"), "rollout.keep_mask=true").look(metrics)
+    agreement(*(TOP_K.format(name) for name in ("add", "make", "repeat"))).look(metrics)
