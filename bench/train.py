@@ -8,6 +8,7 @@ both sides work on the same positions; `ratio_with_prompts` on rows that begin w
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -38,7 +39,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: 
 from roll_lite.config.hf_config import read_hf_config  # isort: skip
 from roll_lite.distributed.strategy.megatron.model import layer_spec, transformer_config  # isort: skip
 
-ROWS, MICRO_BATCH, VOCAB, PAIRS = 64, 8, 4096, 11
+ROWS, MICRO_BATCH, VOCAB = 64, 8, 4096
 PLANNER = RowsAtATime(MICRO_BATCH)
 OPTIMIZER = OptimizerConfig(lr=1e-5)
 
@@ -123,13 +124,16 @@ def timed(step: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def turns(ours: Callable[[], Any], bare: Callable[[], Any]) -> list[tuple[float, float]]:
+def turns(ours: Callable[[], Any], bare: Callable[[], Any], pairs: int) -> list[tuple[float, float]]:
     """Seconds of either side, pair by pair."""
     timed(ours), timed(bare)
-    return [(timed(ours), timed(bare)) if turn % 2 else (timed(bare), timed(ours))[::-1] for turn in range(PAIRS)]
+    return [(timed(ours), timed(bare)) if turn % 2 else (timed(bare), timed(ours))[::-1] for turn in range(pairs)]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=11, help="how often the two take turns (default: %(default)s)")
+    chosen = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.update(RANK="0", WORLD_SIZE="1")
     with tempfile.TemporaryDirectory() as name:
@@ -144,7 +148,8 @@ def main() -> None:
             strategy.train_step(data, policy_gradient, ["log_probs"], 1.0, strategy.plan(data.lengths, PLANNER))
 
         pairs, with_prompts = (
-            turns(partial(planned_step, data), bare_megatron(folder / "model", data)) for data in (without_prompts(rows), rows)
+            turns(partial(planned_step, data), bare_megatron(folder / "model", data), chosen.pairs)
+            for data in (without_prompts(rows), rows)
         )
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """Run every tiny recipe to its end and see whether it has learned: python examples/run_recipes.py [NAME ...] [key=value ...]
 
-Each is a run of its own, one after the other; what it leaves is under runs/recipes. Ends with 1 where the held-out accuracy of one has
-not risen.
+Each is a run of its own, one after the other; what it leaves is under runs/recipes, or run_dir. Ends with 1 where the held-out accuracy of
+one has not risen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def recipes() -> list[str]:
 
 def run(name: str, overrides: list[str]) -> tuple[float | None, float | None, float]:
     """Accuracy before and after, and seconds; None where the run failed."""
-    run_dir = Path("runs") / "recipes"
+    run_dir = next((Path(one.removeprefix("run_dir=")) for one in overrides if one.startswith("run_dir=")), Path("runs/recipes"))
     started = time.monotonic()
     command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", name, f"run_dir={run_dir}", *overrides]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)

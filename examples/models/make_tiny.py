@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -136,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=EXAMPLES / "data", help="folder for the data files")
     parser.add_argument("--model", type=Path, default=EXAMPLES / "models" / "tiny", help="folder for the model")
+    parser.add_argument("--steps", type=int, help="of each phase, in place of its own: to see whether everything runs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -152,7 +153,7 @@ def main() -> None:
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     for title, phase in (("right answers", RIGHT), ("noisy answers", NOISY)):
         print(title)
-        train(model, tokenizer, train_tasks, phase, random)
+        train(model, tokenizer, train_tasks, replace(phase, steps=arguments.steps or phase.steps), random)
     model.save_pretrained(arguments.model)
     tokenizer.save_pretrained(arguments.model)
     for name, tasks in validation_tasks.items():

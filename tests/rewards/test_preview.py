@@ -176,10 +176,12 @@ def test_domains_without_reference_responses(project: Path, capfd: pytest.Captur
     assert look("domains.sums.data.answer=null") == 2
     assert "domains.sums.data.answer: there are no reference answers; give --responses FILE" in capfd.readouterr().err
     lines([{"prompt": "1+1=", "answer": "2", "solution": "1 + 1", "source": "me"}]).to(project / "train.jsonl")
-    expression = (*CODE, "domains.sums.reward.args={mode: expression, must_contain: ['+']}")
+    expression = (*CODE, "domains.sums.reward.args={mode: expression, must_contain: ['sum']}")
     assert look(*expression) == 2
     told = capfd.readouterr().err
-    assert told.count("\n") == 1 and "nothing to score: the answers of 'code' are values, and a response is an expression with '+'" in told
+    assert (
+        told.count("\n") == 1 and "nothing to score: the answers of 'code' are values, and a response is an expression with 'sum'" in told
+    )
     assert told.endswith("or --column NAME for a column of the data with right ones; there are solution, source\n")
     assert look("--domain", "sum") == 2
     assert "'sum' is no domain, did you mean 'sums'?" in capfd.readouterr().err

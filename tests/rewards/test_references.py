@@ -25,6 +25,8 @@ from roll_lite.rewards.registry import build_reward
         ("code", {"mode": "expression"}, "aaa", "'aaa'"),
         ("code", {"mode": "expression"}, [1, "a"], "[1, 'a']"),
         ("code", {"mode": "expression"}, True, "True"),
+        ("code", {"mode": "expression", "must_contain": ["+"]}, "113", "113+0"),
+        ("code", {"mode": "expression", "must_contain": ["*", "-"]}, -2.5, "-2.5*1-0"),
     ],
 )
 def test_answers_as_responses(reward: str, args: dict[str, Any], answer: Any, response: str) -> None:

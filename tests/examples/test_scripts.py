@@ -1,0 +1,77 @@
+"""Every script of bench/ and examples/ runs: as small as it can be made, to see that it still does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("bench", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+    if "__main__" in path.read_text(encoding="utf-8")
+)
+SMALL_RUN = ["steps=1", "rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "checkpoint.export_model=false"]
+QUICK: dict[str, list[str]] = {
+    "bench/advantages.py": ["--rows=8", "--columns=64", "--rounds=1", "--peer-rounds=1", "--threads=1"],
+    "bench/engines.py": ["--rounds=1", "--requests=4"],
+    "bench/reward_code.py": ["--rounds=1", "--programs=4"],
+    "bench/reward_faults.py": ["--samples=20", "--types=exact"],
+    "bench/reward_math.py": ["--samples=20", "--per-process=2", "--rounds=1"],
+    "bench/rollout.py": ["--rounds=1", "--prompts=3", "--samples=2"],
+    "bench/train.py": ["--pairs=1"],
+    "examples/models/make_tiny.py": ["--steps=2", "--data={tmp}/data", "--model={tmp}/model"],
+    "examples/run_recipes.py": ["tiny_raft", *SMALL_RUN, "validation.samples_per_prompt=1", "run_dir={tmp}/runs"],
+    "examples/start_rlvr_pipeline.py": ["--config-name=tiny_grpo", *SMALL_RUN, "validation.enabled=false", "run_dir={tmp}/runs"],
+}
+"""Arguments that make a script quick; one that is not listed here is run with --quick."""
+SERVERS = ("examples/reward_server.py", "examples/sandbox_server.py")
+"""They run until they are ended."""
+FALLS_SHORT = {"examples/run_recipes.py": "tiny_raft"}
+"""Scripts that end with 1 where a model has not learned, as it cannot in one step; and what they say of it."""
+
+
+def command(script: str, folder: Path) -> list[str]:
+    return [sys.executable, script, *(argument.format(tmp=folder) for argument in QUICK.get(script, ["--quick"]))]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(590)
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in SERVERS])
+def test_a_script_runs(script: str, tmp_path: Path) -> None:
+    done = subprocess.run(command(script, tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=580, check=False, env=environment())
+    if script in FALLS_SHORT:
+        assert re.search(rf"{FALLS_SHORT[script]} +\d+\.\d% +\d+\.\d%.* has not risen", done.stdout), done.stdout + done.stderr
+        return
+    assert done.returncode == 0, done.stdout + done.stderr
+    if script.startswith("bench/"):
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert report["name"] and report["ours"] > 0, "the last line is what the benchmark found"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SERVERS)
+def test_a_server_comes_up(script: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-u", script, "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as server:
+        assert server.stdout is not None
+        try:
+            assert re.search(r"http://127\.0\.0\.1:\d{2,}", server.stdout.readline())
+        finally:
+            server.terminate()
+
+
+def test_every_script_that_is_named_exists() -> None:
+    assert set(QUICK) | set(SERVERS) <= set(SCRIPTS)
