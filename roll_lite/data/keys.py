@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,6 +22,30 @@ class Key:
     dtype: torch.dtype | None
     writer: str
     readers: str
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What a computation takes from a batch and adds to it, said beside the computation by its author."""
+
+    reads: tuple[str, ...] = ()
+    """Those without which it cannot be done."""
+    if_there: tuple[str, ...] = ()
+    """Taken as well where the batch has them."""
+    writes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in (*self.reads, *self.if_there, *self.writes) if name not in KEYS]
+        assert not unknown, f"keys.py does not declare {', '.join(unknown)}"
+
+    @property
+    def wanted(self) -> set[str]:
+        return {*self.reads, *self.if_there}
+
+    def of(self, present: Iterable[str]) -> list[str]:
+        """Names to take from a batch that has the columns `present`."""
+        held = set(present)
+        return list(dict.fromkeys([*self.reads, *(name for name in self.if_there if name in held)]))
 
 
 KEYS: dict[str, Key] = {

@@ -17,7 +17,7 @@ import ray
 
 from roll_lite.distributed.failures import ClusterDead, RankFailed, RankTimeout
 from roll_lite.distributed.liveness import RankGroup, log_file
-from roll_lite.distributed.pending import Call, Pending, gather
+from roll_lite.distributed.pending import Call, Pending, first_done, gather
 from roll_lite.distributed.placement import Slot
 from roll_lite.distributed.strategy.base import RankLayout
 from roll_lite.distributed.worker import LOG_FILE, ROLE, AsyncWorker, Worker
@@ -29,7 +29,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 
-__all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "RankTimeout", "gather", "start_cluster"]
+__all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "RankTimeout", "first_done", "gather", "start_cluster"]
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2

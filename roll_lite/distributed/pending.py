@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import ray
@@ -57,6 +57,11 @@ class Pending(Generic[T]):
         _wait([self], timeout_s)
         return self._collect([call.value for call in self.calls])
 
+    @property
+    def done(self) -> bool:
+        """Every rank has answered."""
+        return all(call.done for call in self.calls)
+
     def settle(self) -> None:
         if not self._settled:
             self._settled = True
@@ -73,11 +78,18 @@ def gather(*pendings: Pending[T], timeout_s: float | None = None) -> list[T]:
     return [pending.result() for pending in pendings]
 
 
-def _wait(pendings: Sequence[Pending[Any]], timeout_s: float | None) -> None:
-    while waiting := {cast(ray.ObjectRef, call.ref): call for pending in pendings for call in pending.calls if not call.done}:
+def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
+    """Waits until one of them is done; that one, and any others that are by then."""
+    _wait(pendings, None, enough=any)
+    return [pending for pending in pendings if pending.done]
+
+
+def _wait(pendings: Sequence[Pending[Any]], timeout_s: float | None, enough: Callable[[Iterable[bool]], bool] = all) -> None:
+    while pendings and not enough(pending.done for pending in pendings):
+        waiting = {cast(ray.ObjectRef, call.ref): call for pending in pendings for call in pending.calls if not call.done}
         for pending in pendings:
             pending.group.check()
-        unfinished = [pending for pending in pendings if not all(call.done for call in pending.calls)]
+        unfinished = [pending for pending in pendings if not pending.done]
         first = min(unfinished, key=lambda pending: pending.deadline(timeout_s))
         remaining = first.deadline(timeout_s) - time.monotonic()
         if remaining <= 0:
@@ -92,7 +104,8 @@ def _wait(pendings: Sequence[Pending[Any]], timeout_s: float | None) -> None:
             if ref in waiting:
                 _take(waiting[ref], list(waiting.values()))
     for pending in pendings:
-        pending.settle()
+        if pending.done:
+            pending.settle()
 
 
 def _take(call: Call, waiting: Sequence[Call]) -> None:

@@ -25,9 +25,9 @@ from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.distributed.strategy.engines import EngineSpec
 from roll_lite.observability.run_folder import create_run_folder, point_latest
 from roll_lite.pipeline.checkpoint import Checkpoints
+from roll_lite.pipeline.clusters import Clusters, Engines, Model, RewardModels
+from roll_lite.pipeline.devices import FORWARD, TRAIN
 from roll_lite.pipeline.journal import Journal
-from roll_lite.pipeline.models import FORWARD, TRAIN, Engines, Model, RewardModels
-from roll_lite.pipeline.parts import Parts
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.weights import WeightSync
 from roll_lite.workers.actor import ActorWorker
@@ -98,8 +98,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     for line in (*left_out, *rollouts.one(RolloutWorker.reward_notes), *(f"actor_infer: {note}" for note in engine_notes)):
         journal.console.message(line)
     weights = WeightSync(actor, engines.replicas, rollouts, config.weight_sync, model_parallel_size(config.actor_infer))
-    parts = Parts(actor, engines, rollouts, weights, reference, critic, reward_models, list(judges.values()))
-    return RLVRPipeline(config, parts, journal, Checkpoints(config, folder))
+    clusters = Clusters(actor, engines, rollouts, reference, critic, reward_models, list(judges.values()))
+    return RLVRPipeline(config, clusters, weights, journal, Checkpoints(config, folder))
 
 
 def initialize(
@@ -190,7 +190,8 @@ class Starter:
             deterministic=config.deterministic,
         )
         slots = self.placement.slots(name)
-        return Model(start_cluster(self.spec(name, slots, role.threads), worker, model_role, *args, **kwargs), role)
+        ranks = start_cluster(self.spec(name, slots, role.threads), worker, model_role, *args, **kwargs)
+        return Model(ranks, role, worker)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from roll_lite.config.checkpoint_files import (
     write_list,
 )
 from roll_lite.config.schema import RunConfig
-from roll_lite.pipeline.models import FORWARD, TRAIN, Model
-from roll_lite.pipeline.parts import Parts
+from roll_lite.pipeline.clusters import Clusters, Model
+from roll_lite.pipeline.devices import FORWARD, TRAIN
 from roll_lite.workers.model import ModelWorker
 from roll_lite.workers.rollout import RolloutWorker
 
@@ -37,13 +37,13 @@ class Checkpoints:
         self._config = config
         self._run_folder = run_folder
 
-    def save(self, parts: Parts, pipeline: dict[str, Any]) -> Path:
+    def save(self, clusters: Clusters, pipeline: dict[str, Any]) -> Path:
         """`pipeline`: the driver's own state, with `steps_done`."""
         whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
         unfinished = whole.with_name(f"{whole.name}.partial")
         shutil.rmtree(unfinished, ignore_errors=True)
         records: dict[str, FileRecord] = {}
-        for role, model in parts.trained.items():
+        for role, model in clusters.trained.items():
             (unfinished / role).mkdir(parents=True)
             with model.loaded(TRAIN):
                 model.ranks.all(ModelWorker.save_checkpoint, (unfinished / role).resolve())
@@ -53,7 +53,7 @@ class Checkpoints:
             "schema_version": SCHEMA_VERSION,
             "listed": True,
             "pipeline": pipeline,
-            "rollouts": parts.rollouts.one(RolloutWorker.state_dict),
+            "rollouts": clusters.rollouts.one(RolloutWorker.state_dict),
             "config": self._config.model_dump(mode="json"),
         }
         (unfinished / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
@@ -64,34 +64,34 @@ class Checkpoints:
             shutil.rmtree(old)
         return whole
 
-    def load(self, parts: Parts) -> dict[str, Any] | None:
+    def load(self, clusters: Clusters) -> dict[str, Any] | None:
         """Bring every part to the state of `checkpoint.resume`; the driver's own is returned. None where nothing is to be resumed."""
         if self._config.checkpoint.resume is None:
             return None
         folder = resumption(self._config.checkpoint.resume).checkpoint
         state = read_state(folder)
-        missing = [role for role in parts.trained if not (folder / role).is_dir()]
+        missing = [role for role in clusters.trained if not (folder / role).is_dir()]
         if missing:
             raise ValueError(f"checkpoint.resume: {folder} holds nothing for {', '.join(missing)}; was it written without a critic?")
-        self._check(parts, folder)
-        for role, model in parts.trained.items():
+        self._check(clusters, folder)
+        for role, model in clusters.trained.items():
             with model.loaded(TRAIN):
                 model.ranks.all(ModelWorker.load_checkpoint, (folder / role).resolve())
-        parts.rollouts.one(RolloutWorker.load_state_dict, state["rollouts"])
+        clusters.rollouts.one(RolloutWorker.load_state_dict, state["rollouts"])
         return state["pipeline"]
 
-    def _check(self, parts: Parts, folder: Path) -> None:
+    def _check(self, clusters: Clusters, folder: Path) -> None:
         """The checksum of every file of a role, before anything is loaded."""
         wanted = read_list(folder)
         if wanted is None:
             return
-        for role, model in parts.trained.items():
+        for role, model in clusters.trained.items():
             own = sorted(name for name in wanted if name.startswith(f"{role}/"))
             check_sums(folder, wanted, records_of(model, folder, own).items())
 
-    def export_model(self, parts: Parts) -> Path:
+    def export_model(self, clusters: Clusters) -> Path:
         """The actor as Hugging Face safetensors under `model/`, the critic under `critic/`, for `critic.init: path`."""
-        for role, model in parts.trained.items():
+        for role, model in clusters.trained.items():
             with model.loaded(FORWARD):
                 model.ranks.all(ModelWorker.save_hf, (self._run_folder / EXPORTED[role]).resolve())
         return self._run_folder / EXPORTED["actor_train"]

@@ -156,7 +156,7 @@ class Journal:
         """By role, from every data-parallel rank: metric sums are the same on all of them, peaks are each rank's own."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
-                sums = self._update(role, update, [rank[number].peaks for rank in ranks], is_first=number == 0)
+                sums = self._update(role, update, [rank[number].peaks for rank in ranks])
                 self._write_update(step, role, number, update, sums)
                 self._sums.merge(sums)
         if updates.get("actor") and updates["actor"][0]:
@@ -168,18 +168,16 @@ class Journal:
         if kl_coef > 0:
             self._sums.add("actor/kl_coef", kl_coef)
 
-    def _update(self, role: str, update: Update, peaks: Sequence[Mapping[str, float]], is_first: bool) -> MetricSums:
+    def _update(self, role: str, update: Update, peaks: Sequence[Mapping[str, float]]) -> MetricSums:
         sums = MetricSums()
-        # Where the old log-probs are recomputed, credit has told of all tokens how far engine and trainer are apart.
-        compared = is_first and self._config.algorithm.old_log_probs != "recompute"
-        sums.add_sums(update.result.metrics if compared else without_mismatch(update.result.metrics), self._domains)
+        sums.add_sums(update.result.metrics, self._domains)
         sums.add(f"{role}/updates", 1.0)
         sums.add(f"{role}/skipped", float(update.result.skipped))
         sums.add(f"{role}/lr", update.result.lr)
         if not update.result.skipped:
             sums.add(f"{role}/grad_norm", update.result.grad_norm)
         for of_rank in peaks:
-            sums.add_sums(of_rank if compared else without_mismatch(of_rank), self._domains)
+            sums.add_sums(of_rank, self._domains)
         return sums
 
     def _write_update(self, step: int, role: str, number: int, update: Update, sums: MetricSums) -> None:
@@ -237,11 +235,6 @@ class Journal:
         draw_curves(self.folder / CURVES_FILE, self.history.records, list(self._config.domains), self._config.experiment)
         if validated:
             self.console.finish(accuracy, self._steps, wall["total"], self.folder, resumed_after=self._first)
-
-
-def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """From the second update on, engine and trainer differ by what was learnt as well."""
-    return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}
 
 
 def _flat(scores: torch.Tensor) -> bool:

@@ -10,7 +10,8 @@ from roll_lite.config.schema import WeightSyncConfig
 from roll_lite.distributed.cluster import Cluster, Pending, gather
 from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan
 from roll_lite.distributed.weight_sync.plan import plan_transfers
-from roll_lite.pipeline.models import FORWARD, Model
+from roll_lite.pipeline.clusters import Model
+from roll_lite.pipeline.devices import FORWARD
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker

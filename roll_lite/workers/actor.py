@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import ray
 import torch
@@ -12,6 +13,7 @@ from roll_lite.algorithms.by_domain import Peaks, sums_by_domain
 from roll_lite.algorithms.kl import kl_estimate
 from roll_lite.algorithms.objectives import OLD_COLUMN, ActorLoss, OldLogProbs, mismatch_of_tokens
 from roll_lite.config.schema import AlgorithmConfig
+from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatch, padded
 from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import Ragged
@@ -20,8 +22,8 @@ from roll_lite.distributed.strategy.base import ExportPlan
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.gloo import GlooSender, open_store
 from roll_lite.distributed.weight_sync.plan import TransferPlan
-from roll_lite.workers.credit import Credit, assign_credit
-from roll_lite.workers.model import ModelRole, ModelWorker, TrainShare, Update
+from roll_lite.workers.credit import Credit, assign_credit, compared_before_training
+from roll_lite.workers.model import ModelRole, ModelWorker, TrainShare, Update, training_columns
 
 
 @dataclass(frozen=True)
@@ -33,28 +35,35 @@ class CreditReport:
     peaks: dict[str, float]
 
 
+def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:
+    return ActorLoss(
+        policy_loss=algorithm.policy_loss,
+        mismatch_correction=algorithm.mismatch_correction,
+        kl_coef=algorithm.kl_in_loss.coef,
+        kl_estimator=algorithm.kl_in_loss.estimator,
+        kl_unbiased_gradient=algorithm.kl_in_loss.unbiased_gradient,
+        entropy_coef=algorithm.entropy_coef,
+        old_log_probs=algorithm.old_log_probs,
+        measure_entropy=not compared_before_training(algorithm),
+        domains=domains,
+    )
+
+
 class ActorWorker(ModelWorker):
+    computes: ClassVar[Mapping[str, str]] = {"old_log_probs": "log_probs", "old_entropy": "entropy", "old_distribution": "distribution"}
+    forward_columns = Columns(reads=("input_ids",), if_there=("kept_ids",))
+
     def __init__(self, role: ModelRole, algorithm: AlgorithmConfig, domains: int) -> None:
         super().__init__(role)
         self.algorithm = algorithm
         self.domains = domains
-        self.loss = ActorLoss(
-            policy_loss=algorithm.policy_loss,
-            mismatch_correction=algorithm.mismatch_correction,
-            kl_coef=algorithm.kl_in_loss.coef,
-            kl_estimator=algorithm.kl_in_loss.estimator,
-            kl_unbiased_gradient=algorithm.kl_in_loss.unbiased_gradient,
-            entropy_coef=algorithm.entropy_coef,
-            old_log_probs=algorithm.old_log_probs,
-            measure_entropy=algorithm.old_log_probs != "recompute",
-            domains=domains,
-        )
+        self.loss = actor_loss(algorithm, domains)
 
-    def old_log_probs(self, shard: Shard, distribution: bool = False) -> Block | None:
-        """The policy's log-probs before the step, and its entropy, which that forward pass gives away. `distribution`: those of the
-        whole vocabulary as well."""
-        whole = {"distribution": "old_distribution"} if distribution else {}
-        return self._forward(shard, {"log_probs": "old_log_probs", "entropy": "old_entropy", **whole})
+    @staticmethod
+    def training_reads(algorithm: AlgorithmConfig) -> Columns:
+        """The loss measures the distance to the reference and, where nothing has compared them yet, that to the engine as well."""
+        measured = ["kept_ids", "ref_log_probs", *(() if compared_before_training(algorithm) else ("rollout_log_probs",))]
+        return training_columns(actor_loss(algorithm, 1).columns, measured)
 
     def assign_credit(self, shard: Shard, kl_coef: float) -> CreditReport:
         """Advantages (and the critic's targets) of this rank's rows. Called on the head ranks, all of them."""
@@ -73,7 +82,10 @@ class ActorWorker(ModelWorker):
         loss = self.loss.with_kl_coef(kl_coef)
         updates: list[Update] = []
         for mini_batch, result in self._train(share, loss, loss.outputs):
-            updates.append(Update(mini_batch.epoch, result, loss.peaks.collect(), loss.ratios.collect()))
+            peaks = loss.peaks.collect()
+            if updates or compared_before_training(self.algorithm):
+                result, peaks = replace(result, metrics=without_mismatch(result.metrics)), without_mismatch(peaks)
+            updates.append(Update(mini_batch.epoch, result, peaks, loss.ratios.collect()))
             if moved_too_far(result.metrics, self.algorithm.early_stop_kl):
                 break
         return updates
@@ -119,6 +131,11 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
     return not kl <= limit * tokens
 
 
+def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
+    """After an update, engine and trainer differ by what was learnt as well."""
+    return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}
+
+
 def credit_metrics(rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int) -> tuple[dict[str, float], dict[str, float]]:
     """Sums by domain, and peaks, over the samples that train."""
     mask = rows.mask & (rows.columns["train_weight"] > 0)[:, None]
@@ -139,7 +156,7 @@ def credit_metrics(rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs,
         tokens["credit/kl_ref"] = kl_estimate(column(old), column("ref_log_probs"), "k3")
     if "old_entropy" in rows.columns:
         tokens["actor/entropy_before"] = column("old_entropy")
-    if old_log_probs == "recompute":
+    if "old_log_probs" in rows.columns:
         difference, k3 = mismatch_of_tokens(column("rollout_log_probs"), column("old_log_probs"))
         tokens |= {"mismatch/mean": difference, "mismatch/k3": k3}
         peaks.record("mismatch/max", difference, mask, numbers)

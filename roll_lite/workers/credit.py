@@ -37,6 +37,7 @@ from roll_lite.config.schema import (
     RemaxAdvantageConfig,
     RlooAdvantageConfig,
 )
+from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatch
 from roll_lite.workers.credit_inputs import CreditInputs, RowTable, custom_advantages
 
@@ -70,9 +71,35 @@ class Credit:
     """[B] int64."""
 
 
+def compared_before_training(algorithm: AlgorithmConfig) -> bool:
+    """The actor has a forward pass of its own before the updates: entropy and mismatch with the engine are taken from that."""
+    return OLD_COLUMN[algorithm.old_log_probs] == "old_log_probs"
+
+
+def credit_columns(algorithm: AlgorithmConfig) -> Columns:
+    """What assign_credit, and the metrics taken beside it, read and write."""
+    advantage = algorithm.advantage
+    reads = ["response_mask", "reward", "group", "train_weight", "truncated", "domain_number"]
+    if compared_before_training(algorithm):
+        reads += ["rollout_log_probs", "old_log_probs", "old_entropy"]
+    if algorithm.kl_in_reward.coef > 0:
+        full = algorithm.kl_in_reward.estimator == "full"
+        reads += ["old_distribution", "ref_distribution"] if full else [*_old_column(algorithm), "ref_log_probs"]
+    if isinstance(advantage, GaeAdvantageConfig):
+        reads += ["values", *(["final_value"] if advantage.bootstrap_truncated else [])]
+    if isinstance(advantage, RemaxAdvantageConfig):
+        reads.append("baseline_score")
+    if_there = ("ref_log_probs", "values", *_old_column(algorithm))
+    return Columns(tuple(dict.fromkeys(reads)), if_there, writes=("advantages", "returns"))
+
+
+def _old_column(algorithm: AlgorithmConfig) -> list[str]:
+    column = OLD_COLUMN[algorithm.old_log_probs]
+    return [] if column is None else [column]
+
+
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, exchange: Exchange) -> Credit:
-    """Columns read: reward, group, train_weight, truncated, and where the algorithm asks for them the old log-probs and ref_log_probs
-    (or old_distribution and ref_distribution), values, final_value, baseline_score."""
+    """Of rows with the columns of credit_columns."""
     columns, mask = rows.columns, rows.mask
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     rewards = token_rewards(columns["reward"], mask, kl, kl_coef)

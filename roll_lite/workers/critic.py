@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from roll_lite.algorithms.objectives import CriticLoss
 from roll_lite.config.schema import AlgorithmConfig
-from roll_lite.distributed.dataflow import Block, Shard
-from roll_lite.workers.model import ModelRole, ModelWorker, TrainShare, Update
+from roll_lite.data.keys import Columns
+from roll_lite.workers.model import ModelRole, ModelWorker, TrainShare, Update, training_columns
 
 
 class CriticWorker(ModelWorker):
+    computes: ClassVar[Mapping[str, str]] = {"values": "values", "final_value": "final_value"}
+
     def __init__(self, role: ModelRole, algorithm: AlgorithmConfig, domains: int) -> None:
         super().__init__(role)
         self.loss = CriticLoss(clip=algorithm.value_loss.clip, domains=domains)
 
-    def values(self, shard: Shard, final: bool = False) -> Block | None:
-        """`final`: also the value after each row's last token."""
-        return self._forward(shard, {"values": "values", **({"final_value": "final_value"} if final else {})})
+    @staticmethod
+    def training_reads(_: AlgorithmConfig) -> Columns:
+        return training_columns(CriticLoss.columns)
 
     def train(self, share: TrainShare) -> list[Update]:
         """Every mini-batch of every epoch."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema import CriticRoleConfig, ForwardRoleConfig, ModelConfig, OptimizerConfig, TrainRoleConfig
+from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatchPlanner, RowsAtATime
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
@@ -67,7 +69,16 @@ class Update:
     """Histogram of the ratios of new and old policy, [domains, bins] (see ratio_histogram.py); the actor's only."""
 
 
+def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
+    """What optimizer steps take from a batch; loss_weight comes with each mini-batch."""
+    of_loss = [name for name in loss_columns if name != "loss_weight"]
+    return Columns(reads=("input_ids", "response_mask", "domain_number", *of_loss), if_there=tuple(if_there))
+
+
 class ModelWorker(Worker):
+    computes: ClassVar[Mapping[str, str]] = {}
+    """Columns that the role's forward pass can write, each with the model output that it is."""
+    forward_columns: ClassVar[Columns] = Columns(reads=("input_ids",))
     strategy: TrainStrategy
 
     def __init__(self, role: ModelRole) -> None:
@@ -113,14 +124,15 @@ class ModelWorker(Worker):
     def save_hf(self, folder: Path) -> None:
         self.strategy.save_hf(folder)
 
-    def _forward(self, shard: Shard, columns: dict[str, str]) -> Block | None:
-        """`columns`: model output -> name of the batch column it becomes."""
+    def compute(self, shard: Shard, columns: Sequence[str]) -> Block | None:
+        """Some of the columns that the role computes, of this rank's rows; on head ranks."""
         batch = shard.materialize()
+        wanted = [self.computes[name] for name in columns]
         plan = self.strategy.plan(batch.lengths, self.spec.forward_planner)
-        outputs = self.strategy.forward(batch, list(columns), self.spec.temperature, plan)
+        outputs = self.strategy.forward(batch, wanted, self.spec.temperature, plan)
         if outputs is None:
             return None
-        named = {name: outputs[output] for output, name in columns.items()}
+        named = {name: outputs[self.computes[name]] for name in columns}
         return put_block(DataProto({"sample": batch.tensor("sample"), **named}))
 
     def _train(self, share: TrainShare, loss_fn: LossFn, outputs: Sequence[str]) -> Iterator[tuple[MiniBatch, TrainResult]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from roll_lite.distributed.dataflow import Block, Shard
+from collections.abc import Mapping
+from typing import ClassVar
+
+from roll_lite.data.keys import Columns
 from roll_lite.workers.model import ModelWorker
 
 
 class ReferenceWorker(ModelWorker):
-    def log_probs(self, shard: Shard, distribution: bool = False) -> Block | None:
-        """`distribution`: those of the whole vocabulary as well. With kept_ids in the shard, over the kept tokens only."""
-        whole = {"distribution": "ref_distribution"} if distribution else {}
-        return self._forward(shard, {"log_probs": "ref_log_probs", **whole})
+    computes: ClassVar[Mapping[str, str]] = {"ref_log_probs": "log_probs", "ref_distribution": "distribution"}
+    forward_columns = Columns(reads=("input_ids",), if_there=("kept_ids",))

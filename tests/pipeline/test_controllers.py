@@ -32,7 +32,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 def pipeline(config: RunConfig, checkpoints: Any = None, **parts: Any) -> RLVRPipeline:
     silent = SimpleNamespace(timers=StepTimers(), credit=lambda *_: None, updates=lambda *_: None, resumed=lambda *_: None)
-    return RLVRPipeline(config, SimpleNamespace(reference=object(), critic=None, **parts), silent, checkpoints)  # type: ignore[arg-type]
+    return RLVRPipeline(config, SimpleNamespace(critic=None, **parts), None, silent, checkpoints)  # type: ignore[arg-type]
 
 
 def batch(samples: int) -> Batch:
@@ -62,21 +62,13 @@ def test_the_controller_of_the_loss_sees_all_updates_but_those_that_were_skipped
     def update(kl: float, skipped: bool = False) -> Update:
         return Update(0, TrainResult({"actor/kl_ref#0": kl, "actor/tokens#0": 10.0}, 0.0, 1.0, 1e-3, skipped), {})
 
-    monkeypatch.setattr(rlvr, "gather", lambda *pending: [[[update(0.5), update(float("nan"), skipped=True), update(1.0)]]])
-    monkeypatch.setattr(rlvr, "shares", lambda *_: [])
+    monkeypatch.setattr(rlvr, "take_turns", lambda *_: [[[update(0.5), update(float("nan"), skipped=True), update(1.0)]]])
     monkeypatch.setattr(RLVRPipeline, "cut", lambda self, batch: [])
-    loaded = SimpleNamespace(__enter__=None)
-    actor = SimpleNamespace(ranks=SimpleNamespace(start_scatter=lambda *_: None), loaded=lambda groups: _nothing(), role=loaded)
+    actor = SimpleNamespace(ranks=SimpleNamespace(start_scatter=lambda *_: None), shares=lambda *_: [])
     made = pipeline(config, actor=actor)
     made.steps_done = config.algorithm.critic_warmup_steps
     made.train(batch(50))
     assert made.kl_in_loss.coef == pytest.approx(0.5 * (1 - 0.2 * 0.5)), "1.5 / 20 is below 0.1 by more than a fifth"
-
-
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 def test_mistake_11_controllers_and_moments_go_through_the_checkpoint(config: RunConfig) -> None:

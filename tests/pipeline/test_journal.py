@@ -43,14 +43,6 @@ def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def test_engine_and_trainer_are_compared_before_the_steps_first_update_only(journal: Journal, tmp_path: Path) -> None:
-    with journal.step(1):
-        journal.updates(1, {"actor": [[update(0.1), update(5.0)]]}, kl_coef=0.0)
-    journal.close("completed")
-    (record,) = records(tmp_path)
-    assert record["mismatch/mean"] == pytest.approx(0.1) and record["mismatch/max"] == pytest.approx(0.1)
-
-
 def test_sums_by_domain_are_read_by_domain_and_overall(journal: Journal, tmp_path: Path) -> None:
     with journal.step(1):
         journal.updates(1, {"actor": [[update(0.1)], [update(0.1)]]}, kl_coef=0.0)

@@ -56,6 +56,24 @@ def test_the_rest_of_the_updates_is_left_out_once_the_policy_has_moved_too_far()
     assert run(None) == 3
 
 
+@pytest.mark.parametrize(
+    ("old", "told"), [("current", [True, False, False]), ("rollout", [True, False, False]), ("recompute", [False] * 3)]
+)
+def test_engine_and_trainer_are_compared_once_before_anything_is_learnt(old: Any, told: list[bool]) -> None:
+    """Where the old log-probs are recomputed, credit has compared them before the first update."""
+    loss = ActorLoss(old_log_probs=old)
+
+    def train(share: Any, loss: ActorLoss, outputs: Any) -> Any:
+        for _ in range(3):
+            loss.peaks.record("mismatch/max", torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64))
+            yield SimpleNamespace(epoch=0), TrainResult({**sums((0.1, 10.0)), "mismatch/mean#0": 1.0}, 0.0, 1.0, 1e-3)
+
+    worker = SimpleNamespace(_train=train, loss=loss, algorithm=AlgorithmConfig(old_log_probs=old))
+    updates = ActorWorker.train(worker, None, 0.0)  # type: ignore[arg-type]
+    assert ["mismatch/mean#0" in update.result.metrics for update in updates] == told
+    assert ["mismatch/max#0" in update.peaks for update in updates] == told
+
+
 def test_advantages_of_what_trains_by_domain() -> None:
     """The smallest advantage of rows of ones is 1: neither padding nor a row that does not train is a candidate."""
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)

@@ -1,0 +1,149 @@
+"""The clusters of a run, as the pipeline calls them: models in training ranks, engines, reward models, the rollout service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from roll_lite.config.arithmetic import device_numbers
+from roll_lite.config.schema import ForwardRoleConfig, InferRoleConfig, RewardModelConfig
+from roll_lite.data.balance import balanced_partition
+from roll_lite.data.keys import Columns
+from roll_lite.data.minibatches import MiniBatch, spread
+from roll_lite.distributed.cluster import Cluster, Pending
+from roll_lite.distributed.dataflow import Batch, Block, Shard
+from roll_lite.distributed.strategy.base import EngineMemory, StateGroup
+from roll_lite.pipeline.devices import loaded
+from roll_lite.workers.actor import ActorWorker
+from roll_lite.workers.critic import CriticWorker
+from roll_lite.workers.infer import InferWorker
+from roll_lite.workers.judge import JudgeWorker
+from roll_lite.workers.model import ModelWorker, TrainShare
+from roll_lite.workers.reference import ReferenceWorker
+from roll_lite.workers.reward_model import RewardModelWorker
+from roll_lite.workers.rollout import RolloutWorker
+
+W = TypeVar("W", bound=ModelWorker)
+
+
+@dataclass(frozen=True)
+class Model(Generic[W]):
+    """A model spread over a cluster."""
+
+    ranks: Cluster[W]
+    role: ForwardRoleConfig
+    worker: type[W]
+
+    @property
+    def offloads(self) -> bool:
+        return self.role.offload
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return device_numbers(self.role.devices)
+
+    def start_load(self, parts: Sequence[StateGroup]) -> Pending[list[None]]:
+        return self.ranks.start_all(ModelWorker.load, parts)
+
+    def start_offload(self, parts: Sequence[StateGroup]) -> Pending[list[None]]:
+        return self.ranks.start_all(ModelWorker.offload, parts)
+
+    def loaded(self, parts: Sequence[StateGroup]) -> AbstractContextManager[None]:
+        return loaded(self, parts)
+
+    def shards(self, batch: Batch, columns: Columns) -> list[Shard]:
+        """The batch, cut for the data-parallel ranks so that each has about as many tokens."""
+        parts = balanced_partition(lengths(batch), self.ranks.data_size)
+        return batch.shards(parts, columns.of(batch.keys()))
+
+    def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
+        """Every data-parallel rank gets the rows that it needs in any mini-batch once, and its part of each mini-batch."""
+        samples = batch.rows.tensor("sample").tolist()
+        row_of = {sample: row for row, sample in enumerate(samples)}
+        spreads = spread(list(mini_batches), dict(zip(samples, lengths(batch).tolist(), strict=True)), self.ranks.data_size)
+        rows = [sorted({row_of[int(sample)] for part in own for sample in part.samples}) for own in spreads]
+        shards = batch.shards([np.array(own, dtype=np.int64) for own in rows], columns.of(batch.keys()))
+        return [TrainShare(shard, own) for shard, own in zip(shards, spreads, strict=True)]
+
+    def start_forward(self, batch: Batch, columns: Sequence[str]) -> Pending[list[Block | None]]:
+        """`columns`: of those that its worker computes."""
+        return self.ranks.start_scatter(ModelWorker.compute, self.shards(batch, self.worker.forward_columns), columns)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engine replicas."""
+
+    replicas: Cluster[InferWorker]
+    role: InferRoleConfig
+
+    @property
+    def offloads(self) -> bool:
+        return self.role.offload
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return device_numbers(self.role.devices)
+
+    def start_load(self, parts: Sequence[EngineMemory]) -> Pending[list[None]]:
+        return self.replicas.start_all(InferWorker.load, parts)
+
+    def start_offload(self, parts: Sequence[EngineMemory]) -> Pending[list[None]]:
+        return self.replicas.start_all(InferWorker.offload, parts)
+
+    def loaded(self, part: EngineMemory) -> AbstractContextManager[None]:
+        """With the weights alone there an update can arrive while the trainer's own still take up room."""
+        return loaded(self, (part,))
+
+
+@dataclass(frozen=True)
+class RewardModels:
+    """By name. The rollout service calls them; it also has those with `offload: true` loaded while it generates."""
+
+    clusters: Mapping[str, Cluster[RewardModelWorker]]
+    configs: Mapping[str, RewardModelConfig]
+
+    @property
+    def actors(self) -> dict[str, list[Any]]:
+        return {name: ranks.actors for name, ranks in self.clusters.items()}
+
+    @property
+    def resident(self) -> list[Cluster[RewardModelWorker]]:
+        return [ranks for name, ranks in self.clusters.items() if not self.configs[name].offload]
+
+    @property
+    def offloaded(self) -> list[Cluster[RewardModelWorker]]:
+        return [ranks for name, ranks in self.clusters.items() if self.configs[name].offload]
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """All of a run."""
+
+    actor: Model[ActorWorker]
+    engines: Engines
+    rollouts: Cluster[RolloutWorker]
+    reference: Model[ReferenceWorker] | None = None
+    critic: Model[CriticWorker] | None = None
+    reward_models: RewardModels | None = None
+    """These two are only held: a cluster that nobody holds ends."""
+    judges: Sequence[Cluster[JudgeWorker]] = ()
+
+    @property
+    def models(self) -> list[Model[Any]]:
+        return [model for model in (self.reference, self.actor, self.critic) if model is not None]
+
+    @property
+    def trained(self) -> dict[str, Model[ActorWorker] | Model[CriticWorker]]:
+        """The models with an optimizer, by role."""
+        return {"actor_train": self.actor} | ({"critic": self.critic} if self.critic else {})
+
+
+def lengths(batch: Batch) -> torch.Tensor:
+    """Tokens of each row, prompt and response."""
+    return batch.rows.tensor("prompt_length") + batch.rows.tensor("response_length")

@@ -1,0 +1,112 @@
+"""Who is on the devices when: the order of loads, work and offloads. Clusters are stand-ins that answer when they are told to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from roll_lite.distributed.cluster import ClusterDead
+from roll_lite.pipeline import devices as module
+from roll_lite.pipeline.devices import Turn, loaded, take_turns
+
+
+@dataclass(eq=False)
+class Answer:
+    name: str
+    log: list[str]
+
+    def result(self) -> str:
+        return self.name
+
+
+@dataclass(eq=False)
+class Role:
+    name: str
+    log: list[str]
+    devices: tuple[int, ...] = (0,)
+    offloads: bool = True
+    dead: bool = False
+
+    def start_load(self, parts: Sequence[Any]) -> Answer:
+        self.log.append(f"{self.name} in")
+        return Answer(self.name, self.log)
+
+    def start_offload(self, parts: Sequence[Any]) -> Answer:
+        if self.dead:
+            raise ClusterDead(self.name, "killed")
+        self.log.append(f"{self.name} out")
+        return Answer(self.name, self.log)
+
+    def turn(self, error: BaseException | None = None) -> Turn[Any]:
+        def start() -> Answer:
+            self.log.append(f"{self.name} works")
+            if error is not None:
+                raise error
+            return Answer(self.name, self.log)
+
+        return Turn(self, start)  # type: ignore[arg-type]
+
+
+@dataclass
+class House:
+    """Work is done in the order `finish`, by name."""
+
+    finish: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+    def first_done(self, pendings: list[Answer]) -> list[Answer]:
+        name = next(name for name in self.finish if any(pending.name == name for pending in pendings))
+        self.log.append(f"{name} done")
+        return [pending for pending in pendings if pending.name == name]
+
+    def role(self, name: str, *devices: int, **settings: Any) -> Role:
+        return Role(name, self.log, devices, **settings)
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> House:
+    made = House()
+    monkeypatch.setattr(module, "first_done", made.first_done)
+    monkeypatch.setattr(module, "gather", lambda *pendings: [pending.result() for pending in pendings])
+    return made
+
+
+def test_roles_on_one_device_are_there_one_after_the_other(house: House) -> None:
+    house.finish = ["reference", "actor", "critic"]
+    roles = [house.role(name, 0) for name in ("reference", "actor", "critic")]
+    assert take_turns([role.turn() for role in roles], ("weights",)) == ["reference", "actor", "critic"]
+    assert house.log == [f"{name} {what}" for name in house.finish for what in ("in", "works", "done", "out")]
+
+
+def test_roles_with_devices_of_their_own_work_side_by_side_and_the_next_one_does_not_wait_for_the_slowest(house: House) -> None:
+    house.finish = ["reference", "actor", "critic"]
+    roles = [house.role("reference", 0, 1), house.role("actor", 1), house.role("critic", 2)]
+    assert take_turns([role.turn() for role in roles], ("weights",)) == ["reference", "actor", "critic"]
+    log = house.log
+    assert log[:4] == ["reference in", "critic in", "reference works", "critic works"], "side by side"
+    assert log.index("reference out") < log.index("actor in"), "they share device 1"
+    assert log.index("actor works") < log.index("critic done"), "the critic's work is none of its business"
+
+
+def test_a_role_that_stays_neither_moves_nor_waits(house: House) -> None:
+    house.finish = ["actor", "critic"]
+    roles = [house.role("actor", 0), house.role("critic", 0, offloads=False)]
+    take_turns([role.turn() for role in roles], ("weights",))
+    assert house.log == ["actor in", "actor works", "critic works", "actor done", "actor out", "critic done"]
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), KeyboardInterrupt()])
+def test_a_block_that_fails_gives_back_what_it_took(house: House, error: BaseException) -> None:
+    with pytest.raises(type(error)), loaded(house.role("engine", 0), ("weights",)):  # type: ignore[arg-type]
+        raise error
+    assert house.log == ["engine in", "engine out"]
+
+
+def test_turns_that_fail_give_back_what_they_took_and_what_is_dead_hides_nothing(house: House) -> None:
+    roles = [house.role("reference", 0, dead=True), house.role("critic", 1), house.role("actor", 0)]
+    with pytest.raises(ValueError, match="boom"):
+        take_turns([roles[0].turn(), roles[1].turn(ValueError("boom")), roles[2].turn()], ("weights",))
+    assert house.log == ["reference in", "critic in", "reference works", "critic works", "critic out"]
