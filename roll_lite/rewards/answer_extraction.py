@@ -5,20 +5,22 @@ from __future__ import annotations
 import re
 
 TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
-END_OF_THINKING = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
+THINKING = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 BOX = "\\boxed{"
 BRACE = re.compile(r"\\boxed\{|(?<!\\)[{}]")
 BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
+BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
+"""A box to fill in, quoted from the question."""
 MOST_BOXES = 20
 
 
-def after_thinking(response: str) -> str:
-    """What the response says once it has thought; all of it where it never ends its thinking."""
-    start = 0
-    for end in END_OF_THINKING.finditer(response):
-        start = end.end()
-    return response[start:]
+def after_thinking(response: str, prompt: str = "") -> str:
+    """What the response says once it has thought: behind the last </think>, and nothing where a thought is not closed. `prompt`: a chat
+    template may have opened the thought already."""
+    tags = list(THINKING.finditer(response))
+    is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
+    return "" if is_open else response[tags[-1].end() :] if tags else response
 
 
 def last_tagged(response: str) -> str | None:
@@ -37,8 +39,8 @@ def plain_boxes(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Contents of the last \boxed{} whose braces are closed."""
-    return next((text[start:end] for start, end in _boxes(text)), None)
+    r"""Contents of the last \boxed{} whose braces are closed, and that has some."""
+    return next((text[start:end] for start, end in _boxes(text) if not BLANK.fullmatch(text, start, end)), None)
 
 
 def all_boxed(text: str) -> list[str]:
@@ -47,7 +49,8 @@ def all_boxed(text: str) -> list[str]:
     before = len(text)
     for start, end in _boxes(text):
         if end < before and len(found) < MOST_BOXES:
-            found.append(text[start:end])
+            if not BLANK.fullmatch(text, start, end):
+                found.append(text[start:end])
             before = start - len(BOX)
     return found
 

@@ -8,11 +8,11 @@ from fractions import Fraction
 from functools import lru_cache
 
 LENGTH = {
-    "mm millimeter millimetre": Fraction(1, 1000),
-    "cm centimeter centimetre": Fraction(1, 100),
-    "dm decimeter decimetre": Fraction(1, 10),
-    "m meter metre": Fraction(1),
-    "km kilometer kilometre": Fraction(1000),
+    "mm millimeter millimetre 毫米": Fraction(1, 1000),
+    "cm centimeter centimetre 厘米": Fraction(1, 100),
+    "dm decimeter decimetre 分米": Fraction(1, 10),
+    "m meter metre 米": Fraction(1),
+    "km kilometer kilometre 千米 公里": Fraction(1000),
     "in inch inche": Fraction(254, 10000),
     "ft foot feet": Fraction(3048, 10000),
     "yd yard": Fraction(9144, 10000),
@@ -20,24 +20,30 @@ LENGTH = {
 }
 TIME = {
     "ms millisecond": Fraction(1, 1000),
-    "s sec second": Fraction(1),
-    "min minute": Fraction(60),
-    "h hr hour": Fraction(3600),
-    "day": Fraction(86400),
-    "week": Fraction(604800),
+    "s sec second 秒": Fraction(1),
+    "min minute 分钟": Fraction(60),
+    "h hr hour 小时": Fraction(3600),
+    "day 天 日": Fraction(86400),
+    "week 周 星期": Fraction(604800),
 }
-CALENDAR = {"month": Fraction(1), "yr year": Fraction(12)}
+CALENDAR = {"month 月 个月": Fraction(1), "yr year 年": Fraction(12)}
 MASS = {
     "mg milligram": Fraction(1, 1000),
-    "g gram": Fraction(1),
-    "kg kilogram": Fraction(1000),
+    "g gram 克": Fraction(1),
+    "kg kilogram 千克 公斤": Fraction(1000),
     "oz ounce": Fraction(45359237, 1600000),
     "lb pound": Fraction(45359237, 100000),
 }
-VOLUME = {"ml milliliter millilitre": Fraction(1, 1000), "l liter litre": Fraction(1)}
+VOLUME = {"ml milliliter millilitre 毫升": Fraction(1, 1000), "l liter litre 升": Fraction(1)}
 GALLONS = {"cup": Fraction(1), "pint pt": Fraction(2), "quart qt": Fraction(4), "gallon gal": Fraction(16)}
 DOLLARS = {"$ dollar usd": Fraction(1), "¢ cent": Fraction(1, 100)}
-OTHERS = {name: {name: Fraction(1)} for name in ("€ euro eur", "£ gbp", "¥ yen", "₹ rupee", "°c", "°f", "degree deg °", "radian rad")}
+PREFIXES = {"n": "nano", "µ": "micro", "m": "milli", "c": "centi", "k": "kilo", "M": "mega", "G": "giga", "T": "tera", "": ""}
+PREFIX_SIZES = dict(zip(PREFIXES.values(), (Fraction(10) ** power for power in (-9, -6, -3, -2, 3, 6, 9, 12, 0)), strict=True))
+SYMBOLS = {"Pa": "pascal", "Hz": "hertz", "eV": "electronvolt", "W": "watt", "J": "joule", "N": "newton", "V": "volt", "mol": "mole"}
+SYMBOL = re.compile(rf"(?<![A-Za-zµ])({'|'.join(sorted(filter(None, PREFIXES)))})?({'|'.join(SYMBOLS)})(?![A-Za-zµ])")
+"""With a prefix, in which M and m are not the same."""
+PHYSICS = {name: {f"{prefix}{name}": size for prefix, size in PREFIX_SIZES.items()} for name in SYMBOLS.values()}
+OTHERS = {name: {name: Fraction(1)} for name in ("€ euro eur", "£ gbp", "¥ yen 元", "₹ rupee", "°c", "°f", "degree deg ° 度", "radian rad")}
 DIMENSIONS = {
     "length": LENGTH,
     "time": TIME,
@@ -46,25 +52,38 @@ DIMENSIONS = {
     "volume": VOLUME,
     "gallons": GALLONS,
     "dollars": DOLLARS,
+    **PHYSICS,
     **OTHERS,
 }
 KNOWN = {name: (dimension, size) for dimension, units in DIMENSIONS.items() for names, size in units.items() for name in names.split()}
 COMPOUND = {"mph": "mile/hour", "kmh": "km/hour", "kmph": "km/hour", "kph": "km/hour", "cc": "cm^3", "sqft": "ft^2"}
-SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-NO_UNITS = {"squared", "cubed", "factorial", "sin", "cos", "tan", "log", "exp", "sqrt", "and", "plus", "minus", "times"}
+SCALES: dict[str, int | Fraction] = {
+    **{"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12},
+    **{"百": 10**2, "千": 10**3, "万": 10**4, "百万": 10**6, "亿": 10**8},
+    **{"tenth": Fraction(1, 10), "hundredth": Fraction(1, 100), "thousandth": Fraction(1, 1000)},
+}
+NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety"
+NO_UNITS = {
+    *("squared", "cubed", "factorial", "sin", "cos", "tan", "log", "exp", "sqrt", "pi"),
+    *("and", "or", "nor", "not", "but", "plus", "minus", "times", "over", "divided", "out", "than", "either", "maybe", "perhaps"),
+    *("third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth"),
+    *NUMBER_WORDS.split(),
+}
+"""Behind a number they change what it is worth, or say that it is not meant."""
 
 CURRENCY = r"\\?[$€£¥₹¢]"
 SPACE = r"(?:\\[,;:! ]|~|\s)"
 TEXT = r"\\(?:text|mathrm|textrm|textbf|textit|mbox|operatorname|rm)\s*\{([^{}]*)\}"
 DEGREE = r"(?:\^\s*\{?\s*\\circ\s*\}?|°|\\degree)\s*[CF]?(?![A-Za-z])"
 POWER = r"(?:\^\s*\{?-?\d\}?|[²³])"
-WORD = rf"(?:{TEXT}|{DEGREE}|{CURRENCY}|\\[Cc]elsius|[A-Za-zµ]++\.?)"
+HAN = "\u4e00-\u9fff"
+WORD = rf"(?:{TEXT}|{DEGREE}|{CURRENCY}|\\[Cc]elsius|[A-Za-zµ]++\.?|[{HAN}]++)"
 UNIT = re.compile(rf"(?P<space>{SPACE}*)(?P<unit>{WORD}{POWER}?(?:(?:{SPACE}|/|\\cdot)*+{WORD}{POWER}?)*+)\s*")
 PIECE = re.compile(
     r"(?P<per>/|\bper\b)|(?P<area>\b(?:square|sq)\b)|(?P<cube>\b(?:cubic|cu)\b)"
-    r"|(?P<name>°\s*[cf]?|[$€£¥₹¢]|[a-zµ]+)(?:\^(-?\d))?"
+    rf"|(?P<name>°\s*[cf]?|[$€£¥₹¢]|[a-zµ]+|[{HAN}]+)(?:\^(-?\d))?"
 )
-LAST = re.compile(r"[A-Za-zµ}°²³$€£¥₹¢.]\s*\Z|\^\s*-?\d\s*\Z")
+LAST = re.compile(rf"[A-Za-zµ{HAN}}}°²³$€£¥₹¢.]\s*\Z|\^\s*-?\d\s*\Z")
 """How a text ends that may end with a unit."""
 LONGEST = 100
 """Characters of a unit."""
@@ -73,7 +92,7 @@ LONGEST = 100
 @dataclass(frozen=True)
 class Unit:
     text: str
-    scale: int = 1
+    scale: int | Fraction = 1
     """Of words such as million."""
     dimensions: frozenset[tuple[str, int]] | None = None
     """What it measures, with exponents; None where it is no unit of measurement that is known here, apples for instance."""
@@ -100,7 +119,8 @@ def split_unit(text: str) -> tuple[str, Unit]:
 @lru_cache(maxsize=4096)
 def unit_of(text: str) -> Unit:
     plain = _plain(text)
-    scale, size, times, per = 1, Fraction(1), 1, 1
+    scale: int | Fraction = 1
+    size, times, per = Fraction(1), 1, 1
     exponent: dict[str, int] = {}
     known = PIECE.sub("", plain).strip(" .") == ""
     for piece in PIECE.finditer(plain):
@@ -108,8 +128,8 @@ def unit_of(text: str) -> Unit:
             per = -1
         elif piece["area"] or piece["cube"]:
             times = 2 if piece["area"] else 3
-        elif piece["name"] in SCALES:
-            scale *= SCALES[piece["name"]]
+        elif (factor := _scale(piece["name"])) is not None:
+            scale *= factor
         else:
             unit = _known(piece["name"])
             if unit is None:
@@ -130,6 +150,10 @@ def ratio(one: Unit, other: Unit) -> Fraction | None:
     return one.size / other.size if one.dimensions == other.dimensions else None
 
 
+def _scale(name: str) -> int | Fraction | None:
+    return SCALES.get(name, SCALES.get(name.removesuffix("s")))
+
+
 def _known(name: str) -> tuple[str, Fraction] | None:
     name = name.replace(" ", "")
     return KNOWN.get(name) or (KNOWN.get(name.removesuffix("s")) if len(name) > 2 else None)
@@ -137,6 +161,8 @@ def _known(name: str) -> tuple[str, Fraction] | None:
 
 def _plain(text: str) -> str:
     text = re.sub(TEXT, r" \1 ", text.translate({ord("²"): "^2", ord("³"): "^3"}))
+    text = SYMBOL.sub(lambda one: PREFIXES[one[1] or ""] + SYMBOLS[one[2]], text)
+    text = re.sub(rf"(?<=[{HAN}])?([百千]?万|亿)(?=[{HAN}])", r" \1 ", text)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree", "°", text)
     text = re.sub(r"\\celsius", "°c", text, flags=re.IGNORECASE)
     text = re.sub(r"\\[,;:! ]|~|\\cdot|\\", " ", text)
@@ -155,13 +181,14 @@ def _stands_behind_a_value(before: str) -> bool:
 def _is_unit(text: str, apart: bool) -> bool:
     r"""Not the letters of a product: 2t, 5xy and 3 pi are terms, 2 m, 5cm, 3 apples and 3\text{ t} have units."""
     bare = re.sub(rf"{TEXT}|{DEGREE}|{CURRENCY}|{POWER}|\\[Cc]elsius|\\cdot|\\", " ", text)
-    if text.count("\\text") and any(re.search(r"\d|[()]", inside) for inside in re.findall(TEXT, text)):
+    inside = " ".join(re.findall(TEXT, text))
+    if re.search(r"\d|[()]", inside) or any(word in NO_UNITS for word in re.findall("[a-z]+", inside.lower())):
         return False
-    words = re.findall(r"[A-Za-zµ]+", bare)
+    words = re.findall(r"[A-Za-zµ]+", SYMBOL.sub(lambda one: PREFIXES[one[1] or ""] + SYMBOLS[one[2]], bare))
     return all(_names_a_unit(word.lower(), apart or index > 0) for index, word in enumerate(words))
 
 
 def _names_a_unit(word: str, apart: bool) -> bool:
-    if _known(word) is not None or word in COMPOUND or word in SCALES:
+    if _known(word) is not None or word in COMPOUND or _scale(word) is not None:
         return True
-    return apart and len(word) > 2 and word not in NO_UNITS
+    return apart and len(word) > 2 and word not in NO_UNITS and word.removesuffix("s") not in NO_UNITS

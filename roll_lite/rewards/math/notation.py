@@ -7,6 +7,15 @@ import unicodedata
 
 SIMPLE = str.maketrans({**dict.fromkeys("−–‐‑‒﹣－", "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " "), "％": "%"})
 VULGAR = re.compile(r"(?:(?<=\d)\s*)?([½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])")
+WIDE = str.maketrans({code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | dict(zip(map(ord, "。、【】《》"), ".,[]<>", strict=True)))
+"""What East Asian keyboards write."""
+HAN = "\u3040-\u30ff\u4e00-\u9fff"
+BESIDE_HAN = re.compile(rf"(?<=[{HAN}:,.;])(?=[\d\\$+(-])(?<=[{HAN}])|(?<=[\d}}$%)])(?=[{HAN}])")
+ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*\{?\s*(?:\\(?:text|mathrm|textrm)\s*\{)?)?\s*(?:st|nd|rd|th)(?![A-Za-z])\s*\}{0,2}")
+NEST = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+HALF_BRACED = re.compile(rf"\\frac\s*(?:({NEST})\s*([A-Za-z0-9])|([A-Za-z0-9])\s*({NEST})|\s([A-Za-z0-9])\s*([A-Za-z0-9])|([A-Za-z])([A-Za-z0-9])(?![A-Za-z]))")
+BARE_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
+BARE_NAME = re.compile(r"(?<![\\A-Za-z])(pi|sin|cos|tan|cot|sec|csc|ln|log|exp)(?![A-Za-z])")
 FRACTION_NAME = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 SIGNS = str.maketrans(
     {
@@ -39,21 +48,27 @@ LOWERED_DIGITS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 
 def tidy(text: str) -> str:
     r"""For any text: one minus, one blank, 1/2 for a half in one character, \frac for its sizes."""
-    text = FRACTION_NAME.sub(r"\\frac", text)
+    text = ORDINAL.sub("", FRACTION_NAME.sub(r"\\frac", text))
     if text.isascii():
         return text
-    return VULGAR.sub(_fraction, text.translate(SIMPLE))
+    return BESIDE_HAN.sub(" ", VULGAR.sub(_fraction, text.translate(WIDE).translate(SIMPLE)))
 
 
 def as_latex(text: str) -> str:
     """For a formula: LaTeX in place of Unicode's signs, and one name for the empty set."""
-    text = LOGARITHM.sub(r"\\log_{\1}(\2)", EMPTY.sub(r"\\emptyset", text))
+    text = LOGARITHM.sub(r"\\log_{\1}(\2)", EMPTY.sub(r"\\emptyset", HALF_BRACED.sub(_braced, text)))
+    text = BARE_NAME.sub(r"\\\1 ", BARE_ROOT.sub(r"\\sqrt{\1}", text))
     if text.isascii():
         return text
     text = RAISED.sub(lambda one: f"^{{{one[0].translate(RAISED_DIGITS)}}}", text)
     text = LOWERED.sub(lambda one: f"_{{{one[0].translate(LOWERED_DIGITS)}}}", text)
     text = ROOT.sub(lambda one: rf"\sqrt{{{one[1] or one[2] or one[3] or ''}}}", text)
     return text.translate(SIGNS)
+
+
+def _braced(found: re.Match[str]) -> str:
+    upper, lower = (one if one.startswith("{") else f"{{{one}}}" for one in found.groups() if one is not None)
+    return rf"\frac{upper}{lower}"
 
 
 def _fraction(found: re.Match[str]) -> str:

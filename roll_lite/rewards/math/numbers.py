@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from roll_lite.rewards.units import CURRENCY, NO_UNIT, Unit, split_unit, unit_of
+from roll_lite.rewards.math.units import CURRENCY, NO_UNIT, Unit, split_unit, unit_of
 
 LONGEST = 1000
 """Characters: a longer text is not looked at."""
@@ -42,6 +42,9 @@ WRAPPINGS = (
 )
 DELIMITERS = WRAPPINGS[:6]
 """Those around any formula; the others are taken away from around a number only."""
+THOUSANDS = re.compile(r",(?:\\!\s*|\\[,;: ])(?=\s*\d{3}(?!\d))\s*")
+TUPLE = re.compile(r"\d\s*,\s*\d")
+"""In brackets 1,200 is a point."""
 NAME = re.compile(r"(?:(?:[A-Za-z]\w*|\\[A-Za-z]+)(?:_(?:\w+|\{\w+\}))?(?:\(\s*[A-Za-z]\s*\))?\s*)?(?:=|≈|\\approx|\\simeq|\\sim)(?!=)")
 END = re.compile(r"\A(?:\\[,;:! ]|\s)+|(?:\\[,;:! \\]|(?<!\\)[.,;:\s])+\Z")
 
@@ -52,6 +55,10 @@ class PlainNumber:
     percent: bool = False
     exact: bool = True
     """An integer or a fraction of integers, not a decimal that may have been rounded."""
+    reduced: bool = True
+    """False for a fraction that can be."""
+    places: int | None = None
+    """Decimal places of a decimal."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,8 @@ def plain_number(text: str) -> PlainNumber | None:
         digits = _value(whole["digits"]) * Fraction(10) ** int((whole["exponent"] or "e0")[1:])
         percent = whole["percent"] is not None
         exact = "." not in whole["digits"].rstrip(".") and not whole["exponent"]
-        return PlainNumber(_signed(whole["sign"], digits) / (100 if percent else 1), percent, exact)
+        places = None if exact or whole["exponent"] or percent else len(whole["digits"].partition(".")[2])
+        return PlainNumber(_signed(whole["sign"], digits) / (100 if percent else 1), percent, exact, places=places)
     if mixed := MIXED_NUMBER.fullmatch(text):
         return _mixed("-" if mixed[1].startswith("-") else "", mixed[1].lstrip("+-"), mixed[2], mixed[3])
     if fraction := FRACTION.fullmatch(text):
@@ -131,14 +139,17 @@ def unnamed(text: str) -> str:
 
 def unwrapped(text: str, wrappings: Sequence[tuple[str, str]] = DELIMITERS) -> str:
     """Without delimiters and a full stop at the end, and with one way to write thousands and small spaces."""
-    text = text.replace("{,}", ",").replace("\\!", "").replace("\\displaystyle", "")
+    text = THOUSANDS.sub(",", text.replace("{,}", ",")).replace("\\!", "").replace("\\displaystyle", "")
     text = END.sub("", re.sub(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)).strip()
     changed = True
     while changed:
         changed = False
         for left, right in wrappings:
             if len(text) > len(left) + len(right) and text.startswith(left) and text.endswith(right):
-                if (left, right) in DELIMITERS and left in text[len(left) : -len(right)]:
+                inside = text[len(left) : -len(right)]
+                if (left, right) in DELIMITERS and left in inside.replace("\\$", ""):
+                    continue
+                if right.endswith(")") and (left, right) not in DELIMITERS and TUPLE.search(inside):
                     continue
                 text, changed = END.sub("", text[len(left) : -len(right)]).strip(), True
     return text
@@ -155,5 +166,6 @@ def _signed(sign: str, value: Fraction) -> Fraction:
 def _mixed(sign: str, whole: str, upper: str, lower: str) -> PlainNumber | None:
     if not _value(lower):
         return None
-    value = _value(whole or "0") + _value(upper) / _value(lower)
-    return PlainNumber(_signed(sign, value), exact="." not in upper + lower)
+    part = _value(upper) / _value(lower)
+    reduced = part.denominator == _value(lower) != 1 and not (whole and part >= 1)
+    return PlainNumber(_signed(sign, _value(whole or "0") + part), exact="." not in upper + lower, reduced=reduced)

@@ -1,0 +1,153 @@
+r"""Where in a response its answer stands: a formula alone, tags, boxes, a statement, or whatever mathematics comes last."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from roll_lite.rewards.math.numbers import DIGITS, quantity, unwrapped
+from roll_lite.rewards.math.parsing import Parsed, inside_boxed, is_formula, is_percentage, searched
+from roll_lite.rewards.answer_extraction import all_boxed, last_boxed, last_tagged, plain_boxes
+
+Extract = Literal["auto", "boxed", "tagged", "number"]
+Boxes = Literal["last", "all"]
+
+LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])[+-])?{DIGITS}(?:/\d+)?(?:\s*\\?%)?")
+STATED = re.compile(
+    r"(?:^\s*#{4}|\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+([^\n]+)", re.IGNORECASE | re.MULTILINE
+)
+"""GSM8K's #### 72, The answer is 72, and the same in Chinese."""
+DENIED = re.compile(r"(?:not|never|neither|cannot|can't|不是|不等于)\b(?!.*\b(?:but|rather)\b)", re.IGNORECASE)
+ALTERNATIVES, EITHER = re.compile(r"\s*,?\s*\b(?:or|and)\b\s*|\s*[或和]\s*"), re.compile(r"^(?:either|both)\s+", re.IGNORECASE)
+"""3 or 5 are two answers."""
+ONE_OR_OTHER = re.compile(rf"([+-]?{DIGITS}(?:/\d+)?(?:\s*\\?%)?)\s+or\s+\Z")
+LABEL = re.compile(r"\A\s*A:\s+(?=\S)")
+"""As behind Q: in examples."""
+REMARK = re.compile(r"\s*(?:\(|[.!](?=\s)|\b(?:an?|in|for|on|at|by|with|from|because|since|when|after|each|every|per)\b)")
+"""Behind a quantity: what follows says more about it."""
+GOES_ON = re.compile(r"[√π^!][^\s,;]*")
+"""Signs that math-verify's search in running text does not know."""
+SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
+"""In front of an equals sign: what is behind it is one of several answers."""
+BOX = r"\\boxed\{[^{}]*(?:\{[^{}]*\}[^{}]*)*+\}"
+BESIDE = re.compile(rf"{BOX}(?:[\s,;$]*(?:\b(?:or|and)\b|\\text\{{\s*(?:or|and)\s*\}}|[,;或和])[\s,;$]*{BOX})++(?!.*\\boxed)", re.DOTALL)
+"""The last boxes, with nothing but a word between them: one answer."""
+CHANGES = re.compile(r"\s+(?:over|divided|out\s+of|tenths?|hundredths?|thousandths?|thirds?|fifths?|sixths?|eighths?)\b[^\n.]*", re.IGNORECASE)
+"""Words behind a number that make another one of it."""
+LONGEST_NUMBER = 60
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    """As it stands in the response; empty where there is none."""
+    parsed: Parsed | None = None
+    """What math-verify's search made of it; None where the text is one formula that was not parsed yet."""
+    exclaims: bool = False
+    """It ends a sentence: a ! behind it need not be a factorial."""
+
+
+def find_answer(response: str, extract: Extract, boxes: Boxes = "last") -> Answer:
+    response = plain_boxes(response)
+    if extract == "tagged":
+        return _said(inside_boxed(last_tagged(response) or ""))
+    if extract == "boxed":
+        return _boxed(response, boxes, beside=False) or Answer("")
+    if extract == "number":
+        numbers = LAST_NUMBER.findall(response)
+        return Answer(numbers[-1] if numbers else "")
+    response = LABEL.sub("", response)
+    if is_formula(response):
+        return Answer(response.strip())
+    tagged = last_tagged(response)
+    if tagged is not None:
+        return _said(inside_boxed(tagged))
+    boxed = _boxed(response, boxes)
+    if boxed is not None:
+        return boxed
+    stated = STATED.findall(response)
+    if stated and DENIED.match(stated[-1]):
+        return Answer("")
+    found = _alternatives(stated[-1]) or _leading(stated[-1]) if stated else _alternatives(response)
+    return found or _searched(response)
+
+
+def find_words(response: str, extract: Extract, boxes: Boxes = "last") -> Answer:
+    """Where the reference is words, which no search for formulas would find."""
+    if extract == "number":
+        return find_answer(response, extract)
+    response = plain_boxes(response)
+    place = last_boxed(response) if extract == "boxed" else last_tagged(response)
+    if extract == "auto" and place is None:
+        found = list(dict.fromkeys(all_boxed(response)))[: 1 if boxes == "last" else None]
+        place = ", ".join(sorted(found)) if found else response
+    text = inside_boxed(place or "")
+    stated = STATED.findall(text)
+    return Answer((stated[-1] if stated else text).strip())
+
+
+def _boxed(response: str, boxes: Boxes, beside: bool = True) -> Answer | None:
+    """The last box, with those `beside` it, or all of them as a list; None where there is none."""
+    found = list(dict.fromkeys(box.strip() for box in reversed(all_boxed(response))))
+    if not found:
+        return None
+    if boxes == "last":
+        together = BESIDE.search(response) if beside else None
+        found = [box.strip() for box in reversed(all_boxed(together[0]))] if together is not None else found[-1:]
+    return _said(found[-1]) if len(found) == 1 else Answer(", ".join(found))
+
+
+def _said(text: str) -> Answer:
+    """What stands in a place for the answer: a formula, or a sentence around it."""
+    text = LABEL.sub("", text).strip()
+    if is_formula(text):
+        return Answer(text)
+    stated = STATED.findall(text)
+    if stated and DENIED.match(stated[-1]):
+        return Answer("")
+    if stated and is_formula(stated[-1].strip("*` .!\r\t")):
+        return Answer(stated[-1].strip("*` .!\r\t"))
+    return _leading(stated[-1] if stated else text) or Answer(text)
+
+
+def _alternatives(text: str) -> Answer | None:
+    """Of a text that is formulas only, with words between them; the same number twice is one."""
+    text = text.strip("*` .\r\n\t")
+    parts = ALTERNATIVES.split(EITHER.sub("", text))
+    if not all(map(is_formula, parts)):
+        return None
+    different = {_key(part): part for part in reversed(parts)}
+    return Answer(", ".join(map(unwrapped, reversed(different.values()))) if len(different) > 1 else parts[0], exclaims=len(parts) == 1)
+
+
+def _key(text: str) -> Any:
+    """Answers with the same are the same: 0.5 and 50%."""
+    found = quantity(text)
+    return (found.number.value, found.unit) if found is not None else text
+
+
+def _leading(text: str) -> Answer | None:
+    """The quantity that the text begins with, 42 apples of: 42 apples in 3 days."""
+    text = text.strip("*` .!\r\n\t")
+    remark = REMARK.search(text)
+    if remark is None or SEVERAL.search(text, remark.start()) or quantity(text[: remark.start()]) is None:
+        return None
+    return Answer(text[: remark.start()].strip())
+
+
+def _searched(response: str) -> Answer:
+    """Where math-verify finds something in running text."""
+    text, parsed = searched(response)
+    if not parsed:
+        return Answer("")
+    behind = response.rfind(text) + len(text)
+    beyond = (GOES_ON.match(response, behind) or CHANGES.match(response, behind)) if text in response else None
+    if beyond is not None:
+        return Answer(text + beyond[0].rstrip("."))
+    text = f"{text}%" if is_percentage(parsed) and not text.endswith("%") else text
+    end = max(0, response.rfind(text))
+    other = ONE_OR_OTHER.search(response, max(0, end - LONGEST_NUMBER), end)
+    if other is not None and _key(other[1]) != _key(text):
+        return Answer(f"{other[1]}, {text}")
+    return Answer(text, parsed)

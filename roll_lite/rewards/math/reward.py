@@ -1,0 +1,271 @@
+r"""Reward `math`: the response's answer is mathematically equal to the reference answer."""
+
+from __future__ import annotations
+
+import math as floats
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.math.answers import Answer, Boxes, Extract, find_answer, find_words
+from roll_lite.rewards.math.equality import (
+    LOOSE,
+    agree,
+    approximated,
+    clock,
+    holds,
+    irrational,
+    list_of,
+    right_side,
+    same_expression,
+    same_items,
+    same_number,
+    same_time,
+    without_unit,
+    worth,
+)
+from roll_lite.rewards.math.notation import tidy
+from roll_lite.rewards.math.numbers import Quantity, numeral, quantity, unnamed, unwrapped
+from roll_lite.rewards.math.parsing import Parsed, expressions, inside_boxed, is_formula, library, parse_whole, parsed_number
+from roll_lite.rewards.math.units import NO_UNIT, Unit, ratio, split_unit
+from roll_lite.rewards.math.words import in_words
+from roll_lite.rewards.answer_extraction import after_thinking, plain_boxes
+from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
+
+Accept = Literal["simplified", "value"]
+Profile = Literal["default", "strict", "math_verify"]
+
+REFERENCE = re.compile(
+    r"\A(?:.*####|(?:so,?\s+)?(?:the\s+)?(?:final\s+|correct\s+)?answer\s*(?:\bis\b\s*:?|[:=])|答案\s*(?:是|为)?\s*:?)\s*",
+    re.DOTALL | re.IGNORECASE,
+)
+"""In front of the answer in columns with whole solutions."""
+CUT_OFF = re.compile(r"[^\s$}\])>]+\Z")
+"""The last word of a response that was cut at its limit."""
+
+EQUAL, DIFFERENT, NOTHING = "equal", "different", "no answer found"
+NOT_A_NUMBER = "an expression, where a number was asked for"
+NOT_SIMPLIFIED = "equal, but not in the reference's form"
+OTHER_UNIT = "another unit"
+FALSE_EQUATION = "an equation that does not hold"
+UNREADABLE = "not readable as mathematics"
+LONGEST_SHOWN = 200
+
+
+def math(
+    sample: RewardInput,
+    *,
+    extract: Extract = "auto",
+    boxes: Boxes = "last",
+    accept: Accept = "simplified",
+    profile: Profile = "default",
+    rounded: bool = False,
+    cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0,
+) -> Score:
+    r"""1 where the answers are equal, else 0.
+
+    extract: where the response's answer stands, behind the last </think>. auto: the response itself where it is one bare formula, the
+    last <answer></answer>, a \boxed{}, what is behind the last "####", "the answer is" or 答案是 where that is nothing but a formula or
+    begins with a quantity, else math-verify searches: the last formula or number. boxed: in a \boxed{}. tagged: in the last
+    <answer></answer>. number: the last number. boxes: the last box counts, or all of them together as a list.
+    accept: matters where the reference is a plain number. simplified: the answer has to be a number too (integer, decimal, fraction,
+    mixed number, percentage, power of ten, with or without a unit; for a decimal an irrational constant such as \sqrt{2}/2 as well), or
+    an equation with a number on its right side, such as 45+25=70, that holds. value: any term that is worth it, such as 45+25 for 70.
+    rounded: a decimal reference, 0.33, stands for everything that rounds to it.
+    profile: strict also wants the reference's form: fractions reduced, the same unit, no percentage for a decimal, \sqrt{12} not for
+    2\sqrt{3}. math_verify: what that library alone says of response and reference, whatever the other arguments but cpu_limit_s.
+
+    A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm.
+    50% is 0.5, and 50 as well. Several formulas in a reference are a list: all of them, as often as there, in any order. Numerals such as
+    1001_2 and times such as 10:30 are equal to themselves only. A response without an answer, or one that takes longer than cpu_limit_s,
+    is wrong, and so is a last word that the limit of tokens may have cut; a reference answer that cannot be read is a failure. Of a
+    reference with "####", as GSM8K has them, what is behind it counts; one in words, such as no solution, is compared as text, without
+    regard to case. `extracted` in the details is what was compared.
+    """
+    reference = _reference_text(sample.answer)
+    if profile == "math_verify":
+        return _by_the_library(reference, after_thinking(sample.response), cpu_limit_s)
+    gold = _reference(reference, cpu_limit_s)
+    answer = Answer("")
+
+    def judge() -> str:
+        nonlocal answer
+        response = tidy(after_thinking(sample.response))
+        if sample.finish_reason == "length":
+            response = CUT_OFF.sub("", response)
+        answer = (find_words if gold.words else find_answer)(response, extract, boxes)
+        return _Judgement(accept, profile == "strict", rounded).verdict(gold, answer)
+
+    verdict = _in_time(judge, cpu_limit_s)
+    return Score(float(verdict == EQUAL), verdict == EQUAL, {"extracted": answer.text[:LONGEST_SHOWN], "verdict": verdict})
+
+
+def warm_math() -> None:
+    """Import sympy and the parser and fill their tables: most of a second that the first samples would pay."""
+    gold = _read_reference(r"2\sqrt{3}")
+    for response in (r"the answer is $\frac{x + 1}{2}$", r"\boxed{\sqrt{12}}", "it is 5"):
+        _Judgement().verdict(gold, find_answer(response, "auto"))
+
+
+def _in_time(judge: Any, cpu_limit_s: float) -> str:
+    try:
+        return str(limited(cpu_limit_s, judge))
+    except TimeLimitExceeded:
+        return "comparison takes too long"
+    except (RecursionError, MemoryError):
+        return "answer too large"
+
+
+def _by_the_library(reference: str, response: str, cpu_limit_s: float) -> Score:
+    def judge() -> str:
+        parse = library().parse
+        gold = parse(f"${reference}$", parsing_timeout=None) or parse(reference, parsing_timeout=None)
+        if not gold:
+            raise RewardFailed(f"reward math: math-verify cannot read the reference answer {reference!r:.200}")
+        return EQUAL if library().verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None) else DIFFERENT
+
+    verdict = _in_time(judge, cpu_limit_s)
+    return Score(float(verdict == EQUAL), verdict == EQUAL, {"extracted": "", "verdict": verdict})
+
+
+@dataclass(frozen=True)
+class Reference:
+    text: str
+    quantity: Quantity | None = None
+    """Where it is a plain number, with or without a unit."""
+    numeral: tuple[str, int] | None = None
+    time: tuple[str, ...] | None = None
+    unit: Unit = NO_UNIT
+    parsed: Parsed | None = None
+    """Without the unit."""
+    brackets: str = ""
+    """Those of a set or of a tuple, which math-verify takes for each other."""
+    words: str | None = None
+    """Where it is words and no formula."""
+    items: tuple[Reference, ...] = ()
+    """Where it is a list."""
+
+
+@dataclass(frozen=True)
+class _Judgement:
+    """The settings under which an answer is held against a reference."""
+
+    accept: Accept = "simplified"
+    strict: bool = False
+    rounded: bool = False
+
+    def verdict(self, gold: Reference, answer: Answer) -> str:
+        if not answer.text:
+            return NOTHING
+        if gold.words is not None:
+            return EQUAL if in_words(answer.text) == gold.words else DIFFERENT
+        if gold.items:
+            return self._list(gold, answer.text)
+        values = approximated(answer.text)
+        if values is not None and all(values):
+            return self._approximated(gold, *values)
+        based, time = numeral(unnamed(answer.text)), clock(unnamed(answer.text))
+        if based is not None or gold.numeral is not None:
+            return EQUAL if based == gold.numeral else DIFFERENT
+        if gold.time is not None or (time is not None and ":" not in gold.text):
+            return EQUAL if gold.time is not None and time is not None and same_time(gold.time, time) else DIFFERENT
+        if gold.quantity is None:
+            return self._expression(gold, answer.text, answer.parsed)
+        return self._number(gold, gold.quantity, answer)
+
+    def _list(self, gold: Reference, text: str) -> str:
+        text = unwrapped(text)
+        if text.startswith("\\{") and text.endswith("\\}"):
+            text = text[2:-2]
+        found = [Answer(item) for item in list_of(text)]
+        same = same_items(gold.items, found, lambda one, other: self.verdict(one, other) == EQUAL)  # type: ignore[type-var]
+        return EQUAL if same else DIFFERENT
+
+    def _approximated(self, gold: Reference, exact: str, decimal: str) -> str:
+        r"""\frac{1}{3} \approx 0.333: either may be what was asked for, as long as they agree."""
+        verdicts = [self.verdict(gold, Answer(text)) for text in (exact, decimal)]
+        if EQUAL not in verdicts:
+            return verdicts[0]
+        values = [value for value in map(worth, (right_side(exact), decimal)) if value is not None]
+        return EQUAL if agree(values, decimal, LOOSE) else FALSE_EQUATION
+
+    def _number(self, gold: Reference, wanted: Quantity, answer: Answer) -> str:
+        whole = answer.text.removesuffix("!") if answer.exclaims else answer.text
+        text = right_side(whole)
+        found = quantity(text)
+        if found is not None:
+            if not holds(whole):
+                return FALSE_EQUATION
+            same = same_number(wanted, found, self.rounded)
+            if same and self.strict and not _in_form(wanted, found):
+                return NOT_SIMPLIFIED
+            return OTHER_UNIT if same is None else EQUAL if same else DIFFERENT
+        if self.accept == "value" and not self.strict:
+            return self._expression(gold, text, answer.parsed)
+        if wanted.number.exact:
+            return NOT_A_NUMBER
+        parsed = parse_whole(split_unit(unwrapped(text))[0])
+        return self._expression(gold, text, parsed) if irrational(parsed) else NOT_A_NUMBER
+
+    def _expression(self, gold: Reference, text: str, parsed: Parsed | None) -> str:
+        text, unit = without_unit(unwrapped(text))
+        if ratio(unit, gold.unit) != 1:
+            return OTHER_UNIT
+        if {gold.brackets, _brackets(text)} == {"{", "("}:
+            return DIFFERENT
+        if parsed is None or unit is not NO_UNIT:
+            parsed = parse_whole(text)
+        if not expressions(parsed):
+            return UNREADABLE
+        if not same_expression(gold.parsed or [], parsed):
+            return DIFFERENT
+        if self.strict and not any(one == other for one in gold.parsed or [] for other in expressions(parsed)):
+            return NOT_SIMPLIFIED
+        return EQUAL
+
+
+def _in_form(wanted: Quantity, found: Quantity) -> bool:
+    same_unit = wanted.unit.dimensions is None or found.unit.dimensions is None or wanted.unit.size == found.unit.size
+    return found.number.reduced and wanted.number.percent == found.number.percent and same_unit
+
+
+def _reference_text(answer: Any) -> str:
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or (isinstance(answer, float) and not floats.isfinite(answer)):
+        raise RewardFailed(f"reward math: the reference answer must be a number or a string, got {answer!r:.200}")
+    return str(answer)
+
+
+@lru_cache(maxsize=8192)
+def _reference(text: str, cpu_limit_s: float) -> Reference:
+    """The samples of a group share their reference: it is parsed once."""
+    try:
+        return limited(cpu_limit_s, lambda: _read_reference(text))
+    except (TimeLimitExceeded, RecursionError, MemoryError) as error:
+        raise RewardFailed(f"reward math: the reference answer {text!r:.200} cannot be read: {error}") from error
+
+
+def _read_reference(text: str) -> Reference:
+    inner = unwrapped(inside_boxed(plain_boxes(REFERENCE.sub("", tidy(text.strip())))))
+    if words := in_words(inner):
+        return Reference(inner, words=words)
+    based, number, time = numeral(unnamed(inner)), quantity(inner), clock(inner)
+    if time is not None:
+        return Reference(inner, time=time)
+    if based is None and number is None:
+        items = list_of(inner)
+        if len(items) > 1 and all(map(is_formula, items)):
+            return Reference(inner, items=tuple(_read_reference(item) for item in items))
+    body, unit = (inner, number.unit) if number is not None else without_unit(inner)
+    parsed = parsed_number(number.number) if number is not None else parse_whole(body)
+    if based is None and not expressions(parsed):
+        raise RewardFailed(f"reward math: the reference answer {text!r:.200} is no mathematical expression that math-verify can read")
+    return Reference(inner, number, based, None, unit, parsed, _brackets(body))
+
+
+def _brackets(text: str) -> str:
+    return "{" if text.startswith(("\\{", "\\left\\{")) else "(" if text.startswith(("(", "\\left(")) else ""
