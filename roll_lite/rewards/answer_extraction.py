@@ -12,7 +12,17 @@ BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
 BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
 """A box to fill in, quoted from the question."""
+BETWEEN_BOXES = re.compile(r"[\s,;$]*(?:\b(?:or|and)\b|\\text\{\s*(?:or|and)\s*\}|[,;或和])?[\s,;$]*")
+"""What makes one answer of two boxes."""
 MOST_BOXES = 20
+WIDE = str.maketrans({chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | dict(zip("。、【】《》", ".,[]<>", strict=True)))
+HAN = "\u3040-\u30ff\u4e00-\u9fff"
+BESIDE_HAN = re.compile(rf"(?<=[{HAN}])(?=[\w\\$+(-])(?![{HAN}])|(?<=[\w}}$%)])(?<![{HAN}])(?=[{HAN}])")
+
+
+def narrow(text: str) -> str:
+    """East Asian text with the digits, letters and marks of ASCII, and a blank between words and numbers that stand side by side."""
+    return text if text.isascii() else BESIDE_HAN.sub(" ", text.translate(WIDE))
 
 
 def after_thinking(response: str, prompt: str = "") -> str:
@@ -51,6 +61,19 @@ def all_boxed(text: str) -> list[str]:
         if end < before and len(found) < MOST_BOXES:
             if not BLANK.fullmatch(text, start, end):
                 found.append(text[start:end])
+            before = start - len(BOX)
+    return found
+
+
+def last_boxes(text: str) -> list[str]:
+    r"""Contents of the last \boxed{} and of those in front of it with nothing but `and`, `or` or a comma between them, in order."""
+    found: list[str] = []
+    before = len(text)
+    for start, end in _boxes(text):
+        if end < before and not BLANK.fullmatch(text, start, end):
+            if len(found) == MOST_BOXES or (found and not BETWEEN_BOXES.fullmatch(text, end + 1, before)):
+                break
+            found.insert(0, text[start:end])
             before = start - len(BOX)
     return found
 

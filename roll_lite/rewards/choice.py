@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.answer_extraction import after_thinking, all_boxed, last_boxed, last_tagged, plain_boxes
+from roll_lite.rewards.answer_extraction import after_thinking, last_boxed, last_boxes, last_tagged, narrow, plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.choice_statements import same_text, settled_on
 
@@ -26,8 +26,8 @@ def choice(
 
     extract: where the choice stands, behind the last </think>. boxed: in the last \boxed{}. tagged: in the last <answer></answer>.
     auto: there, else the response that is nothing but a letter or an option's text, the last statement such as "the answer is C", "I
-    choose option c" or "(C) is correct", the last line, the only "(C)", the option's text that ends the response. What is denied ("not
-    B", "if the answer were B") is no choice, nor are the words A and I.
+    choose option c", 选C or "(C) is correct", the last line, the only "(C)", the option's text that ends the response. What is denied
+    ("not B", "if the answer were B", 不选B) is no choice, nor are the words A and I.
     Only the last 10,000 characters are looked at.
     options: the data column with the options' texts: a list in the letters' order, a dict by letter, or {"text": [...], "label": [...]}
     as in ARC and CommonsenseQA; without it letters count alone. Where labels are no letters (1 to 4 in a few rows of ARC) the options
@@ -37,7 +37,8 @@ def choice(
     texts, labels = _options(sample.columns.get(options), options)
     known = list(texts) or list(ALPHABET[:letters])
     right = _reference(sample.answer, known, texts, labels)
-    chosen = sorted(_chosen(plain_boxes(after_thinking(sample.response)), extract, known, texts))
+    response = narrow(plain_boxes(after_thinking(sample.response, sample.prompt)))
+    chosen = sorted(_chosen(response, extract, known, texts))
     if len(chosen) != 1:
         verdict = "no choice found" if not chosen else f"ambiguous: {', '.join(chosen)}"
         return Score(0.0, False, {"extracted": "", "verdict": verdict})
@@ -93,5 +94,5 @@ def _chosen(response: str, extract: Extract, known: list[str], texts: dict[str, 
     tagged = last_tagged(response)
     if tagged is not None or extract == "tagged":
         return settled_on(tagged or "", known, texts)
-    boxed: set[str] = set().union(*(settled_on(box, known, texts) for box in all_boxed(response)))
+    boxed: set[str] = set().union(*(settled_on(box, known, texts) for box in last_boxes(response)))
     return boxed or settled_on(response, known, texts)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+from roll_lite.rewards.answer_extraction import narrow
+
 WRAPPED = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|rm|bf|boxed)\s*\{([^{}]*)\}")
 MARKS = re.compile(r"^[ \t]*#+|[*`$\"“”]|\\[()\[\]]", re.MULTILINE)
 BLANKS = re.compile(r"\\[ ,;:!]|\\quad|~")
@@ -17,6 +19,7 @@ ALONE = re.compile(
     rf"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s*)?:?\s*{LETTER}\s*(?:[.:)](?=\s|$).*)?", re.DOTALL | re.IGNORECASE
 )
 BETWEEN_LETTERS = {"or", "and", "option", "options", "choice", "both", "either"}
+BETWEEN = re.compile(r"\s*(?:,\s*(?:or|and)\b|[,;&或和]|\b(?:or|and)\b)\s*", re.IGNORECASE)
 BLANK = r"[ \t]+"
 LONGEST_TEXT = 10_000
 """Characters, counted from the end: what stands before them is not looked at."""
@@ -35,10 +38,11 @@ NOUN = (
 VERB = r"\b(?:choos(?:e|ing)|select|pick|go(?:ing)?\s+with|settle\s+on|mean|make\s+that|correction)\b"
 REVISION = r"\b(?:actually|wait|hence|thus|therefore|so)\b[\s,:—-]*(?:no\b[\s,:—-]*)?"
 ARROW = r"\b(?:answer|ans|choice)\s*(?:→|⇒|->|=>|[-–—](?=\s))"
-HEAD = rf"(?:{NOUN}{IS}|{ARROW}|{VERB}|\bit\s*{IS}|\bnot\s+\(?[A-Z]\)?,?\s+but\b(?:\s+rather\b)?|(?P<revision>{REVISION}))"
+CHINESE = r"(?:(?:答案|选项|结果)\s*(?:应该?)?\s*(?:是|为|:)|(?:应该?)?\s*(?:选择?|选取))\s*(?:选项)?\s*:?"
+HEAD = rf"(?:{NOUN}{IS}|{CHINESE}|{ARROW}|{VERB}|\bit\s*{IS}|\bnot\s+\(?[A-Z]\)?,?\s+but\b(?:\s+rather\b)?|(?P<revision>{REVISION}))"
 DENIED_BEFORE = re.compile(
     r"(?:\b(?:if|whether|unless|not|never|cannot|doubt|wrong|incorrect|false|neither|nor|than|instead\s+of|eliminate|exclude|reject)\b|n['’]t\b)"
-    r"[^.,;:!?\n]*$",
+    r"[^.,;:!?\n]*$|(?:不|别|勿|非|排除|并非|如果|假如|假设)\s*(?:能|应该?|要|可)?\s*$",
     re.IGNORECASE,
 )
 OTHERS = r"\b(?:people|students|some(?:one|body)?|many|most|others|they)\s+"
@@ -49,7 +53,8 @@ SAID_BY_OTHERS = re.compile(
 )
 DENIED_AFTER = re.compile(
     r"[\s,]*(?:(?:is|are|was|can|could|would|does|do|must|looks|seems)\s*(?:be\s+)?(?:also\s+|all\s+|both\s+)?"
-    r"(?:not|n['’]t|wrong|incorrect|false|out|impossible|eliminated|unlikely)\b|(?:isn|can|doesn|won|couldn)['’]t\b|cannot\b)",
+    r"(?:not|n['’]t|wrong|incorrect|false|out|impossible|eliminated|unlikely)\b|(?:isn|can|doesn|won|couldn)['’]t\b|cannot\b"
+    r"|(?:选项)?\s*(?:是)?\s*(?:错|不对|不正确|不符))",
     re.IGNORECASE,
 )
 POSTFIX = re.compile(
@@ -62,6 +67,7 @@ HEDGE = re.compile(
     r"(?!\s*(?:is|was|are|can|cannot|can['’]t|does|would|being)\b)",
     re.IGNORECASE,
 )
+HEDGED = re.compile(r"\s*(?:,|/|\bor\b|\band\b|&|或|和)\s*(?:maybe|perhaps|possibly)?\s*\Z")
 AFTER_A_LETTER = re.compile(
     r"\s+(?:and|or|because|since|as|for|but|so|which|that|is|was|in|on|by|due|with|given|based|here|not|rather|instead|if|then|from|after|fits|matches|suits"
     r"|seems|sounds|looks)\b"
@@ -72,7 +78,7 @@ NAMED = re.compile(r"\b(?:option|choice|letter)\s*:?\s*$", re.IGNORECASE)
 
 def settled_on(text: str, known: Sequence[str], texts: dict[str, str]) -> set[str]:
     """The letters of the options: one, none, or several where the text hedges."""
-    plain = _plain(text[-LONGEST_TEXT:])
+    plain, texts = _plain(text[-LONGEST_TEXT:]), _without_marks(texts)
     if alone := _meant(plain, known, texts):
         return alone
     if stated := _stated(plain, known, texts):
@@ -81,7 +87,8 @@ def settled_on(text: str, known: Sequence[str], texts: dict[str, str]) -> set[st
     if len(set(captions)) == 1:
         return set(captions)
     last_line = plain.rpartition("\n")[2]
-    if last_line != plain and (alone := _meant(last_line, known, texts)) and not _is_listed(alone, captions):
+    is_listed = len(set(captions)) > 1 and any(captions.count(letter) == 1 for letter in _captions(last_line, texts))
+    if last_line != plain and not is_listed and (alone := _meant(last_line, known, texts)):
         return alone
     if captions:
         return set()
@@ -92,6 +99,12 @@ def settled_on(text: str, known: Sequence[str], texts: dict[str, str]) -> set[st
 def same_text(text: str) -> str:
     """Options with the same are the same."""
     return " ".join(text.split()).strip(" .").casefold()
+
+
+def _without_marks(texts: dict[str, str]) -> dict[str, str]:
+    """As a response is read, unless two options would be the same then."""
+    plain = {letter: _plain(narrow(text)) for letter, text in texts.items()}
+    return plain if len(set(plain.values())) == len(set(texts.values())) else texts
 
 
 def _plain(text: str) -> str:
@@ -106,6 +119,9 @@ def _meant(plain: str, known: Sequence[str], texts: dict[str, str]) -> set[str]:
     same = {letter for letter, option in texts.items() if same_text(option) == same_text(plain)}
     if same:
         return same
+    parts = [_named(part, known, texts) for part in BETWEEN.split(plain[: LONGEST_CAPTION + 1])] if len(plain) <= LONGEST_CAPTION else []
+    if len(parts) > 1 and all(parts):
+        return set().union(*parts)
     words = re.findall(r"\w+", plain[: LONGEST_CAPTION + 1])
     single = {word.upper() for word in words if len(word) == 1}
     if len(plain) <= LONGEST_CAPTION and len(single) > 1 and all(len(word) == 1 or word.lower() in BETWEEN_LETTERS for word in words):
@@ -124,15 +140,16 @@ def _meant(plain: str, known: Sequence[str], texts: dict[str, str]) -> set[str]:
     return {letter} if is_caption else set()
 
 
+def _named(part: str, known: Sequence[str], texts: dict[str, str]) -> set[str]:
+    """The options that a part of an enumeration names: by text or by letter."""
+    part = part.strip(" .()[]")
+    return {letter for letter, option in texts.items() if same_text(option) == same_text(part)} or ({part} & set(known))
+
+
 def _captions(plain: str, texts: dict[str, str]) -> list[str]:
     """The letters of the lines that begin with an option as it is written in a question: C. Berlin."""
     letters = list(texts)
     return [letters[int(str(found.lastgroup)[1:])] for found in _as_in_a_question(tuple(texts.items())).finditer(plain)] if texts else []
-
-
-def _is_listed(letters: set[str], captions: list[str]) -> bool:
-    """Once among others, as in a list of the options: C once more behind the list is a choice."""
-    return len(set(captions)) > 1 and all(captions.count(letter) == 1 for letter in letters)
 
 
 @lru_cache(maxsize=1024)
@@ -155,7 +172,7 @@ def _stated(plain: str, known: Sequence[str], texts: dict[str, str]) -> set[str]
         if _denied(plain, one) or one.start() < last[0]:
             continue
         if option is not None:
-            found = {letter for letter, text in texts.items() if same_text(text) == same_text(option)}
+            found = {letter for letter, text in texts.items() if same_text(text) == same_text(option)} | _hedged(plain, one.end(), texts)
         elif _letter(one) in known and _is_letter(plain, one):
             hedge = HEDGE.match(plain, one.end())
             hedged = hedge is not None and _letter(hedge) in known and _is_letter(plain, hedge)
@@ -166,11 +183,20 @@ def _stated(plain: str, known: Sequence[str], texts: dict[str, str]) -> set[str]
     return last[1]
 
 
+def _hedged(plain: str, end: int, texts: dict[str, str]) -> set[str]:
+    """The option that follows behind `or`."""
+    between = BETWEEN.match(plain, end)
+    if between is None or between.end() == end:
+        return set()
+    rest = same_text(plain[between.end() : between.end() + LONGEST_CAPTION])
+    return {letter for letter, text in texts.items() if same_text(text) and re.match(rf"{re.escape(same_text(text))}(?!\w)", rest)}
+
+
 @lru_cache(maxsize=1024)
 def _statements(texts: tuple[str, ...]) -> re.Pattern[str]:
     longest_first = sorted({text.strip(" .") for text in texts if text.strip(" .")}, key=len, reverse=True)
     options = "|".join(r"\s+".join(map(re.escape, text.split())) for text in longest_first)
-    written = rf"|(?:(?:the|an?)\s+)?(?P<option>(?<!\w)(?:{options})(?![\w+#]))" if options else ""
+    written = rf"|(?:(?:the|an?)\s+)?(?P<option>(?<![\w./^−-])(?:{options})(?![\w+#]|\s*[./^*]\s*[\d{{]))" if options else ""
     return re.compile(rf"{HEAD}{FILL}\s*(?:{LETTER}{written})", re.IGNORECASE)
 
 
@@ -205,6 +231,9 @@ def _ending(plain: str, texts: dict[str, str]) -> set[str]:
     end = same_text(plain)
     fitting = {letter: same_text(option) for letter, option in texts.items() if same_text(option) and end.endswith(f" {same_text(option)}")}
     longest = max(map(len, fitting.values()), default=0)
-    if DENIED_BEFORE.search(end[: len(end) - longest]):
+    before = end[: len(end) - longest]
+    if DENIED_BEFORE.search(before):
         return set()
-    return {letter for letter, option in fitting.items() if len(option) == longest}
+    found = {letter for letter, option in fitting.items() if len(option) == longest}
+    hedge = HEDGED.search(before)
+    return found | (_ending(before[: hedge.start()], texts) if hedge is not None else set())

@@ -37,7 +37,7 @@ def code(
     prelude: str = "",
     score: Literal["all", "fraction"] = "all",
     fail_fast: bool | None = None,
-    compare: Compare = "lines",
+    compare: Compare = "auto",
     tolerance: NonNegativeFloat = 1e-6,
     must_contain: Sequence[str] = (),
     forbid: Sequence[str] = (),
@@ -156,7 +156,7 @@ def _attempt(
         languages = {name: language for name, language in languages.items() if language is None}
     if not languages:
         return RewardFailed("reward code: function calls and asserts are for python only")
-    found = extract_code(sample.response, extract, languages, needed)
+    found = extract_code(sample.response, extract, languages, needed, sample.prompt)
     if found is None:
         return Score(0.0, False, {"verdict": "no program found"})
     source, tag = found

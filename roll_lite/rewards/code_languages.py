@@ -67,12 +67,14 @@ def _own_language(name: str, given: Mapping[str, Any]) -> Language:
         raise ValueError(f"commands.{name}: {str(error).removeprefix('Language.__init__() ')}") from error
 
 
-def extract_code(response: str, extract: Extract, languages: Collection[str] = (), needed: Collection[str] = ()) -> tuple[str, str] | None:
+def extract_code(
+    response: str, extract: Extract, languages: Collection[str] = (), needed: Collection[str] = (), prompt: str = ""
+) -> tuple[str, str] | None:
     """(code, language tag) of the fenced block that is the program. auto: where nothing is fenced, the whole response.
 
     That is the last block in one of `languages`, else the last without a tag, else the last; of each, one that defines most of `needed`.
     """
-    text = after_thinking(response)
+    text = after_thinking(response, prompt)
     if extract != "whole":
         blocks = _blocks(text)
         if blocks:

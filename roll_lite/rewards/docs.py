@@ -39,6 +39,10 @@ domains:
       format: {pattern: '\\\\boxed\\{', bonus: 0.1}
 ```
 
+Thinking is not judged: of `<think>...</think>` only what stands behind counts, for `math`, `choice`, `code`, `exact`, `instruction`, and in
+what a `judge` or a reward `model` reads. A thought that was opened, by the response or at the end of the prompt, and never closed is no
+answer. `length`, `repetition` and `format`, `remote` servers and functions of your own see the whole response.
+
 What holds for all types:
 
 - **Value and verdict.** A reward has a value, which trains, and says whether the response is correct, which is reported as accuracy. Where

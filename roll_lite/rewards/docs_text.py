@@ -17,14 +17,17 @@ SHARED_ARGUMENTS = {
 ARGUMENTS = {
     "math": {
         "extract": "Where the answer stands: see above.",
+        "boxes": "Which boxes count: the last, or all of them as a list.",
         "accept": "What counts as right where the reference is a plain number: see above.",
+        "profile": "How strict the comparison is: see above.",
+        "rounded": "A decimal reference stands for everything that rounds to it.",
         "cpu_limit_s": "Computing time for reading and comparing one answer, less than `timeout_s`; a response that takes longer is wrong.",
     },
     "exact": {
         "strip": "Ignore white space at both ends.",
         "ignore_case": "Ignore upper and lower case.",
         "collapse_spaces": "Every run of white space counts as one blank.",
-        "ignore_punctuation": "Compare without punctuation marks and symbols.",
+        "ignore_punctuation": "Compare without punctuation and symbols, but for those of numbers and of mathematics.",
         "contains": "The answer may stand anywhere in the response.",
     },
     "code": {
@@ -35,7 +38,7 @@ ARGUMENTS = {
         "prelude": "Python that stands before the program, such as `from typing import *`.",
         "score": "all: 1 where all tests pass. fraction: the share that passes.",
         "fail_fast": "Stop at the first test that fails; where absent, if score is all.",
-        "compare": "Output has to be the same to the character, line by line without white space at the ends, or in its numbers.",
+        "compare": "Output is the same to the character, line by line, in its numbers, or (auto) line by line with decimals as numbers.",
         "tolerance": "Of numbers that are no integers: relative for values, relative or absolute for output.",
         "must_contain": "Texts that the program must hold.",
         "forbid": "Texts that it must not hold.",
@@ -63,6 +66,7 @@ ARGUMENTS = {
         "score": "all: 1 where every instruction is followed. fraction: the share that is.",
         "ids": "Column with the list of instructions.",
         "arguments": "Column with the arguments of each.",
+        "cpu_limit_s": "Computing time of one check; an instruction whose check takes longer counts as not followed.",
     },
     "length": {
         "target": "The right length.",
@@ -133,7 +137,7 @@ The tests of a sample, in its answer or in `column`, as a list, a mapping or JSO
 `fn_name` may also stand as `func_name` in the column `metadata` (LiveCodeBench). In the form of APPS, where all of a sample's expected
 values stand in lists of their own (`[[5], [7]]`), the values alone (`5`, `7`) count as well. Values are compared as JSON has them: tuples,
 ranges and iterators are lists. Integers have to be equal; other numbers may have a relative error of `tolerance`, and 1e-12 about zero.
-Numbers in output (`compare: numeric`) may have an absolute or a relative error of `tolerance`.
+Numbers in output (`compare: numeric`, and decimals with `auto`) may have an absolute or a relative error of `tolerance`.
 
 **Asserts** run in a process of their own, which holds no line of the program; it calls the program's functions and gets plain data back.
 So a program decides no comparison and cannot forge a verdict. What follows from that:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from typing import Any
 
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.answer_extraction import after_thinking
 from roll_lite.rewards.base import RewardFailed
 
+MARK = re.compile(r"((?<=\d)[.,:/](?=\d)|(?<!\w)-(?=\.?\d))|[^\w\s]|_")
+"""Group 1: part of a number."""
 LONGEST_SHOWN = 200
 
 
@@ -22,12 +26,13 @@ def exact(
 ) -> Score:
     """1 where response and answer are the same text, else 0. The answer may be a list: any of its entries counts.
 
-    strip: white space at the ends does not matter. collapse_spaces: every run of white space is one blank. ignore_punctuation: without
-    punctuation marks and symbols. contains: the answer may stand anywhere in the response.
+    What is compared stands behind the last </think>. strip: white space at the ends does not matter. collapse_spaces: every run of white
+    space is one blank. ignore_punctuation: without punctuation and symbols, but for those of numbers (-5, 3.14) and of mathematics (<, +).
+    contains: the answer may stand anywhere in the response; 5 does not stand in 15.
     """
 
     def normal(text: str) -> str:
-        text = "".join(one for one in text if unicodedata.category(one)[0] not in "PS") if ignore_punctuation else text
+        text = MARK.sub(_kept, text) if ignore_punctuation else text
         text = " ".join(text.split()) if collapse_spaces else text
         text = text.strip() if strip else text
         return text.casefold() if ignore_case else text
@@ -36,9 +41,23 @@ def exact(
     if not answers:
         raise RewardFailed("reward exact: the answer is an empty list")
     accepted = [normal(_text(answer)) for answer in answers]
-    response = normal(sample.response)
-    correct = any(answer in response for answer in accepted) if contains else response in accepted
+    if contains and not all(answer.strip() for answer in accepted):
+        raise RewardFailed(f"reward exact: with contains the answer must have something in it, got {sample.answer!r:.80}")
+    response = normal(after_thinking(sample.response, sample.prompt))
+    correct = any(_stands_in(answer, response) for answer in accepted) if contains else response in accepted
     return Score(float(correct), correct, {"extracted": response[:LONGEST_SHOWN]})
+
+
+def _kept(found: re.Match[str]) -> str:
+    is_sign = unicodedata.category(found[0]) == "Sm"  # of mathematics: < is not >
+    return found[0] if found[1] or is_sign else ""
+
+
+def _stands_in(answer: str, response: str) -> bool:
+    """5 stands neither in 15 nor in -5 or 5.2."""
+    before = r"(?<![\d.])(?<!(?<!\w)-)" if answer[0].isdigit() else ""
+    after = r"(?!\d|[.,]\d)" if answer[-1].isdigit() else ""
+    return re.search(before + re.escape(answer) + after, response) is not None
 
 
 def _text(answer: Any) -> str:

@@ -4,34 +4,56 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.answer_extraction import after_thinking
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.instruction_checks import CHECKS
+from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
 
 Mode = Literal["strict", "loose"]
 Counted = Literal["all", "fraction"]
 
 
 def instruction(
-    sample: RewardInput, *, mode: Mode = "strict", score: Counted = "all", ids: str = "instruction_id_list", arguments: str = "kwargs"
+    sample: RewardInput,
+    *,
+    mode: Mode = "strict",
+    score: Counted = "all",
+    ids: str = "instruction_id_list",
+    arguments: str = "kwargs",
+    cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0,
 ) -> Score:
-    """1 where every instruction is followed; with score: fraction, the share of those that are.
+    """1 where every instruction is followed by what stands behind the last </think>; with score: fraction, the share of those that are.
 
     The row's columns `ids` and `arguments` hold the instructions as IFEval's data does: a list of ids, and a list with the arguments of
     each. mode: loose also accepts a response that follows an instruction once its first or last line or its asterisks are taken away.
-    An instruction that is not known, or whose arguments do not fit, is a failure.
+    An instruction that is not known, or whose arguments do not fit, is a failure; one whose check takes longer than cpu_limit_s is not
+    followed, and named as `too_long` in the details.
     """
     asked = _list(sample, ids)
     given = _list(sample, arguments) if arguments in sample.columns else [None] * len(asked)
     if not asked or len(asked) != len(given):
         raise RewardFailed(f"reward instruction: {len(asked)} ids in column {ids!r}, {len(given)} arguments in column {arguments!r}")
-    texts = [sample.response] if mode == "strict" else _variants(sample.response)
-    missed = [name for name, own in zip(asked, given, strict=True) if not _is_followed(name, _arguments(name, own), texts)]
+    response = after_thinking(sample.response, sample.prompt)
+    texts = [response] if mode == "strict" else _variants(response)
+    too_long: list[str] = []
+
+    def is_followed(name: Any, own: Any) -> bool:
+        try:
+            return limited(cpu_limit_s, lambda: _is_followed(name, _arguments(name, own), texts))
+        except (TimeLimitExceeded, RecursionError, MemoryError):
+            too_long.append(str(name))
+            return False
+
+    missed = [name for name, own in zip(asked, given, strict=True) if not is_followed(name, own)]
     followed = len(asked) - len(missed)
     value = followed / len(asked) if score == "fraction" else float(not missed)
-    return Score(value, not missed, {"followed": float(followed), "instructions": float(len(asked)), "missed": ", ".join(missed)})
+    details: dict[str, float | str] = {"followed": float(followed), "instructions": float(len(asked)), "missed": ", ".join(missed)}
+    return Score(value, not missed, details | ({"too_long": ", ".join(too_long)} if too_long else {}))
 
 
 def _is_followed(name: Any, arguments: dict[str, Any], texts: list[str]) -> bool:

@@ -15,6 +15,8 @@ ABBREVIATION = re.compile(
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"(?:[!?]+|\.+|…|[。！？]+)[\"'”’)\]*_]*(?=\s|$|(?<=[。！？])\S)")
+LONGEST_ABBREVIATION = 40
+"""Characters in front of its last full stop."""
 FENCES = ("```json", "```Json", "```JSON", "```")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
@@ -132,12 +134,12 @@ def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragrap
 
 
 def count_sentences(text: str) -> int:
-    """Sentences end with . ! ? and white space; not after abbreviations, nor where a small letter follows a full stop."""
+    """Sentences end with . ! ? and white space, but for the full stops of abbreviations."""
     start = count = 0
+    last = len(text.rstrip())
     for end in SENTENCE_END.finditer(text):
-        after = text[end.end() :].lstrip()
-        full_stop = end[0].startswith((".", "…"))
-        if full_stop and after and (ABBREVIATION.search(text[start : end.start() + 1]) or after[0].islower()):
+        is_full_stop = end[0].startswith((".", "…")) and end.end() < last
+        if is_full_stop and ABBREVIATION.search(text[max(start, end.start() - LONGEST_ABBREVIATION) : end.start() + 1]):
             continue
         count += any(character.isalnum() for character in text[start : end.start()])
         start = end.end()
@@ -148,7 +150,7 @@ def count_sentences(text: str) -> int:
 
 
 def number_placeholders(response: str, *, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[.*?\]", response)) >= _whole(num_placeholders)
+    return len(re.findall(r"\[[^\[\]\n]*\]", response)) >= _whole(num_placeholders)
 
 
 def postscript(response: str, *, postscript_marker: str) -> bool:
@@ -158,8 +160,8 @@ def postscript(response: str, *, postscript_marker: str) -> bool:
 
 
 def number_bullet_lists(response: str, *, num_bullets: int) -> bool:
-    stars = re.findall(r"^\s*\*[^*].*$", response, re.MULTILINE)
-    dashes = re.findall(r"^\s*-.*$", response, re.MULTILINE)
+    stars = re.findall(r"^[^\S\n]*\*[^*].*$", response, re.MULTILINE)
+    dashes = re.findall(r"^[^\S\n]*-.*$", response, re.MULTILINE)
     return len(stars) + len(dashes) == _whole(num_bullets)
 
 

@@ -31,10 +31,12 @@ TEMPLATE = """Is the response a correct and complete answer to the question?
 [Response]
 {response}
 
-Reply with "yes" or "no" and nothing else."""
+End your reply with a line of its own, either "Verdict: yes" or "Verdict: no"."""
 ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}
 AGAIN_TEMPERATURE = 0.7
 """Of a second question, where the first was greedy: the same one would get the same answer."""
+CUT = "\0cut"
+"""In place of what a judge says that did not come to its end."""
 SHOWN_CHARACTERS = 200
 KEPT_CHARACTERS = 1000
 
@@ -70,8 +72,9 @@ async def judge(
 
     url, model: the endpoint's base, such as https://host/v1, or several, and the model's name there; or `server`, one of the judges that
     the run starts itself. template: {prompt}, {question}, {response}, {answer} and {column} are filled in, {{ and }} stay braces.
-    pattern, choices, scale: see VerdictParser; yes and no where all are absent. A verdict that cannot be read is asked for again, `asks`
-    times in all, then the sample has failed. Greedy answers are cached: `fingerprint` tells models of one name apart.
+    pattern, choices, scale: see VerdictParser; yes and no where all are absent. A verdict that cannot be read, or that was cut at
+    max_tokens, is asked for again, `asks` times in all, then the sample has failed. Greedy answers are cached: `fingerprint` tells models
+    of one name apart.
     """
     if url is None or model is None:
         raise RewardFailed(_incomplete(server, url))
@@ -138,13 +141,14 @@ class Questions:
         try:
             choice = answer["choices"][0]
             text = choice["message"]["content"] if "message" in choice else choice["text"]
+            is_cut = choice.get("finish_reason") == "length"
         except (KeyError, IndexError, TypeError):
             raise RewardFailed(
                 f"reward judge: {url}: no choices[0] with a message or text in the answer: {json.dumps(answer):.200}"
             ) from None
         if text is not None and not isinstance(text, str):
             raise RewardFailed(f"reward judge: {url}: the message's content is no string: {text!r:.80}")
-        return text or ""
+        return CUT if is_cut else text or ""
 
 
 async def _verdict(questions: Questions, request: dict[str, Any], parser: VerdictParser, asks: int) -> tuple[Verdict, str]:
@@ -152,13 +156,14 @@ async def _verdict(questions: Questions, request: dict[str, Any], parser: Verdic
     for number in range(asks):
         again = {"temperature": max(request["temperature"], AGAIN_TEMPERATURE)} if number else {}
         said, key = await questions.ask(request | again)
-        verdict = parser(said)
+        verdict = None if said == CUT else parser(said)
         if verdict is not None:
             if key:
                 questions.cache.put(key, said)
             return verdict, said
     asked = f"asked {asks} times, the judge" if asks > 1 else "the judge"
-    raise RewardFailed(f"reward judge: {asked} gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}")
+    problem = "did not finish within max_tokens" if said == CUT else f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
+    raise RewardFailed(f"reward judge: {asked} {problem}")
 
 
 def _questions(settings: Settings) -> Questions:

@@ -30,7 +30,8 @@ def model(
     """The output of the reward model that `reward_models.<model>` describes.
 
     template: the text that it reads. {prompt} is the policy's input with its template applied, {question} the prompt as the data has it,
-    {response} the policy's response without special tokens, {answer} the reference answer, any other name a column of the data.
+    {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a column of the
+    data.
     chat: the reward model's own chat template instead, with `question`, a text with the same placeholders, as the user's message and the
     response as the assistant's. Where `question` is one placeholder for a list of chat messages, the response follows them.
     scale: the output as it is, or its sigmoid, between 0 and 1. A response counts as correct where the output, unscaled, is above
@@ -43,7 +44,7 @@ def scored_text(sample: RewardInput, *, template: str = "{prompt}{response}", qu
     """What the reward model reads of a sample; RewardFailed where a column is missing."""
     if template != CHAT:
         return _filled(template, sample)
-    response = {"role": "assistant", "content": sample.response}
+    response = {"role": "assistant", "content": str(filling("response", sample))}
     asked = filling(question[1:-1], sample) if question.startswith("{") else None
     if is_chat(asked):
         return [*asked, response]

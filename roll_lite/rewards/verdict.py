@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from roll_lite.rewards.answer_extraction import after_thinking
+
 NUMBER = r"[-+]?\d+(?:\.\d+)?"
-END_OF_THOUGHT = "</think>"
+STATED = re.compile(r"\bverdict\b[\W_]*(?:is\b)?[\W_]*\Z", re.IGNORECASE)
+BEGINS, ENDS = re.compile(r"[\W_]*"), re.compile(r"[\W_]*?(?:[.,;:!)\]\n—-]|\Z)")
 YES_OR_NO = {"yes": 1.0, "no": 0.0}
 
 
@@ -23,8 +26,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class VerdictParser:
-    """Searches a judge's text for `pattern` (its first group, or all of it, where it matches last), or where there is none for the last of
-    the choices or the last number. What was found is looked up in `choices`, or is a number; one of `scale` is moved to 0..1."""
+    """Searches a judge's text for `pattern` (its first group, or all of it, where it matches last). Without one: the last number, or of
+    the choices the one behind the last "verdict:", else the one that the text begins with, else the only one that it names. What was
+    found is looked up in `choices`, or is a number; one of `scale` is moved to 0..1."""
 
     pattern: str | None = None
     choices: Mapping[str, float] | None = field(default=None, hash=False)
@@ -52,7 +56,10 @@ class VerdictParser:
 
     def __call__(self, text: str) -> Verdict | None:
         """None where the text holds no verdict. What a model thought aloud before it is not looked at."""
-        matches = list(self.search.finditer(text.rpartition(END_OF_THOUGHT)[2]))
+        text = after_thinking(text)
+        matches = list(self.search.finditer(text))
+        if self.pattern is None and self.known is not None:
+            matches = _settled(text, matches)
         if not matches:
             return None
         found = next((group for group in matches[-1].groups() if group is not None), matches[-1].group()).strip()
@@ -72,6 +79,16 @@ class VerdictParser:
             return number
         low, high = self.scale
         return (number - low) / (high - low) if low <= number <= high else None
+
+
+def _settled(text: str, matches: list[re.Match[str]]) -> list[re.Match[str]]:
+    """The choice that the text states, where it names several: "Yes. There is no error" is a yes, "yes or no" is none."""
+    stated = [one for one in matches if STATED.search(text, 0, one.start())]
+    if stated:
+        return stated
+    if matches and BEGINS.fullmatch(text, 0, matches[0].start()) and ENDS.match(text, matches[0].end()):
+        return matches[:1]
+    return matches if len({one.group().casefold() for one in matches}) == 1 else []
 
 
 def checked_pattern(pattern: str | None) -> str | None:

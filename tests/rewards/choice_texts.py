@@ -165,5 +165,50 @@ CAPTIONS: list[tuple[str, str]] = [
     ("A: Paris\nB: Rome\nC: Berlin\nD: Oslo\n\nThe answer is D.", "D"),
     ("A: Paris\nB: Rome\nC: Berlin\nD: Oslo\n\nC: Berlin", "C"),
     ("A: Paris\nB: Rome\nC: Berlin\nD: Oslo", ""),
+    ("A: Paris\nB: Rome\nC: Berlin\nD: Oslo\nC", "C"),
+    ("A. Paris\nB. Rome\nC. Berlin\nD. Oslo\n\n(D)", "D"),
+    (r"\boxed{Paris or Berlin}", ""),
+    (r"\boxed{Paris, Berlin}", ""),
+    ("It is Paris or Berlin", ""),
+    ("Paris and Berlin", ""),
+    (r"\boxed{A}, then \boxed{C}", "C"),
+    (r"\boxed{A} or \boxed{C}", ""),
+    (r"<think>it may be \boxed{C}", ""),
+    (r"<think>A</think>C", "C"),
     ("C: Paris", ""),
+]
+OTHER_SCRIPTS: list[tuple[str, str]] = [
+    ("选B", "B"),
+    ("故选Ｂ", "B"),
+    ("答案是B", "B"),
+    ("答案：B。", "B"),
+    ("正确答案是B", "B"),
+    ("应该选择（B）", "B"),
+    ("A选项错误，选B", "B"),
+    ("答案不是A，应该选C", "C"),
+    ("不选A", ""),
+]
+NUMBERS = ["1", "2", "3", "10", "5"]
+NUMERIC: list[tuple[str, str]] = [
+    ("1/2", ""),
+    ("The answer is 1/2.", ""),
+    ("the answer is 1.5", ""),
+    (r"\boxed{1.5}", ""),
+    ("the answer is 2^{10}", ""),
+    (r"\boxed{2^{10}}", ""),
+    ("so that x equals -2", ""),
+    ("the answer is 10", "D"),
+    ("the answer is 1.", "A"),
+    ("so that x equals 2", "B"),
+]
+FORMULAS = ["$x^2$", "$x^3$", "2^{10}", "1/2"]
+WRITTEN: list[tuple[str, str]] = [
+    ("$x^2$", "A"),
+    ("x^2", "A"),
+    ("The answer is $x^3$.", "B"),
+    (r"\boxed{x^3}", "B"),
+    (r"\boxed{2^{10}}", "C"),
+    ("The answer is 1/2.", "D"),
+    ("1/2 or x^2", ""),
+    (r"\boxed{B}", "B"),
 ]

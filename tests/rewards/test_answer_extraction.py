@@ -17,7 +17,8 @@ from roll_lite.rewards.time_limit import limited
         (r"\boxed{1} and \boxed{{2}", ["1"]),
         (r"} \boxed{\{1\}}", [r"\{1\}"]),
         (r"{ \boxed{1}", ["1"]),
-        (r"\boxed{}", [""]),
+        (r"\boxed{}", []),
+        (r"fill \boxed{\phantom{00}} and \boxed{ ? } in: \boxed{7}", ["7"]),
         ("{1}", []),
     ],
 )
@@ -40,7 +41,13 @@ def test_tags(text: str, tagged: str | None) -> None:
 
 
 def test_thinking() -> None:
-    assert [after_thinking(text) for text in ("1", "1</think>2</thinking>3", "<think>1")] == ["1", "3", "<think>1"]
+    assert [after_thinking(text) for text in ("1", "1</think>2</thinking>3", "<think>1</think>2")] == ["1", "3", "2"]
+
+
+def test_a_thought_that_was_not_closed_is_no_answer() -> None:
+    assert [after_thinking(text) for text in ("<think>1", "<think>1</think>2<THINK>3", "a <thinking>1")] == ["", "", ""]
+    assert after_thinking("1 but wait", prompt="Q\n<think>\n") == "" and after_thinking("1</think>2", prompt="Q<think>") == "2"
+    assert after_thinking("1", prompt="<think>earlier</think> Q") == "1"
 
 
 @pytest.mark.parametrize("piece", ["\\boxed{", "<answer>", "</think", "x", "{", "}"])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rewards.choice_texts import CAPTIONS, CITIES, LETTERS, TEXTS
+from rewards.choice_texts import CAPTIONS, CITIES, FORMULAS, LETTERS, NUMBERS, NUMERIC, OTHER_SCRIPTS, TEXTS, WRITTEN
 from rewards.choice_texts import COLOURS as PAINTS
 
 from roll_lite.data.samples import RewardInput
@@ -101,6 +101,18 @@ def test_what_a_reader_would_take_for_an_options_text(response: str, chosen: str
 @pytest.mark.parametrize(("response", "chosen"), CAPTIONS)
 def test_an_option_as_it_is_written_in_the_question(response: str, chosen: str) -> None:
     assert choice(item("C", response, CITIES)).details["extracted"] == chosen
+
+
+@pytest.mark.parametrize(
+    ("response", "chosen", "options"),
+    [
+        *((response, chosen, CITIES) for response, chosen in OTHER_SCRIPTS),
+        *((response, chosen, NUMBERS) for response, chosen in NUMERIC),
+        *((response, chosen, FORMULAS) for response, chosen in WRITTEN),
+    ],
+)
+def test_other_scripts_numbers_and_formulas(response: str, chosen: str, options: list[str]) -> None:
+    assert choice(item("C", response, options)).details["extracted"] == chosen
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,13 @@ def test_a_program_in_another_language_than_its_tests_is_wrong() -> None:
 
 def test_comparisons() -> None:
     assert same_output("1 2\n3\n", "1 2  \n3\n\n", "lines", 0) and not same_output("1 2", "1  2", "lines", 0)
+    assert same_output("0.5\nYES", "0.50000\nYES\n", "auto", 1e-6) and not same_output("0.5", "0.5000", "lines", 1e-6)
+    assert (
+        not same_output("0.5", "0.51", "auto", 1e-6)
+        and not same_output("1", "1.0", "auto", 1e-6)
+        and not same_output("1 2", "1\n2", "auto", 0)
+    )
+    assert same_output("3", "3.0000000001", "numeric", 1e-6) and not same_output("500000500000", "500000000000.0", "numeric", 1e-6)
     assert same_output("1 2", "1 2", "exact", 0) and not same_output("1 2", "1 2\n", "exact", 0)
     assert same_output("0.333333 yes", "0.3333333\nyes", "numeric", 1e-5) and not same_output("1 yes", "1 no", "numeric", 1e-5)
     assert same_value([1, [2.0]], (1, (2,)), 1e-9) and same_value({"1": "a"}, {1: "a"}, 0) and same_value(10**30, 10**30, 0)
@@ -355,7 +362,9 @@ def test_small_numbers_are_compared_by_their_size() -> None:
 
 def test_integers_are_compared_exactly() -> None:
     assert not same_output("123456789", "123456790", "numeric", 1e-6) and same_output("+7 123456789.0", "7 123456790", "numeric", 1e-6)
-    assert not same_value(123456789, 123456790, 1e-6) and same_value(123456789, 123456790.0, 1e-6)
+    assert not same_value(123456789, 123456790, 1e-6) and same_value(123456789.0, 123456790.0, 1e-6)
+    assert not same_value(123456789, 123456790.0, 1e-6) and same_value(3, 3.0000000000000004, 1e-6) and same_value(10**20, 1e20, 1e-6)
+    assert not any(same_value(sum(range(n + 1)), n * n / 2, 1e-6) for n in (10, 10**3, 10**6))
 
 
 def test_numbers_sets_and_sequences_of_other_types() -> None:

@@ -35,6 +35,20 @@ def item(answer: Any, response: str) -> RewardInput:
         ("its so", "it's so", {}, 0.0),
         ("stone", "a stone, I think", {"contains": True}, 1.0),
         ("stone", "a Stone, I think", {"contains": True}, 0.0),
+        ("北京", "首都是北京。", {"contains": True}, 1.0),
+        ("5", "it is 5.", {"contains": True}, 1.0),
+        ("5", "it is 15", {"contains": True}, 0.0),
+        ("5", "it is -5", {"contains": True}, 0.0),
+        ("5", "it is 5.2", {"contains": True}, 0.0),
+        ("5", "-5", {"ignore_punctuation": True}, 0.0),
+        ("-5", "(-5)!", {"ignore_punctuation": True}, 1.0),
+        ("3.14", "314", {"ignore_punctuation": True}, 0.0),
+        ("3.14", "3.14.", {"ignore_punctuation": True}, 1.0),
+        ("a < b", "a > b", {"ignore_punctuation": True}, 0.0),
+        ("a < b", "a < b.", {"ignore_punctuation": True}, 1.0),
+        ("5", "$5", {"ignore_punctuation": True}, 1.0),
+        ("stone", "<think>stone", {}, 0.0),
+        ("stone", "<think>no</think>stone", {}, 1.0),
     ],
 )
 def test_judgements(answer: Any, response: str, args: dict[str, bool], value: float) -> None:
@@ -46,3 +60,9 @@ def test_judgements(answer: Any, response: str, args: dict[str, bool], value: fl
 def test_an_unusable_answer_is_a_failure(answer: Any) -> None:
     with pytest.raises(RewardFailed, match="reward exact: the answer"):
         exact(item(answer, "a"))
+
+
+@pytest.mark.parametrize("answer", ["", " ", ["stone", ""], "..."])
+def test_nothing_is_contained_in_everything(answer: Any) -> None:
+    with pytest.raises(RewardFailed, match="must have something in it"):
+        exact(item(answer, "a"), contains=True, ignore_punctuation=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -181,7 +182,9 @@ def test_bad_rows_are_failures(asked: Any, arguments: Any, problem: str) -> None
         ("He said: 'Go!' Then he left.", 2),
         ("Dr. Who lives in the U.S. He likes it.", 1),
         ("It costs 3.50 dollars. Really?!", 2),
-        ("Wait... what? Yes.", 2),
+        ("Wait... what? Yes.", 3),
+        ("all in small letters. it is three sentences. as the original counts.", 3),
+        ("one thing, i.e. this. and e.g. that.", 2),
         ("See www.example.com for more. Bye.", 2),
         ("- one\n- two", 1),
         ("...", 0),
@@ -189,6 +192,31 @@ def test_bad_rows_are_failures(asked: Any, arguments: Any, problem: str) -> None
 )
 def test_sentences(text: str, count: int) -> None:
     assert count_sentences(text) == count
+
+
+@pytest.mark.parametrize("piece", [".", "\n", "[", "<<", ". ", "A.", "- \n", "*"])
+@pytest.mark.parametrize("name", ["length_constraints:number_sentences", "detectable_format:number_bullet_lists"])
+def test_degenerate_texts_take_no_time(name: str, piece: str) -> None:
+    arguments = {"num_sentences": 3, "relation": "less than"} if "sentences" in name else {"num_bullets": 2}
+    started = time.process_time()
+    instruction(item([name, "detectable_content:number_placeholders"], [arguments, {"num_placeholders": 2}], piece * 30_000))
+    assert time.process_time() - started < 3
+
+
+def test_a_check_that_takes_too_long_is_named_and_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(response: str) -> bool:
+        while True:
+            pass
+
+    monkeypatch.setitem(CHECKS, "punctuation:no_comma", endless)
+    score = instruction(item(["punctuation:no_comma", "startend:quotation"], [{}, {}], '"a"'), score="fraction", cpu_limit_s=0.1)
+    assert score.value == 0.5 and score.details["too_long"] == "punctuation:no_comma"
+
+
+def test_thinking_is_not_judged() -> None:
+    asked = item(["keywords:existence"], [{"keywords": ["tea cup"]}], "<think>tea cup</think> coffee")
+    assert instruction(asked).value == 0
+    assert instruction(item(["punctuation:no_comma"], [{}], "<think>cut off")).value == 0
 
 
 @settings(max_examples=100, deadline=None)

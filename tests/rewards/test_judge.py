@@ -67,11 +67,35 @@ async def ask(server: StubServer, sample: RewardInput | None = None, **args: Any
         (VerdictParser(r"<v>(.*?)</v>", {"good": 1, "bad": 0}), "<v>fair</v> good", None),
         (VerdictParser(r"(?:is (right))|(?:is (wrong))", {"right": 1, "wrong": 0}), "it is wrong", 0.0),
         (VerdictParser(), "", None),
+        (VerdictParser(), "Yes. There is no error.", 1.0),
+        (VerdictParser(), "**No** - yes would need a proof", 0.0),
+        (VerdictParser(), "There is no error. Verdict: **yes**", 1.0),
+        (VerdictParser(), "Verdict: no. On second thought, Verdict: yes", 1.0),
+        (VerdictParser(), "It could be yes or no.", None),
+        (VerdictParser(), "no error, so it is right: yes", None),
+        (VerdictParser(), "<think>Verdict: yes, but wait", None),
+        (VerdictParser(choices={"good": 1, "bad": 0}), "Not bad at all, good", None),
+        (VerdictParser(choices={"good": 1, "bad": 0}), "The verdict is good, nothing bad in it.", 1.0),
     ],
 )
 def test_verdicts(parser: VerdictParser, text: str, value: float | None) -> None:
     verdict = parser(text)
     assert (verdict.value if verdict else None) == value
+
+
+async def test_a_verdict_cut_at_max_tokens_is_none() -> None:
+    cut = Reply({"choices": [{"message": {"content": "Yes, because"}, "finish_reason": "length"}]})
+    with StubServer(lambda request, number: cut if number == 0 else chat("Verdict: no")) as server:
+        assert (await ask(server)).value == 0
+        assert len(server.requests) == 2
+    with StubServer(lambda request, number: cut) as server, pytest.raises(RewardFailed, match="did not finish within max_tokens"):
+        await ask(server)
+
+
+async def test_the_judge_does_not_read_the_thinking() -> None:
+    with StubServer(lambda request, number: chat("yes")) as server:
+        await ask(server, item("<think>hm</think>4"), template="{response}")
+    assert server.requests[0]["messages"][0]["content"] == "4"
 
 
 # ---------------------------------------------------------------- what is asked

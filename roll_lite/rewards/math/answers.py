@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from roll_lite.rewards.answer_extraction import all_boxed, last_boxed, last_boxes, last_tagged, plain_boxes
 from roll_lite.rewards.math.numbers import DIGITS, quantity, unwrapped
 from roll_lite.rewards.math.parsing import Parsed, inside_boxed, is_formula, is_percentage, searched
-from roll_lite.rewards.answer_extraction import all_boxed, last_boxed, last_tagged, plain_boxes
 
 Extract = Literal["auto", "boxed", "tagged", "number"]
 Boxes = Literal["last", "all"]
@@ -18,7 +18,7 @@ STATED = re.compile(
     r"(?:^\s*#{4}|\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+([^\n]+)", re.IGNORECASE | re.MULTILINE
 )
 """GSM8K's #### 72, The answer is 72, and the same in Chinese."""
-DENIED = re.compile(r"(?:not|never|neither|cannot|can't|不是|不等于)\b(?!.*\b(?:but|rather)\b)", re.IGNORECASE)
+DENIED = re.compile(r"(?:not|never|neither|cannot|can't|不是|不等于)\b(?:.*?\b(?:but|rather|而是)\b\s*(.*))?", re.IGNORECASE)
 ALTERNATIVES, EITHER = re.compile(r"\s*,?\s*\b(?:or|and)\b\s*|\s*[或和]\s*"), re.compile(r"^(?:either|both)\s+", re.IGNORECASE)
 """3 or 5 are two answers."""
 ONE_OR_OTHER = re.compile(rf"([+-]?{DIGITS}(?:/\d+)?(?:\s*\\?%)?)\s+or\s+\Z")
@@ -30,10 +30,10 @@ GOES_ON = re.compile(r"[√π^!][^\s,;]*")
 """Signs that math-verify's search in running text does not know."""
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
 """In front of an equals sign: what is behind it is one of several answers."""
-BOX = r"\\boxed\{[^{}]*(?:\{[^{}]*\}[^{}]*)*+\}"
-BESIDE = re.compile(rf"{BOX}(?:[\s,;$]*(?:\b(?:or|and)\b|\\text\{{\s*(?:or|and)\s*\}}|[,;或和])[\s,;$]*{BOX})++(?!.*\\boxed)", re.DOTALL)
-"""The last boxes, with nothing but a word between them: one answer."""
-CHANGES = re.compile(r"\s+(?:over|divided|out\s+of|tenths?|hundredths?|thousandths?|thirds?|fifths?|sixths?|eighths?)\b[^\n.]*", re.IGNORECASE)
+CHANGES = re.compile(
+    r"\s+(?:over|plus|minus|times|divided|out\s+of|tenths?|hundredths?|thousandths?|thirds?|fifths?|sixths?|eighths?)\b[^\n.]*",
+    re.IGNORECASE,
+)
 """Words behind a number that make another one of it."""
 LONGEST_NUMBER = 60
 
@@ -66,8 +66,8 @@ def find_answer(response: str, extract: Extract, boxes: Boxes = "last") -> Answe
     boxed = _boxed(response, boxes)
     if boxed is not None:
         return boxed
-    stated = STATED.findall(response)
-    if stated and DENIED.match(stated[-1]):
+    stated = [_affirmed(text) for text in STATED.findall(response)]
+    if stated and not stated[-1]:
         return Answer("")
     found = _alternatives(stated[-1]) or _leading(stated[-1]) if stated else _alternatives(response)
     return found or _searched(response)
@@ -93,8 +93,7 @@ def _boxed(response: str, boxes: Boxes, beside: bool = True) -> Answer | None:
     if not found:
         return None
     if boxes == "last":
-        together = BESIDE.search(response) if beside else None
-        found = [box.strip() for box in reversed(all_boxed(together[0]))] if together is not None else found[-1:]
+        found = [box.strip() for box in last_boxes(response)] if beside else found[-1:]
     return _said(found[-1]) if len(found) == 1 else Answer(", ".join(found))
 
 
@@ -103,12 +102,18 @@ def _said(text: str) -> Answer:
     text = LABEL.sub("", text).strip()
     if is_formula(text):
         return Answer(text)
-    stated = STATED.findall(text)
-    if stated and DENIED.match(stated[-1]):
+    stated = [_affirmed(text) for text in STATED.findall(text)]
+    if stated and not stated[-1]:
         return Answer("")
     if stated and is_formula(stated[-1].strip("*` .!\r\t")):
         return Answer(stated[-1].strip("*` .!\r\t"))
     return _leading(stated[-1] if stated else text) or Answer(text)
+
+
+def _affirmed(stated: str) -> str:
+    """8 of: not 7 but 8; nothing of: not 7."""
+    denied = DENIED.match(stated)
+    return stated if denied is None else denied[1] or ""
 
 
 def _alternatives(text: str) -> Answer | None:

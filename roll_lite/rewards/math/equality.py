@@ -13,6 +13,7 @@ from roll_lite.rewards.math.parsing import PRECISION, Parsed, expressions, libra
 from roll_lite.rewards.math.units import NO_UNIT, Unit, ratio, split_unit
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)")
 APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])|≈")
@@ -67,7 +68,7 @@ def same_expression(gold: Parsed, found: Parsed) -> bool:
 
 def _same_constants(one: Any, other: Any) -> bool | None:
     """None where one of the two is neither a constant nor a set or tuple of them."""
-    import sympy
+    import sympy  # type: ignore[import-untyped]
 
     for kind, same in ((sympy.FiniteSet, same_items), (sympy.Tuple, _same_in_order)):
         if isinstance(one, kind) and isinstance(other, kind):
@@ -75,7 +76,7 @@ def _same_constants(one: Any, other: Any) -> bool | None:
     return _same_constant(one, other) if _is_constant(one) and _is_constant(other) else None
 
 
-def same_items(wanted: Sequence[T], found: Sequence[T], same: Callable[[T, T], bool]) -> bool:
+def same_items(wanted: Sequence[T], found: Sequence[U], same: Callable[[T, U], bool]) -> bool:
     """In whatever order, each as often as in the other."""
     left = list(found)
     for one in wanted:
@@ -211,7 +212,7 @@ def list_of(text: str) -> list[str]:
         depth += (text[place] in "([{") - (text[place] in ")]}")
         found = SEPARATOR.match(text, place) if depth == 0 else None
         if found is not None:
-            items.append(text[start : place])
+            items.append(text[start:place])
             start = place = found.end()
         else:
             place += 1
@@ -224,5 +225,3 @@ def _both_signs(text: str) -> list[str]:
     if len(PLUS_MINUS.findall(text)) != 1:
         return [text]
     return [PLUS_MINUS.sub(sign, text) for sign in ("+", "-")]
-
-

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 import unicodedata
 
+from roll_lite.rewards.answer_extraction import narrow
+
 SIMPLE = str.maketrans({**dict.fromkeys("−–‐‑‒﹣－", "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " "), "％": "%"})
 VULGAR = re.compile(r"(?:(?<=\d)\s*)?([½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])")
-WIDE = str.maketrans({code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | dict(zip(map(ord, "。、【】《》"), ".,[]<>", strict=True)))
-"""What East Asian keyboards write."""
-HAN = "\u3040-\u30ff\u4e00-\u9fff"
-BESIDE_HAN = re.compile(rf"(?<=[{HAN}:,.;])(?=[\d\\$+(-])(?<=[{HAN}])|(?<=[\d}}$%)])(?=[{HAN}])")
 ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*\{?\s*(?:\\(?:text|mathrm|textrm)\s*\{)?)?\s*(?:st|nd|rd|th)(?![A-Za-z])\s*\}{0,2}")
 NEST = r"\{(?:[^{}]|\{[^{}]*\})*\}"
-HALF_BRACED = re.compile(rf"\\frac\s*(?:({NEST})\s*([A-Za-z0-9])|([A-Za-z0-9])\s*({NEST})|\s([A-Za-z0-9])\s*([A-Za-z0-9])|([A-Za-z])([A-Za-z0-9])(?![A-Za-z]))")
+HALF_BRACED = re.compile(
+    rf"\\frac\s*(?:({NEST})\s*([A-Za-z0-9])|([A-Za-z0-9])\s*({NEST})"
+    r"|\s([A-Za-z0-9])\s*([A-Za-z0-9])|([A-Za-z])([A-Za-z0-9])(?![A-Za-z]))"
+)
 BARE_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
 BARE_NAME = re.compile(r"(?<![\\A-Za-z])(pi|sin|cos|tan|cot|sec|csc|ln|log|exp)(?![A-Za-z])")
 FRACTION_NAME = re.compile(r"\\[dtc]frac(?![A-Za-z])")
@@ -51,7 +52,7 @@ def tidy(text: str) -> str:
     text = ORDINAL.sub("", FRACTION_NAME.sub(r"\\frac", text))
     if text.isascii():
         return text
-    return BESIDE_HAN.sub(" ", VULGAR.sub(_fraction, text.translate(WIDE).translate(SIMPLE)))
+    return VULGAR.sub(_fraction, narrow(text).translate(SIMPLE))
 
 
 def as_latex(text: str) -> str:

@@ -93,8 +93,8 @@ def plain_number(text: str) -> PlainNumber | None:
         return PlainNumber(_signed(power[1], factor * Fraction(10) ** int(power[3] or power[4])), exact="." not in (power[2] or ""))
     if repeating := REPEATING.fullmatch(text):
         first, again = repeating["first"], repeating["again"]
-        places = Fraction(int(first + again) - int(first or "0"), (10 ** len(again) - 1) * 10 ** len(first))
-        return PlainNumber(_signed(repeating["sign"], int(repeating["whole"] or "0") + places))
+        value = Fraction(int(first + again) - int(first or "0"), (10 ** len(again) - 1) * 10 ** len(first))
+        return PlainNumber(_signed(repeating["sign"], int(repeating["whole"] or "0") + value))
     return None
 
 

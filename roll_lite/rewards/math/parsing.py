@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from roll_lite.rewards.math.notation import HAN, as_latex
+from roll_lite.rewards.answer_extraction import HAN, last_boxed
+from roll_lite.rewards.math.notation import as_latex
 from roll_lite.rewards.math.numbers import PlainNumber, plain_number, quantity, unwrapped
-from roll_lite.rewards.answer_extraction import last_boxed
 
 Parsed = list[Any]
 """What math-verify makes of a text: sympy expressions, and strings that it could not read."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.answer_extraction import after_thinking, plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.math.answers import Answer, Boxes, Extract, find_answer, find_words
 from roll_lite.rewards.math.equality import (
@@ -34,7 +35,6 @@ from roll_lite.rewards.math.numbers import Quantity, numeral, quantity, unnamed,
 from roll_lite.rewards.math.parsing import Parsed, expressions, inside_boxed, is_formula, library, parse_whole, parsed_number
 from roll_lite.rewards.math.units import NO_UNIT, Unit, ratio, split_unit
 from roll_lite.rewards.math.words import in_words
-from roll_lite.rewards.answer_extraction import after_thinking, plain_boxes
 from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
 
 Accept = Literal["simplified", "value"]
@@ -89,13 +89,13 @@ def math(
     """
     reference = _reference_text(sample.answer)
     if profile == "math_verify":
-        return _by_the_library(reference, after_thinking(sample.response), cpu_limit_s)
+        return _by_the_library(reference, after_thinking(sample.response, sample.prompt), cpu_limit_s)
     gold = _reference(reference, cpu_limit_s)
     answer = Answer("")
 
     def judge() -> str:
         nonlocal answer
-        response = tidy(after_thinking(sample.response))
+        response = tidy(after_thinking(sample.response, sample.prompt))
         if sample.finish_reason == "length":
             response = CUT_OFF.sub("", response)
         answer = (find_words if gold.words else find_answer)(response, extract, boxes)
@@ -183,7 +183,7 @@ class _Judgement:
         if text.startswith("\\{") and text.endswith("\\}"):
             text = text[2:-2]
         found = [Answer(item) for item in list_of(text)]
-        same = same_items(gold.items, found, lambda one, other: self.verdict(one, other) == EQUAL)  # type: ignore[type-var]
+        same = same_items(gold.items, found, lambda one, other: self.verdict(one, other) == EQUAL)
         return EQUAL if same else DIFFERENT
 
     def _approximated(self, gold: Reference, exact: str, decimal: str) -> str:

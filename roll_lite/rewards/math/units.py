@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from roll_lite.rewards.answer_extraction import HAN
+
 LENGTH = {
     "mm millimeter millimetre 毫米": Fraction(1, 1000),
     "cm centimeter centimetre 厘米": Fraction(1, 100),
@@ -58,9 +60,20 @@ DIMENSIONS = {
 KNOWN = {name: (dimension, size) for dimension, units in DIMENSIONS.items() for names, size in units.items() for name in names.split()}
 COMPOUND = {"mph": "mile/hour", "kmh": "km/hour", "kmph": "km/hour", "kph": "km/hour", "cc": "cm^3", "sqft": "ft^2"}
 SCALES: dict[str, int | Fraction] = {
-    **{"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12},
-    **{"百": 10**2, "千": 10**3, "万": 10**4, "百万": 10**6, "亿": 10**8},
-    **{"tenth": Fraction(1, 10), "hundredth": Fraction(1, 100), "thousandth": Fraction(1, 1000)},
+    "dozen": 12,
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "百": 10**2,
+    "千": 10**3,
+    "万": 10**4,
+    "百万": 10**6,
+    "亿": 10**8,
+    "tenth": Fraction(1, 10),
+    "hundredth": Fraction(1, 100),
+    "thousandth": Fraction(1, 1000),
 }
 NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety"
 NO_UNITS = {
@@ -76,7 +89,6 @@ SPACE = r"(?:\\[,;:! ]|~|\s)"
 TEXT = r"\\(?:text|mathrm|textrm|textbf|textit|mbox|operatorname|rm)\s*\{([^{}]*)\}"
 DEGREE = r"(?:\^\s*\{?\s*\\circ\s*\}?|°|\\degree)\s*[CF]?(?![A-Za-z])"
 POWER = r"(?:\^\s*\{?-?\d\}?|[²³])"
-HAN = "\u4e00-\u9fff"
 WORD = rf"(?:{TEXT}|{DEGREE}|{CURRENCY}|\\[Cc]elsius|[A-Za-zµ]++\.?|[{HAN}]++)"
 UNIT = re.compile(rf"(?P<space>{SPACE}*)(?P<unit>{WORD}{POWER}?(?:(?:{SPACE}|/|\\cdot)*+{WORD}{POWER}?)*+)\s*")
 PIECE = re.compile(
