@@ -274,3 +274,53 @@ def test_the_same_every_time() -> None:
     for answer, response in [*EQUAL[::5], *DIFFERENT[::5]]:
         first = math(item(answer, response))
         assert all(math(item(answer, response)) == first for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("reference", "response", "plain", "strict"),
+    [
+        ("1/2", "1/2", True, True),
+        ("1/2", "2/4", True, False),
+        ("1/2", "0.5", True, True),
+        ("0.5", "50%", True, False),
+        ("12 m", "1200 cm", True, False),
+        ("12 m", "12", True, True),
+        (r"2\sqrt{3}", r"\sqrt{12}", True, False),
+        (r"2\sqrt{3}", r"2 \sqrt 3", True, True),
+        ("3", "6/2", True, False),
+    ],
+)
+def test_strictly_the_form_counts_as_well(reference: str, response: str, plain: bool, strict: bool) -> None:
+    assert math(item(reference, response)).correct is plain
+    assert math(item(reference, response), profile="strict").correct is strict
+
+
+@pytest.mark.parametrize(
+    ("reference", "response", "equal"),
+    [("5", r"\boxed{5}", True), ("5", "5 tenths", True), (r"\frac{1}{2}", "$0.5$", True), ("5", "4", False)],
+)
+def test_what_the_library_alone_says(reference: str, response: str, equal: bool) -> None:
+    from math_verify import parse, verify
+
+    assert verify(parse(f"${reference}$"), parse(response)) is equal
+    assert math(item(reference, response), profile="math_verify").correct is equal
+
+
+@pytest.mark.parametrize(("response", "equal"), [("0.33", True), ("1/3", True), ("0.334", True), ("0.3351", False), ("0.34", False)])
+def test_a_rounded_reference_stands_for_what_rounds_to_it(response: str, equal: bool) -> None:
+    assert math(item("0.33", response), rounded=True).correct is equal
+    assert math(item("0.33", response)).correct is (response == "0.33")
+
+
+def test_a_last_word_that_the_limit_may_have_cut_is_no_answer() -> None:
+    def cut(response: str) -> RewardInput:
+        return RewardInput("math", "prompt", response, "1", {}, "length")
+
+    assert math(cut("The answer is 1")).correct is False, "it may have become 12"
+    assert math(cut(r"so \boxed{1}")).correct is True
+    assert math(cut("The answer is 1. And furtherm")).correct is True
+
+
+def test_all_boxes_as_a_list() -> None:
+    assert math(item("3, 5", r"$x=\boxed{3}$. Then $x=\boxed{5}$"), boxes="all").correct is True
+    assert math(item("3, 5", r"$x=\boxed{3}$. Then $x=\boxed{5}$")).correct is False
