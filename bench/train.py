@@ -29,6 +29,7 @@ from roll_lite.config.schema import MegatronStrategyConfig, ModelConfig, Optimiz
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, RowsAtATime
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
+from roll_lite.distributed.strategy.base import ModelSpec
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip  (roll_lite prepares megatron.core)
@@ -141,7 +142,8 @@ def main() -> None:
         dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
         make_model(folder / "model")
         rows = make_rows()
-        strategy = MegatronStrategy(ModelConfig(path=folder / "model", dtype="float32"), MegatronStrategyConfig(), OPTIMIZER)
+        model = ModelConfig(path=folder / "model", dtype="float32")
+        strategy = MegatronStrategy(ModelSpec(model, MegatronStrategyConfig(), "model.path", OPTIMIZER))
         strategy.initialize()
 
         def planned_step(data: DataProto) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from roll_lite.config.schema import RewardModelStrategyConfig, TrainStrategyConfig
+from roll_lite.distributed.strategy.models import STRATEGIES
 
 PACKAGE = Path(__file__).resolve().parents[1] / "roll_lite"
 
@@ -103,6 +107,27 @@ def test_an_engine_is_imported_in_one_place_only() -> None:
         if not f"{name}.".startswith(f"{ENGINES[engine]}.")
     ]
     assert strangers == []
+
+
+def test_frameworks_that_hold_models_are_behind_the_strategies() -> None:
+    """Megatron stays within its own package; and whoever wants a model asks for it by its strategy's name."""
+    sources = {name: path.read_text(encoding="utf-8") for name, path in modules().items()}
+    own = "distributed.strategy"
+    assert [name for name, source in sources.items() if "megatron" in packages_of(source) and not name.startswith(f"{own}.megatron.")] == []
+    behind = (f"{own}.megatron", f"{own}.hf")
+    outside = {
+        (name, target)
+        for name, targets in graph().items()
+        for target in targets
+        if target.startswith(behind) and not name.startswith(f"{own}.megatron")
+    }
+    assert outside == {(f"{own}.models", f"{own}.megatron.strategy"), (f"{own}.models", f"{own}.hf")}
+
+
+def test_every_strategy_of_the_configuration_is_registered() -> None:
+    """Those of models by name; engines are matched by type."""
+    names = {one.model_fields["name"].default for one in get_args(get_args(RewardModelStrategyConfig)[0])}
+    assert names == STRATEGIES.keys() >= {TrainStrategyConfig.model_fields["name"].default}
 
 
 def test_that_guard_sees_every_kind_of_import() -> None:

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 
 from roll_lite.config.checkpoint_files import FileRecord, record
-from roll_lite.config.schema import CriticRoleConfig, ForwardRoleConfig, ModelConfig, OptimizerConfig, TrainRoleConfig
+from roll_lite.config.schema import CriticRoleConfig, ForwardRoleConfig, ModelConfig, TrainRoleConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatchPlanner, RowsAtATime
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import from_numpy
 from roll_lite.distributed.dataflow import Block, Shard, put_block
-from roll_lite.distributed.strategy.base import LossFn, RankLayout, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.base import LossFn, ModelSpec, RankLayout, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.models import build_model
 from roll_lite.distributed.worker import Worker
 from roll_lite.workers.credit import Exchange
 
@@ -37,8 +38,19 @@ class ModelRole:
     deterministic: bool
 
     @property
-    def optimizer(self) -> OptimizerConfig | None:
-        return self.config.optimizer if isinstance(self.config, TrainRoleConfig) else None
+    def model_spec(self) -> ModelSpec:
+        """For the strategy."""
+        value_init = self.config.init if isinstance(self.config, CriticRoleConfig) else None
+        return ModelSpec(
+            self.model,
+            self.config.strategy,
+            path_key="model.path" if value_init in (None, "actor") else "critic.path",
+            optimizer=self.config.optimizer if isinstance(self.config, TrainRoleConfig) else None,
+            total_updates=self.total_updates,
+            value_init=value_init,
+            seed=self.seed,
+            deterministic=self.deterministic,
+        )
 
     @property
     def forward_planner(self) -> MicroBatchPlanner:
@@ -86,22 +98,12 @@ class ModelWorker(Worker):
         self.spec = role
 
     def initialize(self) -> RankLayout:
-        from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
-
         torch.manual_seed(self.spec.seed)
         self.init_process_group()
-        critic = self.spec.config if isinstance(self.spec.config, CriticRoleConfig) else None
-        self.strategy = MegatronStrategy(
-            self.spec.model,
-            self.spec.config.strategy,
-            self.spec.optimizer,
-            value_head=critic is not None,
-            value_init=critic.init if critic else "actor",
-            seed=self.spec.seed,
-            deterministic=self.spec.deterministic,
-            total_steps=self.spec.total_updates,
-        )
-        self.strategy.initialize()
+        strategy = build_model(self.spec.model_spec)
+        assert isinstance(strategy, TrainStrategy)
+        strategy.initialize()
+        self.strategy = strategy
         self._heads = self._make_heads_group()
         return self.strategy.layout
 

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from roll_lite.config.schema import HfStrategyConfig, ModelConfig, RewardModelConfig
+from roll_lite.config.schema import ModelConfig, RewardModelConfig
 from roll_lite.data.microbatch import RowsAtATime
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.templates import load_tokenizer
-from roll_lite.distributed.strategy.base import ForwardStrategy, RankLayout, StateGroup
+from roll_lite.distributed.strategy.base import ForwardStrategy, ModelSpec, RankLayout, StateGroup
+from roll_lite.distributed.strategy.models import build_model
 from roll_lite.distributed.worker import Worker
 from roll_lite.rewards.model import ScoredText
 
@@ -30,26 +31,17 @@ class RewardModelSpec:
     def path_key(self) -> str:
         return f"reward_models.{self.name}.path"
 
-
-def build_strategy(spec: RewardModelSpec) -> ForwardStrategy:
-    """The one place where the strategy is chosen. Each is imported only where it runs."""
-    config = spec.config
-    if isinstance(config.strategy, HfStrategyConfig):
-        from roll_lite.distributed.strategy.hf.strategy import HfRewardStrategy
-
-        return HfRewardStrategy(config.path, config.dtype, path_key=spec.path_key)
-    from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
-
-    return MegatronStrategy(
-        ModelConfig(path=config.path, dtype=config.dtype),
-        config.strategy,
-        None,
-        value_head=True,
-        value_init="reward_model",
-        seed=spec.seed,
-        deterministic=spec.deterministic,
-        path_key=spec.path_key,
-    )
+    @property
+    def model_spec(self) -> ModelSpec:
+        """For the strategy."""
+        return ModelSpec(
+            ModelConfig(path=self.config.path, dtype=self.config.dtype),
+            self.config.strategy,
+            self.path_key,
+            value_init="reward_model",
+            seed=self.seed,
+            deterministic=self.deterministic,
+        )
 
 
 class NotInitialized(RuntimeError):
@@ -70,9 +62,9 @@ class RewardModelWorker(Worker):
     def initialize(self) -> RankLayout:
         torch.manual_seed(self.spec.seed)
         self._tokens = TextTokens(self.spec)
-        if not isinstance(self.spec.config.strategy, HfStrategyConfig):
+        strategy = build_model(self.spec.model_spec)
+        if strategy.needs_process_group:
             self.init_process_group()
-        strategy = build_strategy(self.spec)
         strategy.initialize()
         self.strategy = strategy
         return strategy.layout

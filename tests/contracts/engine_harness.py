@@ -25,7 +25,7 @@ from roll_lite.config.schema import ModelConfig, SglangStrategyConfig, VllmStrat
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
-from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan, PauseMode
+from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan, ModelSpec, PauseMode
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
 from roll_lite.distributed.strategy.sglang.engine import SglangStrategy
 from roll_lite.distributed.strategy.vllm.engine import VllmStrategy
@@ -143,7 +143,7 @@ def _serve_log_probs(connection: Connection) -> None:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
         while (order := connection.recv()) is not None:
             path, prompt, responses, temperature = order
-            strategy = MegatronStrategy(ModelConfig(path=path, dtype="float32"), MegatronStrategyConfig(), None)
+            strategy = MegatronStrategy(ModelSpec(ModelConfig(path=path, dtype="float32"), MegatronStrategyConfig(), "model.path"))
             strategy.initialize()
             rows = [torch.tensor([*prompt, *response]) for response in responses]
             masks = [torch.arange(len(row)) >= len(prompt) for row in rows]

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from roll_lite.config.schema import HfStrategyConfig, MegatronStrategyConfig, ModelConfig, OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, GenerationRequest
@@ -34,6 +35,29 @@ class RankLayout:
     pipeline_rank: int
     context_rank: int
     is_head: bool
+
+
+ValueInit = Literal["actor", "reward_model", "path"]
+"""Where a value model's weights come from (CriticRoleConfig.init): a base model, whose head starts at zero, so that all values start at
+0; or a checkpoint with its own head, be it a reward model's or one that save_hf wrote."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The model that a strategy is to hold, and what for."""
+
+    model: ModelConfig
+    strategy: MegatronStrategyConfig | HfStrategyConfig
+    path_key: str
+    """Where the YAML names the model's folder."""
+    optimizer: OptimizerConfig | None = None
+    """None: forward passes only."""
+    total_updates: int | None = None
+    """Optimizer steps of the whole run, for a learning rate that decays."""
+    value_init: ValueInit | None = None
+    """With a value head in the place of the language model's."""
+    seed: int = 1
+    deterministic: bool = False
 
 
 class StateGroup(StrEnum):
@@ -89,11 +113,13 @@ class ExportPlan:
 class ForwardStrategy(ABC):
     """A model spread over the ranks of one cluster, for forward passes. Every method is called on every rank, in the same order."""
 
+    needs_process_group: ClassVar[bool] = True
+    """The ranks work together: the caller makes a process group of them before `initialize`."""
     layout: RankLayout
 
     @abstractmethod
     def initialize(self) -> None:
-        """Join the process group that the caller has made, build the model, load its weights."""
+        """Build this rank's part of the model, load its weights."""
 
     @abstractmethod
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:

@@ -12,9 +12,8 @@ from safetensors import safe_open
 
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.model_files import head_beside_tied_embeddings
-from roll_lite.distributed.strategy.megatron import value_head
-from roll_lite.distributed.strategy.megatron.hf_mapping import LM_HEAD, Binding, Entry, checkpoint_names, join
-from roll_lite.distributed.strategy.megatron.value_head import ValueInit
+from roll_lite.distributed.strategy.base import ValueInit
+from roll_lite.distributed.strategy.megatron.hf_mapping import LM_HEAD, VALUE_HEAD, Binding, Entry, checkpoint_names, join
 
 _HARMLESS = ("rotary_emb.inv_freq",)
 """Ends of names that old checkpoints carry although they are computed."""
@@ -56,14 +55,14 @@ def load_weights(
     tensor_rank: int,
     tensor_size: int,
     value_init: ValueInit | None,
-    key: str = "model.path",
+    key: str,
 ) -> None:
     """Fill every parameter. value_init is None for a language model. Missing, unknown and misshapen tensors are a ValueError."""
     checkpoint = HfCheckpoint(folder, key)
-    fresh = {value_head.HF_NAME} if value_init == "actor" else set()
+    fresh = set(VALUE_HEAD.hf) if value_init == "actor" else set()
     missing = sorted({name for binding in bindings for name in binding.hf} - checkpoint.names - fresh)
     if missing:
-        hint = f"; critic.init {value_init!r} needs a checkpoint with a value head" if value_head.HF_NAME in missing else ""
+        hint = f"; critic.init {value_init!r} needs a checkpoint with a value head" if VALUE_HEAD.hf[0] in missing else ""
         raise ValueError(f"{checkpoint.named} lacks {_listed(missing)}{hint}")
     _refuse_unknown(checkpoint, hf, value_init is not None)
     if hf.tied_embeddings and value_init is None and tensor_rank == 0 and (message := head_beside_tied_embeddings(folder)):
@@ -108,7 +107,7 @@ def _copy(binding: Binding, local: torch.Tensor, checkpoint: HfCheckpoint) -> No
 def _refuse_unknown(checkpoint: HfCheckpoint, hf: HfConfig, value_model: bool) -> None:
     """Every tensor of the checkpoint must have a place: in a layer that exists, or outside the layers."""
     known = checkpoint_names(hf)
-    harmless = {value_head.HF_NAME, *LM_HEAD.hf} if value_model else set(LM_HEAD.hf) if hf.tied_embeddings else set()
+    harmless = {*VALUE_HEAD.hf, *LM_HEAD.hf} if value_model else set(LM_HEAD.hf) if hf.tied_embeddings else set()
     unknown = sorted(name for name in checkpoint.names - known - harmless if not name.endswith(_HARMLESS))
     if unknown:
         raise ValueError(f"{checkpoint.named} has tensors that a {hf.family} model has no place for: {_listed(unknown)}")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from roll_lite.config.hf_config import HfConfig
-from roll_lite.distributed.strategy.megatron import value_head
 
 if TYPE_CHECKING:
     from roll_lite.distributed.strategy.megatron.model import RollModel
@@ -64,7 +63,9 @@ FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), cut
 LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=True)
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
 """The last pipeline stage's copy of tied embeddings."""
-VALUE_HEAD = Entry("output_layer.weight", (value_head.HF_NAME,), cut=None)
+VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
+"""Named as in Hugging Face's sequence classification with one label: transformers loads a value model that was saved, and a reward
+model's checkpoint can become a critic."""
 
 
 @dataclass(frozen=True)

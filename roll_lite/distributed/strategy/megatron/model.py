@@ -25,9 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema import MegatronStrategyConfig
-from roll_lite.distributed.strategy.megatron.attention import SdpaAttention
-from roll_lite.distributed.strategy.megatron.norm import TorchRMSNorm
-from roll_lite.distributed.strategy.megatron.value_head import ValueHead
+from roll_lite.distributed.strategy.megatron.layers import SdpaAttention, TorchRMSNorm, ValueHead
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:

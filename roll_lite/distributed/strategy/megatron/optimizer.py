@@ -14,7 +14,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from roll_lite.config.schema import OptimizerConfig
-from roll_lite.distributed.strategy.megatron.device import current_device
+from roll_lite.distributed.strategy.device import current_device
 
 STRETCH = 4096
 """Entries whose squares are added up in float32."""
@@ -31,14 +31,14 @@ class Optimizer:
     """AdamW over the model's chunks."""
 
     def __init__(
-        self, config: OptimizerConfig, chunks: Sequence[Any], distributed: bool, dtype: torch.dtype, total_steps: int | None
+        self, config: OptimizerConfig, chunks: Sequence[Any], distributed: bool, dtype: torch.dtype, total_updates: int | None
     ) -> None:
-        if config.decay != "constant" and total_steps is None:
-            raise ValueError(f"optimizer.decay: {config.decay!r} needs the number of optimizer steps of the whole run (total_steps)")
+        if config.decay != "constant" and total_updates is None:
+            raise ValueError(f"optimizer.decay: {config.decay!r} needs the number of optimizer steps of the whole run (total_updates)")
         if config.min_lr > config.lr:
             raise ValueError(f"optimizer.min_lr: {config.min_lr} is larger than optimizer.lr {config.lr}")
-        if total_steps is not None and config.decay != "constant" and config.warmup_steps >= total_steps:
-            raise ValueError(f"optimizer.warmup_steps: {config.warmup_steps} leaves nothing of the run's {total_steps} optimizer steps")
+        if total_updates is not None and config.decay != "constant" and config.warmup_steps >= total_updates:
+            raise ValueError(f"optimizer.warmup_steps: {config.warmup_steps} leaves nothing of the run's {total_updates} optimizer steps")
         self._clip_grad = config.clip_grad
         self.megatron = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -68,7 +68,7 @@ class Optimizer:
             min_lr=config.min_lr if config.decay != "constant" else config.lr,
             lr_warmup_steps=rest,
             # A rate that stays where it is has no last step; Megatron wants one behind the warm-up.
-            lr_decay_steps=total_steps if total_steps is not None and config.decay != "constant" else rest + 1,
+            lr_decay_steps=total_updates if total_updates is not None and config.decay != "constant" else rest + 1,
             lr_decay_style=config.decay,
             start_wd=config.weight_decay,
             end_wd=config.weight_decay,

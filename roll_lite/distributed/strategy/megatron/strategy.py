@@ -12,30 +12,29 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from roll_lite.config.hf_config import read_hf_config
-from roll_lite.config.schema import MegatronStrategyConfig, ModelConfig, OptimizerConfig
+from roll_lite.config.schema import MegatronStrategyConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import Column, DataProto
-from roll_lite.distributed.strategy.base import ExportPlan, LossFn, RankLayout, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.base import ExportPlan, LossFn, ModelSpec, RankLayout, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.device import take_local_device
 from roll_lite.distributed.strategy.megatron.checkpoint import load_checkpoint as read_checkpoint
 from roll_lite.distributed.strategy.megatron.checkpoint import save_checkpoint as write_checkpoint
-from roll_lite.distributed.strategy.megatron.device import take_local_device
-from roll_lite.distributed.strategy.megatron.head import KEPT, ModelInput, check_outputs, model_inputs, outputs_of, to_host
-from roll_lite.distributed.strategy.megatron.hf_export import HfExporter
-from roll_lite.distributed.strategy.megatron.hf_export import save_hf as write_hf
-from roll_lite.distributed.strategy.megatron.hf_load import load_weights
-from roll_lite.distributed.strategy.megatron.hf_mapping import bind
-from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
-from roll_lite.distributed.strategy.megatron.offload import StateMover
-from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
-from roll_lite.distributed.strategy.megatron.parallel import check_layout, join_groups, layout_multiples
-from roll_lite.distributed.strategy.megatron.schedule import (
+from roll_lite.distributed.strategy.megatron.forward_backward import (
     most_over_data_ranks,
     reduce_sums,
     run_forward,
     run_training,
     sum_gradients,
 )
-from roll_lite.distributed.strategy.megatron.value_head import ValueInit
+from roll_lite.distributed.strategy.megatron.hf_export import HfExporter
+from roll_lite.distributed.strategy.megatron.hf_export import save_hf as write_hf
+from roll_lite.distributed.strategy.megatron.hf_load import load_weights
+from roll_lite.distributed.strategy.megatron.hf_mapping import bind
+from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
+from roll_lite.distributed.strategy.megatron.model_io import KEPT, ModelInput, check_outputs, model_inputs, outputs_of, to_host
+from roll_lite.distributed.strategy.megatron.offload import StateMover
+from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
+from roll_lite.distributed.strategy.megatron.parallel import check_layout, join_groups, layout_multiples
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAVE_BUCKET_BYTES = 4 << 30
@@ -49,63 +48,42 @@ class MegatronStrategy(TrainStrategy):
 
     layout: RankLayout
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        strategy: MegatronStrategyConfig,
-        optimizer: OptimizerConfig | None,
-        value_head: bool = False,
-        seed: int = 1,
-        deterministic: bool = False,
-        *,
-        value_init: ValueInit = "actor",
-        total_steps: int | None = None,
-        path_key: str | None = None,
-    ) -> None:
-        """optimizer None: forward passes only. value_init: see value_head.py. total_steps: optimizer steps of the whole run, for a
-        learning rate that decays. path_key: where the YAML names the model's folder, where that is no role's usual place."""
-        self._model_config = model
-        self._config = strategy
-        self._optimizer_config = optimizer
-        self._value_head = value_head
-        self._value_init: ValueInit = value_init
-        self._seed = seed
-        self._deterministic = deterministic
-        self._total_steps = total_steps
-        self._path_key = path_key
-        self._dtype = DTYPES[model.dtype]
+    def __init__(self, spec: ModelSpec) -> None:
+        assert isinstance(spec.strategy, MegatronStrategyConfig)
+        self._spec = spec
+        self._config = spec.strategy
+        self._value_head = spec.value_init is not None
+        self._dtype = DTYPES[spec.model.dtype]
 
     # ------------------------------------------------------------ building
 
     def initialize(self) -> None:
-        key = self._path_key or ("critic.path" if self._value_head and self._value_init != "actor" else "model.path")
-        self._hf = read_hf_config(self._model_config.path, key)
+        spec = self._spec
+        self._hf = read_hf_config(spec.model.path, spec.path_key)
         check_layout(self._config, self._hf, dist.get_world_size())
         self.device = take_local_device()
-        if self._deterministic:
+        if spec.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.layout = join_groups(self._config, self._seed)
-        config = transformer_config(self._hf, self._config, self._dtype, self._deterministic)
+        self.layout = join_groups(self._config, spec.seed)
+        config = transformer_config(self._hf, self._config, self._dtype, spec.deterministic)
         chunks = [RollModel(config, self._hf, self._value_head)]
         self._bindings = bind(chunks, self._hf)
         load_weights(
             self._bindings,
             self._hf,
-            self._model_config.path,
+            spec.model.path,
             self.layout.tensor_rank,
             self._config.tensor_parallel,
-            self._value_init if self._value_head else None,
-            key,
+            spec.value_init,
+            spec.path_key,
         )
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._optimizer: Optimizer | None = None
-        if self._optimizer_config is None:
+        if spec.optimizer is None:
             self._chunks: list[Any] = [chunk.requires_grad_(False) for chunk in chunks]
         else:
             self._chunks = self._with_data_parallel(config, chunks)
-            self._optimizer = Optimizer(
-                self._optimizer_config, self._chunks, self._config.distributed_optimizer, self._dtype, self._total_steps
-            )
+            self._optimizer = Optimizer(spec.optimizer, self._chunks, self._config.distributed_optimizer, self._dtype, spec.total_updates)
         self._exporter = HfExporter(self._bindings, self._hf)
         self._mover = StateMover(self._chunks, self._optimizer)
 
@@ -184,7 +162,7 @@ class MegatronStrategy(TrainStrategy):
     def save_hf(self, folder: Path) -> None:
         self._mover.require(StateGroup.WEIGHTS)
         plan = self.export_plan(SAVE_BUCKET_BYTES)
-        write_hf(self._exporter, plan, self._model_config.path, folder, self._dtype, self._value_head)
+        write_hf(self._exporter, plan, self._spec.model.path, folder, self._dtype, self._value_head)
 
     # ------------------------------------------------------------ state
 

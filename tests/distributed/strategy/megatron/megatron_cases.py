@@ -14,6 +14,7 @@ from roll_lite.config.schema import MegatronStrategyConfig, ModelConfig, Optimiz
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
+from roll_lite.distributed.strategy.base import ModelSpec
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
 FAMILIES = ("qwen2", "qwen3", "llama")
@@ -25,9 +26,10 @@ def tiny(folder: Path, family: str = "qwen2", **overrides: Any) -> Path:
 
 
 def started(path: Path, optimizer: OptimizerConfig | None = None, dtype: str = "float32", **options: Any) -> MegatronStrategy:
-    """A strategy on this process group. Options that are no fields of the strategy's configuration go to the constructor."""
+    """A strategy on this process group. Options that are no fields of the strategy's configuration go to the spec."""
     layout = {name: options.pop(name) for name in list(options) if name in MegatronStrategyConfig.model_fields}
-    strategy = MegatronStrategy(ModelConfig(path=path, dtype=dtype), MegatronStrategyConfig(**layout), optimizer, **options)  # type: ignore[arg-type]
+    model, config = ModelConfig(path=path, dtype=dtype), MegatronStrategyConfig(**layout)  # type: ignore[arg-type]
+    strategy = MegatronStrategy(ModelSpec(model, config, options.pop("path_key", "model.path"), optimizer, **options))
     strategy.initialize()
     return strategy
 

@@ -157,7 +157,7 @@ def test_a_rank_without_rows_keeps_step(ranks: RankPool, models: dict[str, tuple
 
 def final_values(path: Path, layout: dict[str, Any]) -> None:
     """The values of a plain forward pass over every position, the last one included."""
-    strategy = started(path, OptimizerConfig(lr=1e-2), value_head=True, **layout)
+    strategy = started(path, OptimizerConfig(lr=1e-2), value_init="actor", **layout)
     batch = batch_of()
     train_step(strategy, batch, weighted_loss, ["values"], 1.0, 4)  # the head starts at 0
     # Behind each row one more token, which causal attention does not let the positions before it see.

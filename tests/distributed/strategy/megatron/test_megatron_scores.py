@@ -36,7 +36,7 @@ def batch() -> DataProto:
 
 def check_scores(cases: list[tuple[Path, list[float]]], layout: dict[str, Any]) -> None:
     for path, expected in cases:
-        strategy = started(path, value_head=True, value_init="reward_model", path_key="reward_models.toy.path", **layout)
+        strategy = started(path, value_init="reward_model", path_key="reward_models.toy.path", **layout)
         for size in (1, 4, 6):
             out = forward(strategy, batch(), ["final_value"], 1.0, size)
             assert (out is not None) == strategy.layout.is_head
@@ -64,7 +64,7 @@ def test_scores_in_further_layouts(ranks: RankPool, checkpoints: list[tuple[Path
 
 def refused(path: Path) -> str:
     with pytest.raises(ValueError) as error:
-        started(path, value_head=True, value_init="reward_model", path_key="reward_models.toy.path")
+        started(path, value_init="reward_model", path_key="reward_models.toy.path")
     return str(error.value)
 
 

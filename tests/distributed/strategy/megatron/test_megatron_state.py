@@ -28,7 +28,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begin(path: Path, layout: dict[str, Any], dtype: str = "float32") -> MegatronStrategy:
-    return started(path, CONFIG, dtype, total_steps=20, **{name: value for name, value in layout.items() if name != "data"})
+    return started(path, CONFIG, dtype, total_updates=20, **{name: value for name, value in layout.items() if name != "data"})
 
 
 def steps(strategy: MegatronStrategy, numbers: range) -> list[TrainResult]:
@@ -171,12 +171,12 @@ def test_another_layout_goes_on_where_the_first_stopped(ranks: RankPool, path: P
 
 
 def critic_checkpoint(path: Path, folder: Path) -> None:
-    straight = started(path, CONFIG, total_steps=20, value_head=True, tensor_parallel=2)
+    straight = started(path, CONFIG, total_updates=20, value_init="actor", tensor_parallel=2)
     batch = batch_of()
     train_step(straight, batch, weighted_loss, ["values"], 1.0, 3)
     straight.save_checkpoint(folder)
     expected = train_step(straight, batch, weighted_loss, ["values"], 1.0, 3)
-    resumed = started(path, CONFIG, total_steps=20, value_head=True, tensor_parallel=2)
+    resumed = started(path, CONFIG, total_updates=20, value_init="actor", tensor_parallel=2)
     resumed.load_checkpoint(folder)
     assert train_step(resumed, batch, weighted_loss, ["values"], 1.0, 3) == expected
 

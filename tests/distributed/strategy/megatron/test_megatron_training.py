@@ -42,7 +42,7 @@ def torch_steps(path: Path, config: OptimizerConfig, learning_rates: list[float]
 def megatron_steps(
     path: Path, config: OptimizerConfig, layout: dict[str, Any], steps: int
 ) -> tuple[dict[str, torch.Tensor], list[TrainResult]]:
-    strategy = started(path, config, total_steps=steps, **layout)
+    strategy = started(path, config, total_updates=steps, **layout)
     results = []
     for step in range(steps):
         batch = shard(batch_of(seed=step), strategy, [2, 4] if strategy.layout.data_size == 2 else None)
@@ -111,7 +111,7 @@ def test_learning_rates(ranks: RankPool, path: Path, decay: str, warmup: int, le
 
 def bad_optimizer(path: Path, config: OptimizerConfig, total_steps: int | None) -> str:
     with pytest.raises(ValueError) as error:
-        started(path, config, total_steps=total_steps)
+        started(path, config, total_updates=total_steps)
     return str(error.value)
 
 

@@ -44,7 +44,7 @@ def reward_model(folder: Path, family: str, **overrides: Any) -> tuple[Path, tor
 
 def check_values(path: Path, base: Path, head: torch.Tensor, layout: dict[str, Any], init: str) -> None:
     """`base` is the language model below the value model, for the oracle."""
-    strategy = started(path, NO_CLIPPING, value_head=True, value_init=init, distributed_optimizer=False, **layout)
+    strategy = started(path, NO_CLIPPING, value_init=init, distributed_optimizer=False, **layout)
     batch = batch_of()
     oracle = load_hf(base)
     mine = shard(batch, strategy, [2, 4] if strategy.layout.data_size == 2 else None)
@@ -97,7 +97,7 @@ def test_values_and_gradients_in_further_layouts(
 
 
 def fresh_critic(path: Path, target: Path) -> None:
-    strategy = started(path, OptimizerConfig(lr=1e-2), value_head=True)
+    strategy = started(path, OptimizerConfig(lr=1e-2), value_init="actor")
     batch = batch_of()
     out = forward(strategy, batch, ["values"], 1.0, 4)
     assert out is not None
@@ -108,7 +108,7 @@ def fresh_critic(path: Path, target: Path) -> None:
     assert last < 0.8 * first
     strategy.save_hf(target)
     trained = own_weights(strategy)
-    again = started(target, None, value_head=True, value_init="path")
+    again = started(target, None, value_init="path")
     assert all(torch.equal(tensor, trained[name]) for name, tensor in own_weights(again).items())
     mine, theirs = (forward(one, batch, ["values"], 1.0, 4) for one in (strategy, again))
     assert mine is not None
@@ -131,7 +131,7 @@ def test_a_new_critic_is_trained_saved_and_loaded(ranks: RankPool, tmp_path: Pat
 
 def refused(path: Path, init: str) -> str:
     with pytest.raises(ValueError) as error:
-        started(path, None, value_head=True, value_init=init)
+        started(path, None, value_init=init, path_key="critic.path")
     return str(error.value)
 
 

@@ -11,10 +11,11 @@ from support_models import VOCAB_SIZE, Family, hf_scores, make_tiny_model, make_
 from support_passes import forward
 from transformers import BertConfig, BertForSequenceClassification
 
+from roll_lite.config.schema import HfStrategyConfig, ModelConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
-from roll_lite.distributed.strategy.base import StateGroup
-from roll_lite.distributed.strategy.hf.strategy import HfRewardStrategy
+from roll_lite.distributed.strategy.base import ModelSpec, StateGroup
+from roll_lite.distributed.strategy.hf import HfRewardStrategy
 
 LENGTHS = (9, 1, 12, 2, 7, 5)
 
@@ -35,7 +36,7 @@ def batch(of: list[list[int]]) -> DataProto:
 
 
 def started(path: Path, dtype: str = "float32") -> HfRewardStrategy:
-    strategy = HfRewardStrategy(path, dtype, path_key="reward_models.toy.path")
+    strategy = HfRewardStrategy(ModelSpec(ModelConfig(path=path, dtype=dtype), HfStrategyConfig(), "reward_models.toy.path"))  # type: ignore[arg-type]
     strategy.initialize()
     return strategy
 

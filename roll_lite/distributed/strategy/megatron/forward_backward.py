@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from roll_lite.distributed.strategy.megatron.head import ModelInput
+from roll_lite.distributed.strategy.megatron.model_io import ModelInput
 
 OnHead = Callable[[torch.Tensor, ModelInput], Any]
 """What the last stage does with the model's result for a micro-batch."""

@@ -1,4 +1,4 @@
-"""Core attention on torch's scaled_dot_product_attention, in place of Transformer Engine and Megatron's unfused one."""
+"""Our own layers in Megatron's model: norm, core attention, and the critic's head."""
 
 from __future__ import annotations
 
@@ -9,11 +9,23 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import divide
 
+from roll_lite.distributed.strategy.device import current_device
+
+
+class TorchRMSNorm(torch.nn.RMSNorm):
+    """The norm of torch that comes with Megatron refuses sequence parallelism, the fused one needs Apex."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=current_device())
+        # Under sequence parallelism each rank sees a part of the sequence: finalize_model_grads adds up what is marked.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
 
 class SdpaAttention(MegatronModule):
-    """Causal attention with grouped queries. Rows are padded on the right, so the causal mask alone keeps padding out of sight.
+    """Causal attention with grouped queries, on torch's scaled_dot_product_attention.
 
-    Megatron hands over [tokens, batch, heads, head_dim] and takes [tokens, batch, heads * head_dim].
+    Rows are padded on the right, so the causal mask alone keeps padding out of sight. Megatron hands over
+    [tokens, batch, heads, head_dim] and takes [tokens, batch, heads * head_dim].
     """
 
     def __init__(
@@ -54,3 +66,15 @@ class SdpaAttention(MegatronModule):
             enable_gqa=self.queries_per_key > 1,
         )
         return output.permute(2, 0, 1, 3).reshape(tokens, batch, heads * head_dim)
+
+
+class ValueHead(torch.nn.Module):
+    """One number per position, replicated over tensor ranks."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] to [N] float32; the product is taken in float32, values are regressed on."""
+        return torch.nn.functional.linear(hidden.float(), self.weight.float()).squeeze(-1)

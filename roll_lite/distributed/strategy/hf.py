@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from roll_lite.data.microbatch import MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import DataProto
-from roll_lite.distributed.strategy.base import ForwardStrategy, RankLayout, StateGroup
+from roll_lite.distributed.strategy.base import ForwardStrategy, ModelSpec, RankLayout, StateGroup
+from roll_lite.distributed.strategy.device import take_local_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OUTPUTS = ["final_value"]
@@ -20,18 +20,19 @@ OUTPUTS = ["final_value"]
 class HfRewardStrategy(ForwardStrategy):
     """The caller has set RANK and WORLD_SIZE (LOCAL_RANK on GPUs). No process group: ranks know nothing of each other."""
 
-    def __init__(self, path: Path, dtype: str, *, path_key: str = "path") -> None:
-        """`path_key`: where the YAML names the folder."""
-        self._path = path
-        self._dtype = DTYPES[dtype]
-        self._key = path_key
+    needs_process_group = False
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._path = spec.model.path
+        self._dtype = DTYPES[spec.model.dtype]
+        self._key = spec.path_key
 
     def initialize(self) -> None:
         from transformers import AutoModelForSequenceClassification
 
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.layout = RankLayout(rank, size, data_rank=rank, data_size=size, tensor_rank=0, pipeline_rank=0, context_rank=0, is_head=True)
-        self.device = _local_device()
+        self.device = take_local_device()
         try:
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 self._path, dtype=self._dtype, local_files_only=True, output_loading_info=True
@@ -93,11 +94,3 @@ class HfRewardStrategy(ForwardStrategy):
             self._model.to("cpu")
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-
-
-def _local_device() -> torch.device:
-    """The GPU that LOCAL_RANK names, which becomes the current one; the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cuda", torch.cuda.current_device())
