@@ -12,9 +12,8 @@ import torch
 
 from roll_lite.config.arithmetic import device_numbers
 from roll_lite.config.schema import ForwardRoleConfig, InferRoleConfig, RewardModelConfig
-from roll_lite.data.balance import balanced_partition
 from roll_lite.data.keys import Columns
-from roll_lite.data.minibatches import MiniBatch, spread
+from roll_lite.data.minibatches import MiniBatch, balanced_partition, spread
 from roll_lite.distributed.cluster import Cluster, Pending
 from roll_lite.distributed.dataflow import Batch, Block, Shard
 from roll_lite.distributed.strategy.base import EngineMemory, StateGroup
