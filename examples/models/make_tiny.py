@@ -142,6 +142,7 @@ def main() -> None:
     torch.manual_seed(SEED)
     random = Random(SEED)
 
+    arguments.data.mkdir(parents=True, exist_ok=True)
     train_tasks, validation_tasks = {}, {}
     for name, domain in DOMAINS.items():
         train_tasks[name], validation_tasks[name] = split(domain.tasks(), random)

@@ -1,0 +1,187 @@
+"""Every command in README.md, CONTRIBUTING.md and docs/ does what it says there.
+
+Commands are lines of fenced blocks and spans of code that begin with a program. What takes seconds is run as it stands; a training run is
+checked as a configuration, and run for one step among the slow tests; what needs a cluster, a network or another machine is in ELSEWHERE,
+with what can be tested of it. A command that is none of these fails here: it needs a line in this file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from roll_lite.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = ("roll-lite", "python", "make", "pip", "ray", "curl", "bash", ".venv/bin/python", ".venv/bin/roll-lite", ".", "git", "apt-get")
+ENVIRONMENT = re.compile(r"[A-Z_]+=\S+")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+PLACEHOLDERS = {"NAME [key=value ...]": "tiny_grpo steps=2", "X --domain NAME": "tiny_grpo --domain add --limit 2"}
+GENERATORS = {
+    "roll_lite.config.docs": "docs/configuration.md",
+    "roll_lite.observability.metrics_page": "docs/metrics.md",
+    "roll_lite.rewards.docs": "docs/rewards.md",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    page: str
+    text: str
+
+    @property
+    def words(self) -> list[str]:
+        text = self.text
+        for placeholder, example in PLACEHOLDERS.items():
+            text = text.replace(placeholder, example)
+        return [word for word in shlex.split(text, comments=True) if not ENVIRONMENT.fullmatch(word)]
+
+    @property
+    def training(self) -> list[str] | None:
+        """Its arguments, where it trains."""
+        words = self.words
+        if words[:2] in (["roll-lite", "run"], ["python", "examples/start_rlvr_pipeline.py"]) and "..." not in words:
+            return words[2:]
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text}"
+
+
+def commands() -> list[Command]:
+    found: dict[tuple[str, ...], Command] = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        lines = [line for language, body in FENCE.findall(text) if language in ("", "bash", "sh") for line in joined(body)]
+        for candidate in [*lines, *SPAN.findall(FENCE.sub("", text))]:
+            command = Command(page.name, candidate.strip())
+            if is_command(command):
+                found.setdefault(tuple(command.words), command)
+    return list(found.values())
+
+
+def joined(body: str) -> list[str]:
+    """Lines of a block; a comment may stand behind the backslash that continues one."""
+    return re.sub(r"\\\n\s*", "", body).splitlines()
+
+
+def is_command(command: Command) -> bool:
+    try:
+        words = command.words
+    except ValueError:  # quotes that do not match: prose
+        return False
+    if len(words) < 2 or words[0] not in PROGRAMS:
+        return False
+    if words[0] == "roll-lite":
+        return len(words) > 2  # `roll-lite check` is its name
+    return words[0] != "make" or re.fullmatch(r"[a-z-]+|\w+=.*", words[1]) is not None  # a domain of the demo is called make
+
+
+COMMANDS = commands()
+TRAININGS = [command for command in COMMANDS if command.training is not None]
+
+
+def lists_missing_packages(words: list[str]) -> None:
+    """`pip check` in the pinned environment: no conflict in what is used, by the page's own words."""
+    assert (ROOT / "requirements/cpu.lock").is_file()
+
+
+def names_an_extra(words: list[str]) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    match = re.fullmatch(r"\.\[(\w+)\]", words[2])
+    assert match and match[1] in extras
+
+
+def starts_the_entry_point(words: list[str]) -> None:
+    assert words[:2] == ["python", "examples/start_rlvr_pipeline.py"] and (ROOT / words[1]).is_file()
+
+
+ELSEWHERE = {
+    "pip check": lists_missing_packages,
+    'pip install ".[vllm]"': names_an_extra,
+    'pip install ".[sglang]"': names_an_extra,
+    "RAY_ADDRESS=head:6379 python examples/start_rlvr_pipeline.py ...": starts_the_entry_point,
+}
+"""Commands that need a network or a cluster, and what is tested of them instead."""
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_command_of_the_documentation(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(ROOT)
+    words = command.words
+    if command.text in ELSEWHERE:
+        ELSEWHERE[command.text](words)
+    elif command.training is not None:
+        assert main(["check", *command.training]) == 0
+    elif words[0] == "roll-lite":
+        assert main(words[1:]) == 0
+    elif words[0] == "make":
+        targets = [word for word in words[1:] if "=" not in word]
+        done = subprocess.run(["make", "-n", *words[1:]], capture_output=True, text=True, check=False)
+        assert targets and done.returncode == 0, done.stderr
+    elif words[:2] == ["python", "-m"] and words[2] in GENERATORS:
+        writes_its_page(words, tmp_path)
+    elif words[1:3] == ["-m", "pytest"]:
+        can_be_collected(words, request.config)
+    elif words[0] == ".":
+        assert words == [".", ".venv/bin/activate"]
+    else:
+        pytest.fail(f"{command}: no test knows what this does; add it to tests/test_commands.py")
+
+
+def writes_its_page(words: list[str], folder: Path) -> None:
+    """In a copy of the repository's folders: the page that stands there."""
+    page = GENERATORS[words[2]]
+    (folder / "docs").mkdir()
+    shutil.copytree(ROOT / "roll_lite", folder / "roll_lite", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, *words[1:]], cwd=folder, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (folder / page).read_text() == (ROOT / page).read_text(), f"{page} is not what the code says: make docs"
+
+
+def can_be_collected(words: list[str], config: pytest.Config) -> None:
+    """The tests themselves run as part of the suite."""
+    paths = [word for word in words[3:] if "/" in word]
+    assert paths and all((ROOT / path).exists() for path in paths)
+    if "-m" in words[3:]:
+        named = set(re.findall(r"\w+", words[words.index("-m", 3) + 1])) - {"not", "and", "or"}
+        assert named <= {line.partition(":")[0] for line in config.getini("markers")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(590)
+@pytest.mark.parametrize("command", TRAININGS, ids=str)
+def test_a_training_of_the_documentation_runs(command: Command, tmp_path: Path) -> None:
+    small = ["steps=1", "validation.enabled=false", "rollout.prompts_per_step=10", f"run_dir={tmp_path}"]
+    small += ["algorithm.critic_warmup_steps=0"] if "tiny_ppo" in command.text else []
+    arguments = command.words[1:] if command.words[0] == "python" else ["-m", "roll_lite.cli", *command.words[1:]]
+    done = subprocess.run([sys.executable, *arguments, *small], cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "latest/model/model.safetensors").is_file()
+
+
+def test_the_commands_are_found() -> None:
+    """The extraction itself: of each kind one that is there, and nothing that is none."""
+    texts = {command.text for command in COMMANDS}
+    assert "roll-lite reward --config-name tiny_grpo --domain make" in texts, "a span"
+    assert "roll-lite check --config-path examples/domains --config-name words" in texts, "a block of bash"
+    assert any(text.startswith("make demo") for text in texts), "a block without a language, with a comment"
+    joined_line = next(command for command in COMMANDS if "tensor_parallel=2" in command.text)
+    assert joined_line.training == ["--config-name", "tiny_grpo", "actor_train.devices=2", "actor_train.strategy.tensor_parallel=2"]
+    assert len(TRAININGS) >= 5 and len(COMMANDS) >= 20
+    for prose in ("python_path", "make       42.0%   93.0%    +51.0", "roll-lite check", "it's"):
+        assert not is_command(Command("x", prose))
