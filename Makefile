@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-slow test-runs test-parts lint format docs recipes bench clean
+.PHONY: help install demo test test-slow test-runs test-parts test-nightly lint format docs recipes bench clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -30,19 +30,22 @@ demo: $(STAMP)  ## Train the shipped tiny model; minutes later it has learned
 	@$(VENV)/bin/python examples/start_rlvr_pipeline.py --config-name tiny_grpo
 
 test: $(STAMP)  ## The fast tests (at most 15 minutes on 2 cores)
-	@$(VENV)/bin/python -m pytest -q -m "not slow and not gpu"
+	@$(VENV)/bin/python -m pytest -q -m "not slow and not nightly and not gpu"
 
-test-slow: $(STAMP)  ## What takes longer: whole runs, and the rest beside them
+test-slow: $(STAMP)  ## What takes longer: whole runs, and the rest beside them (at most 35 minutes)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-runs test-parts
 
 # About half of it.
-RUNS := tests/integration/test_runs.py tests/integration/test_recipes.py
+RUNS := $(addprefix tests/,integration/test_runs.py integration/test_recipes.py integration/test_another_model.py test_commands.py examples/test_scripts.py)
 
 test-runs: $(STAMP)
-	@$(VENV)/bin/python -m pytest -q -m "slow and not gpu" $(RUNS)
+	@$(VENV)/bin/python -m pytest -q -m "slow and not nightly and not gpu" $(RUNS)
 
 test-parts: $(STAMP)
-	@$(VENV)/bin/python -m pytest -q -m "slow and not gpu" $(RUNS:%=--ignore=%)
+	@$(VENV)/bin/python -m pytest -q -m "slow and not nightly and not gpu" $(RUNS:%=--ignore=%)
+
+test-nightly: $(STAMP)  ## The same claims on every other recipe, layout, model and engine (once before a large change is done)
+	@$(VENV)/bin/python -m pytest -q -m "nightly and not gpu"
 
 lint: $(STAMP)  ## Style and types
 	@$(VENV)/bin/ruff check .

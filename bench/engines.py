@@ -4,7 +4,7 @@ Both sides run in one program, in turns, on engines with the same arguments: the
 back as it finishes, with lengths as the model chooses them; the bare engine then gets the very same prompts in one call, with those
 lengths prescribed. A random model of about 25M parameters. `ratio` is the worse of the two.
 
-    .venv/bin/python bench/engines.py [--rounds 4] [--requests 128]
+    .venv/bin/python bench/engines.py [--rounds 4] [--requests 128] [--engines vllm sglang]
 """
 
 from __future__ import annotations
@@ -144,13 +144,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     chosen = parser.parse_args()
     from rollout import random_model
 
     results = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = random_model(Path(scratch) / "random")
-        for engine in ENGINES:
+        for engine in chosen.engines:
             results[engine] = asyncio.run(measure(engine, folder, chosen.rounds, chosen.requests))
             print(engine, {name: round(value, 3) for name, value in results[engine].items()}, f"aim {AIM}", flush=True)
     worse = min(results.values(), key=lambda result: result["ratio"])

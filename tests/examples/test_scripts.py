@@ -21,7 +21,7 @@ SCRIPTS = sorted(
 SMALL_RUN = ["steps=1", "rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "checkpoint.export_model=false"]
 QUICK: dict[str, list[str]] = {
     "bench/advantages.py": ["--rows=8", "--columns=64", "--rounds=1", "--peer-rounds=1", "--threads=1"],
-    "bench/engines.py": ["--rounds=1", "--requests=4"],
+    "bench/engines.py": ["--rounds=1", "--requests=4", "--engines=vllm"],
     "bench/reward_code.py": ["--rounds=1", "--programs=4"],
     "bench/reward_faults.py": ["--samples=20", "--types=exact"],
     "bench/reward_math.py": ["--samples=20", "--per-process=2", "--rounds=1"],
@@ -29,11 +29,12 @@ QUICK: dict[str, list[str]] = {
     "bench/train.py": ["--pairs=1"],
     "examples/models/make_tiny.py": ["--steps=2", "--data={tmp}/data", "--model={tmp}/model"],
     "examples/run_recipes.py": ["tiny_raft", *SMALL_RUN, "validation.samples_per_prompt=1", "run_dir={tmp}/runs"],
-    "examples/start_rlvr_pipeline.py": ["--config-name=tiny_grpo", *SMALL_RUN, "validation.enabled=false", "run_dir={tmp}/runs"],
 }
 """Arguments that make a script quick; one that is not listed here is run with --quick."""
 SERVERS = ("examples/reward_server.py", "examples/sandbox_server.py")
 """They run until they are ended."""
+ELSEWHERE = {"examples/start_rlvr_pipeline.py": "tests/integration/test_runs.py"}
+"""Scripts that other tests run."""
 FALLS_SHORT = {"examples/run_recipes.py": "tiny_raft"}
 """Scripts that end with 1 where a model has not learned, as it cannot in one step; and what they say of it."""
 
@@ -48,7 +49,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(590)
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in SERVERS])
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in {*SERVERS, *ELSEWHERE}])
 def test_a_script_runs(script: str, tmp_path: Path) -> None:
     done = subprocess.run(command(script, tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=580, check=False, env=environment())
     if script in FALLS_SHORT:
@@ -74,4 +75,5 @@ def test_a_server_comes_up(script: str) -> None:
 
 
 def test_every_script_that_is_named_exists() -> None:
-    assert set(QUICK) | set(SERVERS) <= set(SCRIPTS)
+    assert {*QUICK, *SERVERS, *ELSEWHERE} <= set(SCRIPTS)
+    assert all(script in (ROOT / test).read_text(encoding="utf-8") for script, test in ELSEWHERE.items())

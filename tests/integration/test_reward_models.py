@@ -31,7 +31,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [pytest.param("hf", marks=pytest.mark.nightly), "hf that leaves its devices", "megatron"])
 def test_two_domains_share_a_reward_model(tmp_path: Path, strategy: str) -> None:
     path = make_tiny_reward_model(tmp_path / "reward", "llama")
     process = start(

@@ -19,7 +19,7 @@ from engine_harness import Make, require
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation.enabled=false"]
 START_SECONDS = 240
-ENGINES = ("vllm", "sglang")
+ENGINES = ("vllm", pytest.param("sglang", marks=pytest.mark.nightly))
 
 
 class Run:
@@ -176,7 +176,7 @@ def test_roles_that_leave_their_devices_when_idle_come_back_for_everything_that_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("old", ["rollout", "recompute"])
+@pytest.mark.parametrize("old", ["rollout", pytest.param("recompute", marks=pytest.mark.nightly)])
 def test_kl_in_rewards_and_loss_entropy_bonus_and_mini_batches_go_together(start: Any, old: str) -> None:
     settings = [f"algorithm.old_log_probs={old}", "algorithm.critic_warmup_steps=0", "algorithm.kl_in_loss.coef=0.01"]
     run = start(
@@ -192,6 +192,7 @@ def test_kl_in_rewards_and_loss_entropy_bonus_and_mini_batches_go_together(start
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_tensor_parallel_engine_serves_a_run(start: Any) -> None:
     layout = ["actor_infer.devices=2", "actor_infer.strategy.tensor_parallel=2"]
@@ -203,7 +204,9 @@ def test_a_tensor_parallel_engine_serves_a_run(start: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "argument"), [("vllm", "{max_num_partial_prefills: 0}"), ("sglang", "{page_sise: 16}")], indirect=["engine"]
+    ("engine", "argument"),
+    [("vllm", "{max_num_partial_prefills: 0}"), pytest.param("sglang", "{page_sise: 16}", marks=pytest.mark.nightly)],
+    indirect=["engine"],
 )
 def test_an_engine_that_does_not_start_says_why(start: Any, engine: str, argument: str) -> None:
     run = start("tiny_grpo", *SMALL, f"actor_infer.strategy={engine}", f"actor_infer.strategy.engine_args={argument}")
@@ -244,20 +247,30 @@ def test_deterministic_runs_repeat_sample_for_sample_and_a_resumed_run_goes_on_l
     assert [record["actor/loss"] for record in resumed.metrics() if "actor/loss" in record] == losses[2:]
 
 
+LAYOUTS = {
+    "one rank": [],
+    "two data-parallel ranks": ["actor_train.devices=2", "critic.devices=2", "reference.devices=2"],
+    "two engines, small micro-batches": ["actor_infer.devices=2", "actor_train.train_micro_batch_size=3"],
+    "two tensor-parallel ranks": [
+        f"{role}.{key}=2" for role in ("actor_train", "critic", "reference") for key in ("devices", "strategy.tensor_parallel")
+    ],
+}
+_, *TWO_RANKS_AND_TWO_ENGINES, TENSOR_PARALLEL = LAYOUTS
+
+
 @pytest.mark.slow
-def test_the_layout_of_ranks_and_engines_changes_no_loss(start: Any) -> None:
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(TWO_RANKS_AND_TWO_ENGINES, id="data-parallel"),
+        pytest.param([TENSOR_PARALLEL], id="tensor-parallel", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_layout_of_ranks_and_engines_changes_no_loss(start: Any, layouts: list[str]) -> None:
     settings = [*SMALL, "deterministic=true", "steps=1", "checkpoint.export_model=false", "algorithm.mini_batches=2"]
-    layouts = {
-        "one rank": [],
-        "two data-parallel ranks": ["actor_train.devices=2", "critic.devices=2", "reference.devices=2"],
-        "two tensor-parallel ranks": [
-            f"{role}.{key}=2" for role in ("actor_train", "critic", "reference") for key in ("devices", "strategy.tensor_parallel")
-        ],
-        "two engines, small micro-batches": ["actor_infer.devices=2", "actor_train.train_micro_batch_size=3"],
-    }
     steps = {}
-    for name, overrides in layouts.items():
-        run = start("tiny_ppo", *settings, "algorithm.critic_warmup_steps=0", *overrides)
+    for name in ("one rank", *layouts):
+        run = start("tiny_ppo", *settings, "algorithm.critic_warmup_steps=0", *LAYOUTS[name])
         code, output = run.finish()
         assert code == 0, f"{name}:\n{output}"
         (steps[name],) = [record for record in run.metrics() if "actor/loss" in record]
@@ -299,7 +312,7 @@ def test_the_exported_model_generates_with_transformers(start: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ctrl-c", "terminate"])
+@pytest.mark.parametrize("how", ["ctrl-c", pytest.param("terminate", marks=pytest.mark.nightly)])
 def test_an_interrupted_run_ends_within_seconds_and_leaves_no_process(start: Any, how: str) -> None:
     run = start("tiny_grpo", *SMALL, "steps=1000")
     run.wait_for_step(2)
@@ -316,7 +329,7 @@ def test_an_interrupted_run_ends_within_seconds_and_leaves_no_process(start: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["ActorWorker", "RolloutWorker", "EngineCore"])
+@pytest.mark.parametrize("role", ["ActorWorker", pytest.param("RolloutWorker", marks=pytest.mark.nightly), "EngineCore"])
 def test_a_killed_worker_ends_the_run_with_its_role_and_the_cause(start: Any, role: str) -> None:
     run = start("tiny_grpo", *SMALL, "steps=1000")
     run.wait_for_step(2)

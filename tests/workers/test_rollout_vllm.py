@@ -18,7 +18,7 @@ from roll_lite.distributed.strategy.engines import EngineSpec
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutSpec, RolloutWorker
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_local")]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.usefixtures("ray_local")]
 
 
 def one_run(model: ModelConfig, folder: Path) -> list[dict[str, Any]]:

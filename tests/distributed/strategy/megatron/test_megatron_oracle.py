@@ -128,6 +128,7 @@ def test_layouts_that_come_for_free(ranks: RankPool, models: dict[str, Path]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_two_by_two(ranks: RankPool, models: dict[str, Path]) -> None:
     for layout in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
         cases: list[tuple[Any, ...]] = [(check_forward, models["qwen3"], 100, layout)]
