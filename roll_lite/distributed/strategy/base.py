@@ -59,6 +59,10 @@ class ModelSpec:
     seed: int = 1
     deterministic: bool = False
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.model.dtype]
+
 
 class StateGroup(StrEnum):
     """What can be moved out of device memory, each on its own."""

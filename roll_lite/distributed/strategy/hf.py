@@ -13,7 +13,6 @@ from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.base import ForwardStrategy, ModelSpec, RankLayout, StateGroup
 from roll_lite.distributed.strategy.device import take_local_device
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OUTPUTS = ["final_value"]
 
 
@@ -24,7 +23,7 @@ class HfRewardStrategy(ForwardStrategy):
 
     def __init__(self, spec: ModelSpec) -> None:
         self._path = spec.model.path
-        self._dtype = DTYPES[spec.model.dtype]
+        self._dtype = spec.dtype
         self._key = spec.path_key
 
     def initialize(self) -> None:

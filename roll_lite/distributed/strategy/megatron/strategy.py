@@ -36,7 +36,6 @@ from roll_lite.distributed.strategy.megatron.offload import StateMover
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.parallel import check_layout, join_groups, layout_multiples
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAVE_BUCKET_BYTES = 4 << 30
 """Size of a safetensors file."""
 LOSS = ""
@@ -53,7 +52,7 @@ class MegatronStrategy(TrainStrategy):
         self._spec = spec
         self._config = spec.strategy
         self._value_head = spec.value_init is not None
-        self._dtype = DTYPES[spec.model.dtype]
+        self._dtype = spec.dtype
 
     # ------------------------------------------------------------ building
 
