@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from roll_lite.algorithms.shaping import RewardRows
+from roll_lite.algorithms.rewards import RewardRows
 
 
 def weights(rows: RewardRows) -> torch.Tensor:

@@ -22,12 +22,14 @@ LAYERS = (
     ("rewards", "scheduler"),
     ("sandbox",),
     ("distributed",),
-    ("data", "algorithms"),
+    ("data",),
     ("observability",),
     ("config",),
+    ("algorithms",),
 )
 """Top to bottom. Packages of one layer may use each other. Metrics, timers, trackers and the report know nothing of what they
-measure, so they stand low; a viewer reads finished runs and stands high."""
+measure, so they stand low; a viewer reads finished runs and stands high. The maths stands at the very bottom: it takes tensors and
+numbers, and knows neither settings nor batches."""
 
 
 def modules(package: Path = PACKAGE) -> dict[str, Path]:

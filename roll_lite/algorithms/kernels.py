@@ -32,18 +32,21 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 def gae(
-    token_rewards: torch.Tensor,
+    token_rewards: torch.Tensor | None,
+    at_end: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor,
     gamma: float,
     lam: torch.Tensor,
     lam_critic: torch.Tensor,
     bootstrap: torch.Tensor,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages with lam, returns with lam_critic), [B, T-1]. lam, lam_critic [B]; bootstrap [B]: value after the last policy token."""
-    advantages, returns = _fresh(mask, values.dtype), _fresh(mask, values.dtype)
-    tokens = _tokens(token_rewards, mask), _tokens(values, mask), _mask(mask)
-    rows = _rows(lam, mask), _rows(lam_critic, mask), _rows(bootstrap, mask)
+    """(advantages with lam, of that dtype, returns with lam_critic, of the values'), [B, T-1]. at_end, lam, lam_critic [B]: at_end is
+    added to the reward of the last policy token; bootstrap [B] is the value after it."""
+    advantages, returns = empty(mask, dtype), empty(mask, values.dtype)
+    tokens = _rewards(token_rewards, mask), _tokens(values, mask), _mask(mask)
+    rows = _rows(at_end, mask), _rows(lam, mask), _rows(lam_critic, mask), _rows(bootstrap, mask)
     _over_rows(_gae, mask.shape, *tokens, float(gamma), *rows, advantages.numpy(), returns.numpy())
     return advantages, returns
 
@@ -56,19 +59,24 @@ def _gae(
     values: Any,
     mask: Any,
     gamma: float,
+    at_end: Any,
     lam: Any,
     lam_critic: Any,
     bootstrap: Any,
     out: Any,
     returns: Any,
 ) -> None:
+    paid = rewards.size > 0
     for row in range(first, stop):
-        following, advantage, critic = bootstrap[row], 0.0, 0.0
+        following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, at_end[row]
         decay, decay_critic = gamma * lam[row], gamma * lam_critic[row]
         for t in range(mask.shape[1] - 1, -1, -1):
             if mask[row, t]:
                 value = np.float64(values[row, t])
-                delta = rewards[row, t] + gamma * following - value
+                if paid:
+                    reward += rewards[row, t]
+                delta = reward + gamma * following - value
+                reward = 0.0
                 advantage = delta + decay * advantage
                 critic = delta + decay_critic * critic
                 following = value
@@ -79,43 +87,36 @@ def _gae(
                 returns[row, t] = 0.0
 
 
-def discounted_returns(token_rewards: torch.Tensor, mask: torch.Tensor, gamma: float, at_end: torch.Tensor) -> torch.Tensor:
+def discounted_returns(
+    token_rewards: torch.Tensor | None, at_end: torch.Tensor, mask: torch.Tensor, gamma: float, dtype: torch.dtype
+) -> torch.Tensor:
     """G_t = r_t + gamma * G of the row's next policy token; at_end [B] is added to the last one's reward. [B, T-1] -> [B, T-1]."""
-    out = _fresh(mask, token_rewards.dtype)
-    _over_rows(_discounted_returns, mask.shape, _tokens(token_rewards, mask), _mask(mask), float(gamma), _rows(at_end, mask), out.numpy())
+    out = empty(mask, dtype)
+    _over_rows(_discounted_returns, mask.shape, _rewards(token_rewards, mask), _mask(mask), float(gamma), _rows(at_end, mask), out.numpy())
     return out
 
 
 @compiled
 def _discounted_returns(first: int, stop: int, rewards: Any, mask: Any, gamma: float, at_end: Any, out: Any) -> None:
+    paid = rewards.size > 0
     for row in range(first, stop):
         carried = at_end[row]
         for t in range(mask.shape[1] - 1, -1, -1):
             if mask[row, t]:
-                total = rewards[row, t] + carried
+                total = carried
+                if paid:
+                    total += rewards[row, t]
                 carried = gamma * total
                 out[row, t] = total
             else:
                 out[row, t] = 0.0
 
 
-def spread(advantages: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A row's number on each of its policy tokens. [B] -> [B, T-1]."""
-    out = _fresh(mask, dtype)
-    _over_rows(_spread, mask.shape, _rows(advantages, mask), _mask(mask), out.numpy())
-    return out
-
-
-@compiled
-def _spread(first: int, stop: int, advantages: Any, mask: Any, out: Any) -> None:
-    for row in range(first, stop):
-        advantage = advantages[row]
-        for t in range(mask.shape[1]):
-            out[row, t] = advantage if mask[row, t] else 0.0
-
-
 def row_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(count, sum, sum of squares) of each row's unmasked entries. [B, T-1] -> [B, 3] float64."""
+    """(count, sum, sum of squared deviations from the row's mean) of each row's unmasked entries. [B, T-1] -> [B, 3] float64.
+
+    Two passes: sums of squares whose offset is taken off afterwards lose the spread of entries that are large and close together.
+    """
     out = torch.empty(mask.shape[0], 3, dtype=torch.float64)
     _over_rows(_row_moments, mask.shape, _tokens(x, mask), _mask(mask), out.numpy())
     return out
@@ -127,35 +128,21 @@ def _row_moments(first: int, stop: int, x: Any, mask: Any, out: Any) -> None:
         count, total, squares = 0, 0.0, 0.0
         for t in range(mask.shape[1]):
             if mask[row, t]:
-                entry = np.float64(x[row, t])
                 count += 1
-                total += entry
-                squares += entry * entry
+                total += x[row, t]
+        mean = total / max(count, 1)
+        for t in range(mask.shape[1]):
+            if mask[row, t]:
+                deviation = x[row, t] - mean
+                squares += deviation * deviation
         out[row, 0] = count
         out[row, 1] = total
         out[row, 2] = squares
 
 
-def token_counts(mask: torch.Tensor) -> torch.Tensor:
-    """Policy tokens of each row. [B, T-1] -> [B] int64."""
-    out = torch.empty(mask.shape[0], dtype=torch.int64)
-    _over_rows(_token_counts, mask.shape, _mask(mask), out.numpy())
-    return out
-
-
-@compiled
-def _token_counts(first: int, stop: int, mask: Any, out: Any) -> None:
-    for row in range(first, stop):
-        count = 0
-        for t in range(mask.shape[1]):
-            count += mask[row, t]
-        out[row] = count
-
-
-def shift_and_scale(x: torch.Tensor, mask: torch.Tensor, shift: float, scale: float, in_place: bool) -> torch.Tensor:
+def shift_and_scale(x: torch.Tensor, mask: torch.Tensor, shift: float, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """(x - shift) * scale. [B, T-1] -> [B, T-1]."""
-    out = x if in_place else _fresh(mask, x.dtype)
-    assert out.is_contiguous(), "cannot be changed in place"
+    out = empty(mask, dtype)
     _over_rows(_shift_and_scale, mask.shape, _tokens(x, mask), _mask(mask), float(shift), float(scale), out.numpy())
     return out
 
@@ -168,10 +155,15 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
             out[row, t] = scaled if mask[row, t] else 0.0
 
 
-def _fresh(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A [B, T-1] tensor to be written to, from numpy: it asks the kernel for huge pages, without which the first touch of the
+def empty(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of the mask's shape to be written to, from numpy: it asks the kernel for huge pages, without which the first touch of the
     memory takes longer than any of these loops."""
     return torch.from_numpy(np.empty(mask.shape, dtype=str(dtype).removeprefix("torch.")))
+
+
+def _rewards(token_rewards: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
+    """Nothing at all where no token has a reward of its own: zeros would be as much to read as anything else."""
+    return np.zeros((0, 0), dtype=np.float32) if token_rewards is None else _tokens(token_rewards, mask)
 
 
 def _tokens(x: torch.Tensor, mask: torch.Tensor) -> np.ndarray:

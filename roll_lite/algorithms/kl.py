@@ -1,11 +1,13 @@
 """KL divergence from the reference: estimates from the log-probs of tokens that `new` sampled, and the exact sum over a vocabulary.
 
 KL always means KL(new || ref). With r = log new - log ref: k1 = r, k2 = r**2 / 2, k3 = exp(-r) - 1 + r (non-negative, low
-variance), abs = |r|.
+variance), abs = |r|. And what becomes of a KL coefficient in the course of a run.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -35,19 +37,21 @@ def kl_estimate(new: torch.Tensor, ref: torch.Tensor, estimator: KlEstimator) ->
         return ratio.square() / 2
     if estimator == "abs":
         return ratio.abs()
-    return torch.expm1(-ratio) + ratio
+    exact = ratio.double()  # near 0 both terms nearly cancel: float32 leaves little of them
+    return (torch.expm1(-exact) + exact).to(ratio.dtype)
 
 
 def full_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """KL(p || q) of whole distributions, sum over v of p * (log p - log q). [..., V] -> [...], differentiable in log_p.
 
     What p never chooses adds nothing to value or gradient, also where q never chooses it either: -inf in truncated vocabularies
-    is no NaN. Where q alone says -inf the clamp makes the sum large instead of infinite.
+    is no NaN. Log-ratios are not clamped, for none is exponentiated; only where q alone says -inf, LOG_RATIO_LIMIT stands for infinity.
     """
     log_q = log_q.detach()
     impossible = log_p == -torch.inf
-    log_ratio = clamped_log_ratio(log_p.masked_fill(impossible, 0.0), log_q.masked_fill(impossible, 0.0))
-    return (log_p.exp() * log_ratio).sum(-1)
+    log_ratio = log_p.masked_fill(impossible, 0.0) - log_q.masked_fill(impossible, 0.0)
+    log_ratio = log_ratio.masked_fill(log_ratio == torch.inf, LOG_RATIO_LIMIT)
+    return (log_p.exp() * log_ratio).sum(-1, dtype=torch.float64).to(log_p.dtype)
 
 
 def kl_loss(
@@ -55,9 +59,9 @@ def kl_loss(
 ) -> torch.Tensor:
     """The estimate of each token with a gradient that is worth having; gradients flow to `new` only.
 
-    Back-propagating k1 itself gives grad log new, whose expectation is 0: no pull towards ref at all. With the
-    score-function term added, k1 has the gradient r * grad log new, which is the unbiased one for KL(new || ref) on tokens
-    that `new` sampled; k2's own gradient is the same. k3's own gradient, (1 - exp(-r)) * grad log new, is the expectation
+    Back-propagating k1 itself gives grad log new, whose expectation is 0: no pull towards ref at all. In its place k1 has the
+    score-function gradient r * grad log new, which is the unbiased one for KL(new || ref) on tokens that `new` sampled; k2's own
+    gradient is the same. k3's own gradient, (1 - exp(-r)) * grad log new, is the expectation
     of another divergence, KL(ref || new): it vanishes in the same place and is what GRPO uses. abs pulls every token with the
     same force, sign(r) * grad log new.
     unbiased_gradient: any estimate's value with the gradient (new / old) * r * grad log new, that of KL(new || ref) also on tokens
@@ -76,3 +80,37 @@ def kl_loss(
     else:
         slope = log_ratio
     return kl_estimate(current, ref.detach(), estimator) + slope * (new - current)
+
+
+LARGEST_ERROR = 0.2
+"""However far the KL is off its target, the coefficient reacts to no more than this relative error."""
+
+
+class KlController:
+    """Holds the coefficient. With a target it is multiplied after each step with
+    1 + clip(kl / target - 1, +-LARGEST_ERROR) * min(samples / horizon, 1).
+
+    Ziegler et al. (arXiv 1909.08593). A step counts for at most one horizon, so that no batch can turn the coefficient's sign.
+    """
+
+    def __init__(self, coef: float, target: float | None = None, horizon: float = math.inf) -> None:
+        self.coef = coef
+        self._target = target
+        self._horizon = horizon
+
+    def step(self, kl_per_token: float, samples: int) -> None:
+        """Once per training step, over all domains: the KL measured in it and the samples it was measured on."""
+        if self._target is None or samples == 0:
+            return
+        if not math.isfinite(kl_per_token):
+            raise ValueError(f"the KL controller got KL(policy || reference) = {kl_per_token} over {samples} samples: it has to be finite")
+        error = min(max(kl_per_token / self._target - 1, -LARGEST_ERROR), LARGEST_ERROR)
+        self.coef *= 1 + error * min(samples / self._horizon, 1.0)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """A fixed coefficient stays the configured one: changing it for a resumed run is the user's right."""
+        if self._target is not None:
+            self.coef = state["coef"]

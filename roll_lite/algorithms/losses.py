@@ -1,15 +1,25 @@
-"""What the losses of single tokens are made from and made into, all [B, T-1] and 0 where masked; value loss and entropy bonus.
+"""Losses of single tokens, all [B, T-1] and 0 where masked: of the policy, of the critic, the entropy bonus; the correction for what
+engine and trainer see differently; and the weights with which token losses become one number.
 
-The policy losses are in `policy_losses.py`. How token losses become one number is `aggregation.py`'s business.
+A policy loss takes `PolicyTerms` that are filled and gives a `PolicyLoss`. A loss of whole sequences puts the sequence's loss on every
+policy token of its row, so that `sequence_mean_token_mean` is the mean over sequences. Tokens without advantage have no gradient in
+any loss but Kimi's and count as clipped in none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from roll_lite.algorithms.kl import clamped_log_ratio
+from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, clamped, clamped_log_ratio
+
+ROUNDING = 1e-4
+"""A ratio of 1 is 1 to within float32's rounding only: a weight that changed by less was not limited."""
+
+# ---------------------------------------------------------------- what a policy loss is made from and made into
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,16 @@ class PolicyTerms:
         return clamped_log_ratio(self.log_probs, self.old_log_probs)
 
     @property
+    def beyond_low(self) -> torch.Tensor:
+        """bool: the log-ratio is clamped from below, so that no gradient passes through it."""
+        return self.mask & (self.log_probs.detach() - self.old_log_probs < -LOG_RATIO_LIMIT)
+
+    @property
+    def beyond_high(self) -> torch.Tensor:
+        """bool: the log-ratio is clamped from above, so that no gradient passes through it."""
+        return self.mask & (self.log_probs.detach() - self.old_log_probs > LOG_RATIO_LIMIT)
+
+    @property
     def ratio(self) -> torch.Tensor:
         """new / old probability of each token; of filled terms 1 where masked."""
         return torch.exp(self.log_ratio)
@@ -53,10 +73,205 @@ class PolicyLoss:
     ratio: torch.Tensor
     """new / old probability as the loss judges it: the token's, or its sequence's where the loss looks at sequences; 1 where masked."""
     clipped_low: torch.Tensor
-    """bool: no gradient because the ratio fell out of its range below. For losses that limit a weight and cut no token off: the
-    weight was raised to its lower bound."""
+    """bool: no gradient because the ratio fell out of its range below, or beyond the clamp of log-ratios. For losses that limit a
+    weight and cut no token off: the weight was raised to its lower bound."""
     clipped_high: torch.Tensor
-    """bool: no gradient because the ratio rose out of its range above. For losses that limit a weight: it was lowered to its bound."""
+    """bool: no gradient because the ratio rose out of its range above, or beyond the clamp of log-ratios. For losses that limit a
+    weight: it was lowered to its bound."""
+
+
+def row_sum(x: torch.Tensor) -> torch.Tensor:
+    """[B, T-1], 0 where masked -> [B, 1] of the same dtype, added up in float64: how far rows are padded changes nothing."""
+    return x.sum(1, keepdim=True, dtype=torch.float64).to(x.dtype)
+
+
+def row_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """[B, T-1], 0 where masked -> [B, 1], the mean over the row's policy tokens; 0 without any."""
+    return (x.sum(1, keepdim=True, dtype=torch.float64) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
+
+
+# ---------------------------------------------------------------- policy losses
+
+
+def ppo(terms: PolicyTerms, clip_low: float, clip_high: float, dual_clip: float | None) -> PolicyLoss:
+    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (arXiv 1707.06347); clip-higher is clip_high > clip_low.
+
+    dual_clip (arXiv 1912.09729): with A < 0 at most dual_clip * |A|; a ratio beyond it has no gradient and counts as clipped high.
+    """
+    ratio, advantages = terms.ratio, terms.advantages
+    loss = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
+    ratio = ratio.detach()
+    high = (advantages > 0) & (ratio > 1 + clip_high)
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+        high |= (advantages < 0) & (ratio > dual_clip)
+    low = (advantages < 0) & (ratio < 1 - clip_low)
+    trains = advantages != 0
+    return PolicyLoss(loss, ratio, low | (trains & terms.beyond_low), high | (trains & terms.beyond_high))
+
+
+def gspo(terms: PolicyTerms, clip_low: float, clip_high: float) -> PolicyLoss:
+    """PPO's surrogate with one ratio per sequence, exp(mean of its log-ratios), and one advantage (arXiv 2507.18071).
+
+    Token advantages that differ within a row are averaged.
+    """
+    ratio = torch.exp(row_mean(terms.log_ratio, terms.mask))
+    advantages = row_mean(terms.advantages, terms.mask)
+    loss = _clipped_surrogate(ratio, advantages, clip_low, clip_high)
+    ratio = ratio.detach()
+    low, high = (advantages < 0) & (ratio < 1 - clip_low), (advantages > 0) & (ratio > 1 + clip_high)
+    beyond = (advantages != 0) & ~low & ~high  # in a sequence that keeps its gradient
+    mask = terms.mask
+    return PolicyLoss(
+        torch.where(mask, loss, 0.0),
+        torch.where(mask, ratio, 1.0),
+        mask & (low | (beyond & terms.beyond_low)),
+        mask & (high | (beyond & terms.beyond_high)),
+    )
+
+
+def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> PolicyLoss:
+    """-A * geometric mean of the tokens' ratios, each clipped on the side where PPO would clip it (arXiv 2507.20673).
+
+    A is the row's mean advantage. A clipped token has no gradient, the others of its row keep theirs. `ratio` is the token's.
+    """
+    log_ratio, advantages = terms.log_ratio, row_mean(terms.advantages, terms.mask)
+    limited = torch.where(advantages > 0, log_ratio.clamp(max=log_clip_high), log_ratio.clamp(min=-log_clip_low))
+    loss = -advantages * torch.exp(row_mean(limited, terms.mask))
+    log_ratio, trains = log_ratio.detach(), advantages != 0
+    low = ((advantages < 0) & (log_ratio < -log_clip_low)) | (trains & terms.beyond_low)
+    high = ((advantages > 0) & (log_ratio > log_clip_high)) | (trains & terms.beyond_high)
+    return PolicyLoss(torch.where(terms.mask, loss, 0.0), log_ratio.exp(), low, high)
+
+
+def cispo(terms: PolicyTerms, clip_low: float | None, clip_high: float) -> PolicyLoss:
+    """-weight * A * log-prob with the detached weight clip(ratio, 1 - clip_low, 1 + clip_high) (arXiv 2506.13585).
+
+    Every token keeps a gradient: clipped here means that its weight was limited, whatever the advantage's sign.
+    """
+    ratio = terms.ratio.detach()
+    lowest = 0.0 if clip_low is None else 1 - clip_low
+    return _weighted(terms, ratio, ratio.clamp(lowest, 1 + clip_high), terms.mask)
+
+
+def topr(terms: PolicyTerms, positive: tuple[float, float], negative: tuple[float, float]) -> PolicyLoss:
+    """-weight * A * log-prob, the weight being the sequence's ratio (the product of its tokens'), detached (arXiv 2503.14286).
+
+    It is limited to `positive` where A > 0 and to `negative` elsewhere; clipped means limited. A range of one number, `positive` by
+    default, takes the ratio out of the loss and limits nothing. Its loss is a sum over tokens: `sequence_mean_token_sum` is the paper's.
+    """
+    ratio = torch.exp(clamped(row_sum(terms.log_ratio.detach())))
+    above = terms.advantages > 0
+    weight = torch.where(above, ratio.clamp(*positive), ratio.clamp(*negative))
+    limits = torch.where(above, positive[0] < positive[1], negative[0] < negative[1])
+    return _weighted(terms, torch.where(terms.mask, ratio, 1.0), weight, limits)
+
+
+def policy_gradient(terms: PolicyTerms) -> PolicyLoss:
+    """-A * log-prob."""
+    return unclipped(-terms.advantages * terms.log_probs, terms)
+
+
+def raft(terms: PolicyTerms) -> PolicyLoss:
+    """-log-prob of what has a positive advantage (arXiv 2304.06767)."""
+    return unclipped(-terms.log_probs * (terms.advantages > 0), terms)
+
+
+def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> PolicyLoss:
+    """-4 / tau * sigmoid(tau * (ratio - 1)) * A (arXiv 2511.20347): the gradient fades with the distance from ratio 1."""
+    ratio = terms.ratio
+    positive, negative = (torch.sigmoid(tau * (ratio - 1)) * (4 / tau) for tau in (tau_positive, tau_negative))
+    loss = -torch.where(terms.advantages > 0, positive, negative) * terms.advantages
+    return _unlimited(loss, terms, terms.advantages != 0)
+
+
+def kimi(terms: PolicyTerms, tau: float) -> PolicyLoss:
+    """(A - tau * s)**2 / (2 * tau), s the sum of the row's log-ratios, A its mean advantage (arXiv 2501.12599).
+
+    Its gradient is -(A - tau * s) * grad s: the plain policy gradient of the sequence as tau goes to 0. s itself is not clamped, its
+    tokens are: nothing is exponentiated, and a clamp would end the pull towards the old policy where it is needed most.
+    """
+    advantages = row_mean(terms.advantages, terms.mask)
+    loss = (advantages - tau * row_sum(terms.log_ratio)).square() / (2 * tau)
+    return _unlimited(torch.where(terms.mask, loss, 0.0), terms, terms.mask)
+
+
+def _clipped_surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
+    return torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+def _weighted(terms: PolicyTerms, ratio: torch.Tensor, weight: torch.Tensor, limits: torch.Tensor) -> PolicyLoss:
+    """Policy gradient with detached weights [B, T-1] that came from the ratios by limiting them; `limits` bool: by a range that does."""
+    counted = limits & (terms.advantages != 0)
+    low, high = weight > ratio * (1 + ROUNDING), weight < ratio * (1 - ROUNDING)
+    return PolicyLoss(-weight * terms.advantages * terms.log_probs, ratio, counted & low, counted & high)
+
+
+def unclipped(loss: torch.Tensor, terms: PolicyTerms) -> PolicyLoss:
+    """Of a loss that looks at no ratio."""
+    never = torch.zeros_like(terms.mask)
+    return PolicyLoss(loss, terms.ratio.detach(), never, never)
+
+
+def _unlimited(loss: torch.Tensor, terms: PolicyTerms, trains: torch.Tensor) -> PolicyLoss:
+    """Of a loss that has a gradient at every ratio: only the clamp of log-ratios takes it away."""
+    return PolicyLoss(loss, terms.ratio.detach(), trains & terms.beyond_low, trains & terms.beyond_high)
+
+
+POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "cispo": cispo,
+    "topr": topr,
+    "sapo": sapo,
+    "policy_gradient": policy_gradient,
+    "raft": raft,
+    "kimi": kimi,
+}
+"""By the name in the configuration; its other settings are the keyword arguments."""
+
+
+# ---------------------------------------------------------------- what engine and trainer see differently
+
+
+@dataclass(frozen=True)
+class MismatchCorrection:
+    """Both [B, T-1], detached."""
+
+    weight: torch.Tensor
+    """Factor of the token's policy loss; 0 where masked. A token of weight 0 stays in the aggregation's denominator."""
+    limited: torch.Tensor
+    """bool: the token's weight was outside of the range."""
+
+
+def mismatch_correction(
+    old_log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    level: Literal["token", "sequence", "geometric"],
+    mode: Literal["truncate", "mask"],
+    low: float,
+    high: float,
+) -> MismatchCorrection:
+    """Weights exp(old - rollout) of tokens, of sequences (their product) or of their geometric mean, kept in [low, high].
+
+    The engine sampled the tokens: this is the importance weight of the policy that the loss believes to have sampled them.
+    truncate limits them to the range (TIS), mask makes them 0 outside of it (IcePop). Inputs [B, T-1].
+    """
+    old = old_log_probs.detach().masked_fill(~mask, 0.0)
+    log_weight = clamped_log_ratio(old, rollout_log_probs.detach().masked_fill(~mask, 0.0))
+    if level == "sequence":
+        log_weight = clamped(row_sum(log_weight)).expand_as(old)
+    elif level == "geometric":
+        log_weight = row_mean(log_weight, mask).expand_as(old)
+    weight = torch.exp(log_weight)
+    limited = mask & ((weight < low) | (weight > high))
+    kept = weight.clamp(low, high) if mode == "truncate" else weight.masked_fill(limited, 0.0)
+    return MismatchCorrection(kept.masked_fill(~mask, 0.0), limited)
+
+
+# ---------------------------------------------------------------- critic and entropy
 
 
 @dataclass(frozen=True)
@@ -65,7 +280,7 @@ class ValueLoss:
 
     loss: torch.Tensor
     clipped: torch.Tensor
-    """bool: the new value moved out of its range and the clipped error is the larger one: no gradient."""
+    """bool: the new value moved out of its range. It has no gradient where its clipped error is the larger one."""
 
 
 def clipped_value_loss(
@@ -78,8 +293,9 @@ def clipped_value_loss(
     if clip is None:
         return ValueLoss(loss=0.5 * error, clipped=torch.zeros_like(mask))
     old = old_values.detach().masked_fill(~mask, 0.0)
-    clipped_error = (old + (values - old).clamp(-clip, clip) - returns).square()
-    return ValueLoss(loss=0.5 * torch.maximum(error, clipped_error), clipped=(clipped_error > error).detach())
+    moved = values - old
+    clipped_error = (old + moved.clamp(-clip, clip) - returns).square()
+    return ValueLoss(loss=0.5 * torch.maximum(error, clipped_error), clipped=moved.detach().abs() > clip)
 
 
 def entropy_loss(entropy: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -87,11 +303,37 @@ def entropy_loss(entropy: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return -entropy.masked_fill(~mask, 0.0)
 
 
-def row_sum(x: torch.Tensor) -> torch.Tensor:
-    """[B, T-1], 0 where masked -> [B, 1] of the same dtype, added up in float64: how far rows are padded changes nothing."""
-    return x.sum(1, keepdim=True, dtype=torch.float64).to(x.dtype)
+# ---------------------------------------------------------------- from token losses to one number
+
+Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
 
 
-def row_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[B, T-1], 0 where masked -> [B, 1], the mean over the row's policy tokens; 0 without any."""
-    return (x.sum(1, keepdim=True, dtype=torch.float64) / mask.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
+def row_weights(
+    policy_tokens: torch.Tensor, mode: Aggregation, constant: int | None = None, train_weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """policy_tokens [B] int, of ALL rows of the global mini-batch -> weight [B] float32 of each policy token of a row.
+
+    token_mean: 1 / all tokens. sequence_mean_token_mean: 1 / (rows * the row's tokens). sequence_mean_token_sum: 1 / rows.
+    constant: 1 / (rows * constant), Dr. GRPO's.
+    Rows without policy tokens, and rows whose train_weight [B] is 0, weigh 0 and count neither as rows nor as tokens. Other
+    train_weights multiply the row's weight and change no count.
+    """
+    factors = torch.ones_like(policy_tokens, dtype=torch.float64) if train_weights is None else train_weights.double()
+    counted = (policy_tokens > 0) & (factors != 0)
+    tokens = policy_tokens.double().masked_fill(~counted, 0.0)
+    rows = counted.sum().clamp(min=1)
+    if mode == "token_mean":
+        weights = factors / tokens.sum().clamp(min=1)
+    elif mode == "sequence_mean_token_mean":
+        weights = factors / (rows * tokens.clamp(min=1))
+    elif mode == "sequence_mean_token_sum":
+        weights = factors / rows
+    elif mode == "constant":
+        if constant is None or constant < 1:
+            raise ValueError(f"algorithm.aggregation_constant: {constant!r}: aggregation `constant` needs a positive number of tokens")
+        weights = factors / (rows * constant)
+    else:
+        raise ValueError(
+            f"algorithm.aggregation: unknown mode {mode!r}; one of token_mean, sequence_mean_token_mean, sequence_mean_token_sum, constant"
+        )
+    return torch.where(counted, weights, 0.0).float()

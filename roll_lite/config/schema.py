@@ -28,6 +28,11 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=())
 
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The settings as keyword arguments, without the name by which a variant is chosen."""
+        return {field: value for field, value in self if field != "name"}
+
 
 # ---------------------------------------------------------------- model and optimisation
 

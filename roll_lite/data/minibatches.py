@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from roll_lite.algorithms.aggregation import Aggregation, row_weights
+from roll_lite.algorithms.losses import Aggregation, row_weights
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,9 @@ METRICS: dict[str, Metric] = {
     "rollout/staleness": Metric(MEAN, "versions", "Weight versions between a sample's oldest token and the batch."),
     "rollout/staleness_max": Metric(MAX, "versions", "Oldest token of the batch."),
     # credit
-    "credit/tokens": Metric(SUM, "tokens", "Policy tokens that got an advantage.", by="domain"),
-    "credit/rows": Metric(SUM, "samples", "Samples that got an advantage.", by="domain"),
-    "credit/reward": Metric(MEAN, "score", "Reward of a sample after clipping and KL.", count=ROWS, by="domain"),
+    "credit/tokens": Metric(SUM, "tokens", "Policy tokens of samples that train.", by="domain"),
+    "credit/rows": Metric(SUM, "samples", "Samples that train.", by="domain"),
+    "credit/reward": Metric(MEAN, "score", "Reward of a sample that trains, after clipping and KL.", count=ROWS, by="domain"),
     "credit/advantage_mean": Metric(MEAN, "", "Advantage of a policy token.", count=CREDIT, by="domain"),
     "credit/advantage_square": Metric(MEAN, "", "Ingredient of credit/advantage_std.", count=CREDIT, shown=False, by="domain"),
     "credit/kl_in_reward": Metric(
@@ -128,9 +128,27 @@ METRICS: dict[str, Metric] = {
     "actor/approx_kl": Metric(
         MEAN, "nats", "KL(old || new), k3: how far the updates of a step moved the policy.", count=ACTOR, by="domain"
     ),
-    "actor/kl_ref": Metric(MEAN, "nats", "KL(policy || reference), k3.", count=ACTOR, by="domain"),
-    "actor/clip_low": Metric(MEAN, "share", "Tokens without gradient because their ratio is below the range.", count=ACTOR, by="domain"),
-    "actor/clip_high": Metric(MEAN, "share", "Tokens without gradient because their ratio is above the range.", count=ACTOR, by="domain"),
+    "actor/kl_ref": Metric(
+        MEAN,
+        "nats",
+        "KL(policy || reference): k3, or the sum over the vocabulary where kl_in_loss takes `full`.",
+        count=ACTOR,
+        by="domain",
+    ),
+    "actor/clip_low": Metric(
+        MEAN,
+        "share",
+        "Tokens without gradient because their ratio is below its range or clamp; under cispo, topr: with a weight raised to its bound.",
+        count=ACTOR,
+        by="domain",
+    ),
+    "actor/clip_high": Metric(
+        MEAN,
+        "share",
+        "Tokens without gradient because their ratio is above its range or clamp; under cispo, topr: with a weight lowered to its bound.",
+        count=ACTOR,
+        by="domain",
+    ),
     "actor/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
     "actor/lr": Metric(LAST, "", "Learning rate."),
     "actor/kl_coef": Metric(LAST, "", "Weight of the KL in the loss."),
@@ -149,7 +167,7 @@ METRICS: dict[str, Metric] = {
     # critic
     "critic/tokens": Metric(SUM, "tokens", "Policy tokens the critic trained on, over all epochs.", by="domain"),
     "critic/loss": Metric(MEAN, "", "Value loss of an optimizer step."),
-    "critic/clip_fraction": Metric(MEAN, "share", "Tokens whose value moved out of its range.", count=CRITIC, by="domain"),
+    "critic/clip_fraction": Metric(MEAN, "share", "Tokens whose value moved further than value_loss.clip.", count=CRITIC, by="domain"),
     "critic/value_mean": Metric(MEAN, "", "Value of a token, in training.", count=CRITIC, by="domain"),
     "critic/return_mean": Metric(MEAN, "", "Return of a token: what the value should have been.", count=CRITIC, by="domain"),
     "critic/return_square": Metric(MEAN, "", "Ingredient of critic/explained_variance.", count=CRITIC, shown=False, by="domain"),

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from roll_lite.algorithms.masks import Masked
-from roll_lite.algorithms.ratio_histogram import ratio_quantiles
+from roll_lite.algorithms.rewards import Masked
+from roll_lite.algorithms.token_metrics import ratio_quantiles
 from roll_lite.config.schema import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from roll_lite.algorithms.kl_controller import KlController
+from roll_lite.algorithms.kl import KlController
 from roll_lite.config.arithmetic import aggregation_constant
 from roll_lite.config.schema import RunConfig
 from roll_lite.data.minibatches import MiniBatch, cut_mini_batches
@@ -41,8 +41,9 @@ class RLVRPipeline:
         self.timers = journal.timers
         self.shaping = RewardShaping(config)
         self.agreement = Agreement(config)
-        self.kl_in_reward = KlController(self.algorithm.kl_in_reward.controller, self.algorithm.kl_in_reward.coef)
-        self.kl_in_loss = KlController(self.algorithm.kl_in_loss.controller, self.algorithm.kl_in_loss.coef)
+        in_reward, in_loss = self.algorithm.kl_in_reward, self.algorithm.kl_in_loss
+        self.kl_in_reward = KlController(in_reward.coef, **in_reward.controller.parameters)
+        self.kl_in_loss = KlController(in_loss.coef, **in_loss.controller.parameters)
         self.credit_columns = credit_columns(self.algorithm)
         self.actor_columns = ActorWorker.training_reads(self.algorithm)
         self.critic_columns = CriticWorker.training_reads(self.algorithm)

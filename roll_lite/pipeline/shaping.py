@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from roll_lite.algorithms.masks import Masked, mask_samples
-from roll_lite.algorithms.running_moments import RunningMoments
-from roll_lite.algorithms.shaping import DomainRewards, RewardRows, shape_baseline, shape_rewards
-from roll_lite.config.schema import RunConfig
+from roll_lite.algorithms.rewards import (
+    Masked,
+    RewardRows,
+    RunningMoments,
+    as_float64,
+    format_rewards,
+    length_rewards,
+    mask_samples,
+    normalized,
+    overlong_rewards,
+)
+from roll_lite.config.schema import FormatConfig, MasksConfig, RewardShapingConfig, RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
+from roll_lite.data.user_function import load_function
 from roll_lite.distributed.dataflow import Batch
 
 
@@ -41,7 +50,7 @@ class RewardShaping:
     def __call__(self, batch: Batch) -> Shaped:
         rows = self._with_domains(batch.rows)
         known = RewardRows.of(rows.columns, self._domains)  # type: ignore[arg-type]
-        masked = mask_samples(known, self._algorithm.masks)
+        masked = masked_samples(known, self._algorithm.masks)
         columns = {
             "reward": shape_rewards(known, self._algorithm.reward, self._settings, self._algorithm.masks, self._running),
             "train_weight": masked.weights,
@@ -70,3 +79,82 @@ def _rows_of_training_groups(rows: DataProto) -> np.ndarray:
     groups = rows.tensor("group").numpy()
     trains = np.unique(groups[rows.tensor("train_weight").numpy() > 0])
     return np.flatnonzero(np.isin(groups, trains))
+
+
+# ---------------------------------------------------------------- what the configuration asks for
+
+
+@dataclass(frozen=True)
+class DomainRewards:
+    """A domain's own settings of its rewards."""
+
+    weight: float = 1.0
+    format: FormatConfig | None = None
+
+
+def shape_rewards(
+    rows: RewardRows,
+    config: RewardShapingConfig,
+    domains: Sequence[DomainRewards],
+    masks: MasksConfig,
+    running: RunningMoments,
+) -> torch.Tensor:
+    """Rewards [N] float32. `domains` by domain number. `running` takes the batch in, once, where the normalisation is over it.
+
+    In this order: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight.
+    """
+    formats = [domain.format for domain in domains]
+    bonus, penalty = [one.bonus if one else 0.0 for one in formats], [one.penalty if one else 0.0 for one in formats]
+    rewards = as_float64(rows.score) + format_rewards(rows, bonus, penalty)
+    if config.length_penalty is not None:
+        rewards += length_rewards(rows, config.length_penalty.kind, config.length_penalty.coef)
+    if masks.truncated == "penalize":
+        rewards -= masks.truncated_penalty * as_float64(rows.truncated)
+    if config.overlong is not None:
+        rewards += overlong_rewards(rows, config.overlong.buffer_tokens, config.overlong.penalty)
+    rewards = _scaled_and_clipped(rewards, config)
+    if config.normalize is not None:
+        how = config.normalize
+        rewards = normalized(rewards, rows.group, how.over, how.mean, how.std, running)
+    return _weighted(rewards, rows, domains)
+
+
+def shape_baseline(scores: torch.Tensor, rows: RewardRows, config: RewardShapingConfig, domains: Sequence[DomainRewards]) -> torch.Tensor:
+    """Rewards [N] float32 of greedy baselines, of which the score is all that is known: scale, clip and domain weight."""
+    return _weighted(_scaled_and_clipped(as_float64(scores), config), rows, domains)
+
+
+def masked_samples(rows: RewardRows, config: MasksConfig) -> Masked:
+    own = None if config.function is None else _users_weights(rows, config.function)
+    return mask_samples(rows, config.truncated == "mask", config.group_mean, config.response_tokens, own)
+
+
+def _scaled_and_clipped(rewards: np.ndarray, config: RewardShapingConfig) -> np.ndarray:
+    scaled = rewards * config.scale
+    return scaled if config.clip is None else scaled.clip(-config.clip, config.clip)
+
+
+def _weighted(rewards: np.ndarray, rows: RewardRows, domains: Sequence[DomainRewards]) -> torch.Tensor:
+    weights = np.array([domain.weight for domain in domains], dtype=np.float64)[rows.domain_number.numpy()]
+    return torch.from_numpy((rewards * weights).astype(np.float32))
+
+
+def _users_weights(rows: RewardRows, name: str) -> np.ndarray:
+    """[N] float64, whatever kind of sequence of numbers the function returns."""
+    setting = "algorithm.masks.function"
+    function = load_function(name, setting, "RewardRows -> weights [samples]")
+    try:
+        result = function(rows)
+    except Exception as error:
+        raise ValueError(f"{setting}: {name!r} failed: {type(error).__name__}: {error}") from error
+    try:
+        weights = np.asarray(result.detach().cpu() if isinstance(result, torch.Tensor) else result, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{setting}: {name!r} returned {type(result).__name__}, expected one number per sample") from error
+    if weights.shape != (len(rows),):
+        raise ValueError(f"{setting}: {name!r} returned weights of shape {list(weights.shape)} for {len(rows)} samples")
+    valid = (weights >= 0) & (weights <= np.finfo(np.float32).max)
+    if not valid.all():
+        row = int(valid.argmin())
+        raise ValueError(f"{setting}: {name!r} returned {weights[row]} for sample {row}; weights are finite and at least 0")
+    return weights

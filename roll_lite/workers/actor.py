@@ -7,14 +7,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import ray
-import torch
 
-from roll_lite.algorithms.by_domain import Peaks, sums_by_domain
-from roll_lite.algorithms.kl import kl_estimate
-from roll_lite.algorithms.objectives import OLD_COLUMN, ActorLoss, OldLogProbs, mismatch_of_tokens
 from roll_lite.config.schema import AlgorithmConfig
 from roll_lite.data.keys import Columns
-from roll_lite.data.microbatch import MicroBatch, padded
+from roll_lite.data.microbatch import padded
 from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.dataflow import Block, Shard, put_block
@@ -22,8 +18,9 @@ from roll_lite.distributed.strategy.base import ExportPlan
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.gloo import GlooSender, open_store
 from roll_lite.distributed.weight_sync.plan import TransferPlan
-from roll_lite.workers.credit import Credit, assign_credit, compared_before_training
+from roll_lite.workers.credit import assign_credit, compared_before_training, credit_metrics
 from roll_lite.workers.model import ModelRole, ModelWorker, TrainShare, Update, training_columns
+from roll_lite.workers.objectives import ActorLoss
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class ActorWorker(ModelWorker):
         """Advantages (and the critic's targets) of this rank's rows. Called on the head ranks, all of them."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard: a few numbers per token, no activations
-        credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.heads)
+        credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)
         lengths = batch.lengths - 1
         columns: dict[str, Column] = {"sample": batch.tensor("sample"), "advantages": Ragged.from_padded(credit.advantages, lengths)}
         if credit.returns is not None:
@@ -134,32 +131,3 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
 def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
     """After an update, engine and trainer differ by what was learnt as well."""
     return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}
-
-
-def credit_metrics(rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Sums by domain, and peaks, over the samples that train."""
-    mask = rows.mask & (rows.columns["train_weight"] > 0)[:, None]
-
-    def column(name: str) -> torch.Tensor:
-        return rows.columns[name].masked_fill(~mask, 0.0)
-
-    advantages = credit.advantages.masked_fill(~mask, 0.0).double()
-    tokens = {"credit/tokens": mask, "credit/advantage_mean": advantages, "credit/advantage_square": advantages.square()}
-    numbers = rows.columns["domain_number"].long()
-    peaks = Peaks(domains)
-    peaks.record("credit/advantage_max", credit.advantages, mask, numbers)
-    peaks.record("credit/advantage_min", credit.advantages, mask, numbers, smallest=True)
-    old = OLD_COLUMN[old_log_probs]
-    if credit.kl is not None:
-        tokens["credit/kl_in_reward"] = credit.kl.masked_fill(~mask, 0.0)
-    if old is not None and "ref_log_probs" in rows.columns:
-        tokens["credit/kl_ref"] = kl_estimate(column(old), column("ref_log_probs"), "k3")
-    if "old_entropy" in rows.columns:
-        tokens["actor/entropy_before"] = column("old_entropy")
-    if "old_log_probs" in rows.columns:
-        difference, k3 = mismatch_of_tokens(column("rollout_log_probs"), column("old_log_probs"))
-        tokens |= {"mismatch/mean": difference, "mismatch/k3": k3}
-        peaks.record("mismatch/max", difference, mask, numbers)
-    per_row = {"credit/rows": torch.ones(len(mask), 1), "credit/reward": credit.rewards_per_row[:, None]}
-    sums = sums_by_domain(tokens, numbers, domains) | sums_by_domain(per_row, numbers, domains)
-    return {name: float(value) for name, value in sums.items()}, peaks.collect()

@@ -1,58 +1,35 @@
-"""Credit assignment on one rank's rows: reward and KL become token rewards, token rewards become advantages.
+"""Credit assignment on one rank's rows: reward and KL become token rewards, token rewards become advantages; and what is told of them.
 
-Group baselines and whitening need numbers of the whole global batch; the caller supplies the two exchanges that fetch them. Every
-rank takes part in them, those without rows or tokens too.
+Group baselines and whitening need numbers of the whole global batch; the caller supplies the exchange that fetches them. Every
+rank takes part in it, those without rows or tokens too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from roll_lite.algorithms import group_advantages as of_groups
-from roll_lite.algorithms.advantages import (
-    gae,
-    length_adaptive_lambda,
-    masked_moments,
-    mean_and_variance,
-    reinforce,
-    spread_over_tokens,
-    whiten,
-)
-from roll_lite.algorithms.kernels import row_moments, token_counts
+from roll_lite.algorithms import advantages as of
+from roll_lite.algorithms.kernels import row_moments
 from roll_lite.algorithms.kl import full_kl, kl_estimate
-from roll_lite.algorithms.objectives import OLD_COLUMN
-from roll_lite.algorithms.rewards import token_rewards
-from roll_lite.config.schema import (
-    AlgorithmConfig,
-    CustomAdvantageConfig,
-    GaeAdvantageConfig,
-    GpgAdvantageConfig,
-    GrpoAdvantageConfig,
-    OpoAdvantageConfig,
-    ReinforceAdvantageConfig,
-    ReinforcePlusPlusAdvantageConfig,
-    RemaxAdvantageConfig,
-    RlooAdvantageConfig,
-)
+from roll_lite.algorithms.token_metrics import Peaks, mismatch_of_tokens, sums_by_domain
+from roll_lite.config.schema import AlgorithmConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatch
-from roll_lite.workers.credit_inputs import CreditInputs, RowTable, custom_advantages
+from roll_lite.workers.credit_inputs import CreditInputs, RowTable, users_advantages
+from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
+
+Gather = Callable[[torch.Tensor], list[torch.Tensor]]
+"""What ranks tell each other about the global batch: tensors [rows, n] of all data-parallel ranks, in rank order; rows may differ and
+may be 0."""
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """What ranks tell each other about the global batch. On one rank both are the identity."""
-
-    gather: Callable[[torch.Tensor], list[torch.Tensor]]
-    """Tensors [rows, n] of all data-parallel ranks, in rank order; rows may differ and may be 0."""
-    sum: Callable[[torch.Tensor], torch.Tensor]
-    """Element-wise sum over the data-parallel ranks, also over those without rows."""
-
-
-ALONE = Exchange(gather=lambda x: [x], sum=lambda x: x)
+def alone(rows: torch.Tensor) -> list[torch.Tensor]:
+    """The exchange of a rank that has the whole batch."""
+    return [rows]
 
 
 @dataclass(frozen=True)
@@ -62,7 +39,6 @@ class Credit:
     advantages: torch.Tensor
     returns: torch.Tensor | None
     """The critic's targets, with GAE."""
-    token_rewards: torch.Tensor
     kl: torch.Tensor | None
     """KL(policy || reference) of each token before its coefficient, where it is part of the reward."""
     rewards_per_row: torch.Tensor
@@ -78,17 +54,15 @@ def compared_before_training(algorithm: AlgorithmConfig) -> bool:
 
 def credit_columns(algorithm: AlgorithmConfig) -> Columns:
     """What assign_credit, and the metrics taken beside it, read and write."""
-    advantage = algorithm.advantage
     reads = ["response_mask", "reward", "group", "train_weight", "truncated", "domain_number"]
     if compared_before_training(algorithm):
         reads += ["rollout_log_probs", "old_log_probs", "old_entropy"]
     if algorithm.kl_in_reward.coef > 0:
         full = algorithm.kl_in_reward.estimator == "full"
         reads += ["old_distribution", "ref_distribution"] if full else [*_old_column(algorithm), "ref_log_probs"]
-    if isinstance(advantage, GaeAdvantageConfig):
-        reads += ["values", *(["final_value"] if advantage.bootstrap_truncated else [])]
-    if isinstance(advantage, RemaxAdvantageConfig):
-        reads.append("baseline_score")
+    reads += ESTIMATOR_READS.get(algorithm.advantage.name, ())
+    if algorithm.advantage.parameters.get("bootstrap_truncated"):
+        reads.append("final_value")
     if_there = ("ref_log_probs", "values", *_old_column(algorithm))
     return Columns(tuple(dict.fromkeys(reads)), if_there, writes=("advantages", "returns"))
 
@@ -98,20 +72,21 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
     return [] if column is None else [column]
 
 
-def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, exchange: Exchange) -> Credit:
+def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
     """Of rows with the columns of credit_columns."""
-    columns, mask = rows.columns, rows.mask
+    mask, config = rows.mask, algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
-    rewards = token_rewards(columns["reward"], mask, kl, kl_coef)
-    per_row = columns["reward"].double()
-    if kl is not None:
-        per_row = per_row - kl_coef * row_moments(kl, mask)[:, 1]
-    task = _Task(rows, rewards, per_row, kl is not None, token_counts(mask), data_rank, exchange)
-    advantages, returns = _advantages(task, algorithm)
-    if algorithm.whiten_advantages or isinstance(algorithm.advantage, ReinforcePlusPlusAdvantageConfig):
-        moments = masked_moments(advantages, mask, columns["train_weight"] > 0)
-        advantages = whiten(advantages, mask, *mean_and_variance(exchange.sum(moments)), in_place=True)
-    return Credit(advantages, returns, rewards, kl, per_row, task.policy_tokens)
+    whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
+    # Whitening takes off what may be large and common to all: what is left has to be there before anything is rounded to float32.
+    task = _Task(rows, kl, kl_coef, of.policy_token_counts(mask), data_rank, gather, torch.float64 if whitened else torch.float32)
+    advantages, returns = ESTIMATORS[config.name](task, **config.parameters)
+    if advantages.dim() == 1:
+        advantages = of.spread_over_tokens(advantages, mask, task.dtype)
+    if whitened:
+        mine = of.masked_moments(advantages, mask, rows.columns["train_weight"] > 0)
+        moments = of.merged_moments(torch.cat(gather(mine[None])))
+        advantages = of.whiten(advantages, mask, *of.mean_and_variance(moments), torch.float32)
+    return Credit(advantages, returns, kl, task.rewards, task.policy_tokens)
 
 
 def _kl(rows: MicroBatch, algorithm: AlgorithmConfig) -> torch.Tensor:
@@ -127,94 +102,98 @@ def _kl(rows: MicroBatch, algorithm: AlgorithmConfig) -> torch.Tensor:
     return kl.masked_fill(~mask, 0.0)
 
 
-@dataclass(frozen=True)
 class _Task:
-    """What the estimators choose from."""
+    """What the estimators choose from. The reward of a row and what its tokens pay for KL stay apart until float64 sums are formed:
+    one may be millions of times the other."""
 
-    rows: MicroBatch
-    token_rewards: torch.Tensor
-    rewards: torch.Tensor
-    """[B] float64, KL included."""
-    kl_in_reward: bool
-    policy_tokens: torch.Tensor
-    data_rank: int
-    exchange: Exchange
-
-    @property
-    def mask(self) -> torch.Tensor:
-        return self.rows.mask
-
-    @property
-    def groups(self) -> torch.Tensor:
-        return self.rows.columns["group"].long()
+    def __init__(
+        self,
+        rows: MicroBatch,
+        kl: torch.Tensor | None,
+        kl_coef: float,
+        policy_tokens: torch.Tensor,
+        data_rank: int,
+        gather: Gather,
+        dtype: torch.dtype,
+    ) -> None:
+        self.mask, self.columns, self.policy_tokens = rows.mask, rows.columns, policy_tokens
+        self.score = rows.columns["reward"].double()
+        """[B], KL not included."""
+        self.kl_rewards = None if kl is None else kl * -kl_coef
+        """[B, T-1] float32."""
+        self.rewards = self.score if kl is None else self.score - kl_coef * row_moments(kl, rows.mask)[:, 1]
+        """[B], KL included."""
+        self.dtype = dtype
+        """Of token advantages."""
+        self.groups = rows.columns["group"].long()
+        self._data_rank, self._gather = data_rank, gather
 
     def everyone(self, rewards: torch.Tensor) -> RowTable:
         """A group's rows may sit on several ranks: every rank gets the table of all rows. Numbers of groups fit into a float64."""
-        mine = torch.stack([rewards.double(), self.groups.double(), self.policy_tokens.double()], dim=1)
-        parts = self.exchange.gather(mine)
-        before = sum(len(part) for part in parts[: self.data_rank])
+        mine = torch.stack([rewards, self.groups.double(), self.policy_tokens.double()], dim=1)
+        parts = self._gather(mine)
+        before = sum(len(part) for part in parts[: self._data_rank])
         together, groups, policy_tokens = torch.cat(parts).unbind(1)
         return RowTable(together, groups.long(), policy_tokens.long(), slice(before, before + len(mine)))
 
 
-def _advantages(task: _Task, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(advantages, returns of the critic if there is one), before whitening."""
-    config = algorithm.advantage
-    if isinstance(config, GaeAdvantageConfig):
-        return _gae(task, config)
-    if isinstance(config, ReinforceAdvantageConfig):
-        return reinforce(task.token_rewards, task.mask, config.gamma), None
-    if isinstance(config, ReinforcePlusPlusAdvantageConfig):
-        return _reinforce_plus_plus(task, config), None
-    if isinstance(config, CustomAdvantageConfig):
-        return custom_advantages(_custom_inputs(task), config)
-    return spread_over_tokens(_row_advantages(task, config), task.mask, torch.float32), None
+# ---------------------------------------------------------------- estimators: (advantages [B] or [B, T-1], the critic's targets)
+
+Estimate = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def _gae(task: _Task, config: GaeAdvantageConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    columns = task.rows.columns
-    lam: float | torch.Tensor = config.lam
-    if config.length_adaptive is not None:
-        lam = length_adaptive_lambda(task.policy_tokens, config.length_adaptive)
-    lam_critic = config.lam if config.lam_critic is None else config.lam_critic
-    bootstrap = torch.where(columns["truncated"].bool(), columns["final_value"], 0.0) if config.bootstrap_truncated else None
-    return gae(task.token_rewards, columns["values"], task.mask, config.gamma, lam, lam_critic, bootstrap)
+def _gae(
+    task: _Task, gamma: float, lam: float, lam_critic: float | None, length_adaptive: float | None, bootstrap_truncated: bool
+) -> Estimate:
+    columns = task.columns
+    of_actor = lam if length_adaptive is None else of.length_adaptive_lambda(task.policy_tokens, length_adaptive)
+    of_critic = lam if lam_critic is None else lam_critic
+    bootstrap = torch.where(columns["truncated"].bool(), columns["final_value"], 0.0) if bootstrap_truncated else None
+    return of.gae(task.kl_rewards, columns["values"], task.mask, gamma, of_actor, of_critic, bootstrap, task.score, task.dtype)
 
 
-def _reinforce_plus_plus(task: _Task, config: ReinforcePlusPlusAdvantageConfig) -> torch.Tensor:
+def _reinforce(task: _Task, gamma: float) -> Estimate:
+    return of.reinforce(task.kl_rewards, task.mask, gamma, task.score, task.dtype), None
+
+
+def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
     """With the group as baseline, its mean is taken off the rewards first; what a token pays for KL stays that token's own."""
-    minus_baseline = None
-    if config.baseline == "group":
-        rewards = task.rows.columns["reward"]
-        everyone = task.everyone(rewards)
-        minus_baseline = of_groups.minus_group_mean(everyone.rewards, everyone.groups)[everyone.local] - rewards.double()
-    return reinforce(task.token_rewards, task.mask, config.gamma, minus_baseline)
+    score = task.score
+    if baseline == "group":
+        everyone = task.everyone(score)
+        score = of.minus_group_mean(everyone.rewards, everyone.groups)[everyone.local]
+    return of.reinforce(task.kl_rewards, task.mask, gamma, score, task.dtype), None
 
 
-def _row_advantages(
-    task: _Task, config: GrpoAdvantageConfig | RlooAdvantageConfig | OpoAdvantageConfig | GpgAdvantageConfig | RemaxAdvantageConfig
-) -> torch.Tensor:
-    """One advantage per row of this rank, [B] float64."""
-    if isinstance(config, RemaxAdvantageConfig):
-        return of_groups.remax(task.rewards, task.rows.columns["baseline_score"])
+def _grpo(task: _Task, normalize_std: bool) -> Estimate:
     everyone = task.everyone(task.rewards)
-    rewards, groups = everyone.rewards, everyone.groups
-    if isinstance(config, GrpoAdvantageConfig):
-        before_kl = task.everyone(task.rows.columns["reward"]).rewards if task.kl_in_reward else None
-        advantages = of_groups.grpo(rewards, groups, config.normalize_std, before_kl)
-    elif isinstance(config, RlooAdvantageConfig):
-        advantages = of_groups.rloo(rewards, groups)
-    elif isinstance(config, OpoAdvantageConfig):
-        advantages = of_groups.opo(rewards, groups, everyone.policy_tokens)
-    else:
-        advantages = of_groups.gpg(rewards, groups)
-    return advantages[everyone.local]
+    before_kl = None if task.kl_rewards is None else task.everyone(task.score).rewards
+    return of.grpo(everyone.rewards, everyone.groups, normalize_std, before_kl)[everyone.local], None
 
 
-def _custom_inputs(task: _Task) -> CreditInputs:
-    columns = task.rows.columns
-    return CreditInputs(
-        token_rewards=task.token_rewards,
+def _rloo(task: _Task) -> Estimate:
+    everyone = task.everyone(task.rewards)
+    return of.rloo(everyone.rewards, everyone.groups)[everyone.local], None
+
+
+def _opo(task: _Task) -> Estimate:
+    everyone = task.everyone(task.rewards)
+    return of.opo(everyone.rewards, everyone.groups, everyone.policy_tokens)[everyone.local], None
+
+
+def _gpg(task: _Task) -> Estimate:
+    everyone = task.everyone(task.rewards)
+    return of.gpg(everyone.rewards, everyone.groups)[everyone.local], None
+
+
+def _remax(task: _Task) -> Estimate:
+    return of.remax(task.rewards, task.columns["baseline_score"]), None
+
+
+def _custom(task: _Task, function: str, args: dict[str, Any]) -> Estimate:
+    columns = task.columns
+    inputs = CreditInputs(
+        token_rewards=of.token_rewards(task.score, task.mask, task.kl_rewards),
         mask=task.mask,
         values=columns.get("values"),
         reward=columns["reward"],
@@ -224,3 +203,56 @@ def _custom_inputs(task: _Task) -> CreditInputs:
         train_weight=columns["train_weight"],
         everyone=task.everyone(task.rewards),
     )
+    return users_advantages(inputs, function, args, task.dtype)
+
+
+ESTIMATORS: dict[str, Callable[..., Estimate]] = {
+    "gae": _gae,
+    "reinforce": _reinforce,
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "grpo": _grpo,
+    "rloo": _rloo,
+    "opo": _opo,
+    "gpg": _gpg,
+    "remax": _remax,
+    "custom": _custom,
+}
+"""By the name in the configuration; its other settings are the keyword arguments."""
+
+ESTIMATOR_READS = {"gae": ("values",), "remax": ("baseline_score",)}
+"""Columns that not all of them need."""
+
+ALWAYS_WHITENED = ("reinforce_plus_plus",)
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def credit_metrics(rows: MicroBatch, credit: Credit, old_log_probs: OldLogProbs, domains: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Sums by domain, and peaks, over the samples that train."""
+    mask = rows.mask & (rows.columns["train_weight"] > 0)[:, None]
+
+    def column(name: str) -> torch.Tensor:
+        return rows.columns[name].masked_fill(~mask, 0.0)
+
+    advantages = credit.advantages.masked_fill(~mask, 0.0).double()
+    tokens = {"credit/tokens": mask, "credit/advantage_mean": advantages, "credit/advantage_square": advantages.square()}
+    numbers = rows.columns["domain_number"].long()
+    peaks = Peaks(domains)
+    peaks.record("credit/advantage_max", credit.advantages, mask, numbers)
+    peaks.record("credit/advantage_min", credit.advantages, mask, numbers, smallest=True)
+    old = OLD_COLUMN[old_log_probs]
+    if credit.kl is not None:
+        tokens["credit/kl_in_reward"] = credit.kl.masked_fill(~mask, 0.0)
+    if old is not None and "ref_log_probs" in rows.columns:
+        tokens["credit/kl_ref"] = kl_estimate(column(old), column("ref_log_probs"), "k3")
+    if "old_entropy" in rows.columns:
+        tokens["actor/entropy_before"] = column("old_entropy")
+    if "old_log_probs" in rows.columns:
+        difference, k3 = mismatch_of_tokens(column("rollout_log_probs"), column("old_log_probs"))
+        tokens |= {"mismatch/mean": difference, "mismatch/k3": k3}
+        peaks.record("mismatch/max", difference, mask, numbers)
+    trains = mask.any(1, keepdim=True)
+    per_row = {"credit/rows": trains, "credit/reward": credit.rewards_per_row[:, None].masked_fill(~trains, 0.0)}
+    sums = sums_by_domain(tokens, numbers, domains) | sums_by_domain(per_row, numbers, domains)
+    return {name: float(value) for name, value in sums.items()}, peaks.collect()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from roll_lite.algorithms.advantages import spread_over_tokens
-from roll_lite.config.schema import CustomAdvantageConfig
 from roll_lite.data.user_function import load_function
 
 WHERE = "algorithm.advantage.function"
@@ -32,7 +32,7 @@ class CreditInputs:
     """This rank's rows, padded; there may be none. Token tensors [B, T-1] hold anything where the mask is 0."""
 
     token_rewards: torch.Tensor
-    """[B, T-1] float32: the reward on the last policy token, minus coef * KL on every policy token."""
+    """[B, T-1] float64: the reward on the last policy token, minus coef * KL on every policy token."""
     mask: torch.Tensor
     """[B, T-1] bool: tokens that the policy chose."""
     values: torch.Tensor | None
@@ -51,21 +51,21 @@ class CreditInputs:
     """The rows of all ranks, for baselines."""
 
 
-def custom_advantages(inputs: CreditInputs, config: CustomAdvantageConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The user's advantages, one per sample or one per token, as [B, T-1] float32, 0 where masked; with a critic its targets as well."""
-    result = load_function(config.function, WHERE, "CreditInputs -> advantages")(inputs, **config.args)
+def users_advantages(inputs: CreditInputs, name: str, args: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The user's advantages, one per sample or one per token, as [B, T-1], 0 where masked; with a critic its targets as well."""
+    result = load_function(name, WHERE, "CreditInputs -> advantages")(inputs, **args)
     pair = isinstance(result, tuple)
     if inputs.values is not None and not (pair and len(result) == 2):
-        raise ValueError(f"{WHERE}: with a critic {config.function} returns (advantages, returns), the critic's targets")
+        raise ValueError(f"{WHERE}: with a critic {name} returns (advantages, returns), the critic's targets")
     if inputs.values is None and pair:
-        raise ValueError(f"{WHERE}: {config.function} returned targets for a critic, but there is none; it returns advantages")
+        raise ValueError(f"{WHERE}: {name} returned targets for a critic, but there is none; it returns advantages")
     if pair:
-        return _per_token(result[0], "advantages", inputs, config), _per_token(result[1], "returns", inputs, config)
-    return _per_token(result, "advantages", inputs, config), None
+        targets = _per_token(result[1], "returns", inputs.mask, name, torch.float32)
+        return _per_token(result[0], "advantages", inputs.mask, name, dtype), targets
+    return _per_token(result, "advantages", inputs.mask, name, dtype), None
 
 
-def _per_token(result: object, what: str, inputs: CreditInputs, config: CustomAdvantageConfig) -> torch.Tensor:
-    name, mask = config.function, inputs.mask
+def _per_token(result: object, what: str, mask: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
     rows = [mask.shape[0]]
     if not isinstance(result, torch.Tensor):
         raise ValueError(f"{WHERE}: {name} returned {type(result).__name__}, expected a tensor {rows} or {list(mask.shape)}")
@@ -74,7 +74,7 @@ def _per_token(result: object, what: str, inputs: CreditInputs, config: CustomAd
             f"{WHERE}: {name} returned {what} {list(result.shape)}, expected {rows}, one number per sample, "
             f"or {list(mask.shape)}, one per token"
         )
-    found = result.detach().cpu().float()
+    found = result.detach().cpu().to(dtype)
     tokens = spread_over_tokens(found, mask) if found.dim() == 1 else found.masked_fill(~mask, 0.0)
     bad = (~torch.isfinite(tokens)).any(1).nonzero().flatten().tolist()
     if bad:

@@ -22,7 +22,6 @@ from roll_lite.distributed.dataflow import Block, Shard, put_block
 from roll_lite.distributed.strategy.base import LossFn, ModelSpec, RankLayout, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.models import build_model
 from roll_lite.distributed.worker import Worker
-from roll_lite.workers.credit import Exchange
 
 
 @dataclass(frozen=True)
@@ -152,19 +151,8 @@ class ModelWorker(Worker):
         heads = sorted((layout for layout in layouts if layout and layout.is_head), key=lambda layout: layout.data_rank)
         return dist.new_group([layout.rank for layout in heads], backend="gloo")
 
-    @property
-    def heads(self) -> Exchange:
-        """Exchange among the head ranks, in data-rank order."""
-        size = self.strategy.layout.data_size
-
-        def gather(rows: torch.Tensor) -> list[torch.Tensor]:
-            everyone: list[torch.Tensor | None] = [None] * size
-            dist.all_gather_object(everyone, rows, group=self._heads)
-            return [part for part in everyone if part is not None]
-
-        def total(x: torch.Tensor) -> torch.Tensor:
-            summed = x.clone()
-            dist.all_reduce(summed, group=self._heads)
-            return summed
-
-        return Exchange(gather, total)
+    def gather_from_heads(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Called on all head ranks: what each of them brings, in data-rank order."""
+        everyone: list[torch.Tensor | None] = [None] * self.strategy.layout.data_size
+        dist.all_gather_object(everyone, rows, group=self._heads)
+        return [part for part in everyone if part is not None]

@@ -29,6 +29,11 @@ class Row:
     def log_ratios(self) -> list[float]:
         return [limited(n - o, -LIMIT, LIMIT) for n, o in zip(self.new, self.old, strict=True)]
 
+    def beyond(self, number: int) -> tuple[bool, bool]:
+        """Whether a token's log-ratio lies beyond the limit below or above: constant there, without a slope."""
+        log_ratio = self.frozen[number] - self.old[number]
+        return log_ratio < -LIMIT, log_ratio > LIMIT
+
     def frozen_log_ratios(self) -> list[float]:
         return [limited(n - o, -LIMIT, LIMIT) for n, o in zip(self.frozen, self.old, strict=True)]
 
@@ -50,6 +55,16 @@ def surrogate(ratio: float, advantage: float, low: float, high: float) -> Token:
     return Token(loss, ratio, advantage < 0 and ratio < 1 - low, advantage > 0 and ratio > 1 + high)
 
 
+def without_slope(row: Row, tokens: list[Token], factors: Sequence[float]) -> list[Token]:
+    """The tokens, those beyond the limit of log-ratios marked as well, unless they are marked or have the factor 0."""
+    marked = []
+    for number, (token, factor) in enumerate(zip(tokens, factors, strict=True)):
+        low, high = row.beyond(number)
+        counts = factor != 0 and not (token.low or token.high)
+        marked.append(Token(token.loss, token.ratio, token.low or (counts and low), token.high or (counts and high)))
+    return marked
+
+
 def ppo(row: Row, low: float, high: float, dual: float | None = None) -> list[Token]:
     tokens = []
     for log_ratio, a in zip(row.log_ratios(), row.advantages, strict=True):
@@ -57,13 +72,13 @@ def ppo(row: Row, low: float, high: float, dual: float | None = None) -> list[To
         if dual is not None and a < 0 and token.ratio > dual:  # Ye et al. 2019, equation 5: max(min(...), c * A)
             token = Token(-dual * a, token.ratio, False, True)
         tokens.append(token)
-    return tokens
+    return without_slope(row, tokens, row.advantages)
 
 
 def gspo(row: Row, low: float, high: float) -> list[Token]:
     """Zheng et al. 2025, equations 5 and 7."""
     s = math.exp(sum(row.log_ratios()) / len(row.new))
-    return [surrogate(s, row.advantage(), low, high)] * len(row.new)
+    return without_slope(row, [surrogate(s, row.advantage(), low, high)] * len(row.new), [row.advantage()] * len(row.new))
 
 
 def gmpo(row: Row, log_low: float, log_high: float) -> list[Token]:
@@ -75,7 +90,7 @@ def gmpo(row: Row, log_low: float, log_high: float) -> list[Token]:
         product *= abs(min(r * a, limited(r, math.exp(-log_low), math.exp(log_high)) * a)) ** (1 / len(row.new))
         tokens.append((r, a < 0 and log_ratio < -log_low, a > 0 and log_ratio > log_high))
     loss = -math.copysign(product, a)
-    return [Token(loss, r, low, high) for r, low, high in tokens]
+    return without_slope(row, [Token(loss, r, low, high) for r, low, high in tokens], [a] * len(tokens))
 
 
 def cispo(row: Row, low: float | None, high: float) -> list[Token]:
@@ -94,7 +109,8 @@ def topr(row: Row, positive: tuple[float, float], negative: tuple[float, float])
     tokens = []
     for new, a in zip(row.new, row.advantages, strict=True):
         low, high = positive if a > 0 else negative
-        tokens.append(Token(-limited(ratio, low, high) * a * new, ratio, a != 0 and ratio < low, a != 0 and ratio > high))
+        counts = a != 0 and low != high  # a single number is no range: the ratio is not in the loss
+        tokens.append(Token(-limited(ratio, low, high) * a * new, ratio, counts and ratio < low, counts and ratio > high))
     return tokens
 
 
@@ -104,7 +120,7 @@ def sapo(row: Row, tau_positive: float, tau_negative: float) -> list[Token]:
     for log_ratio, a in zip(row.log_ratios(), row.advantages, strict=True):
         tau, r = tau_positive if a > 0 else tau_negative, math.exp(log_ratio)
         tokens.append(Token(-4 / tau / (1 + math.exp(-tau * (r - 1))) * a, r))
-    return tokens
+    return without_slope(row, tokens, row.advantages)
 
 
 def policy_gradient(row: Row) -> list[Token]:
@@ -118,7 +134,7 @@ def raft(row: Row) -> list[Token]:
 def kimi(row: Row, tau: float) -> list[Token]:
     """Kimi k1.5, equation 2 with the baseline in place of tau * log Z, over 2 * tau."""
     loss = (row.advantage() - tau * sum(row.log_ratios())) ** 2 / (2 * tau)
-    return [Token(loss, math.exp(x)) for x in row.log_ratios()]
+    return without_slope(row, [Token(loss, math.exp(x)) for x in row.log_ratios()], [1.0] * len(row.new))
 
 
 def mismatch_weights(

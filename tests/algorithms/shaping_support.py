@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from roll_lite.algorithms.shaping import RewardRows
+from roll_lite.algorithms.rewards import RewardRows
 
 
 def make_rows(score: Sequence[float], **columns: Sequence[Any]) -> RewardRows:

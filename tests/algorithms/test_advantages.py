@@ -15,8 +15,11 @@ from roll_lite.algorithms.advantages import (
     length_adaptive_lambda,
     masked_moments,
     mean_and_variance,
+    merged_moments,
+    policy_token_counts,
     reinforce,
     spread_over_tokens,
+    token_rewards,
     whiten,
 )
 
@@ -178,6 +181,21 @@ def test_reinforce_by_hand() -> None:
     torch.testing.assert_close(shifted, torch.tensor([[2.0, 2.0, 0.0], [0.0, 4.0, 0.0]]))
 
 
+def test_a_reward_at_the_end_is_that_of_the_last_policy_token() -> None:
+    """Beside token rewards, without any, over padding and gaps: the same as writing it into the tensor, for a row without policy tokens
+    nothing."""
+    rewards, values, mask = ragged(6, 20, 0.6, 8)
+    mask[2], mask[:, 17:] = False, False
+    end = torch.linspace(-1, 1, 6, dtype=torch.float64)
+    written = token_rewards(end, mask, rewards)
+    nothing = torch.zeros_like(rewards)
+    for some, whole in ((rewards, written), (None, token_rewards(end, mask))):
+        for mine, expected in zip(gae(some, values, mask, 0.9, 0.8, at_end=end), gae(whole, values, mask, 0.9, 0.8), strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(reinforce(some, mask, 0.9, end, torch.float64), reinforce(whole, mask, 0.9), rtol=1e-12, atol=1e-12)
+    assert torch.equal(gae(None, values, mask, 0.9, 0.8)[0], gae(nothing, values, mask, 0.9, 0.8)[0])
+
+
 def test_returns_carry_across_a_gap() -> None:
     """FINDINGS 8: a tool's output neither resets nor discounts what comes after it."""
     mask = torch.tensor([[True, False, False, True, False]])
@@ -212,20 +230,19 @@ def test_whiten_by_hand_over_two_ranks() -> None:
     # Unmasked 1, 2 | 3, 6: mean 3, variance (4 + 1 + 0 + 9) / 3 = 14/3.
     first, second = torch.tensor([[1.0, 2.0, NAN]]), torch.tensor([[3.0, NAN, 6.0]])
     masks = torch.tensor([[True, True, False]]), torch.tensor([[True, False, True]])
-    mean, var = mean_and_variance(masked_moments(first, masks[0]) + masked_moments(second, masks[1]))
+    ranks = torch.stack([masked_moments(first, masks[0]), masked_moments(second, masks[1]), torch.zeros(3, dtype=torch.float64)])
+    mean, var = mean_and_variance(merged_moments(ranks))
     assert mean == 3.0 and var == pytest.approx(14 / 3)
     root = math.sqrt(14 / 3)
     torch.testing.assert_close(whiten(first, masks[0], mean, var), torch.tensor([[-2 / root, -1 / root, 0.0]]))
     torch.testing.assert_close(whiten(second, masks[1], mean, var), torch.tensor([[0.0, 0.0, 3 / root]]))
-    assert first[0, 0] == 1
-    whiten(first, masks[0], mean, var, in_place=True)
-    torch.testing.assert_close(first, torch.tensor([[-2 / root, -1 / root, 0.0]]))
+    assert whiten(first.double(), masks[0], mean, var, torch.float32).dtype == torch.float32
 
 
 def test_moments_of_chosen_rows() -> None:
     x = torch.tensor([[1.0, 2.0], [NAN, 3.0], [4.0, NAN]])
     mask = torch.tensor([[True, True], [False, True], [True, False]])
-    assert masked_moments(x, mask, torch.tensor([True, False, True])).tolist() == [3.0, 7.0, 21.0]
+    assert masked_moments(x, mask, torch.tensor([True, False, True])).tolist() == [3.0, 7.0, pytest.approx(14 / 3)]  # 1, 2, 4
     assert masked_moments(x, mask, torch.tensor([False, False, False])).tolist() == [0.0, 0.0, 0.0]
 
 
@@ -239,9 +256,12 @@ def test_whitening_constants_or_nothing_gives_zeros() -> None:
 
 
 def test_moments_survive_a_large_offset() -> None:
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) + 1000.0
-    _, var = mean_and_variance(masked_moments(x, torch.ones_like(x, dtype=torch.bool)))
-    assert var == pytest.approx(float(x.double().var()), rel=1e-6)
+    """0 to 9 over and over, variance 8.25 and a little: of squares of 1e9 float64 keeps no more than the hundreds."""
+    x = (torch.arange(1000, dtype=torch.float64) % 10 + 1e9).view(10, 100)
+    mean, var = mean_and_variance(masked_moments(x, torch.ones_like(x, dtype=torch.bool)))
+    assert mean == 1e9 + 4.5 and var == pytest.approx(8.25 * 1000 / 999, rel=1e-9)
+    halves = torch.stack([masked_moments(part, torch.ones_like(part, dtype=torch.bool)) for part in (x[:3], x[3:])])
+    assert mean_and_variance(merged_moments(halves)) == pytest.approx((mean, var), rel=1e-9)
 
 
 # ---------------------------------------------------------------- how the loops run
@@ -255,7 +275,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         moments = masked_moments(rewards, mask)
         row_sums = kernels.row_moments(rewards, mask)
-        outcome = [*gae(rewards, values, mask, 0.9, 0.8), reinforce(rewards, mask, 0.9), moments, row_sums, kernels.token_counts(mask)]
+        outcome = [*gae(rewards, values, mask, 0.9, 0.8), reinforce(rewards, mask, 0.9), moments, row_sums, policy_token_counts(mask)]
         outcome += [whiten(rewards, mask, 0.1, 2.0), spread_over_tokens(values[:, 0].nan_to_num(), mask)]
         results.append(outcome)
     for other in results[1:]:
@@ -265,8 +285,8 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
 def test_row_sums_and_counts() -> None:
     x = torch.tensor([[1.0, NAN, 2.0], [NAN, NAN, NAN]])
     mask = torch.tensor([[True, False, True], [False, False, False]])
-    assert kernels.row_moments(x, mask).tolist() == [[2.0, 3.0, 5.0], [0.0, 0.0, 0.0]]
-    assert kernels.token_counts(mask).tolist() == [2, 0]
+    assert kernels.row_moments(x, mask).tolist() == [[2.0, 3.0, 0.5], [0.0, 0.0, 0.0]]
+    assert policy_token_counts(mask).tolist() == [2, 0]
 
 
 def test_tensors_that_are_views_or_carry_a_graph_are_read_right() -> None:
@@ -300,6 +320,6 @@ def test_kernels_compile_where_no_cache_folder_can_be_written(monkeypatch: pytes
         return real(nogil=nogil)
 
     monkeypatch.setattr(kernels, "njit", without_cache)
-    out = torch.zeros(2, dtype=torch.int64)
-    kernels.compiled(kernels._token_counts.py_func)(0, 2, torch.tensor([[True, True], [False, True]]).numpy(), out.numpy())
-    assert out.tolist() == [2, 1]
+    x, out = torch.tensor([[1.0, 3.0], [9.0, 2.0]]), torch.zeros(2, 3, dtype=torch.float64)
+    kernels.compiled(kernels._row_moments.py_func)(0, 2, x.numpy(), torch.tensor([[True, True], [False, True]]).numpy(), out.numpy())
+    assert out.tolist() == [[2, 4, 2], [1, 2, 0]]

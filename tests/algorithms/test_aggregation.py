@@ -2,7 +2,7 @@ import pytest
 import torch
 from reference_losses import token_weights
 
-from roll_lite.algorithms.aggregation import Aggregation, row_weights
+from roll_lite.algorithms.losses import Aggregation, row_weights
 
 MODES: tuple[Aggregation, ...] = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")
 

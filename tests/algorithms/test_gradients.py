@@ -14,7 +14,7 @@ from reference_losses import central_differences, kl_full, kl_value, limited, va
 
 from roll_lite.algorithms.kl import KlEstimator, full_kl, kl_loss
 from roll_lite.algorithms.losses import PolicyTerms, clipped_value_loss
-from roll_lite.algorithms.policy_losses import policy_loss
+from roll_lite.workers.objectives import policy_loss
 
 
 def normal(rows: int, columns: int, seed: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_lite.algorithms.group_advantages import gpg, grpo, minus_group_mean, opo, remax, rloo
+from roll_lite.algorithms.advantages import gpg, grpo, minus_group_mean, opo, remax, rloo
 
 Estimator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

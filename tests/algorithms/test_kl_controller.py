@@ -2,12 +2,11 @@ import math
 
 import pytest
 
-from roll_lite.algorithms.kl_controller import KlController
-from roll_lite.config.schema import AdaptiveKlConfig, FixedKlConfig
+from roll_lite.algorithms.kl import KlController
 
 
 def adaptive(coef: float = 0.1, target: float = 0.05, horizon: float = 1000.0) -> KlController:
-    return KlController(AdaptiveKlConfig(target=target, horizon=horizon), coef)
+    return KlController(coef, target, horizon)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,7 @@ def test_adaptive_steps_by_hand(kl: float, samples: int, expected: float) -> Non
 
 
 def test_a_fixed_coefficient_stays() -> None:
-    controller = KlController(FixedKlConfig(), 0.1)
+    controller = KlController(0.1)
     controller.step(5.0, 10_000)
     assert controller.coef == 0.1
 
@@ -61,7 +60,7 @@ def test_state_goes_on_where_it_was() -> None:
 
 
 def test_a_fixed_coefficient_may_be_changed_for_a_resumed_run() -> None:
-    controller = KlController(FixedKlConfig(), 0.3)
+    controller = KlController(0.3)
     controller.load_state_dict({"coef": 0.1})
     assert controller.coef == 0.3
 

@@ -35,13 +35,13 @@ def test_row_sums_do_not_lose_small_terms() -> None:
 def test_value_loss_by_hand() -> None:
     """FINDINGS 8: the factor 0.5, and the larger of both errors.
 
-    old 1, clip 0.2, return 2: v = 1.1: 0.5 * 0.81; v = 1.5: max(0.25, (1.2 - 2)^2 = 0.64) / 2, clipped;
-    v = 0: max(4, (0.8 - 2)^2) / 2, not clipped; v = 3.2: max(1.44, 0.64) / 2.
+    old 1, clip 0.2, return 2: v = 1.1: 0.5 * 0.81; v = 1.5: max(0.25, (1.2 - 2)^2 = 0.64) / 2, without gradient;
+    v = 0: max(4, (0.8 - 2)^2) / 2; v = 3.2: max(1.44, 0.64) / 2. The last three have left 1 +- 0.2.
     """
     values = torch.tensor([[1.1, 1.5, 0.0, 3.2]], requires_grad=True)
     result = clipped_value_loss(values, torch.ones(1, 4), torch.full((1, 4), 2.0), everything(values), 0.2)
     torch.testing.assert_close(result.loss.detach(), torch.tensor([[0.405, 0.32, 2.0, 0.72]]))
-    assert result.clipped.tolist() == [[False, True, False, False]]
+    assert result.clipped.tolist() == [[False, True, True, True]]
     result.loss.sum().backward()
     torch.testing.assert_close(values.grad, torch.tensor([[-0.9, 0.0, -2.0, 1.2]]))
 
@@ -57,7 +57,7 @@ def test_masked_entries_of_the_value_loss_count_nothing() -> None:
     result = clipped_value_loss(values, garbage, garbage, torch.tensor([[False, True]]), 0.2)
     result.loss.sum().backward()
     assert result.loss.tolist() == [[0.0, 0.5]] and values.grad is not None and values.grad.tolist() == [[0.0, 1.0]]
-    assert result.clipped.tolist() == [[False, False]]
+    assert result.clipped.tolist() == [[False, True]]  # 1 is further than 0.2 from 0
 
 
 def test_entropy_loss_is_minus_the_entropy() -> None:

@@ -7,9 +7,9 @@ import torch
 from policy_cases import case
 from reference_losses import mismatch_weights
 
-from roll_lite.algorithms.mismatch_correction import mismatch_correction
-from roll_lite.config.schema import MismatchCorrectionConfig
+from roll_lite.algorithms.losses import mismatch_correction
 
+DEFAULTS = {"level": "token", "mode": "truncate", "low": 0.0, "high": 2.0}
 LEVELS = ("token", "sequence", "geometric")
 
 
@@ -19,8 +19,7 @@ LEVELS = ("token", "sequence", "geometric")
 def test_weights_token_by_token(level: str, mode: str, low: float, high: float) -> None:
     terms = case(4).terms
     old, rollout, mask = terms.log_probs, terms.old_log_probs, terms.mask
-    config = MismatchCorrectionConfig(level=level, mode=mode, low=low, high=high)  # type: ignore[arg-type]
-    result = mismatch_correction(config, old, rollout, mask)
+    result = mismatch_correction(old, rollout, mask, level, mode, low, high)  # type: ignore[arg-type]
     assert result.limited.any()
     for number in range(len(mask)):
         here = mask[number]
@@ -38,7 +37,7 @@ def test_weights_by_hand() -> None:
     mask = torch.ones(1, 2, dtype=torch.bool)
 
     def weights(**settings: object) -> list[float]:
-        return mismatch_correction(MismatchCorrectionConfig(**settings), old, rollout, mask).weight[0].tolist()  # type: ignore[arg-type]
+        return mismatch_correction(old, rollout, mask, **(DEFAULTS | settings)).weight[0].tolist()  # type: ignore[arg-type]
 
     assert weights() == pytest.approx([2.0, 0.5])
     assert weights(low=0.75) == pytest.approx([2.0, 0.75])
@@ -50,13 +49,13 @@ def test_weights_by_hand() -> None:
 
 def test_weights_carry_no_gradient_and_do_not_overflow() -> None:
     old = torch.tensor([[-0.1, -0.1, -1e4]], requires_grad=True)
-    config = MismatchCorrectionConfig(level="sequence", high=1e30)
-    result = mismatch_correction(config, old, torch.tensor([[-1e4, -1e4, -0.1]]), torch.ones(1, 3, dtype=torch.bool))
+    rollout, mask = torch.tensor([[-1e4, -1e4, -0.1]]), torch.ones(1, 3, dtype=torch.bool)
+    result = mismatch_correction(old, rollout, mask, "sequence", "truncate", 0.0, 1e30)
     assert torch.isfinite(result.weight).all() and not result.weight.requires_grad
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_equal_log_probs_weigh_one(level: str) -> None:
     terms = case().terms
-    result = mismatch_correction(MismatchCorrectionConfig(level=level), terms.log_probs, terms.log_probs, terms.mask)  # type: ignore[arg-type]
+    result = mismatch_correction(terms.log_probs, terms.log_probs, terms.mask, level, "truncate", 0.0, 2.0)  # type: ignore[arg-type]
     assert torch.equal(result.weight, terms.mask.double()) and not result.limited.any()

@@ -8,10 +8,8 @@ import torch
 from policy_cases import LOSSES, case
 from reference_losses import token_weights
 
-from roll_lite.algorithms.aggregation import row_weights
 from roll_lite.algorithms.kl import LOG_RATIO_LIMIT
-from roll_lite.algorithms.losses import PolicyTerms
-from roll_lite.algorithms.policy_losses import policy_loss
+from roll_lite.algorithms.losses import PolicyTerms, row_weights
 from roll_lite.config.schema import (
     CispoLossConfig,
     CustomLossConfig,
@@ -24,6 +22,7 @@ from roll_lite.config.schema import (
     SapoLossConfig,
     ToprLossConfig,
 )
+from roll_lite.workers.objectives import policy_loss
 
 NAN = math.nan
 
@@ -113,7 +112,7 @@ def test_log_ratios_are_clamped_before_exp(name: str) -> None:
     assert result.ratio.max() <= math.exp(LOG_RATIO_LIMIT) * 1.001
 
 
-@pytest.mark.parametrize("name", ["ppo", "dual_clip", "gspo", "gmpo"])
+@pytest.mark.parametrize("name", ["ppo", "dual_clip", "gspo", "gmpo", "sapo", "kimi"])
 def test_clipped_means_no_gradient(name: str) -> None:
     """And the other way round: whoever has an advantage and is not clipped has a gradient."""
     config, terms = LOSSES[name][0], case(4).terms
@@ -122,8 +121,31 @@ def test_clipped_means_no_gradient(name: str) -> None:
     assert clipped.any() and result.clipped_low.any() and result.clipped_high.any()
     assert (pulled[clipped] == 0).all()
     ordinary = terms.mask & ~clipped & (terms.advantages != 0)
-    ordinary &= (terms.log_probs - terms.old_log_probs).abs() < LOG_RATIO_LIMIT
     assert (pulled[ordinary] != 0).all()
+
+
+def test_tokens_beyond_the_clamp_of_log_ratios_count_as_clipped() -> None:
+    """PPO does not clip a rising ratio of a bad token, nor a falling one of a good token; beyond +-20 the clamp does, and takes the
+    gradient away. By hand: log-ratios 21, -21 with A = -1, 1, 0, then 19, -19 with A = -1, 1, which keep theirs."""
+    new = torch.tensor([[0.0, -21.0, 0.0, 0.0, -19.0]], dtype=torch.float64)
+    old = torch.tensor([[-21.0, 0.0, -21.0, -19.0, 0.0]], dtype=torch.float64)
+    advantages = torch.tensor([[-1.0, 1.0, 0.0, -1.0, 1.0]], dtype=torch.float64)
+    terms = PolicyTerms(new, old, advantages, torch.ones(1, 5, dtype=torch.bool))
+    result, pulled = policy_loss(PpoLossConfig(), terms), gradient(PpoLossConfig(), terms)
+    assert result.clipped_high.tolist() == [[True, False, False, False, False]]
+    assert result.clipped_low.tolist() == [[False, True, False, False, False]]
+    assert (pulled == 0).tolist() == [[True, True, True, False, False]]
+    assert [len(found) for found in (result.clipped_low.nonzero(), result.clipped_high.nonzero())] == [1, 1]
+
+
+def test_topr_counts_as_clipped_only_what_its_ranges_limit_by_hand() -> None:
+    """Good samples have the weight 1 whatever their ratio: nothing is limited. Bad ones up to 1: a ratio of 2 is, one of 0.5 is not,
+    and one that float32 sees a millionth above 1, on-policy, is not either."""
+    ratios = torch.tensor([2.0, 0.5, 2.0, 0.5, 1.000001], dtype=torch.float64)
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)[:, None]
+    terms = PolicyTerms(ratios.log()[:, None], torch.zeros(5, 1, dtype=torch.float64), advantages, torch.ones(5, 1, dtype=torch.bool))
+    result = policy_loss(ToprLossConfig(), terms)
+    assert not result.clipped_low.any() and result.clipped_high[:, 0].tolist() == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize("name", ["cispo", "cispo_both", "topr_wide", "sapo"])
@@ -229,12 +251,12 @@ def test_cispo_by_hand() -> None:
 
 
 def test_topr_by_hand() -> None:
-    """Sequence ratios 2 * 2 = 4, 4 and 1/4: positive ones weigh 1, negative ones min(4, 1) = 1 and 1/4."""
+    """Sequence ratios 2 * 2 = 4, 4 and 1/4: positive ones weigh 1 without looking at theirs, negative ones min(4, 1) = 1 and 1/4."""
     terms = terms_of([[0.2, 0.4], [0.2, 0.4], [0.1, 0.1]], [[0.1, 0.2], [0.1, 0.2], [0.2, 0.2]], [[3.0, 3.0], [-2.0, -2.0], [-2.0, -2.0]])
     close(gradient(ToprLossConfig(), terms), [[-3.0, -3.0], [2.0, 2.0], [0.5, 0.5]])
     result = policy_loss(ToprLossConfig(), terms)
     close(result.ratio, [[4.0, 4.0], [4.0, 4.0], [0.25, 0.25]])
-    assert result.clipped_high.tolist() == [[True, True], [True, True], [False, False]] and not result.clipped_low.any()
+    assert result.clipped_high.tolist() == [[False, False], [True, True], [False, False]] and not result.clipped_low.any()
 
 
 def test_sapo_by_hand() -> None:

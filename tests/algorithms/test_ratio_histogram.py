@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll_lite.algorithms.ratio_histogram import BINS, RatioHistogram, ratio_quantiles
+from roll_lite.algorithms.token_metrics import BINS, RatioHistogram, ratio_quantiles
 
 NAN = math.nan
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from reference_shaping import moments
 
-from roll_lite.algorithms.running_moments import RunningMoments
+from roll_lite.algorithms.rewards import RunningMoments
 
 
 def test_merged_batches_give_the_moments_of_all_numbers() -> None:

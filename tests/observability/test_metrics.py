@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll_lite.algorithms.objectives import ActorLoss, CriticLoss
 from roll_lite.config.schema import MismatchCorrectionConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.observability.metric_table import DERIVED, METRICS, Reduction
 from roll_lite.observability.metrics import MetricSums
 from roll_lite.observability.metrics_page import page
+from roll_lite.workers.objectives import ActorLoss, CriticLoss
 
 
 def test_averages_are_never_averaged() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roll_lite.algorithms.ratio_histogram import BINS
+from roll_lite.algorithms.token_metrics import BINS
 from roll_lite.config.loading import load_config
 from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.pipeline.journal import SOLVED, Journal

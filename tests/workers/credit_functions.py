@@ -21,6 +21,14 @@ def reward_per_token(inputs: CreditInputs) -> torch.Tensor:
     return torch.where(inputs.mask, inputs.reward[:, None] / inputs.policy_tokens[:, None], torch.nan)
 
 
+def token_rewards_without(inputs: CreditInputs, offset: float) -> torch.Tensor:
+    """[rows, T-1], the offset taken off the last column."""
+    assert inputs.token_rewards.dtype == torch.float64
+    rewards = inputs.token_rewards.clone()
+    rewards[:, -1] -= offset
+    return rewards
+
+
 def what_it_was_told(inputs: CreditInputs) -> torch.Tensor:
     assert inputs.token_rewards.shape == inputs.mask.shape and inputs.values is None
     assert inputs.truncated.dtype == torch.bool and inputs.groups.dtype == torch.int64

@@ -1,4 +1,4 @@
-"""When the actor stops early, and what it tells of its advantages."""
+"""When the actor stops early."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from roll_lite.algorithms.objectives import ActorLoss
 from roll_lite.config.schema import AlgorithmConfig
-from roll_lite.data.microbatch import MicroBatch
 from roll_lite.distributed.strategy.base import TrainResult
-from roll_lite.workers.actor import ActorWorker, credit_metrics, moved_too_far
-from roll_lite.workers.credit import Credit
+from roll_lite.workers.actor import ActorWorker, moved_too_far
+from roll_lite.workers.objectives import ActorLoss
 
 
 def sums(*by_domain: tuple[float, float]) -> dict[str, float]:
@@ -72,26 +70,3 @@ def test_engine_and_trainer_are_compared_once_before_anything_is_learnt(old: Any
     updates = ActorWorker.train(worker, None, 0.0)  # type: ignore[arg-type]
     assert ["mismatch/mean#0" in update.result.metrics for update in updates] == told
     assert ["mismatch/max#0" in update.peaks for update in updates] == told
-
-
-def test_advantages_of_what_trains_by_domain() -> None:
-    """The smallest advantage of rows of ones is 1: neither padding nor a row that does not train is a candidate."""
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
-    advantages = torch.tensor([[1.0, 1.0, 0.0], [2.0, 0.0, 0.0], [-9.0, -9.0, -9.0]])
-    columns = {
-        "train_weight": torch.tensor([1.0, 0.5, 0.0]),
-        "domain_number": torch.tensor([0, 1, 1]),
-        "rollout_log_probs": torch.zeros(3, 3),
-    }
-    zeros = torch.zeros(3, 3)
-    credit = Credit(advantages, None, zeros, None, torch.tensor([1.0, 2.0, 3.0]).double(), mask.sum(1))
-    found, peaks = credit_metrics(MicroBatch(columns, mask), credit, "current", 2)
-    assert found["credit/tokens#0"] == 2 and found["credit/tokens#1"] == 1
-    assert found["credit/advantage_mean#0"] == 2 and found["credit/advantage_square#1"] == 4
-    assert found["credit/rows#1"] == 2 and found["credit/reward#1"] == 5
-    assert peaks == {
-        "credit/advantage_max#0": 1.0,
-        "credit/advantage_max#1": 2.0,
-        "credit/advantage_min#0": 1.0,
-        "credit/advantage_min#1": 2.0,
-    }

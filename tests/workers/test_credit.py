@@ -12,7 +12,7 @@ import torch
 
 from roll_lite.config.schema import AlgorithmConfig
 from roll_lite.data.microbatch import MicroBatch
-from roll_lite.workers.credit import ALONE, Credit, Exchange, assign_credit
+from roll_lite.workers.credit import Credit, Gather, alone, assign_credit, credit_metrics
 
 NAN = math.nan
 
@@ -83,12 +83,12 @@ def empty_rows() -> MicroBatch:
     return MicroBatch(columns, torch.zeros(0, 1, dtype=torch.bool))
 
 
-def on_ranks(parts: list[MicroBatch], work: Callable[[MicroBatch, int, Exchange], Credit]) -> list[Credit]:
+def on_ranks(parts: list[MicroBatch], work: Callable[[MicroBatch, int, Gather], Credit]) -> list[Credit]:
     """Every part on a thread of its own; an exchange that some rank leaves out is a broken barrier."""
     barrier = threading.Barrier(len(parts), timeout=30)
     board: list[Any] = [None] * len(parts)
 
-    def exchange(rank: int) -> Exchange:
+    def exchange(rank: int) -> Gather:
         def gather(x: torch.Tensor) -> list[torch.Tensor]:
             board[rank] = x
             barrier.wait()
@@ -96,7 +96,7 @@ def on_ranks(parts: list[MicroBatch], work: Callable[[MicroBatch, int, Exchange]
             barrier.wait()
             return everyone
 
-        return Exchange(gather, lambda x: torch.stack(gather(x)).sum(0))
+        return gather
 
     with ThreadPoolExecutor(len(parts)) as pool:
         return [one.result() for one in [pool.submit(work, mine, rank, exchange(rank)) for rank, mine in enumerate(parts)]]
@@ -108,10 +108,10 @@ def on_ranks(parts: list[MicroBatch], work: Callable[[MicroBatch, int, Exchange]
 def test_how_rows_are_split_over_ranks_changes_nothing(advantage: dict[str, Any], whiten: bool, kl: str | None) -> None:
     """Ranks without rows take part in every exchange. Masked NaNs show nowhere."""
     rows, config, coef = many_rows(), algorithm(advantage, whiten, kl or "k1"), 0.1 if kl else 0.0
-    together = assign_credit(rows, 0, config, coef, ALONE)
+    together = assign_credit(rows, 0, config, coef, alone)
     parts = [part(rows, 0, 5), empty_rows(), part(rows, 5, 6), part(rows, 6, 24), empty_rows()]
     credits = on_ranks(parts, lambda mine, rank, exchange: assign_credit(mine, rank, config, coef, exchange))
-    for name in ("advantages", "returns", "token_rewards", "kl", "rewards_per_row", "policy_tokens"):
+    for name in ("advantages", "returns", "kl", "rewards_per_row", "policy_tokens"):
         expected = getattr(together, name)
         found = [getattr(credit, name) for credit in credits]
         if expected is None:
@@ -128,22 +128,21 @@ def test_how_rows_are_split_over_ranks_changes_nothing(advantage: dict[str, Any]
 @pytest.mark.parametrize("advantage", ESTIMATORS, ids=lambda config: "-".join(str(value) for value in config.values()))
 def test_rows_that_do_not_train_stay_out_of_whitening(advantage: dict[str, Any]) -> None:
     rows = many_rows()
-    whitened = assign_credit(rows, 0, algorithm(advantage, whiten=True), 0.0, ALONE).advantages
+    whitened = assign_credit(rows, 0, algorithm(advantage, whiten=True), 0.0, alone).advantages
     counted = whitened[rows.mask & (rows.columns["train_weight"] > 0)[:, None]].double()
     assert float(counted.mean()) == pytest.approx(0, abs=1e-5) and float(counted.std()) == pytest.approx(1, abs=1e-4)
 
 
 def test_rows_that_do_not_train_count_in_group_baselines() -> None:
     rows = make_rows([1.0, 0.0, 0.0], [[1], [1], [1]], train_weight=torch.tensor([1.0, 1.0, 0.0]))
-    credit = assign_credit(rows, 0, algorithm({"name": "grpo", "normalize_std": False}), 0.0, ALONE)
+    credit = assign_credit(rows, 0, algorithm({"name": "grpo", "normalize_std": False}), 0.0, alone)
     torch.testing.assert_close(credit.advantages, torch.tensor([[2 / 3], [-1 / 3], [-1 / 3]]))
 
 
 def test_reward_lands_on_the_last_policy_token() -> None:
     """FINDINGS 6.6: not on index -1. The second row ends in padding, the third in a tool's output, the fourth has no policy token."""
     rows = make_rows([1.0, 2.0, 3.0, 4.0], [[0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [1, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
-    credit = assign_credit(rows, 0, algorithm({"name": "reinforce", "gamma": 0.5}), 0.0, ALONE)
-    assert credit.token_rewards.tolist() == [[0, 0, 0, 0, 1], [0, 0, 2, 0, 0], [0, 0, 3, 0, 0], [0, 0, 0, 0, 0]]
+    credit = assign_credit(rows, 0, algorithm({"name": "reinforce", "gamma": 0.5}), 0.0, alone)
     assert credit.advantages.tolist() == [[0, 0, 0.25, 0.5, 1], [0, 1, 2, 0, 0], [1.5, 0, 3, 0, 0], [0, 0, 0, 0, 0]]
     assert credit.rewards_per_row.tolist() == [1, 2, 3, 4] and credit.policy_tokens.tolist() == [3, 2, 2, 0]
 
@@ -153,19 +152,37 @@ def test_kl_in_the_reward_by_hand() -> None:
     masks = [[1, 0, 1], [1, 1, 1]]
     old, ref = torch.tensor([[-1.0, NAN, -2.0], [0.0, 0.0, 0.0]]), torch.tensor([[-1.5, 3.0, -1.0], [0.0, 0.0, 0.0]])
     rows = make_rows([1.0, 0.0], masks, old_log_probs=old, ref_log_probs=ref)
-    credit = assign_credit(rows, 0, algorithm({"name": "grpo", "normalize_std": False}), 0.1, ALONE)
+    credit = assign_credit(rows, 0, algorithm({"name": "grpo", "normalize_std": False}), 0.1, alone)
     assert credit.kl is not None
     torch.testing.assert_close(credit.kl, torch.tensor([[0.5, 0.0, -1.0], [0.0, 0.0, 0.0]]))
-    torch.testing.assert_close(credit.token_rewards, torch.tensor([[-0.05, 0.0, 1.1], [0.0, 0.0, 0.0]]))
     torch.testing.assert_close(credit.rewards_per_row, torch.tensor([1.05, 0.0], dtype=torch.float64))
     torch.testing.assert_close(credit.advantages, torch.tensor([[0.525, 0.0, 0.525], [-0.525] * 3]))
+
+
+def test_kl_of_a_token_is_not_lost_beside_a_large_reward() -> None:
+    """1e6 - 0.001: float32 has steps of 0.06 there. GAE by hand, with gamma, lambda 1 and the critic's values on the mark: the advantage
+    of a token is what it and those after it pay for KL. REINFORCE++ with its group as baseline: the same, whitened."""
+    old, ref = torch.tensor([[0.001, 0.002], [0.0, 0.003]]), torch.zeros(2, 2)
+    rows = make_rows([1e6, 1e6], [[1, 1], [1, 1]], old_log_probs=old, ref_log_probs=ref)
+    valued = MicroBatch({**rows.columns, "values": torch.full((2, 2), 1e6)}, rows.mask)
+    credit = assign_credit(valued, 0, algorithm({"name": "gae", "gamma": 1.0, "lam": 1.0}), 1.0, alone)
+    costs = torch.tensor([[-0.003, -0.002], [-0.003, -0.003]])
+    torch.testing.assert_close(credit.advantages, costs, rtol=1e-4, atol=1e-9)
+    told = assign_credit(rows, 0, custom("token_rewards_without", offset=1e6), 1.0, alone).advantages
+    torch.testing.assert_close(told, torch.tensor([[-0.001, -0.002], [0.0, -0.003]]), rtol=1e-4, atol=1e-9)
+    for baseline in ("none", "group"):
+        config = algorithm({"name": "reinforce_plus_plus", "baseline": baseline})
+        whitened = assign_credit(rows, 0, config, 1.0, alone).advantages
+        # The variance offset of 1e-8 is no trifle beside a deviation of 0.0005.
+        expected = (costs - costs.mean()) / (costs.double().var() + 1e-8).sqrt().float()
+        torch.testing.assert_close(whitened, expected, rtol=2e-3, atol=2e-3)
 
 
 def test_full_kl_in_the_reward_by_hand() -> None:
     # KL of (1/2, 1/2) from (1/4, 3/4): ln(2)/2 + ln(2/3)/2.
     old, ref = torch.tensor([[[0.5, 0.5], [NAN, NAN]]]).log(), torch.tensor([[[0.25, 0.75], [NAN, NAN]]]).log()
     rows = make_rows([0.0], [[1, 0]], old_distribution=old, ref_distribution=ref)
-    credit = assign_credit(rows, 0, algorithm({"name": "reinforce"}, kl="full"), 2.0, ALONE)
+    credit = assign_credit(rows, 0, algorithm({"name": "reinforce"}, kl="full"), 2.0, alone)
     torch.testing.assert_close(credit.advantages, torch.tensor([[-(math.log(2) + math.log(2 / 3)), 0.0]]))
 
 
@@ -176,10 +193,10 @@ def test_gae_options_reach_the_recurrence_by_hand() -> None:
     cut = {"truncated": torch.tensor([False, True]), "final_value": torch.tensor([9.0, 0.5])}
     rows = make_rows([1.0, 1.0], [[1, 1], [1, 1]], values=values, **cut)
     config = {"name": "gae", "gamma": 1.0, "length_adaptive": 1.0, "lam_critic": 1.0, "bootstrap_truncated": True}
-    credit = assign_credit(rows, 0, algorithm(config), 0.0, ALONE)
+    credit = assign_credit(rows, 0, algorithm(config), 0.0, alone)
     torch.testing.assert_close(credit.advantages, torch.tensor([[0.5, 0.6], [0.75, 1.1]]))
     torch.testing.assert_close(credit.returns, torch.tensor([[1.0, 1.0], [1.5, 1.5]]))
-    plain = assign_credit(rows, 0, algorithm({"name": "gae", "lam": 0.5}), 0.0, ALONE)
+    plain = assign_credit(rows, 0, algorithm({"name": "gae", "lam": 0.5}), 0.0, alone)
     torch.testing.assert_close(plain.advantages, torch.tensor([[0.5, 0.6], [0.5, 0.6]]))
     torch.testing.assert_close(plain.returns, torch.tensor([[0.7, 1.0], [0.7, 1.0]]))
 
@@ -187,7 +204,7 @@ def test_gae_options_reach_the_recurrence_by_hand() -> None:
 def test_reinforce_plus_plus_whitens_always_by_hand() -> None:
     # Returns 1, 1 | 0: mean 2/3, variance 1/3.
     rows = make_rows([1.0, 0.0], [[1, 1], [1, 0]])
-    credit = assign_credit(rows, 0, algorithm({"name": "reinforce_plus_plus"}), 0.0, ALONE)
+    credit = assign_credit(rows, 0, algorithm({"name": "reinforce_plus_plus"}), 0.0, alone)
     root = math.sqrt(1 / 3)
     torch.testing.assert_close(credit.advantages, torch.tensor([[1 / 3 / root, 1 / 3 / root], [-2 / 3 / root, 0.0]]))
 
@@ -196,7 +213,7 @@ def test_reinforce_plus_plus_takes_the_groups_mean_off_the_reward_and_not_off_th
     # Group 0: 1, 0 become +-0.5. Group 1 is flat: 0. KL costs 0.1 on the very first token only: returns 0.4, 0.5 | -0.5 | 0.
     old = torch.tensor([[0.1, 0.0], [0.0, NAN], [0.0, NAN]])
     rows = make_rows([1.0, 0.0, 0.6], [[1, 1], [1, 0], [1, 0]], [3, 3, 1], old_log_probs=old, ref_log_probs=torch.zeros(3, 2))
-    credit = assign_credit(rows, 0, algorithm({"name": "reinforce_plus_plus", "baseline": "group"}), 1.0, ALONE)
+    credit = assign_credit(rows, 0, algorithm({"name": "reinforce_plus_plus", "baseline": "group"}), 1.0, alone)
     returns = torch.tensor([0.4, 0.5, -0.5, 0.0])
     expected = (returns - returns.mean()) / returns.std()
     torch.testing.assert_close(credit.advantages[rows.mask], expected, rtol=1e-5, atol=1e-6)
@@ -213,13 +230,13 @@ def test_reinforce_plus_plus_equals_the_paper(baseline: str) -> None:
     responses = [[0.0] * (int(count) - 1) + [r] * (count > 0) for r, count in zip(rewards, rows.mask.sum(1), strict=True)]
     expected = [a for row in paper.reinforce_plus_plus(responses, 0.9) for a in row]
     config = algorithm({"name": "reinforce_plus_plus", "gamma": 0.9, "baseline": baseline})
-    advantages = assign_credit(rows, 0, config, 0.0, ALONE).advantages
+    advantages = assign_credit(rows, 0, config, 0.0, alone).advantages
     torch.testing.assert_close(advantages[rows.mask], torch.tensor(expected), rtol=1e-4, atol=1e-5)
 
 
 def test_whitening_a_batch_without_policy_tokens() -> None:
     for rows in (make_rows([1.0, 0.0], [[0, 0], [0, 0]]), empty_rows()):
-        assert (assign_credit(rows, 0, algorithm({"name": "grpo"}, whiten=True), 0.0, ALONE).advantages == 0).all()
+        assert (assign_credit(rows, 0, algorithm({"name": "grpo"}, whiten=True), 0.0, alone).advantages == 0).all()
 
 
 # ---------------------------------------------------------------- a user's own
@@ -231,11 +248,11 @@ def custom(name: str, **args: Any) -> AlgorithmConfig:
 
 def test_a_users_own_estimator() -> None:
     rows = make_rows([1.0, 0.5], [[1, 1, 0], [0, 1, 0]])
-    per_row = assign_credit(rows, 0, custom("above_best_of_batch", scale=2.0), 0.0, ALONE)
+    per_row = assign_credit(rows, 0, custom("above_best_of_batch", scale=2.0), 0.0, alone)
     assert per_row.advantages.tolist() == [[0.0, 0.0, 0.0], [0.0, -1.0, 0.0]]
-    per_token = assign_credit(rows, 0, custom("reward_per_token"), 0.0, ALONE)
+    per_token = assign_credit(rows, 0, custom("reward_per_token"), 0.0, alone)
     assert per_token.advantages.tolist() == [[0.5, 0.5, 0.0], [0.0, 0.5, 0.0]]
-    assert assign_credit(rows, 0, custom("what_it_was_told"), 0.0, ALONE).advantages.sum() == 3
+    assert assign_credit(rows, 0, custom("what_it_was_told"), 0.0, alone).advantages.sum() == 3
 
 
 @pytest.mark.parametrize(
@@ -250,16 +267,16 @@ def test_a_users_own_estimator() -> None:
 def test_a_users_mistake_is_named(name: str, message: str) -> None:
     rows = make_rows([1.0, 0.5], [[1, 1, 0], [0, 1, 0]])
     with pytest.raises(ValueError, match=message):
-        assign_credit(rows, 0, custom(name), 0.0, ALONE)
+        assign_credit(rows, 0, custom(name), 0.0, alone)
 
 
 def test_with_a_critic_a_users_estimator_gives_its_targets_as_well() -> None:
     rows = make_rows([1.0, 0.5], [[1, 1, 0], [0, 1, 0]], values=torch.zeros(2, 3))
-    credit = assign_credit(rows, 0, custom("above_best_of_batch"), 0.0, ALONE)
+    credit = assign_credit(rows, 0, custom("above_best_of_batch"), 0.0, alone)
     assert credit.advantages.tolist() == [[0.0, 0.0, 0.0], [0.0, -0.5, 0.0]]
     assert credit.returns is not None and credit.returns.tolist() == [[1.0, 1.0, 0.0], [0.0, 0.5, 0.0]]
     with pytest.raises(ValueError, match="with a critic credit_functions.alone returns"):
-        assign_credit(rows, 0, custom("alone"), 0.0, ALONE)
+        assign_credit(rows, 0, custom("alone"), 0.0, alone)
 
 
 def test_mistake_4_kl_is_not_scaled_up_to_a_signal_where_all_scores_are_equal() -> None:
@@ -267,6 +284,30 @@ def test_mistake_4_kl_is_not_scaled_up_to_a_signal_where_all_scores_are_equal() 
     noise = torch.tensor([[1e-4, 0.0], [-2e-4, 0.0], [1e-4, 0.0], [0.0, 2e-4]])
     columns = {"old_log_probs": noise, "ref_log_probs": torch.zeros(4, 2)}
     rows = make_rows([1.0, 1.0, 1.0, 0.0], [[1, 1]] * 4, [0, 0, 1, 1], **columns)
-    advantages = assign_credit(rows, 0, algorithm({"name": "grpo"}), 0.01, ALONE).advantages
+    advantages = assign_credit(rows, 0, algorithm({"name": "grpo"}), 0.01, alone).advantages
     assert advantages[:2].tolist() == [[0.0, 0.0], [0.0, 0.0]]
     assert advantages[2, 0] == pytest.approx(math.sqrt(0.5), rel=1e-4) and advantages[3, 0] == pytest.approx(-math.sqrt(0.5), rel=1e-4)
+
+
+def test_advantages_of_what_trains_by_domain() -> None:
+    """The smallest advantage of rows of ones is 1: neither padding nor a row that does not train is a candidate."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
+    advantages = torch.tensor([[1.0, 1.0, 0.0], [2.0, 0.0, 0.0], [-9.0, -9.0, -9.0], [0.0, 0.0, 0.0]])
+    columns = {
+        "train_weight": torch.tensor([1.0, 0.5, 0.0, 1.0]),
+        "domain_number": torch.tensor([0, 1, 1, 1]),
+        "rollout_log_probs": torch.zeros(4, 3),
+    }
+    credit = Credit(advantages, None, None, torch.tensor([1.0, 2.0, 3.0, 4.0]).double(), mask.sum(1))
+    found, peaks = credit_metrics(MicroBatch(columns, mask), credit, "current", 2)
+    assert found["credit/tokens#0"] == 2 and found["credit/tokens#1"] == 1
+    assert found["credit/advantage_mean#0"] == 2 and found["credit/advantage_square#1"] == 4
+    # Of domain 1 one sample trains: of the others one weighs nothing, one has no policy token.
+    assert found["credit/rows#1"] == 1 and found["credit/reward#1"] == 2
+    assert found["credit/rows#0"] == 1 and found["credit/reward#0"] == 1
+    assert peaks == {
+        "credit/advantage_max#0": 1.0,
+        "credit/advantage_max#1": 2.0,
+        "credit/advantage_min#0": 1.0,
+        "credit/advantage_min#1": 2.0,
+    }

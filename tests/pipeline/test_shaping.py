@@ -10,9 +10,9 @@ import torch
 from reference_shaping import dapo_overlong, kimi_length_rewards, normalised
 from shaping_support import make_rows
 
-from roll_lite.algorithms.running_moments import RunningMoments
-from roll_lite.algorithms.shaping import DomainRewards, RewardRows, shape_baseline, shape_rewards
+from roll_lite.algorithms.rewards import RewardRows, RunningMoments
 from roll_lite.config.schema import FormatConfig, MasksConfig, RewardShapingConfig
+from roll_lite.pipeline.shaping import DomainRewards, shape_baseline, shape_rewards
 
 
 def shaped(

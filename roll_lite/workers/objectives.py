@@ -15,14 +15,20 @@ from typing import ClassVar, Literal
 
 import torch
 
-from roll_lite.algorithms.by_domain import Peaks, sums_by_domain
 from roll_lite.algorithms.kl import KlEstimator, clamped_log_ratio, full_kl, kl_estimate, kl_loss
-from roll_lite.algorithms.losses import PolicyLoss, PolicyTerms, clipped_value_loss, entropy_loss
-from roll_lite.algorithms.mismatch_correction import mismatch_correction
-from roll_lite.algorithms.policy_losses import policy_loss
-from roll_lite.algorithms.ratio_histogram import RatioHistogram
-from roll_lite.config.schema import MismatchCorrectionConfig, PolicyLossConfig, PpoLossConfig
+from roll_lite.algorithms.losses import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyTerms,
+    clipped_value_loss,
+    entropy_loss,
+    mismatch_correction,
+    unclipped,
+)
+from roll_lite.algorithms.token_metrics import Peaks, RatioHistogram, mismatch_of_tokens, sums_by_domain
+from roll_lite.config.schema import CustomLossConfig, MismatchCorrectionConfig, PolicyLossConfig, PpoLossConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
+from roll_lite.data.user_function import load_function
 
 OldLogProbs = Literal["recompute", "current", "rollout"]
 
@@ -98,25 +104,25 @@ class ActorLoss:
         tokens = _policy_diagnostics(policy, log_probs.detach(), old, mask)
         corrected, measured = self._corrected(policy.loss, old, micro_batch)
         tokens |= measured
-        share = (weight * corrected).sum()
-        metrics = {"actor/policy_loss": _total(share)}
+        loss = weight * corrected
+        metrics = {"actor/policy_loss": _total(loss)}
         kl, measured = self._kl(outputs, log_probs, old, micro_batch)
         tokens |= measured
         if kl is not None:
-            kl_share = (weight * kl).sum()
-            share = share + self.kl_coef * kl_share
-            metrics["actor/kl_loss"] = _total(kl_share)
+            weighted_kl = weight * kl
+            loss = loss + self.kl_coef * weighted_kl
+            metrics["actor/kl_loss"] = _total(weighted_kl)
         if outputs.entropy is not None:
             entropy = entropy_loss(outputs.entropy, mask)
             tokens["actor/entropy"] = -entropy
             if self.entropy_coef > 0:
-                share = share + self.entropy_coef * (weight * entropy).sum()
+                loss = loss + self.entropy_coef * (weight * entropy)
         numbers = domain_numbers(micro_batch, self.domains)
         if "rollout_log_probs" in micro_batch.columns:
             tokens |= self._mismatch(log_probs.detach(), old, micro_batch, numbers)
-        metrics |= {"actor/loss": _total(share), **sums_by_domain(tokens, numbers, self.domains)}
+        metrics |= {"actor/loss": _total(loss), **sums_by_domain(tokens, numbers, self.domains)}
         self._record_ratios(log_probs.detach(), old, mask, numbers)
-        return share, metrics
+        return loss.sum(), metrics
 
     def _record_ratios(self, current: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, numbers: torch.Tensor) -> None:
         self.ratios.record(current - old, mask, numbers)
@@ -128,7 +134,9 @@ class ActorLoss:
         """The policy loss times its mismatch correction, and what is worth telling of the weights."""
         if self.mismatch_correction is None:
             return loss, {}
-        correction = mismatch_correction(self.mismatch_correction, old, _column(micro_batch, "rollout_log_probs"), micro_batch.mask)
+        correction = mismatch_correction(
+            old, _column(micro_batch, "rollout_log_probs"), micro_batch.mask, **self.mismatch_correction.parameters
+        )
         measured = {
             "correction/weight": correction.weight,
             "correction/weight_square": correction.weight.double().square(),
@@ -172,23 +180,6 @@ def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
     return torch.zeros(len(micro_batch.mask), dtype=torch.int64, device=micro_batch.mask.device)
 
 
-def mismatch_of_tokens(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """|difference| of engine and trainer and the k3 estimate of KL(rollout || trainer) (the tokens are the engine's), all [B, T-1].
-
-    Masked entries of both are 0.
-    """
-    return (rollout_log_probs - log_probs).abs(), kl_estimate(rollout_log_probs, log_probs, "k3")
-
-
-def mismatch(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How far the engine's log-probs are from the trainer's, both [B, T-1] with masked entries equal.
-
-    Sum of |difference|, sum of the k3 estimate of KL(rollout || trainer), and the largest |difference|.
-    """
-    difference, k3 = mismatch_of_tokens(rollout_log_probs, log_probs)
-    return _total(difference), _total(k3), difference.amax() if difference.numel() else difference.sum()
-
-
 @dataclass(frozen=True)
 class CriticLoss:
     """Clipped value loss. Reads values (those the advantages were made from), returns, loss_weight."""
@@ -204,10 +195,10 @@ class CriticLoss:
         mask = micro_batch.mask
         old, returns = _column(micro_batch, "values"), _column(micro_batch, "returns")
         value = clipped_value_loss(outputs.values, old, returns, mask, self.clip)
-        share = (_token_weights(micro_batch) * value.loss).sum()
+        weighted = _token_weights(micro_batch) * value.loss
         predicted = outputs.values.detach().masked_fill(~mask, 0.0)
         # Of the values that the advantages were made from: those of later updates have seen these very returns.
-        errors = (returns - old).double()
+        errors = returns.double() - old.double()
         tokens = {
             "critic/tokens": mask,
             "critic/clip_fraction": value.clipped,
@@ -218,7 +209,7 @@ class CriticLoss:
             "critic/error_square": errors.square(),
         }
         numbers = domain_numbers(micro_batch, self.domains)
-        return share, {"critic/loss": _total(share), **sums_by_domain(tokens, numbers, self.domains)}
+        return weighted.sum(), {"critic/loss": _total(weighted), **sums_by_domain(tokens, numbers, self.domains)}
 
 
 def _policy_diagnostics(policy: PolicyLoss, current: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -246,3 +237,40 @@ def _token_weights(micro_batch: MicroBatch) -> torch.Tensor:
 
 def _total(x: torch.Tensor) -> torch.Tensor:
     return x.detach().sum(dtype=torch.float64)
+
+
+def policy_loss(config: PolicyLossConfig, terms: PolicyTerms) -> PolicyLoss:
+    """The configured loss of each token. Rows without policy tokens have loss 0 and no gradient."""
+    terms = terms.filled()
+    if isinstance(config, CustomLossConfig):
+        return _users_policy_loss(config, terms)
+    return POLICY_LOSSES[config.name](terms, **config.parameters)
+
+
+def _users_policy_loss(config: CustomLossConfig, terms: PolicyTerms) -> PolicyLoss:
+    """What the user's function makes of the terms, masked entries of which are 0; a bare tensor is taken for the loss."""
+    where = "algorithm.policy_loss.function"
+    function = load_function(config.function, where, "(PolicyTerms, **args) -> PolicyLoss")
+    result = function(terms, **config.args)
+    if isinstance(result, torch.Tensor):
+        result = unclipped(result, terms)
+    if not isinstance(result, PolicyLoss):
+        raise ValueError(f"{where}: {config.function} returned {type(result).__name__}, expected a PolicyLoss or a tensor [B, T-1]")
+    for name in ("loss", "ratio", "clipped_low", "clipped_high"):
+        field = getattr(result, name)
+        if not isinstance(field, torch.Tensor) or field.shape != terms.mask.shape:
+            shape = tuple(field.shape) if isinstance(field, torch.Tensor) else type(field).__name__
+            raise ValueError(f"{where}: {config.function}: {name} is {shape}, expected a tensor {tuple(terms.mask.shape)}")
+    if terms.log_probs.requires_grad and torch.is_grad_enabled() and not result.loss.requires_grad:
+        raise ValueError(f"{where}: {config.function}: the loss does not depend on terms.log_probs; without a gradient nothing is learned")
+    # Where the model itself has gone wrong, the function is not to blame: the strategy leaves such a step out.
+    broken = ~torch.isfinite(result.loss) & torch.isfinite(terms.log_probs) & terms.mask
+    if bool(broken.any()):
+        row, token = broken.nonzero()[0].tolist()
+        raise ValueError(f"{where}: {config.function}: the loss of row {row}, token {token} is {float(result.loss[row, token].detach())}")
+    return PolicyLoss(
+        torch.where(terms.mask, result.loss, 0.0),
+        torch.where(terms.mask, result.ratio.detach(), 1.0),
+        terms.mask & result.clipped_low.bool(),
+        terms.mask & result.clipped_high.bool(),
+    )

@@ -10,8 +10,9 @@ import pytest
 import torch
 from shaping_support import make_rows
 
-from roll_lite.algorithms.masks import Masked, mask_samples
+from roll_lite.algorithms.rewards import Masked
 from roll_lite.config.schema import MasksConfig
+from roll_lite.pipeline.shaping import masked_samples
 
 USER_MODULE = """
 import torch
@@ -66,7 +67,7 @@ def contents(masked: Masked) -> tuple[list[float], dict[str, list[bool]]]:
 
 
 def masked(rows: Any, **config: Any) -> tuple[list[float], dict[str, list[bool]]]:
-    return contents(mask_samples(rows, MasksConfig.model_validate(config)))
+    return contents(masked_samples(rows, MasksConfig.model_validate(config)))
 
 
 def test_all_train_by_default() -> None:

@@ -1,0 +1,105 @@
+"""What is told of the tokens of a micro-batch, domain by domain: sums, which add up over micro-batches and ranks; peaks, which do not;
+and how the ratios of new and old policy are spread, as counts over fixed bins, which add up where quantiles do not.
+
+Names are `<name>#<number>`, number being the domain's place in the configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, kl_estimate
+
+BINS = 801
+"""Odd: the middle bin has a log-ratio of exactly 0 as its centre."""
+
+FINE = 1e-3
+"""Log-ratio at which the bins turn from even to proportional."""
+
+_SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
+
+# Bins are even in asinh(log-ratio / FINE): as wide as FINE / 38 around a log-ratio of 0, where a first update leaves most tokens, and
+# 2.6 % of the log-ratio far from it. They cover all that the clamp of log-ratios lets through.
+
+
+def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor, domains: int) -> dict[str, torch.Tensor]:
+    """Each [B, T-1], 0 where masked -> `<name>#<number>`: float64 sums over the rows of each domain."""
+    rows = torch.stack([x.detach().sum(1, dtype=torch.float64) for x in tokens.values()])
+    sums = rows @ torch.nn.functional.one_hot(domain_numbers, domains).double()
+    return {f"{name}#{number}": sums[i, number] for i, name in enumerate(tokens) for number in range(domains)}
+
+
+@dataclass
+class Peaks:
+    """Largest (or smallest) values seen: they do not add up, so they travel beside the metric sums. Kept on the device until read."""
+
+    domains: int = 1
+    _largest: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    """By name and sign, [domains]; the sign -1 turns the smallest into the largest."""
+
+    def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
+        """values, mask [B, T-1], domain_numbers [B]. NaN is kept: a peak that hides it would be a lie."""
+        sign = -1 if smallest else 1
+        if values.numel() == 0:
+            return
+        rows = (sign * values.detach()).masked_fill(~mask, -math.inf).amax(1)
+        peak = rows.new_full((self.domains,), -math.inf).scatter_reduce(0, domain_numbers, rows, "amax")
+        key = (name, sign)
+        self._largest[key] = torch.maximum(self._largest[key], peak) if key in self._largest else peak
+
+    def collect(self) -> dict[str, float]:
+        """What was seen since the last call; nothing for domains without tokens."""
+        seen = {
+            f"{name}#{number}": sign * value
+            for (name, sign), peaks in self._largest.items()
+            for number, value in enumerate(peaks.tolist())
+            if value != -math.inf
+        }
+        self._largest.clear()
+        return seen
+
+
+@dataclass
+class RatioHistogram:
+    """Counts by domain. Kept on the device until read; `collect` starts anew."""
+
+    domains: int = 1
+    _counts: torch.Tensor | None = None
+
+    def record(self, log_ratio: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor) -> None:
+        """log_ratio, mask [B, T-1], domain_numbers [B] int64. What is not a number counts as the largest ratio."""
+        log_ratio = log_ratio.detach().nan_to_num(nan=LOG_RATIO_LIMIT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        place = torch.asinh(log_ratio.double() / FINE) / _SPAN
+        bins = ((place + 1) * (BINS / 2)).long().clamp(0, BINS - 1) + BINS * domain_numbers[:, None]
+        counts = torch.zeros(self.domains * BINS, dtype=torch.int64, device=mask.device)
+        counts.index_add_(0, bins.flatten(), mask.flatten().long())
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    def collect(self) -> np.ndarray:
+        """int64 [domains, BINS] of what was recorded since the last call; the sum over domains holds for all of them."""
+        counts = torch.zeros(self.domains * BINS, dtype=torch.int64) if self._counts is None else self._counts.cpu()
+        self._counts = None
+        return counts.view(self.domains, BINS).numpy()
+
+
+def ratio_quantiles(counts: np.ndarray, quantiles: Sequence[float]) -> list[float]:
+    """counts [BINS] -> for each quantile q the ratio that at least a share q of the tokens does not exceed, to the bin; NaN of nothing."""
+    total = np.cumsum(counts)
+    if total[-1] == 0:
+        return [math.nan] * len(quantiles)
+    centres = np.exp(FINE * np.sinh(_SPAN * ((np.arange(BINS) + 0.5) / (BINS / 2) - 1)))
+    places = np.searchsorted(total, np.ceil(np.asarray(quantiles) * total[-1]).clip(1))
+    return [float(centre) for centre in centres[places]]
+
+
+def mismatch_of_tokens(rollout_log_probs: torch.Tensor, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """|difference| of engine and trainer and the k3 estimate of KL(rollout || trainer) (the tokens are the engine's), all [B, T-1].
+
+    Masked entries of both are 0.
+    """
+    return (rollout_log_probs - log_probs).abs(), kl_estimate(rollout_log_probs, log_probs, "k3")
