@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll_lite.config.arithmetic import group_size
-from roll_lite.config.check_format import check_format
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.keep_mask import is_truncated, keep_mask_available
 from roll_lite.config.problems import Problem, show
@@ -232,13 +231,6 @@ def _stop_tokens(config: RunConfig, path: str, domain: DomainConfig) -> Iterator
         yield Problem(f"{path}.sampling.stop_token_ids", message, domain.sampling.stop_token_ids)
 
 
-def _format_pattern(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    wrong = check_format(domain.reward.format.pattern) if domain.reward.format else None
-    if wrong is not None:
-        assert domain.reward.format is not None
-        yield Problem(f"{path}.reward.format.pattern", wrong, domain.reward.format.pattern)
-
-
 def _overlong(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     overlong = config.algorithm.reward.overlong
     if overlong is not None and overlong.buffer_tokens > domain.sampling.max_tokens:
@@ -246,4 +238,4 @@ def _overlong(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Pr
         yield Problem("algorithm.reward.overlong.buffer_tokens", message, overlong.buffer_tokens)
 
 
-DOMAIN_ALGORITHM_CHECKS = (_groups_have_a_baseline, _keep_mask, _stop_tokens, _format_pattern, _overlong)
+DOMAIN_ALGORITHM_CHECKS = (_groups_have_a_baseline, _keep_mask, _stop_tokens, _overlong)

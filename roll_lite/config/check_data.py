@@ -9,10 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.data_files import Shard, column_of, declared_columns, shards_of
+from roll_lite.config.data_files import Shard, TagOwners, column_of, declared_columns, files_read, shards_of
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema import DataConfig, DomainConfig, RunConfig
-from roll_lite.config.tag_owners import TagOwners, files_read
 
 SCANNED_ROWS = 200_000
 """Of JSON lines: a second or two. The start of the run reads all of them."""

@@ -1,7 +1,8 @@
-"""A domain's reward: do the functions of its types exist, do they take the arguments given."""
+"""A domain's reward: do the functions of its types exist, do they take the arguments given, is its format a pattern."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from roll_lite.config.problems import Problem
@@ -46,4 +47,32 @@ def _comparisons_end_before_their_sample(config: RunConfig, path: str, domain: D
             yield Problem(f"{place}.args.cpu_limit_s", message, limit)
 
 
-REWARD_CHECKS = (_reward, _terms, _programs_end_before_their_sample, _comparisons_end_before_their_sample)
+def compile_format(pattern: str) -> re.Pattern[str]:
+    """The one way to compile a format's pattern, here and where it is scored: `.` matches line breaks. ValueError with what is wrong."""
+    if not pattern:
+        raise ValueError("the empty pattern matches every response")
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    except (OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression that can be compiled: {error}") from error
+
+
+def check_format(pattern: str) -> str | None:
+    """What is wrong with the pattern, if anything."""
+    try:
+        compile_format(pattern)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _format_pattern(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    wrong = check_format(domain.reward.format.pattern) if domain.reward.format else None
+    if wrong is not None:
+        assert domain.reward.format is not None
+        yield Problem(f"{path}.reward.format.pattern", wrong, domain.reward.format.pattern)
+
+
+REWARD_CHECKS = (_reward, _terms, _programs_end_before_their_sample, _comparisons_end_before_their_sample, _format_pattern)

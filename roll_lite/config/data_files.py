@@ -1,14 +1,18 @@
-"""Which files a domain's data consists of, and which columns they declare. Only headers are read; data/sources.py reads the rows."""
+"""Which files a domain's data consists of, which columns they declare, and whose their rows are. Only headers are read; data/sources.py
+reads the rows."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from roll_lite.config.hf_config import elsewhere
+from roll_lite.config.schema import DataConfig, DomainConfig
 
 Kind = Literal["jsonl", "parquet", "arrow"]
 
@@ -139,3 +143,49 @@ def column_of(shard: Shard, column: str, most: int) -> list[Any]:
     except (OSError, ArrowException) as error:
         raise ValueError(f"{shard.path} cannot be read as {shard.kind}: {str(error).splitlines()[0]}") from error
     return values[:most]
+
+
+# ---------------------------------------------------------------- whose rows
+
+
+def files_read(data: DataConfig) -> set[Path]:
+    """By both splits. What is missing or cannot be read is its own domain's mistake."""
+    files: set[Path] = set()
+    for path in (data.train, data.validation):
+        if path is not None:
+            with suppress(ValueError, OSError):
+                files |= {shard.path.resolve() for shard in shards_of(path)}
+    return files
+
+
+class TagOwners:
+    """Which domain a row belongs to where domains share files: the one that lists its tag, among those that read its file and have their
+    rows told apart by this column."""
+
+    def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
+        tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}
+        self._tags = {name: data.tags for name, data in tagged.items()}
+        self._files = {name: files_read(data) for name, data in tagged.items()}
+        self._of_file: dict[Path, dict[str, str]] = {}
+
+    def owner(self, tag: str, file: Path) -> str | None:
+        """The domain that gets this file's rows with this tag; None where they would be lost."""
+        return self._owners(file).get(tag)
+
+    def why_nobody(self, tag: str, file: Path) -> str:
+        """What is wrong with a row that has no owner."""
+        elsewhere = [name for name, tags in self._tags.items() if tag in tags]
+        if elsewhere:
+            name = elsewhere[0]
+            return (
+                f"the tag {tag!r} is one of domain {name}, which does not read this file, so the row would be lost; "
+                f"name the file in domains.{name}.data too, or list the tag in a domain that reads it"
+            )
+        known = ", ".join(f"{one} ({name})" for one, name in self._owners(file).items())
+        return f"the tag {tag!r} belongs to no domain; there are {known or 'none'}"
+
+    def _owners(self, file: Path) -> dict[str, str]:
+        if file not in self._of_file:
+            path = file.resolve()
+            self._of_file[file] = {tag: name for name, tags in self._tags.items() if path in self._files[name] for tag in tags}
+        return self._of_file[file]

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from roll_lite.config.data_files import TagOwners
 from roll_lite.config.schema import DomainConfig
-from roll_lite.config.tag_owners import TagOwners
 from roll_lite.data.samples import Prompt
 from roll_lite.data.sources import Row, read_rows
 from roll_lite.data.templates import RowError, Template, Tokenizer

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator
 
-from roll_lite.config.check_format import compile_format
+from roll_lite.config.check_rewards import compile_format
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.format import FORMAT_SECONDS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_lite.config.check_format import compile_format
+from roll_lite.config.check_rewards import compile_format
 from roll_lite.config.schema import RewardConfig
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.time_limit import TimeLimitExceeded, limited

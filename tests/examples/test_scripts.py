@@ -23,7 +23,7 @@ QUICK: dict[str, list[str]] = {
     "bench/advantages.py": ["--rows=8", "--columns=64", "--rounds=1", "--peer-rounds=1", "--threads=1"],
     "bench/engines.py": ["--rounds=1", "--requests=4", "--engines=vllm"],
     "bench/reward_code.py": ["--rounds=1", "--programs=4"],
-    "bench/reward_faults.py": ["--samples=20", "--types=exact"],
+    "bench/reward_faults.py": ["--samples=500", "--types=exact"],
     "bench/reward_math.py": ["--samples=20", "--per-process=2", "--rounds=1"],
     "bench/rollout.py": ["--rounds=1", "--prompts=3", "--samples=2"],
     "bench/train.py": ["--pairs=1"],

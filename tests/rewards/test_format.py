@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from roll_lite.config.check_format import check_format
+from roll_lite.config.check_rewards import check_format
 from roll_lite.config.schema import FormatConfig, RewardConfig
 from roll_lite.rewards import format as subject
 from roll_lite.rewards.base import RewardFailed
