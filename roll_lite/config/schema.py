@@ -623,7 +623,7 @@ class AdaptiveKlConfig(Section):
     target: PositiveFloat
     """KL(policy || reference) to hold, in nats per token."""
     horizon: PositiveFloat = 10000.0
-    """Samples over which the coefficient moves by at most a fifth."""
+    """Samples over which the coefficient moves by about a fifth at most; a larger batch counts as this many."""
 
 
 KlControllerConfig = Annotated[FixedKlConfig | AdaptiveKlConfig, Field(discriminator="name")]
