@@ -55,12 +55,13 @@ OF_HEADS = _names("problem_type id2label label2id num_labels classifier_dropout"
 OF_LENGTHS = _names("max_sequence_length model_max_length seq_length")
 """An engine that is asked for more tokens than these says so."""
 OF_GENERATION = _names(
-    """bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id max_length max_new_tokens
-    min_length min_new_tokens min_p do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
-    typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
-    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule target_lookbehind"""
+    """bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id end_token_id max_length
+    max_new_tokens min_length min_new_tokens min_p do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens assistant_confidence_threshold assistant_lookbehind num_assistant_tokens num_assistant_tokens_schedule
+    target_lookbehind"""
 )
 """Special tokens and how to sample: every request carries its own sampling."""
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
@@ -123,8 +124,10 @@ def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("partial_rotary_factor is not supported: RoPE here turns whole heads")
     kind = fields["rope_type"]
     if kind not in _ROPE_FIELDS:
-        remedy = "; without it the model is the same up to the positions that it was trained on: remove it" if kind == "yarn" else ""
-        raise ValueError(f"RoPE scaling {kind!r} is not supported; supported are {', '.join(_ROPE_FIELDS)}{remedy}")
+        message = f"RoPE scaling {kind!r} is not supported; supported are {', '.join(_ROPE_FIELDS)}"
+        trained_on = fields.get("original_max_position_embeddings", "original")
+        short = f"; where prompt and response stay within the {trained_on} positions that the model was trained on, remove it"
+        raise ValueError(message + (short if kind == "yarn" else ""))
     unknown = [name for name in fields if name not in _ROPE_FIELDS[kind] | {"rope_type", "rope_theta", "partial_rotary_factor"}]
     if unknown:
         listed = ", ".join(f"{name} {fields[name]!r}" for name in unknown)
