@@ -156,5 +156,6 @@ def lazily():
     assert imported(source, "distributed.cluster", known, is_package=False) == expected
     assert imported("from .base import x", "distributed.strategy", known, is_package=True) == {"distributed.strategy.base"}
     assert upward({"config.schema": {"data.proto"}, "workers.infer": {"scheduler.router"}}) == ["config.schema imports data.proto"]
+    assert upward({"algorithms.losses": {"config.schema", "algorithms.kl"}}) == ["algorithms.losses imports config.schema"]
     with pytest.raises(AssertionError, match="belongs to no layer"):
         layer("utils")
