@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -19,6 +20,8 @@ from roll_lite.distributed.strategy.engines import own_arguments_set
 WRONG_CONFIGURATION = 2
 """Exit code, argparse's own for a wrong command line as well."""
 INTERRUPTED = 130
+SEEN_ENOUGH = 141
+"""What a shell shows for a program that SIGPIPE has ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,20 +43,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
-    if parsed.command == "reward":
-        return _reward(config, parsed)
-    return _check(config) if parsed.command == "check" else _run(config)
+    commands = {"run": _run, "check": _check, "reward": _reward}
+    try:
+        code = commands[parsed.command](config, parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SEEN_ENOUGH
+    return code
 
 
-def _check(config: RunConfig) -> int:
+def _check(config: RunConfig, _parsed: argparse.Namespace) -> int:
     resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     sys.stdout.write(f"{resolved}\n{render(derive(config))}\n")
     return 0
 
 
-def _run(config: RunConfig) -> int:
+def _run(config: RunConfig, _parsed: argparse.Namespace) -> int:
     try:
-        from roll_lite.pipeline.build import run
+        from roll_lite.pipeline.run import run
     except KeyboardInterrupt:  # torch takes seconds to import
         return INTERRUPTED
     return run(config)

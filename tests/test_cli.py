@@ -104,11 +104,19 @@ def test_run_hands_the_configuration_over_and_passes_the_exit_code_on(monkeypatc
         received.append(config)
         return 7
 
-    monkeypatch.setitem(sys.modules, "roll_lite.pipeline.build", SimpleNamespace(run=run))
+    monkeypatch.setitem(sys.modules, "roll_lite.pipeline.run", SimpleNamespace(run=run))
     assert main(["run", "--config-name", "tiny_grpo", "steps=3"]) == 7
     assert received[0].steps == 3
     assert main(["run", "--config-name", "tiny_grpo", "steps=0"]) == 2
     assert len(received) == 1, "nothing starts with a wrong configuration"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = [sys.executable, "-m", "roll_lite.cli", "check", "--config-name", "tiny_grpo"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.wait(60) == 141 and process.stderr.read() == ""
 
 
 def test_checking_is_fast_and_imports_nothing_heavy() -> None:

@@ -19,6 +19,7 @@ def from_current_folder(path: Path) -> Path:
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+TimeLimit = Annotated[float, Field(ge=0)] | None
 PositiveFloat = Annotated[float, Field(gt=0)]
 UserPath = Annotated[Path, AfterValidator(from_current_folder)]
 
@@ -794,6 +795,32 @@ class WeightSyncConfig(Section):
     """Time after which an update counts as failed."""
 
 
+class LimitsConfig(Section):
+    """Seconds after which something counts as hung, phase by phase (as `time/<phase>` measures them): the run ends and says who did not
+    answer, and where it stood. 0 or null: no limit. Work that only takes long needs a larger number, nothing else."""
+
+    start: TimeLimit = 3600.0
+    """From the start of Ray until all models and engines are ready."""
+    sync_weights: TimeLimit = 3600.0
+    """New weights to all engines; weight_sync.timeout_s is the limit for one transfer."""
+    generate: TimeLimit = 14400.0
+    """All prompts of a step; one request has rollout.request_timeout_s."""
+    log_probs: TimeLimit = 7200.0
+    """Log-probs and values of a step."""
+    advantages: TimeLimit = 3600.0
+    """Rewards, KL and advantages of a step."""
+    train: TimeLimit = 14400.0
+    """All updates of a step."""
+    validation: TimeLimit = 14400.0
+    """One validation."""
+    checkpoint: TimeLimit = 7200.0
+    """Writing a checkpoint or the final model."""
+    other: TimeLimit = 3600.0
+    """Every call that belongs to no phase: moving a role to its devices, resuming."""
+    silence: TimeLimit = 300.0
+    """A process that answers nothing at all, working or idle: stopped, or never giving Python's lock back. Counts once all are ready."""
+
+
 class RunConfig(Section):
     """The root."""
 
@@ -837,3 +864,5 @@ class RunConfig(Section):
     """Where metrics go."""
     ray: RayConfig = Field(default_factory=RayConfig)
     """The Ray cluster."""
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    """When something that does not answer counts as hung."""

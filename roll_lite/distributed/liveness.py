@@ -1,15 +1,81 @@
-"""The ranks of a cluster live together and die together, and whoever waits for anything notices the death of any of them."""
+"""The ranks of a cluster live together and die together, and whoever waits for anything notices the death or the silence of any of them."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
+from ray.exceptions import RayError
 
 from roll_lite.distributed.failures import ClusterDead, RankFailed
+from roll_lite.distributed.watchdog import name_of, status_of
+
+PULSE_SECONDS = 5.0
+"""Between an answer and the next question."""
+LISTEN_SECONDS = 1.0
+
+
+class Pulse:
+    """Asks a watched rank now and then whether it is there. A process that is stopped, or never gives Python's lock back, does not
+    answer; one that only works hard does."""
+
+    def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
+        self.node: str | None = None
+        """Of its process, known from its first answer on."""
+        self.pid: int | None = None
+        self._ask = ask
+        self._question: ray.ObjectRef | None = None
+        self._next = 0.0
+        self._silent_s = 0.0
+
+    def listen(self, elapsed: float) -> float:
+        """Seconds since the open question, as far as somebody listened. `elapsed`: since the last call."""
+        if self._question is None:
+            if time.monotonic() >= self._next:
+                self._question = self._ask()
+            return 0.0
+        ready, _ = ray.wait([self._question], timeout=0, fetch_local=False)
+        if not ready:
+            self._silent_s += elapsed
+            return self._silent_s
+        try:
+            self.node, self.pid = ray.get(self._question)
+        except RayError:  # its death is reported elsewhere
+            return 0.0
+        self._question, self._silent_s, self._next = None, 0.0, time.monotonic() + PULSE_SECONDS
+        return 0.0
+
+    @property
+    def process(self) -> psutil.Process | None:
+        """None where it is not known, gone, or on another node."""
+        if self.pid is None or self.node != ray.get_runtime_context().get_node_id():
+            return None
+        try:
+            return psutil.Process(self.pid)
+        except psutil.Error:
+            return None
+
+    def describe(self) -> str:
+        """What can be seen of its process from outside."""
+        if self.pid is None:
+            return "where its process is, is not known"
+        process = self.process
+        if process is None:
+            return f"its process {self.pid} cannot be looked at from this node"
+        status = status_of(process)
+        if status == psutil.STATUS_STOPPED:
+            return f"its process {self.pid} is stopped, as by SIGSTOP, and can say nothing"
+        if status == psutil.STATUS_DISK_SLEEP:
+            return f"its process {self.pid} waits in the kernel for a disk or a device"
+        return f"its process {self.pid} is {status}, and gives no answer"
 
 
 class RankGroup:
@@ -28,6 +94,8 @@ class RankGroup:
         self.phases: list[str] = []
         """Methods called and not yet answered, oldest first."""
         self.deaths: dict[ray.ObjectRef, int] = {}
+        self.pulses: list[Pulse] = []
+        """In rank order; none where the actors are not watched."""
         self.started = False
         """All constructors have run."""
         self.end: str | None = None
@@ -35,6 +103,7 @@ class RankGroup:
         self._watch = watch
         if watch is not None:
             self.deaths = {actor.until_death.options(**watch).remote(): rank for rank, actor in enumerate(self.actors)}
+            self.pulses = [Pulse(actor.place.options(**watch).remote) for actor in self.actors]
         WATCH.add(self)
 
     @property
@@ -60,6 +129,11 @@ class RankGroup:
         WATCH.remove(self)
         for actor in self.actors:
             ray.kill(actor)
+        for process in stopped([self]):  # Ray asks a process to end, which a stopped one does not hear
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.Error:
+                continue
 
     def stacks(self, rank: int) -> ray.ObjectRef:
         """Where a watched rank stands, also while it is busy."""
@@ -71,6 +145,8 @@ class LivenessWatch:
 
     def __init__(self) -> None:
         self._groups: list[weakref.ref[RankGroup]] = []
+        self._silence_s: float | None = None
+        self._listened = 0.0
 
     def groups(self) -> list[RankGroup]:
         return [group for reference in self._groups if (group := reference()) is not None]
@@ -91,8 +167,46 @@ class LivenessWatch:
         """A reference for every watched rank that becomes ready, with an error, when its process dies."""
         return {ref: (group, rank) for group in self.groups() for ref, rank in group.deaths.items()}
 
+    @contextmanager
+    def expecting_answers(self, within_s: float | None) -> Iterator[None]:
+        """In the block every watched rank has to answer within this time, whatever it is doing. None or 0: no such limit."""
+        before, self._silence_s = self._silence_s, within_s or None
+        try:
+            yield
+        finally:
+            self._silence_s = before
+
+    def silent(self) -> tuple[RankGroup, int, float] | None:
+        """A rank that has not answered in time, and that time. To be called again and again by whoever waits; what passes while nobody
+        does, or while this process is itself stopped, does not count."""
+        now = time.monotonic()
+        if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
+            return None
+        elapsed, self._listened = min(now - self._listened, 2 * LISTEN_SECONDS), now
+        heard = [(group, rank, pulse.listen(elapsed)) for group in self.groups() for rank, pulse in enumerate(group.pulses)]
+        late = max(heard, key=lambda entry: entry[2], default=None)
+        return (late[0], late[1], self._silence_s) if late is not None and late[2] > self._silence_s else None
+
 
 WATCH = LivenessWatch()
+
+
+def stopped(groups: Sequence[RankGroup]) -> list[psutil.Process]:
+    """Processes of these groups on this node, and their children, that have been stopped."""
+    found = []
+    for process in (process for group in groups for pulse in group.pulses if (process := pulse.process) is not None):
+        try:
+            family = [process, *process.children(recursive=True)]
+        except psutil.Error:
+            continue
+        found += [member for member in family if member.pid != os.getpid() and status_of(member) == psutil.STATUS_STOPPED]
+    return found
+
+
+def stopped_ones(groups: Sequence[RankGroup]) -> str:
+    """A line about them, where there are any."""
+    names = ", ".join(f"{process.pid} ({name_of(process)})" for process in stopped(groups))
+    return f"\n\nstopped, as by SIGSTOP: {names}" if names else ""
 
 
 def log_file(folder: Path | None, role: str, rank: int) -> Path | None:

@@ -9,7 +9,8 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 import ray
 
 from roll_lite.distributed.failures import RankFailed, RankTimeout, describe, may_be_aftermath
-from roll_lite.distributed.liveness import WATCH, RankGroup
+from roll_lite.distributed.liveness import WATCH, RankGroup, stopped_ones
+from roll_lite.distributed.watchdog import WATCHDOG, Limit
 
 T = TypeVar("T")
 
@@ -68,8 +69,9 @@ class Pending(Generic[T]):
             self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
-        limit = self.group.timeout_s if timeout_s is None else timeout_s
-        return float("inf") if limit is None else self.started + limit
+        """`timeout_s`: the caller's. The cluster's own counts where there is none, and none for the phase (watchdog.py)."""
+        own = self.group.timeout_s if timeout_s is None and WATCHDOG.nearest is None else timeout_s
+        return float("inf") if own is None else self.started + own
 
 
 def gather(*pendings: Pending[T], timeout_s: float | None = None) -> list[T]:
@@ -89,11 +91,15 @@ def _wait(pendings: Sequence[Pending[Any]], timeout_s: float | None, enough: Cal
         waiting = {cast(ray.ObjectRef, call.ref): call for pending in pendings for call in pending.calls if not call.done}
         for pending in pendings:
             pending.group.check()
+        WATCHDOG.check()
         unfinished = [pending for pending in pendings if not pending.done]
         first = min(unfinished, key=lambda pending: pending.deadline(timeout_s))
-        remaining = first.deadline(timeout_s) - time.monotonic()
+        limit = WATCHDOG.nearest
+        remaining = min(first.deadline(timeout_s), limit.deadline if limit else float("inf")) - time.monotonic()
         if remaining <= 0:
-            _time_out(first)
+            _time_out(first, limit)
+        if silent := WATCH.silent():
+            _report_silence(*silent)
         deaths = WATCH.deaths()
         refs = [*waiting, *deaths]
         ready, _ = ray.wait(refs, num_returns=1, timeout=min(POLL_SECONDS, remaining), fetch_local=False)
@@ -149,7 +155,7 @@ def _death_of(group: RankGroup, rank: int) -> BaseException:
     raise AssertionError(f"{group.name} rank {rank}: until_death returned")
 
 
-def _time_out(pending: Pending[Any]) -> NoReturn:
+def _time_out(pending: Pending[Any], limit: Limit | None) -> NoReturn:
     group = pending.group
     stuck = [call.rank for call in pending.calls if not call.done]
     answered = [call.rank for call in pending.calls if call.done]
@@ -157,7 +163,17 @@ def _time_out(pending: Pending[Any]) -> NoReturn:
     cause = f"no answer after {seconds:.0f} s from {_ranks(stuck)}"
     if answered:
         cause += f"; {_ranks(answered)} answered"
-    failure = RankTimeout(group.name, stuck[0], pending.phase, cause + _stacks(group, stuck))
+    if limit is not None and time.monotonic() >= limit.deadline:
+        cause += f" (the limit for the phase {limit.phase} is {limit}; raise it if it only needs longer)"
+    _give_up(group, stuck, pending.phase, cause)
+
+
+def _report_silence(group: RankGroup, rank: int, seconds: float) -> NoReturn:
+    _give_up(group, [rank], group.phase, f"nothing was heard of its process for {seconds:g} s (limits.silence)")
+
+
+def _give_up(group: RankGroup, ranks: Sequence[int], phase: str, cause: str) -> NoReturn:
+    failure = RankTimeout(group.name, ranks[0], phase, cause + _stacks(group, ranks) + stopped_ones(WATCH.groups()))
     group.fail(failure)
     raise failure
 
@@ -173,9 +189,10 @@ def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
     refs = {group.stacks(rank): rank for rank in stuck}
     ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=STACK_SECONDS)
     texts = []
-    for ref in ready:
+    for ref, rank in refs.items():
         try:
-            texts.append(f"\n\nrank {refs[ref]} stands at\n{ray.get(ref)}")
+            said = f"stands at\n{ray.get(ref)}" if ref in ready else f"does not say where it stands: {group.pulses[rank].describe()}"
         except ray.exceptions.RayError:  # it is being given up on anyway
             continue
+        texts.append(f"\n\nrank {rank} {said}")
     return "".join(texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -18,12 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
+import ray._private.utils
 
 from roll_lite.config.schema import RayConfig
 from roll_lite.distributed import session_guard
 from roll_lite.distributed.child_processes import keep_exit_codes
 from roll_lite.distributed.liveness import WATCH
+from roll_lite.distributed.watchdog import WATCHDOG, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +35,16 @@ SUPPORTED_RAY = ((2, 60), (2, 62))
 """From the first to below the second: what placement, actor deaths and the settings below were tried with."""
 FOLDER_PREFIX = "rl-"
 OWNER_FILE = "owner"
+MARK_FILE = "mark"
 CONNECT_SECONDS = 10.0
+STARTING = ("the start of Ray", 300.0, "fixed")
+ENDING = ("the end of Ray", 60.0, "fixed")
+"""Phase, seconds, and that no setting changes them."""
+GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+HTTP2_SETTINGS = 4
+SERVERS = ("raylet", "gcs_server")
+"""Ray's own processes that a local session cannot do without."""
 LONGEST_BASE = 40
 """Ray appends up to 64 characters to the folder for its sockets, whose paths end at 107."""
 
@@ -73,8 +86,9 @@ def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySessi
 
 @contextmanager
 def _attached(address: str) -> Iterator[str]:
-    _check_address(address)
-    with _environment({"RAY_USAGE_STATS_ENABLED": "0"}):
+    address = _check_address(address)
+    # For Ray, RAY_ADDRESS goes before the argument, and it may be `auto`.
+    with _environment({"RAY_USAGE_STATS_ENABLED": "0"}, without=("RAY_ADDRESS",)), WATCHDOG.limit(*STARTING):
         try:
             context = ray.init(address=address, log_to_driver=False, logging_level="error", runtime_env=_runtime_env())
         except ConnectionError as error:
@@ -84,34 +98,79 @@ def _attached(address: str) -> Iterator[str]:
             ) from error
     keep_exit_codes()
     try:
-        yield context.address_info["address"]
+        with WATCHDOG.over([process for process, command in _raylets() if context.address_info["raylet_socket_name"] in command]):
+            yield context.address_info["address"]
     finally:
         # Ends the job: Ray removes the actors and placement groups that it made, and nothing else.
         _disconnect()
 
 
-def _check_address(address: str) -> None:
-    """Ray itself takes minutes to say that nobody listens."""
+def _check_address(address: str) -> str:
+    """With `auto` looked up. Ray itself takes minutes to say that nobody listens, and does not end where somebody does who says nothing."""
     if "://" in address:
         raise ValueError(
             f"ray.address: {address!r} is a Ray Client address; start the run on a node of the cluster, with host:port or auto"
         )
+    if address == "auto":
+        address = _running_cluster()
     host, separator, port = address.rpartition(":")
     if not separator:
-        return
+        raise ValueError(f"ray.address: {address!r} (or RAY_ADDRESS) is neither host:port nor auto")
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS) as connection:
+            _expect_grpc(connection)
     except (OSError, ValueError) as error:
-        raise ConnectionError(f"no Ray cluster answers at {address} (ray.address, RAY_ADDRESS): {error}") from error
+        said = f"it accepts connections and says nothing for {CONNECT_SECONDS:g} s" if isinstance(error, TimeoutError) else str(error)
+        raise ConnectionError(f"no Ray cluster answers at {address} (ray.address, RAY_ADDRESS): {said}") from error
+    return address
+
+
+def _running_cluster() -> str:
+    """What `auto` stands for: the cluster that `ray start` has noted on this machine, or one that runs here without a note. Private
+    sessions of other runs are not meant."""
+    running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
+    noted = ray._private.utils.read_ray_address()
+    if noted and (noted in running or not running):
+        return str(noted)
+    if len(set(running)) == 1:
+        return running[0]
+    several = (
+        f"several run on this machine ({', '.join(sorted(set(running)))}): name one of them"
+        if running
+        else (
+            "none runs on this machine: start one (ray start --head), name one elsewhere (host:port), "
+            "or leave ray.address and RAY_ADDRESS unset for a local one of the run's own"
+        )
+    )
+    raise ConnectionError(f"ray.address (or RAY_ADDRESS) is auto, which means a running Ray cluster, and {several}")
+
+
+def _raylets() -> list[tuple[psutil.Process, str]]:
+    """Those of this machine that can be seen, with their command lines."""
+    found = psutil.process_iter(["name", "cmdline"])
+    return [(process, " ".join(process.info["cmdline"] or [])) for process in found if process.info["name"] == "raylet"]
+
+
+def _expect_grpc(connection: socket.socket) -> None:
+    """A gRPC server introduces itself at once, with a SETTINGS frame of HTTP/2. One that wants TLS says something else first."""
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return
+    connection.sendall(HTTP2_GREETING)
+    header = b""
+    while len(header) < 9 and (part := connection.recv(9 - len(header))):
+        header += part
+    if len(header) < 9 or header[3] != HTTP2_SETTINGS:
+        raise OSError("what listens there does not speak gRPC")
 
 
 @contextmanager
 def _local(config: RayConfig) -> Iterator[str]:
     folder = _make_folder()
     mark = uuid.uuid4().hex
+    (folder / MARK_FILE).write_text(mark)
     guard = _start_guard(folder, mark)
     try:
-        with _environment({"RAY_USAGE_STATS_ENABLED": "0", session_guard.MARK: mark}, without=("RAY_ADDRESS",)):
+        with _environment({"RAY_USAGE_STATS_ENABLED": "0", session_guard.MARK: mark}, without=("RAY_ADDRESS",)), WATCHDOG.limit(*STARTING):
             context = ray.init(
                 address="local",
                 _temp_dir=str(folder),
@@ -124,17 +183,31 @@ def _local(config: RayConfig) -> Iterator[str]:
                 _system_config=LOCAL_SETTINGS,
             )
         keep_exit_codes()
-        yield context.address_info["address"]
+        with WATCHDOG.over(_own_servers()):
+            yield context.address_info["address"]
     finally:
         try:
+            _end_stopped_servers()
             _disconnect()
         finally:
             _dismiss(guard, folder)
 
 
+def _own_servers() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children() if process.name() in SERVERS]
+
+
+def _end_stopped_servers() -> None:
+    """Ray would wait for their answers."""
+    for process in _own_servers():
+        if status_of(process) == psutil.STATUS_STOPPED:
+            process.kill()
+
+
 def _disconnect() -> None:
     WATCH.forget_all()
-    ray.shutdown()
+    with WATCHDOG.limit(*ENDING):
+        ray.shutdown()
 
 
 def _check_version() -> None:
@@ -200,7 +273,7 @@ def _process_namespace() -> str:
 
 
 def _purge(base: Path) -> None:
-    """Folders whose owner was killed together with its guard."""
+    """Folders whose owner was killed together with its guards, and the processes that it left."""
     for folder in base.glob(FOLDER_PREFIX + "*"):
         try:
             owner = (folder / OWNER_FILE).read_text()
@@ -211,6 +284,8 @@ def _purge(base: Path) -> None:
             continue
         if not _is_alive(int(process), owner):
             logger.info("removing %s, left behind by process %s", folder, process)
+            if (folder / MARK_FILE).is_file():
+                session_guard.end_processes((folder / MARK_FILE).read_text(), folder, grace_s=0.0)
             shutil.rmtree(folder, ignore_errors=True)
 
 

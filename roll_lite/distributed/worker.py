@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 ROLE = "ROLL_LITE_ROLE"
 LOG_FILE = "ROLL_LITE_LOG_FILE"
 STACK_FRAMES = 10
+TASKS = 20
+"""Of an event loop with thousands, the first say enough."""
 
 
 class Worker:
@@ -84,6 +86,10 @@ class Worker:
         """Never returns: the caller learns of the end of this process by the failure of the call."""
         threading.Event().wait()
 
+    def place(self) -> tuple[str, int]:
+        """Node and number of this process. That it answers is what counts."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
     def stacks(self) -> str:
         return other_stacks()
 
@@ -94,8 +100,11 @@ class AsyncWorker(Worker):
     async def until_death(self) -> None:  # type: ignore[override]
         await asyncio.Event().wait()
 
+    async def place(self) -> tuple[str, int]:  # type: ignore[override]
+        return super().place()
+
     async def stacks(self) -> str:  # type: ignore[override]
-        return other_stacks()
+        return f"{other_stacks()}\n{task_stacks()}"
 
 
 def redirect_output() -> None:
@@ -124,3 +133,13 @@ def other_stacks() -> str:
         if thread != threading.get_ident() and not waiting:
             texts.append("".join(traceback.format_list(frames[-STACK_FRAMES:])))
     return "\n".join(texts)
+
+
+def task_stacks() -> str:
+    """Where the coroutines of this event loop wait, the innermost place first."""
+    texts = []
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        places = [f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in task.get_stack()]
+        if places and not any("until_death" in place for place in places):
+            texts.append(f"  task at {' < '.join(reversed(places))}")
+    return "\n".join(dict.fromkeys(texts[:TASKS]))

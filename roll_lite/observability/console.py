@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
@@ -42,10 +45,30 @@ class Cell:
     """Blanks before it."""
 
 
+class _LastingConsole(Console):
+    """When nobody reads any more (`| head` has ended, the terminal is gone), it falls silent, and the run goes on."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        if self.quiet:
+            return
+        self.quiet = True
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.file.fileno())  # what is still in its buffer fails at the interpreter's end otherwise
+            os.close(nowhere)
+            sys.stderr.write("nobody reads the output any more; the run goes on\n")
+
+
 class RunConsole:
     def __init__(self, domains: Sequence[str], total_steps: int, stream: TextIO | None = None, width: int | None = None) -> None:
         """`stream`: standard output where absent. `width`: the terminal's, or 100 where there is none."""
-        self._console = Console(file=stream, highlight=False, emoji=False, markup=False)
+        self._console = _LastingConsole(file=stream, highlight=False, emoji=False, markup=False)
         if width or not self._console.is_terminal:
             self._console.width = width or PLAIN_WIDTH
         self._domains = list(domains)

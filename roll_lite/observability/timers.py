@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -51,6 +51,8 @@ class StepTimes:
 
 class StepTimers:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.around: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+        """Entered with the name of every phase, for what else happens while one runs: its time limit."""
         self._clock = clock
         self._open: list[str] = []
         self._running: dict[str, float] | None = None
@@ -85,7 +87,8 @@ class StepTimers:
             self._running.setdefault(path, 0.0)  # the order of a step's phases is that of their starts
         start = self._clock()
         try:
-            yield
+            with self.around(name):
+                yield
         finally:
             seconds = self._clock() - start
             self._open.pop()

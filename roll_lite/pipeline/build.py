@@ -1,29 +1,19 @@
-"""From a configuration to a running pipeline, and what happens however it ends."""
+"""From a configuration to a running pipeline: every cluster on its devices, all parts connected."""
 
 from __future__ import annotations
 
 import os
-import re
-import signal
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import yaml
-
 from roll_lite.config.arithmetic import max_model_len, model_parallel_size, roles, updates
-from roll_lite.config.checkpoint_files import CONFIG_FILE, found, resumption
 from roll_lite.config.schema import CriticRoleConfig, ForwardRoleConfig, RunConfig
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather, start_cluster
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
-from roll_lite.distributed.ray_session import RaySession, ray_session
+from roll_lite.distributed.ray_session import RaySession
 from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.distributed.strategy.engines import EngineSpec
-from roll_lite.observability.run_folder import create_run_folder, point_latest
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Engines, Model, RewardModels
 from roll_lite.pipeline.devices import FORWARD, TRAIN
@@ -42,47 +32,9 @@ from roll_lite.workers.rollout import RolloutSpec, RolloutWorker
 P = ParamSpec("P")
 W = TypeVar("W", bound=ModelWorker)
 
-COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
-"""Exit codes."""
-
 LOCAL_PATIENCE_S = 5.0
-REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
-
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Nothing that runs here reports home or fetches anything, unless the user's environment says otherwise."""
-
-
-def run(config: RunConfig) -> int:
-    """Start, train, clean up. Returns the exit code; the cause of a failure stands on standard error and in summary.json."""
-    folder = create_run_folder(config.run_dir, config.experiment)
-    # What a resumed run without checkpoints went on from is read here: `latest` never points at a folder without it.
-    (folder / CONFIG_FILE).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
-    point_latest(config.run_dir, folder)
-    journal = Journal(config, folder)
-    exit_state, code = "completed", COMPLETED
-    try:
-        # Once more inside: Ray puts its own handler in place when it starts.
-        if config.checkpoint.resume is not None:
-            for note in resumption(config.checkpoint.resume).notes:
-                journal.console.message(note)
-        journal.console.message(f"{config.experiment}: everything is written to {folder}; starting Ray")
-        with terminable(), ray_session(config.ray, folder) as session, terminable():
-            with journal.timers.phase("start"):
-                engine = config.actor_infer.strategy.name
-                journal.console.message(f"loading the model into {', '.join(roles(config))}; {engine} takes up to a minute to start")
-                pipeline = build(config, folder, session, journal)
-            pipeline.run()
-            pipeline.close()
-    except KeyboardInterrupt:
-        exit_state, code = "interrupted", INTERRUPTED
-        journal.console.message("interrupted")
-    except Exception as error:
-        exit_state, code = f"failed: {first_line(error)}", FAILED
-        report_failure(error, folder)
-    journal.close(exit_state)
-    if code != COMPLETED and (checkpoints := found(folder)):
-        journal.console.message(f"go on from its last checkpoint with checkpoint.resume={checkpoints[-1]}")
-    return code
 
 
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
@@ -142,7 +94,8 @@ class Starter:
         self.placement = Placement({name: role.devices for name, role in roles(config).items()}, patience)
 
     def spec(self, name: str, slots: Sequence[Slot], threads: int = 1) -> ClusterSpec:
-        return ClusterSpec(name, slots, threads, {key: os.environ.get(key, value) for key, value in QUIET.items()}, self.session.log_folder)
+        environment = {key: os.environ.get(key, value) for key, value in QUIET.items()}
+        return ClusterSpec(name, slots, threads, environment, self.session.log_folder, timeout_s=self.config.limits.other or None)
 
     def engines(self) -> Engines:
         role = self.config.actor_infer
@@ -192,28 +145,3 @@ class Starter:
         slots = self.placement.slots(name)
         ranks = start_cluster(self.spec(name, slots, role.threads), worker, model_role, *args, **kwargs)
         return Model(ranks, role, worker)  # type: ignore[arg-type]
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def first_line(error: BaseException) -> str:
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return line.removesuffix(" ends with:")
-
-
-def report_failure(error: Exception, folder: Path) -> None:
-    """What failed, on standard error, without the traceback of the worker that it happened in; everything in failure.txt."""
-    (folder / "failure.txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    sys.stderr.write(f"\nthe run failed: {REMOTE_TRACEBACK.split(str(error))[0].rstrip()}\n(more in {folder / 'failure.txt'})\n")

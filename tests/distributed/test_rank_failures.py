@@ -13,7 +13,9 @@ import pytest
 from cluster_workers import Adder, Collective, MainThreadAdder, Service, Unbuildable
 
 from roll_lite.distributed.cluster import ClusterDead, ClusterSpec, RankFailed, RankTimeout, gather, start_cluster
+from roll_lite.distributed.liveness import WATCH
 from roll_lite.distributed.placement import anywhere
+from roll_lite.distributed.watchdog import WATCHDOG
 
 SECONDS = 5.0
 """Well within 'seconds'; measured below 0.2 on an idle machine."""
@@ -100,6 +102,36 @@ def test_a_time_out_names_the_stuck_rank_and_where_it_stands(ray_local: object) 
     assert caught.value.rank == 1 and time.monotonic() - start < SECONDS
     with pytest.raises(ClusterDead):
         cluster.all(Adder.process_id)
+
+
+def test_the_limit_of_a_phase_names_its_setting(ray_local: object) -> None:
+    cluster = start_cluster(ClusterSpec("rollouts", anywhere(1), timeout_s=0.5), Service)
+    cluster.all(Service.process_id)
+    started = time.monotonic()
+    with (
+        WATCHDOG.limit("generate", 2.0),
+        pytest.raises(RankTimeout, match=r"limit for the phase generate is limits.generate: 2 s; raise it") as caught,
+    ):
+        cluster.all(Service.forever)
+    assert 2.0 <= time.monotonic() - started < 2 + SECONDS, "the cluster's own limit is for calls of no phase"
+    assert "in forever" in str(caught.value), "where the coroutine waits"
+
+
+@pytest.mark.parametrize("worker", [Adder, Service])
+def test_a_stopped_rank_of_an_idle_cluster_is_noticed(ray_local: object, worker: type[Adder] | type[Service]) -> None:
+    busy = start_cluster(ClusterSpec("reference", anywhere(1)), Adder)
+    idle = start_cluster(ClusterSpec("actor_infer", anywhere(2)), worker)
+    processes = idle.all(worker.process_id)
+    with WATCH.expecting_answers(2.0):
+        busy.all(Adder.sleep, 3.0)  # a busy rank is no silent one
+        os.kill(processes[1], signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(RankTimeout, match=r"(?s)actor_infer rank 1 failed in idle: nothing was heard of its process for 2 s") as caught:
+            busy.all(Adder.sleep, 60.0)
+    assert time.monotonic() - start < 20
+    assert f"its process {processes[1]} is stopped, as by SIGSTOP, and can say nothing" in str(caught.value)
+    assert_gone(processes)
+    busy.shutdown()
 
 
 def test_ctrl_c_ends_a_wait(ray_local: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -120,7 +121,10 @@ def test_folders_of_dead_owners_are_purged(tmp: Path, monkeypatch: pytest.Monkey
         (tmp / name).mkdir()
         if owner:
             (tmp / name / "owner").write_text(owner)
+    (tmp / "rl-dead" / "mark").write_text("left behind")
+    orphan = subprocess.Popen(["sleep", "1000"], env={**os.environ, session_guard.MARK: "left behind"})
     new = module._make_folder()
+    assert orphan.wait(SECONDS) == -signal.SIGKILL
     assert {folder.name for folder in tmp.iterdir()} == {"rl-alive", "rl-other-container", "rl-not-ours", new.name}
     assert (new / "owner").read_text() == own
 
@@ -140,7 +144,7 @@ def test_a_process_that_wrote_its_title_over_its_mark_is_known_by_its_files(tmp:
             process.wait()
 
 
-@pytest.mark.parametrize("how", ["killed", "done"])
+@pytest.mark.parametrize("how", ["killed", "killed with its guard", "done"])
 def test_the_guard_ends_marked_processes(tmp: Path, how: str) -> None:
     mark, folder = uuid.uuid4().hex, tmp / "session"
     folder.mkdir()
@@ -153,18 +157,39 @@ def test_the_guard_ends_marked_processes(tmp: Path, how: str) -> None:
     assert guard.stdin is not None
     time.sleep(0.5)
     assert guard.poll() is None and marked.poll() is None
-    if how == "killed":
-        driver.kill()
-    else:
+    if how == "done":
         guard.stdin.write(b".")
         guard.stdin.flush()
-    assert guard.wait(SECONDS) == 0
+    else:
+        driver.kill()
+    if how == "killed with its guard":
+        guard.kill()
+    assert guard.wait(SECONDS) == (-signal.SIGKILL if how == "killed with its guard" else 0)
+    wait_until(lambda: not folder.exists())
     assert marked.wait(SECONDS) == -signal.SIGKILL
     assert not folder.exists() and other.poll() is None
     guard.stdin.close()
     for process in (driver, other):
         process.kill()
         process.wait()
+
+
+def test_guards_replace_each_other(tmp: Path) -> None:
+    driver = subprocess.Popen(["sleep", "1000"])
+    command = [sys.executable, "-I", "-S", session_guard.__file__, str(driver.pid), "mark", str(tmp)]
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE)
+    ours = psutil.Process(guard.pid)
+    wait_until(lambda: len(ours.children()) == 1)
+    (twin,) = ours.children()
+    twin.kill()
+    wait_until(lambda: [child for child in ours.children() if is_running(child)] not in ([], [twin]))
+    (twin,) = [child for child in ours.children() if is_running(child)]
+    guard.kill()
+    guard.wait()
+    wait_until(lambda: len(twin.children()) == 1)
+    driver.kill()
+    driver.wait()
+    wait_until(lambda: not tmp.exists() and not is_running(twin))
 
 
 def test_one_session_at_a_time(ray_local: object) -> None:
@@ -208,9 +233,47 @@ def test_unsupported_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("127.0.0.1:1", ConnectionError, r"no Ray cluster answers at 127\.0\.0\.1:1 \(ray\.address, RAY_ADDRESS\)"),
         ("head:6379x", ConnectionError, "no Ray cluster answers at head:6379x"),
+        ("head", ValueError, "'head' .or RAY_ADDRESS. is neither host:port nor auto"),
         ("ray://head:10001", ValueError, "is a Ray Client address; start the run on a node of the cluster"),
     ],
 )
 def test_an_address_that_is_of_no_use(address: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         module._check_address(address)
+
+
+@pytest.mark.parametrize(("answer", "said"), [(b"", "says nothing for 0.5 s"), (b"HTTP/1.1 400 Bad Request", "does not speak gRPC")])
+def test_a_port_that_is_no_cluster(monkeypatch: pytest.MonkeyPatch, answer: bytes, said: str) -> None:
+    monkeypatch.setattr(module, "CONNECT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connections: list[socket.socket] = []
+
+        def accept() -> None:
+            connections.append(server.accept()[0])
+            connections[0].sendall(answer)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        with pytest.raises(ConnectionError, match=rf"no Ray cluster answers at 127\.0\.0\.1:\d+ .*{said}"):
+            module._check_address(f"127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
+        connections[0].close()
+
+
+def test_auto_without_a_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The private sessions of other runs are none."""
+    private = "raylet --gcs-address=127.0.0.1:7001 --session=/tmp/rl-abc/session"
+    monkeypatch.setattr(module, "_raylets", lambda: [(psutil.Process(), private)])
+    monkeypatch.setattr(module.ray._private.utils, "read_ray_address", lambda: None)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConnectionError, match=r"RAY_ADDRESS. is auto, .* none runs on this machine: start one .ray start --head"):
+        with ray_session(RayConfig(), None):
+            pass
+    started = [f"raylet --gcs-address=127.0.0.1:{port}" for port in (7002, 7003)]
+    monkeypatch.setattr(module, "_raylets", lambda: [(psutil.Process(), command) for command in (private, started[0])])
+    assert module._running_cluster() == "127.0.0.1:7002"
+    monkeypatch.setattr(module, "_raylets", lambda: [(psutil.Process(), command) for command in started])
+    with pytest.raises(ConnectionError, match=r"several run on this machine .127\.0\.0\.1:7002, 127\.0\.0\.1:7003.: name one"):
+        module._running_cluster()
+    monkeypatch.setattr(module.ray._private.utils, "read_ray_address", lambda: "127.0.0.1:7003")
+    assert module._running_cluster() == "127.0.0.1:7003"

@@ -345,6 +345,42 @@ def test_a_killed_worker_ends_the_run_with_its_role_and_the_cause(start: Any, ro
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("role", ["ActorWorker", "EngineCore"])
+def test_a_stopped_process_ends_the_run_and_is_named(start: Any, role: str) -> None:
+    """A rank by its silence, whatever is waited for; a process of an engine, beside a worker that answers, by the limit of the phase."""
+    run = start("tiny_grpo", *SMALL, "steps=100000", "limits.silence=10", "limits.generate=15")
+    run.wait_for_step(2)
+    processes = run.tree()
+    victim = engine_core(processes) if role == "EngineCore" else worker(processes, role)
+    victim.suspend()
+    code, output = run.finish(120)
+    assert code == 1, output
+    assert f"{victim.pid} is stopped, as by SIGSTOP" in output if role == "ActorWorker" else "limits.generate: 15 s" in output
+    assert f"stopped, as by SIGSTOP: {victim.pid} (" in output
+    name = {"ActorWorker": "actor_train rank 0", "EngineCore": "rollouts rank 0"}[role]
+    assert f"{name} failed in" in run.summary()["exit"]
+    assert until_gone(processes, 20) == []
+
+
+@pytest.mark.slow
+def test_a_resumed_run_that_was_killed_while_it_started_does_not_hide_its_checkpoint(start: Any) -> None:
+    settings = [*SMALL, "checkpoint.every=1", "checkpoint.export_model=false"]
+    first = start("tiny_grpo", *settings, "steps=1")
+    assert first.finish()[0] == 0
+    checkpoint = first.folder / "checkpoints" / "step_000001"
+    latest = f"checkpoint.resume={first.run_dir / 'latest'}"
+    killed = start("tiny_grpo", *settings, "steps=2", latest)
+    while killed.folder == checkpoint.parents[1]:
+        time.sleep(0.05)
+    killed.process.kill()
+    killed.process.communicate(timeout=30)
+    again = start("tiny_grpo", *settings, "steps=2", latest)
+    code, output = again.finish()
+    assert code == 0 and f"{killed.folder.parent}" in output, output
+    assert again.summary()["resumed_after"] == 1 and "has written no checkpoint; going on from where it began" in output
+
+
+@pytest.mark.slow
 def test_nothing_is_left_after_the_driver_was_killed(start: Any) -> None:
     run = start("tiny_grpo", *SMALL, "steps=1000")
     run.wait_for_step(1)

@@ -1,0 +1,159 @@
+"""What ends a run that hangs: time limits around its phases, and a thread for when the driver itself is stuck.
+
+A limit that has passed, or a Ray session that is lost, is noticed where the driver waits (pending.py): there it can be said which rank
+is late and where it stands. But a call into Ray may never come back, when a process of Ray's is stopped for instance, and Ray ends
+drivers that have lost its head for a minute. The thread then has the run's end written down and ends the process.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+PATROL_SECONDS = 0.5
+STUCK_SECONDS = 15.0
+"""How long the main thread may take to act on what it should have noticed by itself."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    phase: str
+    seconds: float
+    setting: str
+    """Its path in the YAML."""
+    deadline: float
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.seconds:g} s"
+
+
+class SessionLost(RuntimeError):
+    """A process of Ray's own on this machine is gone or stopped, and with it the session."""
+
+
+class Watchdog:
+    """One for the process, `WATCHDOG`."""
+
+    def __init__(self) -> None:
+        self._limits: list[Limit] = []
+        self._processes: dict[psutil.Process, str] = {}
+        """With the names that they had while they lived."""
+        self._stopped_s: dict[int, float] = {}
+        self._lost: str | None = None
+        self._lost_at = 0.0
+        self._told = False
+        self.silence_s: float | None = None
+        """How long a process may stay stopped; None: for ever."""
+
+    # ------------------------------------------------------------ limits
+
+    @contextmanager
+    def limit(self, phase: str, seconds: float | None, setting: str = "") -> Iterator[None]:
+        """For the whole block. None or 0: none."""
+        if not seconds:
+            yield
+            return
+        limit = Limit(phase, seconds, setting or f"limits.{phase}", time.monotonic() + seconds)
+        self._limits.append(limit)
+        try:
+            yield
+        finally:
+            self._limits.remove(limit)
+
+    @property
+    def nearest(self) -> Limit | None:
+        """The limit that passes first."""
+        return min(list(self._limits), key=lambda limit: limit.deadline, default=None)
+
+    # ------------------------------------------------------------ Ray's own processes
+
+    @contextmanager
+    def over(self, processes: Sequence[psutil.Process]) -> Iterator[None]:
+        """The session cannot do without them."""
+        self._processes = {process: name_of(process) for process in processes}
+        self._lost, self._told = None, False
+        self._stopped_s.clear()
+        try:
+            yield
+        finally:
+            self._processes = {}
+
+    def check(self) -> None:
+        """To be called by the main thread wherever it waits."""
+        if self._lost is not None:
+            self._told = True
+            raise SessionLost(self._lost)
+
+    # ------------------------------------------------------------ the thread
+
+    @contextmanager
+    def patrol(self, give_up: Callable[[str], None]) -> Iterator[None]:
+        """`give_up` is called in the thread, with the cause, when the main thread does not come back. It should end the process."""
+        ended = threading.Event()
+        main = threading.get_ident()
+        thread = threading.Thread(target=self._patrol, args=(ended, main, give_up), name="watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def _patrol(self, ended: threading.Event, main: int, give_up: Callable[[str], None]) -> None:
+        while not ended.wait(PATROL_SECONDS):
+            if self._lost is None and (cause := self._loss()):
+                self._lost, self._lost_at = cause, time.monotonic()
+            if cause := self._stuck():
+                give_up(f"{cause}\n\nthe driver stands at\n{_stack(main)}")
+                return
+
+    def _stuck(self) -> str | None:
+        now = time.monotonic()
+        if self._lost is not None and not self._told and now - self._lost_at > STUCK_SECONDS:
+            return self._lost
+        limit = self.nearest
+        if limit is not None and now - limit.deadline > STUCK_SECONDS:
+            return f"the driver did not come back from {limit.phase} ({limit})"
+        return None
+
+    def _loss(self) -> str | None:
+        for process, name in list(self._processes.items()):
+            status = status_of(process)
+            stopped = status == psutil.STATUS_STOPPED
+            self._stopped_s[process.pid] = self._stopped_s.get(process.pid, 0.0) + PATROL_SECONDS if stopped else 0.0
+            what = f"the Ray session is lost: its process {process.pid} ({name})"
+            if status in (None, psutil.STATUS_ZOMBIE):
+                return f"{what} died; it may have been killed from outside, or for want of memory"
+            if self.silence_s and self._stopped_s[process.pid] > self.silence_s:
+                return f"{what} has been stopped, as by SIGSTOP, for {self.silence_s:g} s (limits.silence)"
+        return None
+
+
+WATCHDOG = Watchdog()
+
+
+def status_of(process: psutil.Process) -> str | None:
+    """None: it is gone."""
+    try:
+        return process.status() if process.is_running() else None
+    except psutil.Error:
+        return None
+
+
+def name_of(process: psutil.Process) -> str:
+    """What it is called after its title, where it has set one."""
+    try:
+        return (process.cmdline() or [process.name()])[0].rpartition("/")[2].partition(" ")[0] or process.name()
+    except psutil.Error:
+        return "gone"
+
+
+def _stack(thread: int) -> str:
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)[-10:]) if frame else ""

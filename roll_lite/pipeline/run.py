@@ -1,0 +1,160 @@
+"""A run from its configuration to its exit code, and what is written down however it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import yaml
+
+from roll_lite.config.arithmetic import roles
+from roll_lite.config.checkpoint_files import CONFIG_FILE, resumption
+from roll_lite.config.schema import RunConfig
+from roll_lite.distributed.liveness import WATCH
+from roll_lite.distributed.ray_session import ray_session
+from roll_lite.distributed.watchdog import WATCHDOG
+from roll_lite.observability.run_folder import create_run_folder, point_latest
+from roll_lite.pipeline.build import build
+from roll_lite.pipeline.journal import Journal
+
+COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
+"""Exit codes."""
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
+
+
+def run(config: RunConfig) -> int:
+    """Start, train, clean up. Returns the exit code; the cause of a failure stands on standard error and in summary.json."""
+    folder = create_run_folder(config.run_dir, config.experiment)
+    # What a resumed run without checkpoints went on from is read here: `latest` never points at a folder without it.
+    (folder / CONFIG_FILE).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    point_latest(config.run_dir, folder)
+    journal = Journal(config, folder)
+    journal.timers.around = lambda phase: phase_limit(config, phase)
+    WATCHDOG.silence_s = config.limits.silence or None
+    interruption = Interruption()
+    end = RunEnd(journal, interruption)
+    # Twice: what the run has to say of its end is written down before Ray is taken apart, which may take this process along.
+    # The signals too, for Ray puts its own handlers in place when it starts.
+    with interruption.handled(), WATCHDOG.patrol(end.give_up), end.recorded():
+        announce(config, journal)
+        with ray_session(config.ray, folder) as session, interruption.handled(), end.recorded():
+            with journal.timers.phase("start"):
+                engine = config.actor_infer.strategy.name
+                journal.console.message(f"loading the model into {', '.join(roles(config))}; {engine} takes up to a minute to start")
+                pipeline = build(config, folder, session, journal)
+            with WATCH.expecting_answers(config.limits.silence):
+                pipeline.run()
+                pipeline.close()
+    return end.code
+
+
+def announce(config: RunConfig, journal: Journal) -> None:
+    if config.checkpoint.resume is not None:
+        for note in resumption(config.checkpoint.resume).notes:
+            journal.console.message(note)
+    journal.console.message(f"{config.experiment}: everything is written to {journal.folder}; starting Ray")
+
+
+def phase_limit(config: RunConfig, phase: str) -> AbstractContextManager[None]:
+    return WATCHDOG.limit(phase, getattr(config.limits, phase))
+
+
+class Interruption:
+    """SIGTERM, and SIGHUP of a terminal that closes, end a run as Ctrl-C does. Under nohup the latter stays without effect.
+
+    A terminal that closes sends several signals, and users press Ctrl-C again: only the first counts until the end is written down."""
+
+    def __init__(self) -> None:
+        self._is_deaf = False
+
+    def __call__(self, _signal: int, _frame: FrameType | None) -> None:
+        if not self._is_deaf:
+            self._is_deaf = True
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        numbers = [number for number in ENDING_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, own in before.items():
+                signal.signal(number, signal.SIG_DFL if own is None else own)
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Until the block is done; whoever asks again afterwards does not wait for the cleaning up."""
+        self._is_deaf = True
+        yield
+        self._is_deaf = False
+
+
+class RunEnd:
+    """How a run has ended. What happens first counts; everything after it belongs to the cleaning up."""
+
+    def __init__(self, journal: Journal, interruption: Interruption) -> None:
+        self.code = COMPLETED
+        self._journal = journal
+        self._interruption = interruption
+        self._closed = False
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """However the block ends, the run has ended, and says so in its folder and on the screen."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            with self._interruption.ignored():
+                self._close("interrupted", INTERRUPTED)
+        except Exception as error:
+            with self._interruption.ignored():
+                self._fail(error)
+        else:
+            with self._interruption.ignored():
+                self._close("completed", COMPLETED)
+
+    def give_up(self, cause: str) -> None:
+        """From another thread: the main one hangs. The guard of the Ray session ends what is left."""
+        try:
+            self._fail(RuntimeError(cause))
+        finally:
+            os._exit(self.code or FAILED)
+
+    def _fail(self, error: Exception) -> None:
+        report_failure(error, self._journal.folder, "cleaning up failed" if self._closed else "the run failed")
+        self._close(f"failed: {first_line(error)}", FAILED)
+
+    def _close(self, exit_state: str, code: int) -> None:
+        if self._closed:
+            return
+        self._closed, self.code = True, code
+        console = self._journal.console
+        if code == INTERRUPTED:
+            console.message("interrupted")
+        self._journal.close(exit_state)
+        if code != COMPLETED:
+            with suppress(ValueError):  # there is none
+                console.message(f"go on from its last checkpoint with checkpoint.resume={resumption(self._journal.folder).checkpoint}")
+
+
+def first_line(error: BaseException) -> str:
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line.removesuffix(" ends with:")
+
+
+def report_failure(error: Exception, folder: Path, what: str) -> None:
+    """What failed, on standard error, without the traceback of the worker that it happened in; everything in failure.txt."""
+    with (folder / "failure.txt").open("a", encoding="utf-8") as file:
+        file.write("".join(traceback.format_exception(error)))
+    with suppress(OSError):  # nobody may read it any more
+        sys.stderr.write(f"\n{what}: {REMOTE_TRACEBACK.split(str(error))[0].rstrip()}\n(more in {folder / 'failure.txt'})\n")
+        sys.stderr.flush()

@@ -1,0 +1,55 @@
+"""Time limits, and the thread that steps in where the driver itself hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import psutil
+import pytest
+
+from roll_lite.distributed import watchdog as module
+from roll_lite.distributed.watchdog import SessionLost, Watchdog
+
+SECONDS = 10.0
+
+
+def test_a_driver_that_hangs_is_given_up_with_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STUCK_SECONDS", 0.5)
+    causes: list[str] = []
+    dog = Watchdog()
+    with dog.patrol(causes.append), dog.limit("train", 0.5):
+        deadline = time.monotonic() + SECONDS
+        while not causes and time.monotonic() < deadline:
+            time.sleep(0.05)
+    (cause,) = causes
+    assert cause.startswith("the driver did not come back from train (limits.train: 0.5 s)")
+    assert "the driver stands at" in cause and "test_a_driver_that_hangs" in cause
+
+
+def test_no_limit_is_none() -> None:
+    dog = Watchdog()
+    with dog.limit("train", 0), dog.limit("generate", None):
+        assert dog.nearest is None
+    with dog.limit("train", 100), dog.limit("generate", 10):
+        assert dog.nearest is not None and str(dog.nearest) == "limits.generate: 10 s"
+    assert dog.nearest is None
+
+
+@pytest.mark.parametrize(("how", "said"), [("kill", r"\(sleep\) died"), ("suspend", r"\(sleep\) has been stopped, as by SIGSTOP, for 1 s")])
+def test_a_lost_process_of_the_session_is_told_where_the_driver_waits(how: str, said: str) -> None:
+    dog = Watchdog()
+    dog.silence_s = 1.0
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        with dog.patrol(lambda cause: None), dog.over([psutil.Process(process.pid)]):
+            dog.check()
+            getattr(psutil.Process(process.pid), how)()
+            with pytest.raises(SessionLost, match=said):
+                deadline = time.monotonic() + SECONDS
+                while time.monotonic() < deadline:
+                    dog.check()
+                    time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()

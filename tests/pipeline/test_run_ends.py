@@ -1,0 +1,116 @@
+"""However a run ends, its folder says how. Real processes, real signals; the pipeline is a stand-in (run_driver.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 60.0
+
+
+@contextmanager
+def driver(how: str, tmp: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """The program, once it has said that it is ready."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "distributed")])
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("run_driver.py")), how, str(tmp / "runs"), *overrides],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, "TMPDIR": str(tmp), "PYTHONPATH": path},
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process.stdout, process.stderr:
+        try:
+            wanted = "line 1" if how == "talking" else "ready"
+            for line in process.stdout:
+                if line.startswith(wanted):
+                    break
+            else:
+                raise AssertionError(process.stderr.read())
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def summary(tmp: Path) -> dict[str, Any]:
+    return json.loads((tmp / "runs" / "latest" / "summary.json").read_text())
+
+
+def part(process: subprocess.Popen[str], name: str) -> psutil.Process:
+    (found,) = [child for child in psutil.Process(process.pid).children() if child.name() == name]
+    return found
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGHUP], [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]])
+def test_a_closed_terminal_interrupts_a_run(tmp: Path, numbers: list[signal.Signals]) -> None:
+    with driver("waiting", tmp) as process:
+        process.stdout.close()  # type: ignore[union-attr]
+        for number in numbers:
+            process.send_signal(number)
+        assert process.wait(SECONDS) == 130
+    assert summary(tmp)["exit"] == "interrupted"
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output(tmp: Path) -> None:
+    with driver("talking", tmp) as process:
+        process.stdout.close()  # type: ignore[union-attr]
+        assert process.wait(SECONDS) == 0
+        assert process.stderr.read() == "nobody reads the output any more; the run goes on\n"  # type: ignore[union-attr]
+    assert summary(tmp)["exit"] == "completed"
+
+
+def test_the_end_of_rays_head_is_told(tmp: Path) -> None:
+    with driver("sleeping", tmp) as process:
+        processes = psutil.Process(process.pid).children(recursive=True)
+        part(process, "gcs_server").kill()
+        assert process.wait(SECONDS) == 1
+        assert "the run failed: the Ray session is lost: its process" in process.stderr.read()  # type: ignore[union-attr]
+    assert "(gcs_server) died" in summary(tmp)["exit"]
+    assert gone(processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_stopped_process_of_rays_is_noticed(tmp: Path, name: str) -> None:
+    with driver("sleeping", tmp, "limits.silence=2") as process:
+        processes = psutil.Process(process.pid).children(recursive=True)
+        part(process, name).suspend()
+        assert process.wait(SECONDS) == 1
+    assert f"({name}) has been stopped, as by SIGSTOP, for 2 s (limits.silence)" in summary(tmp)["exit"]
+    assert gone(processes)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_noticed(tmp: Path) -> None:
+    with driver("sleeping", tmp, "limits.silence=3") as process:
+        processes = psutil.Process(process.pid).children(recursive=True)
+        (rank,) = [child for child in processes if "Adder" in " ".join(child.cmdline())]
+        time.sleep(2)  # its first answer tells which process it is
+        rank.suspend()
+        assert process.wait(SECONDS) == 1
+        said = process.stderr.read()  # type: ignore[union-attr]
+    assert "actor_train rank 0 failed in sleep: nothing was heard of its process for 3 s (limits.silence)" in said
+    assert f"its process {rank.pid} is stopped, as by SIGSTOP, and can say nothing" in said
+    assert "actor_train rank 0" in summary(tmp)["exit"] and gone(processes)
