@@ -1,4 +1,7 @@
-"""Exit codes of child processes, which a Ray that cleans up after killed workers would take away."""
+"""Exit codes of child processes, which a Ray that cleans up after killed workers would take away.
+
+A file of its own: every worker of Ray's imports it at its start, and nothing else should come with it.
+"""
 
 from __future__ import annotations
 

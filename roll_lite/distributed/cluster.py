@@ -221,6 +221,9 @@ class Cluster(Generic[W_co]):
             return
         address = self._call(Worker.rendezvous, {0: ()}, {}, _only, "start").result(START_SECONDS)
         self._call(Worker.meet_at, dict.fromkeys(range(self.world_size), (address,)), {}, list, "start").result(START_SECONDS)
+        places = self._call(Worker.place, dict.fromkeys(range(self.world_size), ()), {}, list, "start").result(START_SECONDS)
+        for pulse, place in zip(self.group.pulses, places, strict=False):  # ranks that are not watched have none
+            pulse.node, pulse.pid = place
         self.group.started = True
 
     def _call(

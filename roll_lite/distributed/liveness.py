@@ -29,7 +29,7 @@ class Pulse:
 
     def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
         self.node: str | None = None
-        """Of its process, known from its first answer on."""
+        """Of its process, known once all of the cluster are introduced to each other."""
         self.pid: int | None = None
         self._ask = ask
         self._question: ray.ObjectRef | None = None

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import threading
 import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import psutil
 import ray
 
-from roll_lite.distributed.rendezvous import Address, listen, open_store, use_interface_of
-
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     from roll_lite.distributed.strategy.base import RankLayout
 
 ROLE = "ROLL_LITE_ROLE"
@@ -23,6 +26,12 @@ LOG_FILE = "ROLL_LITE_LOG_FILE"
 STACK_FRAMES = 10
 TASKS = 20
 """Of an event loop with thousands, the first say enough."""
+
+
+@dataclass(frozen=True)
+class Address:
+    host: str
+    port: int
 
 
 class Worker:
@@ -43,7 +52,9 @@ class Worker:
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
-        self._listener = listen() if self.rank == 0 else None
+        # How ranks find each other: rank 0 listens on a port that the system has chosen, on all interfaces, and the listening socket
+        # itself becomes the store. A port that was only believed free can be taken before it is used; one that is bound stays ours.
+        self._listener = socket.create_server(("", 0)) if self.rank == 0 else None
         redirect_output()
 
     # ------------------------------------------------------------ rendezvous
@@ -105,6 +116,29 @@ class AsyncWorker(Worker):
 
     async def stacks(self) -> str:  # type: ignore[override]
         return f"{other_stacks()}\n{task_stacks()}"
+
+
+def open_store(address: Address, world_size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
+    """`listener`: rank 0's socket, which the store takes over; None on other ranks."""
+    # torch takes seconds to import; workers without a process group never need it
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(
+        address.host,
+        address.port,
+        world_size,
+        is_master=listener is not None,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener else None,
+    )
+
+
+def use_interface_of(host: str) -> None:
+    """Gloo asks the machine's name for its address otherwise, which laptops and containers often cannot resolve."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def redirect_output() -> None:

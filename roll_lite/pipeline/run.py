@@ -64,7 +64,7 @@ def announce(config: RunConfig, journal: Journal) -> None:
 
 
 def phase_limit(config: RunConfig, phase: str) -> AbstractContextManager[None]:
-    return WATCHDOG.limit(phase, getattr(config.limits, phase))
+    return WATCHDOG.limit(phase, getattr(config.limits, phase, config.limits.other))
 
 
 class Interruption:
@@ -127,7 +127,7 @@ class RunEnd:
         try:
             self._fail(RuntimeError(cause))
         finally:
-            os._exit(self.code or FAILED)
+            os._exit(self.code if self._closed else FAILED)
 
     def _fail(self, error: Exception) -> None:
         report_failure(error, self._journal.folder, "cleaning up failed" if self._closed else "the run failed")
