@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from roll_lite.config.arithmetic import max_model_len, model_parallel_size, roles, updates
 from roll_lite.config.schema import CriticRoleConfig, ForwardRoleConfig, RunConfig
+from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather, start_cluster
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
@@ -117,7 +118,7 @@ class Starter:
         clusters = {}
         for name, model in config.reward_models.items():
             role = f"reward_models.{name}"
-            spec = RewardModelSpec(name, model, config.seed, config.deterministic)
+            spec = RewardModelSpec(name, model, derived_seed(config.seed, role), config.deterministic)
             clusters[name] = start_cluster(self.spec(role, self.placement.slots(role), model.threads), RewardModelWorker, spec)
         return RewardModels(clusters, config.reward_models)
 
@@ -139,7 +140,7 @@ class Starter:
             config=role,
             temperature=next(iter(config.domains.values())).sampling.temperature,
             total_updates=updates(config, name),
-            seed=config.seed,
+            seed=derived_seed(config.seed, name),
             deterministic=config.deterministic,
         )
         slots = self.placement.slots(name)

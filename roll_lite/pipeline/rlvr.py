@@ -10,6 +10,7 @@ from roll_lite.algorithms.kl import KlController
 from roll_lite.config.arithmetic import aggregation_constant
 from roll_lite.config.schema import RunConfig
 from roll_lite.data.minibatches import MiniBatch, cut_mini_batches
+from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.observability.timers import phase
@@ -201,7 +202,7 @@ class RLVRPipeline:
             mini_batches=self.algorithm.mini_batches,
             aggregation=self.algorithm.aggregation,
             constant=aggregation_constant(self.config),
-            seed=self.config.seed + self.steps_done,
+            seed=derived_seed(self.config.seed, "mini_batches", self.steps_done + 1),
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from roll_lite.data.samples import GenerationRequest
+from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.strategy.base import (
     EngineHealth,
     EngineMemory,
@@ -31,7 +32,7 @@ class InferWorker(AsyncWorker):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__()
         # Replicas with one seed would draw the same numbers, and samples of one prompt on two replicas could come out alike.
-        self._strategy = build_engine(replace(spec, seed=spec.seed + self.rank))
+        self._strategy = build_engine(replace(spec, seed=derived_seed(spec.seed, "actor_infer", self.rank)))
         self._pump = CompletionPump(self._strategy)
 
     async def initialize(self) -> None:
