@@ -104,6 +104,11 @@ def names_an_extra(words: list[str]) -> None:
     assert match and match[1] in extras
 
 
+def recomputes_a_run(words: list[str]) -> None:
+    """On finished runs: tests/examples/test_recompute.py."""
+    assert words[1:] == ["examples/recompute.py", "runs/latest"] and (ROOT / words[1]).is_file()
+
+
 def starts_the_entry_point(words: list[str]) -> None:
     assert words[:2] == ["python", "examples/start_rlvr_pipeline.py"] and (ROOT / words[1]).is_file()
 
@@ -112,9 +117,10 @@ ELSEWHERE = {
     "pip check": lists_missing_packages,
     'pip install ".[vllm]"': names_an_extra,
     'pip install ".[sglang]"': names_an_extra,
+    "python examples/recompute.py runs/latest": recomputes_a_run,
     "RAY_ADDRESS=head:6379 python examples/start_rlvr_pipeline.py ...": starts_the_entry_point,
 }
-"""Commands that need a network or a cluster, and what is tested of them instead."""
+"""Commands that need a network, a cluster or a finished run, and what is tested of them instead."""
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)

@@ -781,6 +781,16 @@ class CheckpointConfig(Section):
     """Write the final model in Hugging Face format."""
 
 
+class BatchFilesConfig(Section):
+    """Token ids, log-probs, advantages and mini-batches of every step in the run's folder, from which `examples/recompute.py` computes
+    losses and weights once more."""
+
+    write: Literal["auto", "always", "never"] = "auto"
+    """auto: where a step has at most 262,144 tokens."""
+    copy_models_mb: Annotated[int, Field(ge=0)] = 256
+    """Models up to this size are copied into the run's folder before training; of larger ones path and checksums are kept."""
+
+
 class TrackerConfig(Section):
     type: Literal["jsonl", "tensorboard"]
     """Where metrics are written."""
@@ -856,6 +866,8 @@ class RunConfig(Section):
     """Advantages, losses, KL, epochs."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     """Held-out accuracy."""
+    batches: BatchFilesConfig = Field(default_factory=BatchFilesConfig)
+    """What is kept of each step's batch."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Checkpoints and the final model."""
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)

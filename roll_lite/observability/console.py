@@ -27,6 +27,7 @@ SHORT_PHASES = {
     "generate": "gen",
     "log_probs": "logp",
     "advantages": "adv",
+    "write_batch": "files",
     "validate": "eval",
     "checkpoint": "save",
 }

@@ -15,6 +15,7 @@ from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.distributed.strategy.engines import EngineSpec
+from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Engines, Model, RewardModels
 from roll_lite.pipeline.devices import FORWARD, TRAIN
@@ -52,7 +53,9 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
         journal.console.message(line)
     weights = WeightSync(actor, engines.replicas, rollouts, config.weight_sync, model_parallel_size(config.actor_infer))
     clusters = Clusters(actor, engines, rollouts, reference, critic, reward_models, list(judges.values()))
-    return RLVRPipeline(config, clusters, weights, journal, Checkpoints(config, folder))
+    batch_files = BatchFiles(config, folder)
+    batch_files.keep_start()
+    return RLVRPipeline(config, clusters, weights, journal, Checkpoints(config, folder), batch_files)
 
 
 def initialize(

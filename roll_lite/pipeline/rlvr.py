@@ -15,6 +15,7 @@ from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.observability.timers import phase
 from roll_lite.pipeline.agreement import Agreement
+from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.devices import FORWARD, TRAIN, Turn, take_turns
@@ -32,13 +33,22 @@ from roll_lite.workers.rollout import RolloutWorker
 class RLVRPipeline:
     """Takes the clusters of a run through its steps."""
 
-    def __init__(self, config: RunConfig, clusters: Clusters, weights: WeightSync, journal: Journal, checkpoints: Checkpoints) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        clusters: Clusters,
+        weights: WeightSync,
+        journal: Journal,
+        checkpoints: Checkpoints,
+        batch_files: BatchFiles,
+    ) -> None:
         self.config = config
         self.algorithm = config.algorithm
         self.clusters = clusters
         self.weights = weights
         self.journal = journal
         self.checkpoints = checkpoints
+        self.batch_files = batch_files
         self.timers = journal.timers
         self.shaping = RewardShaping(config)
         self.agreement = Agreement(config)
@@ -48,6 +58,8 @@ class RLVRPipeline:
         self.credit_columns = credit_columns(self.algorithm)
         self.actor_columns = ActorWorker.training_reads(self.algorithm)
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
+        self.kl_coefs: dict[str, float] = {}
+        """Of the current step: what it measures moves them for the next one."""
         self.steps_done = 0
         self.version = 0
         """Of the actor's weights: the number of steps that changed them."""
@@ -80,6 +92,7 @@ class RLVRPipeline:
         if len(batch) > 0:
             self.compute_log_probs(batch)
             self.assign_credit(batch)
+            self.write_batch(batch)
             self.train(batch)
         self.steps_done += 1
 
@@ -116,10 +129,17 @@ class RLVRPipeline:
     def assign_credit(self, batch: Batch) -> None:
         """Rewards and KL become advantages, where the tokens are."""
         actor, kl_coef = self.clusters.actor, self.kl_in_reward.coef
+        self.kl_coefs = {"kl_in_reward": kl_coef, "kl_in_loss": self.kl_in_loss.coef}
         reports = actor.ranks.heads_scatter(ActorWorker.assign_credit, actor.shards(batch, self.credit_columns), kl_coef)
         batch.add(report.block for report in reports)
         self.journal.credit(reports, kl_coef)
         self.kl_in_reward.step(per_token([report.sums for report in reports], "credit/kl_in_reward", "credit/tokens"), len(batch))
+
+    @phase("write_batch")
+    def write_batch(self, batch: Batch) -> None:
+        """What the losses are computed from, to the run's folder, where it is wanted there."""
+        if self.batch_files.are_written:
+            self.batch_files.write(self.steps_done + 1, self.clusters.actor, batch, self.cut(batch), self.kl_coefs)
 
     @phase("train")
     def train(self, batch: Batch) -> None:

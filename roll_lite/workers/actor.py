@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 import ray
 
 from roll_lite.config.schema import AlgorithmConfig
+from roll_lite.data.columns_file import write_columns
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import padded
 from roll_lite.data.proto import Column, DataProto
@@ -73,6 +75,10 @@ class ActorWorker(ModelWorker):
             columns["returns"] = Ragged.from_padded(credit.returns, lengths)
         sums, peaks = credit_metrics(rows, credit, self.algorithm.old_log_probs, self.domains)
         return CreditReport(put_block(DataProto(columns)), sums, peaks)
+
+    def write_rows(self, shard: Shard, folder: Path) -> None:
+        """This rank's rows of the batch, into a file of their own. Called on the head ranks."""
+        write_columns(folder / f"rows_{self.strategy.layout.data_rank:04d}.parquet", shard.materialize())
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
         """Every mini-batch of every epoch, until the policy has moved too far. `kl_coef`: of the KL in the loss, for this step."""

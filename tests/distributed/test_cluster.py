@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from cluster_workers import Adder, Grid, MainThreadAdder, Service
 
-from roll_lite.distributed.cluster import Cluster, ClusterDead, ClusterSpec, gather, start_cluster
+from roll_lite.distributed.cluster import Cluster, ClusterDead, ClusterSpec, first_done, gather, start_cluster
 from roll_lite.distributed.placement import anywhere
 
 
@@ -38,6 +38,14 @@ def test_rank_environment_is_there_before_the_process_starts(adders: Cluster[Add
     ]
     places = adders.all(Adder.environment, ["MASTER_ADDR", "MASTER_PORT"])
     assert places[0] == places[1] and int(places[0]["MASTER_PORT"] or 0) > 0
+
+
+def test_the_first_answer_does_not_wait_for_the_others(adders: Cluster[Adder], grid: Cluster[Grid]) -> None:
+    slow, fast = adders.start_all(Adder.sleep, 2.0), grid.start_all(Grid.who)
+    assert first_done([slow, fast]) == [fast] and not slow.done
+    assert fast.result() == [0, 1, 2, 3]
+    assert first_done([slow]) == [slow] and slow.result() == [2.0, 2.0]
+    assert (adders.group.phases, grid.group.phases) == ([], []), "nothing is under way any more"
 
 
 def test_without_a_strategy_every_rank_is_a_data_rank(adders: Cluster[Adder]) -> None:

@@ -33,7 +33,10 @@ QUICK: dict[str, list[str]] = {
 """Arguments that make a script quick; one that is not listed here is run with --quick."""
 SERVERS = ("examples/reward_server.py", "examples/sandbox_server.py")
 """They run until they are ended."""
-ELSEWHERE = {"examples/start_rlvr_pipeline.py": "tests/integration/test_runs.py"}
+ELSEWHERE = {
+    "examples/start_rlvr_pipeline.py": "tests/integration/test_runs.py",
+    "examples/recompute.py": "tests/examples/test_recompute.py",
+}
 """Scripts that other tests run."""
 FALLS_SHORT = {"examples/run_recipes.py": "tiny_raft"}
 """Scripts that end with 1 where a model has not learned, as it cannot in one step; and what they say of it."""

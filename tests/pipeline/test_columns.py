@@ -25,7 +25,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch, recipe: str, *overrides: str) -> tup
     """What each model of the recipe computes in a step."""
     monkeypatch.chdir(ROOT)
     config = load_config(recipe, ROOT / "examples/configs", list(overrides))
-    pipeline = RLVRPipeline(config, None, None, SimpleNamespace(timers=None), None)  # type: ignore[arg-type]
+    pipeline = RLVRPipeline(config, None, None, SimpleNamespace(timers=None), None, None)  # type: ignore[arg-type]
     workers: dict[str, Any] = {"actor": ActorWorker}
     workers |= {"reference": ReferenceWorker} if config.reference else {}
     workers |= {"critic": CriticWorker} if config.critic else {}

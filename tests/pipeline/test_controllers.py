@@ -32,7 +32,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 def pipeline(config: RunConfig, checkpoints: Any = None, **parts: Any) -> RLVRPipeline:
     silent = SimpleNamespace(timers=StepTimers(), credit=lambda *_: None, updates=lambda *_: None, resumed=lambda *_: None)
-    return RLVRPipeline(config, SimpleNamespace(critic=None, **parts), None, silent, checkpoints)  # type: ignore[arg-type]
+    return RLVRPipeline(config, SimpleNamespace(critic=None, **parts), None, silent, checkpoints, None)  # type: ignore[arg-type]
 
 
 def batch(samples: int) -> Batch:

@@ -1,0 +1,513 @@
+"""Computes a finished run's losses and weights once more, in float64, with plain torch and transformers, from the run's folder alone.
+
+    python examples/recompute.py runs/latest
+
+Nothing of roll_lite is imported: what this script shares with the run is the formulas. It starts from the weights that the run started
+from (`start/`), goes through `batches/step_*/` with the mini-batches that the run made, and compares at every step what the models say of
+the tokens (log-probs of actor and reference, values of the critic), advantages and returns (GRPO and GAE), the weight of each sample in the
+loss, and of every optimizer step loss, gradient norm and learning rate with `updates.jsonl`; at the end the weights with those
+exported. Prints the largest differences; exit code 1 if one of them is above its tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM
+
+F64 = torch.float64
+ROWS_AT_ONCE = 64
+HEAD = "score.weight"
+
+
+class NotRecomputable(ValueError):
+    """The run uses something that this script has no formula for, or lacks a file."""
+
+
+# ---------------------------------------------------------------- the run's folder
+
+
+class Run:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.config: dict[str, Any] = yaml.safe_load(self._text("config.yaml"))
+        self.algorithm: dict[str, Any] = self.config["algorithm"]
+        start = json.loads(self._text("start/models.json"))
+        if start["resumed_from"] is not None:
+            raise NotRecomputable(
+                f"{folder} went on from {start['resumed_from']}: what Adam knew there is in no file that this script reads"
+            )
+        self.start: dict[str, Any] = start["models"]
+        self.updates = [json.loads(line) for line in self._text("updates.jsonl").splitlines()]
+        self.steps = [Step(self, path) for path in sorted((self.folder / "batches").glob("step_*"))]
+
+    def _text(self, name: str) -> str:
+        try:
+            return (self.folder / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise NotRecomputable(f"{self.folder} has no {name}: was the run made with batches.write: never?") from None
+
+    def start_folder(self, role: str) -> Path:
+        """Checked: every file still is what it was when the run started."""
+        kept = self.start[role]
+        folder = self.folder / kept["path"]  # an absolute path stays what it is
+        for name, known in kept["files"].items():
+            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != known["sha256"]:
+                raise NotRecomputable(f"{folder / name} is not the file that the run started from")
+        return folder
+
+    def total_updates(self, role: str) -> int:
+        warmup = self.algorithm["critic_warmup_steps"] if role == "actor_train" else 0
+        return (self.config["steps"] - warmup) * self.algorithm["ppo_epochs"] * self.algorithm["mini_batches"]
+
+
+class Step:
+    """What one step was computed from."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.facts = json.loads((folder / "step.json").read_text())
+        self.number: int = self.facts["step"]
+        rows = [row for path in sorted(folder.glob("rows_*.parquet")) for row in pq.read_table(path).to_pylist()]
+        self.rows = {row["sample"]: Row(row) for row in sorted(rows, key=lambda row: row["sample"])}
+        table = pq.read_table(folder / "mini_batches.parquet").to_pydict()
+        self.mini_batches: dict[int, dict[int, float]] = {}
+        for update, sample, weight in zip(table["update"], table["sample"], table["loss_weight"], strict=True):
+            self.mini_batches.setdefault(update, {})[sample] = weight
+        self.reported = {
+            role: [line for line in run.updates if line["step"] == self.number and line["role"] == role] for role in ("actor", "critic")
+        }
+
+
+class Row:
+    """One sample. Columns of transitions have one entry less than there are tokens."""
+
+    def __init__(self, columns: dict[str, Any]) -> None:
+        self.columns = columns
+        self.ids = torch.tensor(columns["input_ids"])
+        self.mask = torch.tensor(columns["response_mask"], dtype=torch.bool)[1:]
+        if columns.get("kept_ids") is not None:
+            raise NotRecomputable("rollout.keep_mask: log-probs over the tokens that survived truncation are not computed here")
+
+    def __contains__(self, name: str) -> bool:
+        return self.columns.get(name) is not None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """float64: [tokens - 1], or a number; 0 where masked."""
+        column = torch.tensor(self.columns[name], dtype=F64)
+        return torch.where(self.mask, column, 0.0) if column.dim() else column
+
+
+# ---------------------------------------------------------------- models
+
+
+class Policy(torch.nn.Module):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=F64, attn_implementation="eager")
+
+    def forward(self, ids: torch.Tensor, attention: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Log-probs of the whole vocabulary, [B, T-1, V]."""
+        return (self.model(ids, attention_mask=attention).logits[:, :-1] / temperature).log_softmax(-1)
+
+    def hf_weights(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.named_parameters())
+
+
+class ValueModel(torch.nn.Module):
+    """The base model with a head that starts at zero, or with the head of its checkpoint."""
+
+    def __init__(self, folder: Path, init: str) -> None:
+        super().__init__()
+        self.model = AutoModel.from_pretrained(folder, dtype=F64, attn_implementation="eager")
+        self.score = torch.nn.Parameter(torch.zeros(1, self.model.config.hidden_size, dtype=F64))
+        if init != "actor":
+            found = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+            self.score.data.copy_(found[HEAD])
+
+    def forward(self, ids: torch.Tensor, attention: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Values [B, T]: entry t is the value before token t + 1 is chosen, the last that of the end."""
+        return (self.model(ids, attention_mask=attention).last_hidden_state @ self.score.T).squeeze(-1)
+
+    def hf_weights(self) -> dict[str, torch.Tensor]:
+        return {HEAD: self.score} | {f"model.{name}": parameter for name, parameter in self.model.named_parameters()}
+
+
+def padded(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in rows], batch_first=True)
+    lengths = torch.tensor([len(row.ids) for row in rows])
+    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+
+
+def stacked(rows: list[Row], name: str) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True)
+
+
+def masks(rows: list[Row]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence([row.mask for row in rows], batch_first=True)
+
+
+def chunks(rows: list[Row]) -> Iterator[list[Row]]:
+    yield from (rows[start : start + ROWS_AT_ONCE] for start in range(0, len(rows), ROWS_AT_ONCE))
+
+
+def of_tokens(distribution: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return distribution.gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+# ---------------------------------------------------------------- formulas
+
+
+def kl_value(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
+    values: dict[str, Callable[[], torch.Tensor]] = {
+        "k1": lambda: log_ratio,
+        "k2": lambda: log_ratio**2 / 2,
+        "k3": lambda: torch.exp(-log_ratio) - 1 + log_ratio,
+        "abs": lambda: log_ratio.abs(),
+    }
+    return values[estimator]()
+
+
+def kl_slope(log_ratio: torch.Tensor, old_log_ratio: torch.Tensor, estimator: str, unbiased: bool) -> torch.Tensor:
+    """d loss / d log-prob: k1 and k2 follow the score function, see docs/algorithms.md."""
+    if unbiased:
+        return torch.exp(old_log_ratio) * log_ratio
+    return {"k1": log_ratio, "k2": log_ratio, "k3": 1 - torch.exp(-log_ratio), "abs": log_ratio.sign()}[estimator]
+
+
+def mean_of_row(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (x * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def surrogate(ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def policy_loss(
+    settings: dict[str, Any], new: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """[B, T-1]"""
+    name, log_ratio = settings["name"], new - old
+    ratio = log_ratio.exp()
+    if name == "ppo":
+        loss = surrogate(ratio, advantages, settings["clip_low"], settings["clip_high"])
+        if settings["dual_clip"] is not None:
+            loss = torch.where(advantages < 0, torch.minimum(loss, -settings["dual_clip"] * advantages), loss)
+        return loss
+    if name == "gspo":
+        return surrogate(
+            mean_of_row(log_ratio, mask).exp(), mean_of_row(advantages, mask), settings["clip_low"], settings["clip_high"]
+        ) * torch.ones_like(new)
+    if name == "cispo":
+        low = 0.0 if settings["clip_low"] is None else 1 - settings["clip_low"]
+        return -ratio.detach().clamp(low, 1 + settings["clip_high"]) * advantages * new
+    if name == "topr":
+        of_row = (log_ratio.detach() * mask).sum(1, keepdim=True).exp()
+        return -torch.where(advantages > 0, of_row.clamp(*settings["positive"]), of_row.clamp(*settings["negative"])) * advantages * new
+    if name == "policy_gradient":
+        return -advantages * new
+    if name == "raft":
+        return -new * (advantages > 0)
+    raise NotRecomputable(f"algorithm.policy_loss.name: {name} has no formula here")
+
+
+def row_weights(aggregation: str, rows: list[Row], constant: int | None) -> list[float]:
+    """What each policy token of the mini-batch's rows weighs. Rows that do not train are not among them."""
+    factors = [float(row["train_weight"]) for row in rows]
+    tokens = [int(row["policy_tokens"]) for row in rows]
+    counted = sum(count > 0 for count in tokens)
+    denominators = {
+        "token_mean": [sum(tokens)] * len(rows),
+        "sequence_mean_token_mean": [counted * count for count in tokens],
+        "sequence_mean_token_sum": [counted] * len(rows),
+        "constant": [counted * (constant or 0)] * len(rows),
+    }[aggregation]
+    return [factor / max(below, 1) if count else 0.0 for factor, below, count in zip(factors, denominators, tokens, strict=True)]
+
+
+def credit(run: Run, step: Step) -> dict[str, dict[int, torch.Tensor]] | None:
+    """Advantages (and returns) by sample, where this script has the estimator."""
+    advantage, whiten = run.algorithm["advantage"], run.algorithm["whiten_advantages"]
+    paid = {sample: kl_paid(run, step, row) for sample, row in step.rows.items()}
+    found: dict[str, dict[int, torch.Tensor]]
+    if advantage["name"] == "gae" and advantage["length_adaptive"] is None and not advantage["bootstrap_truncated"]:
+        lam, gamma = advantage["lam"], advantage["gamma"]
+        of_critic = lam if advantage["lam_critic"] is None else advantage["lam_critic"]
+        found = {
+            "advantages": {sample: gae(row, paid[sample], gamma, lam) for sample, row in step.rows.items()},
+            "returns": {sample: gae(row, paid[sample], gamma, of_critic) + row["values"] * row.mask for sample, row in step.rows.items()},
+        }
+    elif advantage["name"] == "grpo":
+        found = {"advantages": grpo(step, paid, advantage["normalize_std"])}
+    else:
+        return None
+    if whiten:
+        trained = [sample for sample, row in step.rows.items() if row["train_weight"] > 0]
+        entries = torch.cat([found["advantages"][sample][step.rows[sample].mask] for sample in trained])
+        mean, std = entries.mean(), entries.std()
+        found["advantages"] = {s: torch.where(step.rows[s].mask, (x - mean) / (std + 1e-8), 0.0) for s, x in found["advantages"].items()}
+    return found
+
+
+def kl_paid(run: Run, step: Step, row: Row) -> torch.Tensor:
+    """[T-1] What each token pays for KL in the reward."""
+    coef, estimator = step.facts["kl_coefs"]["kl_in_reward"], run.algorithm["kl_in_reward"]["estimator"]
+    if coef == 0:
+        return torch.zeros(len(row.mask), dtype=F64)
+    if estimator == "full":
+        raise NotRecomputable("algorithm.kl_in_reward.estimator: full has no formula here")
+    old = row["rollout_log_probs" if run.algorithm["old_log_probs"] == "rollout" else "old_log_probs"]
+    return coef * kl_value(old - row["ref_log_probs"], estimator) * row.mask
+
+
+def gae(row: Row, paid: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
+    positions = row.mask.nonzero().flatten().tolist()
+    values, advantages = row["values"], torch.zeros(len(row.mask), dtype=F64)
+    following_value, following = 0.0, 0.0
+    for place in reversed(positions):
+        reward = -float(paid[place]) + (float(row["reward"]) if place == positions[-1] else 0.0)
+        delta = reward + gamma * following_value - float(values[place])
+        following = delta + gamma * lam * following
+        following_value, advantages[place] = float(values[place]), following
+    return advantages
+
+
+def grpo(step: Step, paid: dict[int, torch.Tensor], normalize: bool) -> dict[int, torch.Tensor]:
+    groups: dict[int, list[int]] = {}
+    for sample, row in step.rows.items():
+        groups.setdefault(int(row["group"]), []).append(sample)
+    found = {}
+    for members in groups.values():
+        before = np.array([float(step.rows[sample]["reward"]) for sample in members])
+        rewards = before - np.array([float(paid[sample].sum()) for sample in members])
+        centered = rewards - rewards.mean()
+        if normalize:
+            centered = centered / (rewards.std(ddof=1) + 1e-6) if len(members) > 1 else np.zeros(1)
+        if np.ptp(before if normalize else rewards) == 0:
+            centered = np.zeros(len(members))
+        found |= {sample: value * step.rows[sample].mask.double() for sample, value in zip(members, centered, strict=True)}
+    return found
+
+
+# ---------------------------------------------------------------- optimizer
+
+
+class Adam:
+    """AdamW with clipping by the norm over all parameters and the run's learning rates. Norms and biases do not decay."""
+
+    def __init__(self, model: torch.nn.Module, settings: dict[str, Any], total: int) -> None:
+        self.settings, self.total, self.done = settings, total, 0
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for p in self.parameters if p.dim() > 1], "weight_decay": settings["weight_decay"]},
+            {"params": [p for p in self.parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        self.adam = torch.optim.AdamW(groups, lr=0.0, betas=tuple(settings["betas"]), eps=settings["eps"])
+
+    @property
+    def lr(self) -> float:
+        """Of the next update: warm-up from lr / warmup_steps to lr, then the decay over what is left of the run."""
+        peak, warmup, decay = self.settings["lr"], self.settings["warmup_steps"], self.settings["decay"]
+        if self.done + 1 < warmup:
+            return peak * (self.done + 1) / warmup
+        if decay == "constant":
+            return peak
+        rest = max(warmup - 1, 0)
+        share = min(1.0, (self.done - rest) / (self.total - rest))
+        height = {"linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[decay]
+        return self.settings["min_lr"] + height * (peak - self.settings["min_lr"])
+
+    def step(self) -> float:
+        """The gradient's norm before clipping."""
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None]))
+        if 0 < self.settings["clip_grad"] < norm:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad *= self.settings["clip_grad"] / (norm + 1e-6)
+        for group in self.adam.param_groups:
+            group["lr"] = self.lr
+        self.adam.step()
+        self.done += 1
+        return norm
+
+
+# ---------------------------------------------------------------- going through the run
+
+
+@dataclass
+class Difference:
+    """The largest of a kind: absolute for what is small by nature, relative to the run's number where that is above 1."""
+
+    largest: float = 0.0
+    where: str = ""
+    count: int = 0
+
+    def see(self, ours: torch.Tensor | float, theirs: torch.Tensor | float, where: str) -> None:
+        ours, theirs = (torch.as_tensor(x, dtype=F64) for x in (ours, theirs))
+        self.count += theirs.numel()
+        if theirs.numel():
+            worst = float(((ours - theirs).abs() / theirs.abs().clamp(min=1)).max())
+            if not worst <= self.largest:
+                self.largest, self.where = worst, where
+
+
+@dataclass
+class Recomputation:
+    run: Run
+    differences: dict[str, Difference] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.actor = Policy(self.run.start_folder("actor_train"))
+        self.actor_adam = Adam(self.actor, self.run.config["actor_train"]["optimizer"], self.run.total_updates("actor_train"))
+        self.reference = Policy(self.run.start_folder("actor_train")) if self.run.config["reference"] else None
+        self.critic: ValueModel | None = None
+        if (critic := self.run.config["critic"]) is not None:
+            self.critic = ValueModel(self.run.start_folder("critic"), critic["init"])
+            self.critic_adam = Adam(self.critic, critic["optimizer"], self.run.total_updates("critic"))
+        if self.run.algorithm["mismatch_correction"] is not None:
+            raise NotRecomputable("algorithm.mismatch_correction has no formula here")
+        if self.run.algorithm["kl_in_loss"]["coef"] > 0 and self.run.algorithm["kl_in_loss"]["estimator"] == "full":
+            raise NotRecomputable("algorithm.kl_in_loss.estimator: full has no formula here")
+
+    def compare(self, what: str, ours: torch.Tensor | float, theirs: torch.Tensor | float, where: str) -> None:
+        self.differences.setdefault(what, Difference()).see(ours, theirs, where)
+
+    def all_steps(self) -> None:
+        for step in self.run.steps:
+            self.forward_passes(step)
+            self.credit_and_weights(step)
+            if step.reported["actor"]:
+                self.updates(step, "actor", self.actor, self.actor_adam, self.actor_share)
+            if self.critic is not None:
+                self.updates(step, "critic", self.critic, self.critic_adam, self.critic_share)
+        self.final_weights()
+
+    @torch.no_grad()
+    def forward_passes(self, step: Step) -> None:
+        columns: dict[str, Policy | ValueModel | None] = {
+            "old_log_probs": self.actor,
+            "rollout_log_probs": self.actor,
+            "ref_log_probs": self.reference,
+            "values": self.critic,
+        }
+        for rows in chunks(list(step.rows.values())):
+            ids, attention = padded(rows)
+            said: dict[int, torch.Tensor] = {}
+            for name, model in columns.items():
+                if model is None or name not in rows[0]:
+                    continue
+                if id(model) not in said:
+                    result = model(ids, attention, step.facts["temperature"])
+                    said[id(model)] = of_tokens(result, ids) if isinstance(model, Policy) else result[:, :-1]
+                self.compare(name, said[id(model)] * masks(rows), stacked(rows, name), f"step {step.number}")
+
+    def credit_and_weights(self, step: Step) -> None:
+        for name, by_sample in (credit(self.run, step) or {}).items():
+            for sample, ours in by_sample.items():
+                self.compare(name, ours, step.rows[sample][name], f"step {step.number}, sample {sample}")
+        sampling = [domain["sampling"]["max_tokens"] for domain in self.run.config["domains"].values()]
+        constant = self.run.algorithm["aggregation_constant"] or max(sampling)
+        for update, weights in step.mini_batches.items():
+            ours = row_weights(self.run.algorithm["aggregation"], [step.rows[sample] for sample in weights], constant)
+            for sample, weight in zip(weights, ours, strict=True):
+                self.compare("loss_weight", weight, weights[sample], f"step {step.number}, update {update}, sample {sample}")
+
+    def updates(
+        self, step: Step, role: str, model: Policy | ValueModel, adam: Adam, share: Callable[[Step, list[Row], torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Those that the run made: after an early stop there are fewer than mini-batches. A skipped one left everything alone."""
+        for reported, weights in zip(step.reported[role], step.mini_batches.values(), strict=False):
+            where = f"step {step.number}, {role} update {reported['update']}"
+            self.compare("learning rate", adam.lr, reported[f"{role}/lr"], where)
+            if reported[f"{role}/skipped"]:
+                continue
+            model.zero_grad()
+            loss = 0.0
+            samples = list(weights)
+            for start in range(0, len(samples), ROWS_AT_ONCE):
+                part = samples[start : start + ROWS_AT_ONCE]
+                own = share(step, [step.rows[s] for s in part], torch.tensor([weights[s] for s in part], dtype=F64)[:, None])
+                own.backward()
+                loss += float(own.detach())
+            self.compare(f"{role} loss", loss, reported[f"{role}/loss"], where)
+            self.compare(f"{role} gradient norm", adam.step(), reported[f"{role}/grad_norm"], where)
+
+    def actor_share(self, step: Step, rows: list[Row], weights: torch.Tensor) -> torch.Tensor:
+        algorithm, mask = self.run.algorithm, masks(rows)
+        ids, attention = padded(rows)
+        distribution = self.actor(ids, attention, step.facts["temperature"])
+        new = of_tokens(distribution, ids) * mask
+        column = {"recompute": "old_log_probs", "rollout": "rollout_log_probs", "current": None}[algorithm["old_log_probs"]]
+        old = new.detach() if column is None else stacked(rows, column)
+        loss = policy_loss(algorithm["policy_loss"], new, old, stacked(rows, "advantages"), mask)
+        settings, coef = algorithm["kl_in_loss"], step.facts["kl_coefs"]["kl_in_loss"]
+        if coef > 0:
+            log_ratio = (new - stacked(rows, "ref_log_probs")).detach()
+            slope = kl_slope(log_ratio, (new - old).detach(), settings["estimator"], settings["unbiased_gradient"])
+            loss = loss + coef * (kl_value(log_ratio, settings["estimator"]) + slope * (new - new.detach()))
+        if algorithm["entropy_coef"] > 0:
+            loss = loss + algorithm["entropy_coef"] * (distribution.exp() * distribution).sum(-1)
+        return (weights * mask * loss).sum()
+
+    def critic_share(self, step: Step, rows: list[Row], weights: torch.Tensor) -> torch.Tensor:
+        assert self.critic is not None
+        ids, attention = padded(rows)
+        values, old, returns = self.critic(ids, attention, 1.0)[:, :-1], stacked(rows, "values"), stacked(rows, "returns")
+        error, clip = (values - returns) ** 2, self.run.algorithm["value_loss"]["clip"]
+        if clip is not None:
+            error = torch.maximum(error, (old + (values - old).clamp(-clip, clip) - returns) ** 2)
+        return (weights * masks(rows) * error / 2).sum()
+
+    def final_weights(self) -> None:
+        models: dict[str, tuple[str, Policy | ValueModel | None]] = {"actor": ("model", self.actor), "critic": ("critic", self.critic)}
+        for role, (folder, model) in models.items():
+            files = sorted((self.run.folder / folder).glob("*.safetensors"))
+            exported = {name: tensor for path in files for name, tensor in load_file(path).items()}
+            for name, ours in model.hf_weights().items() if model is not None and exported else ():
+                self.compare(f"{role} weights", ours.detach(), exported[name], name)
+
+
+EXACT = {"advantages", "returns", "loss_weight", "learning rate"}
+"""Computed from numbers in the files alone. Everything else follows the weights, in which Adam makes much of a gradient's last digits."""
+
+
+def tolerance(what: str) -> float:
+    """Relative to numbers above 1."""
+    return 1e-5 if what in EXACT else 1e-3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the run's folder, runs/latest for instance")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        work = Recomputation(Run(parser.parse_args().run))
+        work.all_steps()
+    except NotRecomputable as error:
+        print(f"not recomputed: {error}", file=sys.stderr)
+        return 2
+    print(f"{work.run.folder}: {len(work.run.steps)} steps, {len(work.run.updates)} optimizer steps, in float64\n")
+    print(f"{'':22}{'numbers':>9}  {'largest difference':>18}  where")
+    failed = False
+    for what, difference in work.differences.items():
+        bad = not difference.largest <= tolerance(what)
+        failed |= bad
+        print(f"{what:22}{difference.count:>9}  {difference.largest:>18.2e}  {difference.where}{'  <- too large' if bad else ''}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

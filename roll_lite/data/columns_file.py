@@ -1,0 +1,43 @@
+"""Columns of a batch as a Parquet file (zstd): one row per sample; columns of tokens and transitions are lists.
+
+A transition column has one entry less than `input_ids`: entry t belongs to token t + 1. Whatever reads Parquet reads it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from roll_lite.data.proto import Column, DataProto
+from roll_lite.data.ragged import Ragged
+
+
+def write_columns(path: Path, columns: DataProto) -> None:
+    """The file appears complete or not at all."""
+    write_table(path, pa.table({name: _array(column) for name, column in columns.columns.items()}))
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".partial")
+    pq.write_table(table, unfinished, compression="zstd")
+    unfinished.replace(path)
+
+
+def _array(column: Column) -> pa.Array:
+    if isinstance(column, Ragged):
+        return pa.LargeListArray.from_arrays(pa.array(column.offsets.numpy()), _entries(column.values))
+    if isinstance(column, torch.Tensor):
+        return pa.array(column.numpy())
+    assert isinstance(column, np.ndarray)
+    return pa.array([str(value) for value in column], pa.string())
+
+
+def _entries(values: torch.Tensor) -> pa.Array:
+    """[n] or [n, k]: a token's k alternatives are a list of k."""
+    flat = pa.array(np.ascontiguousarray(values.numpy()).reshape(-1))
+    return flat if values.dim() == 1 else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])

@@ -1,0 +1,108 @@
+"""What a run's losses and weights can be computed from once more (examples/recompute.py), in the run's folder:
+
+| file                                   | written by               | holds                                                        |
+|----------------------------------------|--------------------------|--------------------------------------------------------------|
+| `start/models.json`, `start/ROLE/`     | driver, once             | the weights that training starts from, or where they are     |
+| `batches/step_000012/rows_0000.parquet` | head of data rank 0     | its rows: tokens, masks, log-probs, values, advantages       |
+| `batches/.../mini_batches.parquet`     | driver                   | which sample is in which optimizer step, and its loss weight |
+| `batches/.../step.json`                | driver                   | temperature and KL coefficients of the step                  |
+
+What became of each optimizer step, skipped ones included, stands in `updates.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from roll_lite.config.arithmetic import group_size, longest_sequence
+from roll_lite.config.checkpoint_files import FileRecord, record
+from roll_lite.config.schema import RunConfig
+from roll_lite.data.columns_file import write_table
+from roll_lite.data.keys import Columns
+from roll_lite.data.minibatches import MiniBatch
+from roll_lite.distributed.dataflow import Batch
+from roll_lite.pipeline.clusters import Model
+from roll_lite.workers.actor import ActorWorker
+
+SMALL_STEP_TOKENS = 2**18
+"""A step with at most this many tokens is small: some megabytes on the disk."""
+WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
+"""Left out: thousands of numbers per token, which a forward pass gives again."""
+
+
+class BatchFiles:
+    def __init__(self, config: RunConfig, run_folder: Path) -> None:
+        self._config = config
+        self._folder = run_folder
+        self.are_written = {"always": True, "never": False, "auto": most_tokens(config) <= SMALL_STEP_TOKENS}[config.batches.write]
+
+    def keep_start(self) -> None:
+        """The weights that training starts from: copies of small models, otherwise where they are."""
+        if not self.are_written:
+            return
+        models = {"actor_train": self._config.model.path}
+        if self._config.critic is not None:
+            models["critic"] = self._config.critic.path or self._config.model.path
+        start = self._folder / "start"
+        start.mkdir()
+        resumed = self._config.checkpoint.resume
+        described: dict[str, Any] = {"resumed_from": None if resumed is None else str(resumed), "models": {}}
+        for role, path in models.items():
+            described["models"][role] = self._keep(path.resolve(), start / role)
+        (start / "models.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+    def _keep(self, source: Path, copy: Path) -> dict[str, Any]:
+        files = _files_of(source)
+        described = {"path": str(source), "files": {name: asdict(known) for name, known in files.items()}}
+        if sum(known.bytes for known in files.values()) <= self._config.batches.copy_models_mb << 20:
+            shutil.copytree(source, copy, ignore=lambda folder, names: [name for name in names if not (Path(folder) / name).is_file()])
+            described["path"] = str(copy.relative_to(self._folder))
+        return described
+
+    def write(
+        self, step: int, actor: Model[ActorWorker], batch: Batch, mini_batches: Sequence[MiniBatch], kl_coefs: Mapping[str, float]
+    ) -> None:
+        """Rows are written by the ranks that credit was assigned on, each into a file of its own."""
+        folder = (self._folder / "batches" / f"step_{step:06d}").resolve()
+        keys = batch.keys()
+        columns = Columns(reads=tuple(name for name in keys if name not in WHOLE_VOCABULARY))
+        actor.ranks.heads_scatter(ActorWorker.write_rows, actor.shards(batch, columns), folder)
+        write_table(folder / "mini_batches.parquet", _as_table(mini_batches))
+        temperature = next(iter(self._config.domains.values())).sampling.temperature
+        described = {"step": step, "temperature": temperature, "kl_coefs": dict(kl_coefs)}
+        (folder / "step.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+@cache
+def _files_of(model: Path) -> dict[str, FileRecord]:
+    """Once for all roles that start from it."""
+    return {file.name: record(file) for file in sorted(model.iterdir()) if file.is_file()}
+
+
+def _as_table(mini_batches: Sequence[MiniBatch]) -> pa.Table:
+    """One row per sample and optimizer step, in the order of the steps."""
+    sizes = [len(mini_batch.samples) for mini_batch in mini_batches]
+    return pa.table(
+        {
+            "update": np.repeat(np.arange(1, len(sizes) + 1), sizes),
+            "epoch": np.repeat([mini_batch.epoch + 1 for mini_batch in mini_batches], sizes),
+            "sample": np.concatenate([np.zeros(0, dtype=np.int64), *(mini_batch.samples for mini_batch in mini_batches)]),
+            "loss_weight": np.concatenate([np.zeros(0, dtype=np.float32), *(mini_batch.weights for mini_batch in mini_batches)]),
+        }
+    )
+
+
+def most_tokens(config: RunConfig) -> int:
+    """Of a step."""
+    return (
+        config.rollout.prompts_per_step * max(group_size(config, domain) for domain in config.domains.values()) * longest_sequence(config)
+    )

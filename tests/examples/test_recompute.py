@@ -1,0 +1,82 @@
+"""Finished runs, computed once more by a script that shares nothing with them but the formulas."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation.enabled=false"]
+SCHEDULE = "{warmup_steps: 2, decay: cosine, min_lr: 1.0e-6, weight_decay: 0.1, clip_grad: 0.5, lr: 2.0e-4}"
+PPO = [
+    "steps=4",
+    "actor_train.devices=2",
+    f"actor_train.optimizer={SCHEDULE}",
+    f"critic.optimizer={SCHEDULE}",
+    "algorithm.critic_warmup_steps=1",
+    "algorithm.kl_in_reward={coef: 0.05, estimator: k1, controller: {name: adaptive, target: 0.01, horizon: 50}}",
+    "algorithm.kl_in_loss={coef: 0.1, estimator: k3}",
+    "algorithm.entropy_coef=0.001",
+    "algorithm.aggregation=sequence_mean_token_mean",
+]
+GRPO = ["steps=3", "algorithm.whiten_advantages=true", "actor_train.optimizer.decay=linear"]
+BOTH = {"rollout_log_probs", "advantages", "loss_weight", "learning rate", "actor loss", "actor gradient norm", "actor weights"}
+OF_PPO = {"old_log_probs", "ref_log_probs", "values", "returns", "critic loss", "critic gradient norm", "critic weights"}
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False, env=environment)
+
+
+def differences(output: str) -> dict[str, float]:
+    """The table that the script prints."""
+    lines = re.findall(r"^(\w[\w ]*?) {2,}(\d+) +(\d\.\d\de[+-]\d\d)  ", output, re.MULTILINE)
+    return {name: float(largest) for name, count, largest in lines if int(count)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("recipe", "settings", "compared"), [("tiny_grpo", GRPO, BOTH), ("tiny_ppo", PPO, BOTH | OF_PPO)])
+def test_a_runs_losses_and_weights_come_out_again(recipe: str, settings: list[str], compared: set[str], tmp_path: Path) -> None:
+    run = python("examples/start_rlvr_pipeline.py", f"--config-name={recipe}", *SMALL, *settings, f"run_dir={tmp_path / 'runs'}")
+    assert run.returncode == 0, run.stdout + run.stderr
+    elsewhere = tmp_path / "moved"
+    shutil.move((tmp_path / "runs" / "latest").resolve(), elsewhere)
+
+    again = python("examples/recompute.py", str(elsewhere))
+    assert again.returncode == 0, again.stdout + again.stderr
+    found = differences(again.stdout)
+    assert set(found) == compared
+    for name in ("advantages", "returns", "loss_weight", "actor loss", "critic loss", "actor weights", "critic weights"):
+        assert found.get(name, 0.0) < 2e-5, again.stdout
+
+    file = next((elsewhere / "batches" / "step_000002").glob("rows_*.parquet"))
+    table = pq.read_table(file)
+    advantages = [[2 * value + 0.1 for value in row] for row in table["advantages"].to_pylist()]
+    pq.write_table(table.set_column(table.column_names.index("advantages"), "advantages", pa.array(advantages)), file)
+    other = python("examples/recompute.py", str(elsewhere))
+    assert other.returncode == 1 and re.search(r"^advantages .* step 2, sample \d+  <- too large$", other.stdout, re.MULTILINE)
+
+
+def test_what_cannot_be_recomputed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    script: Any = importlib.import_module("recompute")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"algorithm": {}}))
+    with pytest.raises(script.NotRecomputable, match=r"has no start/models.json: was the run made with batches.write: never\?"):
+        script.Run(tmp_path)
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "models.json").write_text('{"resumed_from": "runs/a/checkpoints/step_000010", "models": {}}')
+    with pytest.raises(script.NotRecomputable, match="went on from runs/a/checkpoints/step_000010"):
+        script.Run(tmp_path)
