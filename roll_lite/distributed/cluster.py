@@ -63,7 +63,7 @@ def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args
         ).remote(*args, **kwargs)
         for rank, slot in enumerate(spec.slots)
     ]
-    return Cluster(RankGroup(spec.name, actors, watch, spec.log_folder, spec.timeout_s))
+    return Cluster(RankGroup(spec.name, actors, watch, spec.log_folder, spec.timeout_s, worker_class.lives_alone))
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:

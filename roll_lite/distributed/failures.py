@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from roll_lite.distributed.fleet import FleetDown, MemberLost
+
 LOG_LINES = 15
 UNDERLINES = re.compile(r"^[ ^~]+\n", re.MULTILINE)
 """Of lines that Ray has cut out of a traceback, and of those that it has not."""
@@ -58,10 +60,11 @@ def describe(error: BaseException, log_file: Path | None) -> str:
     """One line that says what happened, then the remote traceback, or the last lines that a dead process wrote."""
     text = UNDERLINES.sub("", ANSI_COLOURS.sub("", str(error))).strip()
     if isinstance(error, RayTaskError):
-        message = f"{type(error.cause).__name__}: {error.cause}"
+        is_loss = isinstance(error.cause, MemberLost | FleetDown)
+        message = str(error.cause) if is_loss else f"{type(error.cause).__name__}: {error.cause}"
         # A child process has said why, and only there; an engine that does not start is the case in point.
         cause = _logged_cause(log_file) if "root cause above" in message else None
-        return f"{cause or message}\n\n{text}"
+        return f"{cause or message}{_last_lines(log_file)}" if is_loss else f"{cause or message}\n\n{text}"
     if not is_death(error):
         return f"{type(error).__name__}: {text}"
     return f"{_death(text)}{_last_lines(log_file)}"

@@ -85,12 +85,20 @@ class RankGroup:
     """
 
     def __init__(
-        self, name: str, actors: Sequence[Any], watch: Mapping[str, str] | None, log_folder: Path | None, timeout_s: float | None
+        self,
+        name: str,
+        actors: Sequence[Any],
+        watch: Mapping[str, str] | None,
+        log_folder: Path | None,
+        timeout_s: float | None,
+        live_alone: bool = False,
     ) -> None:
         self.name = name
         self.actors = list(actors)
         self.log_folder = log_folder
         self.timeout_s = timeout_s
+        self.live_alone = live_alone
+        """A fleet decides what a death means; here it is known, and explains failures."""
         self.phases: list[str] = []
         """Methods called and not yet answered, oldest first."""
         self.deaths: dict[ray.ObjectRef, int] = {}
@@ -164,8 +172,9 @@ class LivenessWatch:
         self._groups.clear()
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """A reference for every watched rank that becomes ready, with an error, when its process dies."""
-        return {ref: (group, rank) for group in self.groups() for ref, rank in group.deaths.items()}
+        """A reference for every watched rank whose death is that of its group; it becomes ready, with an error, when the process dies."""
+        groups = [group for group in self.groups() if not group.live_alone]
+        return {ref: (group, rank) for group in groups for ref, rank in group.deaths.items()}
 
     @contextmanager
     def expecting_answers(self, within_s: float | None) -> Iterator[None]:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import ray
+from ray.exceptions import RayTaskError
 
 from roll_lite.distributed.failures import RankFailed, RankTimeout, describe, may_be_aftermath
+from roll_lite.distributed.fleet import FleetDown
 from roll_lite.distributed.liveness import WATCH, RankGroup, stopped_ones
 from roll_lite.distributed.watchdog import WATCHDOG, Limit
 
@@ -124,7 +126,7 @@ def _take(call: Call, waiting: Sequence[Call]) -> None:
 def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
     if dead:
         group, rank = dead[0]
-        _fail(group, rank, group.phase, _death_of(group, rank))
+        _fail_dead(group, rank, group.phase)
 
 
 def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
@@ -134,8 +136,7 @@ def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
         _fail(group, call.rank, call.phase, error)
     dead, _ = ray.wait(list(group.deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False)
     if dead:
-        rank = group.deaths[dead[0]]
-        _fail(group, rank, call.phase, _death_of(group, rank))
+        _fail_dead(group, group.deaths[dead[0]], call.phase)
     note = f"\n\n{_ranks(unanswered)} had not answered yet{_stacks(group, unanswered)}" if unanswered else ""
     _fail(group, call.rank, call.phase, error, note)
 
@@ -144,6 +145,20 @@ def _fail(group: RankGroup, rank: int, phase: str, error: BaseException, note: s
     failure = RankFailed(group.name, rank, phase, describe(error, group.log_file(rank)) + note)
     group.fail(failure)
     raise failure from None
+
+
+def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
+    """A worker that has a fleet ends with it: then that member is told whose loss was the end of the fleet."""
+    error = _death_of(group, rank)
+    down = error.cause if isinstance(error, RayTaskError) else None
+    if isinstance(down, FleetDown):
+        for other in WATCH.groups():
+            if other is not group and other.name == down.fleet:
+                ref = next((ref for ref, number in other.deaths.items() if number == down.place), None)
+                if ref is not None and ray.wait([ref], timeout=BLAME_SECONDS, fetch_local=False)[0]:
+                    error = _death_of(other, down.place)
+                _fail(other, down.place, other.phase, error)
+    _fail(group, rank, phase, error)
 
 
 def _death_of(group: RankGroup, rank: int) -> BaseException:

@@ -43,6 +43,8 @@ class Worker:
     """
 
     watched: ClassVar[bool] = True
+    lives_alone: ClassVar[bool] = False
+    """Its death is not the end of its cluster: a `Fleet` decides what it means."""
     max_restarts: ClassVar[int] = 0
     """How often Ray starts another process in the place of a dead one, -1 without limit: for workers that are not watched, whose callers
     initialize them again."""
@@ -108,8 +110,21 @@ class Worker:
 class AsyncWorker(Worker):
     """Base of workers whose methods are coroutines: all run in one event loop."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._end: Exception | None = None
+        self._has_ended = asyncio.Event()
+
     async def until_death(self) -> None:  # type: ignore[override]
-        await asyncio.Event().wait()
+        """Ends with an error, too, where this process lives but what it stands for cannot be kept alive."""
+        await self._has_ended.wait()
+        assert self._end is not None
+        raise self._end
+
+    def tell_end(self, error: Exception) -> None:
+        """To whoever watches over this worker."""
+        self._end = self._end or error
+        self._has_ended.set()
 
     async def place(self) -> tuple[str, int]:  # type: ignore[override]
         return super().place()

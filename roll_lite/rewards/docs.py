@@ -49,7 +49,9 @@ What holds for all types:
   it says nothing, a value of 1 or more is correct. Terms add to the value and leave the verdict alone; so does `format`.
 - **A failure is no zero.** A wrong or missing answer scores 0. A sample that could not be scored (the function raised, hung or died, an
   endpoint was down, the reference answer cannot be read) is tried again, then left out of training and counted with its cause.
-- **Time.** `timeout_s` ends a sample that hangs, without holding up its neighbours.
+- **Time.** `timeout_s` ends a sample that hangs, without holding up its neighbours. It is held from outside as well: a process that
+  stands still, or sits in a call that does not return, is ended and replaced. Where one process after the other is lost and nothing is
+  scored in between, all that wait fail with that cause, instead of one after the other.
 - **Details.** What a type found, such as the extracted answer, is written beside each response to `runs/NAME/samples/`.
 - **Secrets.** Arguments name environment variables; their values are read where they are used and appear in no log, dump or message.
 - **Look before you train.** `roll-lite reward --config-name X --domain NAME` scores the reference answers with all of this and shows them;

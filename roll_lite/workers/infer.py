@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from roll_lite.data.samples import GenerationRequest
 from roll_lite.data.stable_hash import derived_seed
+from roll_lite.distributed.fleet import MemberLost, first_line
 from roll_lite.distributed.strategy.base import (
     EngineHealth,
     EngineMemory,
@@ -22,12 +24,16 @@ from roll_lite.distributed.strategy.engines import EngineSpec, build_engine
 from roll_lite.distributed.worker import AsyncWorker
 from roll_lite.scheduler.engines import BatchedEngine, Collected, CompletionPump
 
+WATCH_SECONDS = 0.5
 POLL_SECONDS = 10.0
 """A call that asks for completions comes back after this time also without any."""
 
 
 class InferWorker(AsyncWorker):
     """One engine replica: every method runs in the process's event loop, beside the engine's own work."""
+
+    lives_alone: ClassVar[bool] = True
+    _watching: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__()
@@ -37,6 +43,13 @@ class InferWorker(AsyncWorker):
 
     async def initialize(self) -> None:
         await self._strategy.initialize()
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """The engine's own processes may die while this one lives."""
+        while (health := await self._strategy.health()).alive:  # noqa: ASYNC110 (processes make no events)
+            await asyncio.sleep(WATCH_SECONDS)
+        self.tell_end(MemberLost(str(health.details.get("failure", "the engine is dead"))))
 
     async def notes(self) -> list[str]:
         return list(self._strategy.notes)
@@ -96,15 +109,37 @@ class InferWorker(AsyncWorker):
         return await self._strategy.health()
 
     async def shutdown(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         await self._strategy.shutdown()
 
 
 class RemoteEngine(BatchedEngine):
-    """An engine behind an InferWorker. When the worker's process dies, the call that waits for completions fails at once."""
+    """An engine behind an InferWorker, as a member of a fleet. When the worker's process dies, the call that waits for completions
+    fails at once."""
 
     def __init__(self, name: str, worker: Any, frozen_admission: bool = False) -> None:
         super().__init__(name, frozen_admission)
         self._worker = worker
+
+    async def start(self) -> None:
+        """The driver has started it."""
+
+    async def until_lost(self) -> str:
+        try:
+            await self._worker.until_death.remote()
+        except RayTaskError as error:
+            return str(error.cause)
+        except RayActorError as error:
+            return f"its process is gone: {first_line(error)}"
+        raise AssertionError(f"{self.name}: until_death returned")
+
+    def kill(self) -> None:
+        """The driver ends it, with the run."""
+
+    def lost(self, cause: str) -> None:
+        """Whoever waits for it hears of it."""
+        self._die(cause)
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:
         await self._call(self._worker.submit.remote(requests, frozen))
@@ -119,4 +154,4 @@ class RemoteEngine(BatchedEngine):
         try:
             return await reference
         except RayActorError as error:
-            raise ConnectionError(f"its process is gone: {str(error).strip().partition(chr(10))[0]}") from error
+            raise ConnectionError(f"its process is gone: {first_line(error)}") from error

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,10 +17,14 @@ import ray
 
 from roll_lite.config.check_endpoints import JUDGE
 from roll_lite.config.schema import JudgeServerConfig, RewardConfig
+from roll_lite.distributed.fleet import Fleet, MemberLost, Policy
 from roll_lite.distributed.worker import AsyncWorker
 
 POLL_SECONDS = 0.25
 HEALTH_SECONDS = 5.0
+"""How often it is asked whether it is well, and how long an answer may take."""
+SILENCE_SECONDS = 120.0
+"""Without an answer it counts as hanging."""
 
 
 @dataclass(frozen=True)
@@ -53,120 +56,106 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
     return reward.model_copy(update={"args": known(reward.type, reward.args), "terms": terms})
 
 
-class JudgeWorker(AsyncWorker):
-    """One server. Its port is bound here and stays ours while the server is started, and started again."""
+class JudgeServer:
+    """The server's process, as a fleet's only member. Its port is bound here and stays ours, however often the server is started."""
 
-    def __init__(self, config: JudgeServerConfig) -> None:
-        super().__init__()
+    def __init__(self, name: str, config: JudgeServerConfig) -> None:
+        self.name = "the judge's server"
+        self.process: subprocess.Popen[bytes] | None = None
+        self._served_name = name
         self._config = config
-        self._name = self.role.removeprefix("judges.")
         # Nobody else needs to see it where there is no other node.
         alone = sum(node["Alive"] for node in ray.nodes()) == 1
         self._host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
-        self._port = reserve_port(self._host)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._given_up: asyncio.Future[None] | None = None
-        self._started = 0
+        self._held = reserve_port(self._host)
+        self._port: int = self._held.getsockname()[1]
 
-    async def address(self) -> JudgeAddress:
+    @property
+    def address(self) -> JudgeAddress:
         """Known before the server answers there."""
-        return JudgeAddress((f"http://{self._host}:{self._port.getsockname()[1]}/v1",), self._name, fingerprint(self._config))
+        return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name, fingerprint(self._config))
 
-    async def initialize(self) -> None:
-        await self._start()
-        self._watching = asyncio.create_task(self._watch())
-
-    async def restarts(self) -> int:
-        return max(0, self._started - 1)
-
-    async def server_process(self) -> int | None:
-        return self._process.pid if self._process is not None else None
-
-    async def until_death(self) -> None:  # type: ignore[override]
-        """Ends with an error, too, when the server cannot be kept alive: that is the end of the run."""
-        self._given_up = self._given_up or asyncio.get_running_loop().create_future()
-        await self._given_up
-
-    async def shutdown(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-        self._kill()
-        self._port.close()
-
-    # ------------------------------------------------------------ the server
-
-    async def _start(self) -> None:
+    async def start(self) -> None:
         import torch
 
         from roll_lite.distributed.strategy.inference.processes import HOST_PID
         from roll_lite.distributed.strategy.vllm.compat.judge_server import command
         from roll_lite.distributed.strategy.vllm.compat.settings import engine_environment
 
-        port = self._port.getsockname()[1]
-        self._started += 1
         cuda = torch.cuda.is_available()
         environment = engine_environment(self._config.threads, None, cuda)
-        self._process = subprocess.Popen(  # noqa: ASYNC220 (takes a moment)
-            command(self._config, self._host, port, self._name, cuda),
+        self.process = subprocess.Popen(  # noqa: ASYNC220 (takes a moment)
+            command(self._config, self._host, self._port, self._served_name, cuda),
             env=os.environ | environment.variables() | {HOST_PID: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        deadline = time.monotonic() + self._config.start_timeout_s
-        while not await self._is_healthy(port):
-            code = self._process.poll()
+        while not await self._is_healthy():
+            code = self.process.poll()
             if code is not None:
-                self._kill()
-                raise RuntimeError(f"the judge's server ended with exit code {code} while it started; see the root cause above")
-            if time.monotonic() > deadline:
-                self._kill()
-                limit = f"judges.{self._name}.start_timeout_s: {self._config.start_timeout_s:g}"
-                raise TimeoutError(f"the judge's server does not answer in time ({limit}); its log is this worker's")
+                raise MemberLost(f"{self.name} ended with exit code {code} while it started; see the root cause above")
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _watch(self) -> None:
-        """Until the server cannot be started again."""
-        while True:
+    async def until_lost(self) -> str:
+        assert self.process is not None
+        clock = asyncio.get_running_loop().time
+        answered = asked = clock()
+        while (code := self.process.poll()) is None and clock() - answered < SILENCE_SECONDS:
             await asyncio.sleep(POLL_SECONDS)
-            assert self._process is not None
-            code = self._process.poll()
-            if code is None:
-                continue
-            self._kill()
-            cause = f"the judge's server died (exit code {code})"
-            if self._started > self._config.restarts:
-                self._give_up(f"{cause}, and was started again {self._config.restarts} time(s) before (judges.{self._name}.restarts)")
-                return
-            sys.stderr.write(f"{cause}; starting it again\n")
-            try:
-                await self._start()
-            except (RuntimeError, TimeoutError) as error:
-                self._give_up(f"{cause}, and could not be started again: {error}")
-                return
+            if clock() - asked > HEALTH_SECONDS:
+                asked = clock()
+                answered = asked if await self._is_healthy() else answered
+        cause = f"died (exit code {code})" if code is not None else f"did not answer for {SILENCE_SECONDS:g} s"
+        sys.stderr.write(f"{self.name} {cause}\n")
+        return f"{self.name} {cause}"
 
-    def _give_up(self, cause: str) -> None:
-        sys.stderr.write(f"{cause}\n")
-        self._given_up = self._given_up or asyncio.get_running_loop().create_future()
-        self._given_up.set_exception(RuntimeError(cause))
+    def kill(self) -> None:
+        """With everything that it started."""
+        if self.process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.process = None
 
-    async def _is_healthy(self, port: int) -> bool:
+    def close(self) -> None:
+        self._held.close()
+
+    async def _is_healthy(self) -> bool:
         import aiohttp
 
         try:
             async with aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(HEALTH_SECONDS)) as session:
-                async with session.get(f"http://{self._host}:{port}/health") as response:
+                async with session.get(f"http://{self._host}:{self._port}/health") as response:
                     return response.status == 200
         except (aiohttp.ClientError, OSError):
             return False
 
-    def _kill(self) -> None:
-        """With everything that it started."""
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+
+class JudgeWorker(AsyncWorker):
+    """One server, in a fleet of its own. The run ends when it cannot be kept alive."""
+
+    def __init__(self, config: JudgeServerConfig) -> None:
+        super().__init__()
+        self._server = JudgeServer(self.role.removeprefix("judges."), config)
+        policy = Policy(config.start_timeout_s, config.restarts, attempts=1, path=self.role)
+        self._fleet = Fleet(self.role, [self._server], policy, down=self.tell_end)
+
+    async def address(self) -> JudgeAddress:
+        return self._server.address
+
+    async def initialize(self) -> None:
+        await self._fleet.start()
+
+    async def restarts(self) -> int:
+        return self._fleet.replaced
+
+    async def server_process(self) -> int | None:
+        return self._server.process.pid if self._server.process is not None else None
+
+    async def shutdown(self) -> None:
+        self._fleet.close()
+        self._server.close()
 
 
 def reserve_port(host: str) -> socket.socket:

@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy, SlowStart, first_line, until_silent
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.batch_scorer import BatchScorer, Scored, slow_start, time_out
 from roll_lite.rewards.code import walls_of
@@ -32,7 +33,9 @@ SLICE_SECONDS = 0.5
 MOST_SAMPLES = 64
 """In one call, and under way in one worker."""
 GRACE_SECONDS = 1.0
-START_ATTEMPTS = 3
+LOST_IN_A_ROW = 16
+"""Workers of one pool, without a single score in between: whoever waits is told that nothing is scored there, instead of waiting for
+as many time-outs as there are samples before it."""
 
 
 class RewardWorker:
@@ -76,155 +79,163 @@ class _Waiting:
     """Was in a batch whose worker hung or died: scored on its own next, so that the right sample is blamed."""
 
 
+class RewardProcess:
+    """A reward worker as a member of its pool."""
+
+    is_async = False
+    is_batched = False
+    note = ""
+    """What the user should know of how samples are scored."""
+
+    def __init__(self, config: RewardConfig, path: str) -> None:
+        self.name = f"reward {config.type}"
+        self.actor: Any = None
+        self.under_way: dict[int, _Waiting] = {}
+        """By the numbers that the worker knows them by."""
+        self._config = config
+        self._path = path
+
+    async def start(self) -> None:
+        self.actor = ray.remote(RewardWorker).options(num_cpus=0).remote(self._config, self._path)
+        try:
+            self.is_async, self.is_batched, self.note = await self.actor.prepare.remote()
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, ValueError) else error from None
+
+    async def until_lost(self) -> str:
+        try:
+            return f"{self.name}: {await until_silent(lambda: self.actor.process_id.remote(), lambda: bool(self.under_way))}"
+        except RayActorError as error:
+            return self.died(error)
+
+    def kill(self) -> None:
+        if self.actor is not None:
+            ray.kill(self.actor)
+
+    def died(self, error: RayActorError) -> str:
+        return f"{self.name}: its process died: {first_line(error)}"
+
+
 class RewardPool:
     """A RewardClient over the reward workers of one domain. Each worker takes what waits as soon as it is free.
 
     A function that hangs or kills its process costs its own sample a failure and the pool a worker, which is replaced; the
     other samples of the same call are scored again without being charged. What can be interrupted is interrupted inside the worker,
-    so that only the sample itself waits for its time-out; what cannot takes its process along, when the pool's patience ends.
+    so that only the sample itself waits for its time-out; what cannot (a process that stands still, a call into C that does not return)
+    is ended by the pool's own clock, and the process with it. Where nothing but that happens, all that wait fail together.
     Samples of an async function join those that are under way in a worker, and leave it one by one.
     """
-
-    replaced: int
-    """Workers that hung or died and were replaced, since the start."""
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
         self.domain = domain
         self._config = config
+        self._path = f"domains.{domain}.reward"
         self._queue: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
         self._idle = 0
-        self._is_async = False
-        self._is_batched = False
-        self.note = ""
-        """What the user should know of how samples are scored."""
         self._seconds_per_sample: float | None = None
-        self._workers: list[Any] = []
-        self._servers: list[asyncio.Task[None]] = []
-        self._broken: str | None = None
-        self.replaced = 0
-        self._reported = 0
+        self._lost_in_a_row = 0
+        members = [RewardProcess(config, self._path) for _ in range(config.workers)]
+        policy = Policy(config.start_timeout_s, path=self._path)
+        self._fleet = Fleet(f"{self._path}.workers", members, policy, self._serve, self._lost, self._down)
 
     async def start(self) -> None:
         """Start and warm up all workers. A mistake in the reward's configuration is raised here, as the ValueError that it is."""
-        workers = await asyncio.gather(*(self._start_worker() for _ in range(self._config.workers)))
-        self._servers = [asyncio.get_running_loop().create_task(self._serve(worker)) for worker in workers]
+        try:
+            await self._fleet.start()
+        except SlowStart:
+            raise ValueError(slow_start(self._config, self._path)) from None
 
     async def score(self, item: RewardInput) -> Score:
-        if self._broken is not None:
-            raise RewardFailed(self._broken)
+        if self._fleet.end is not None:
+            raise RewardFailed(self._broken(self._fleet.end))
         waiting = _Waiting(item, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
         self._arrived.set()
         return await waiting.answer
 
     def close(self) -> None:
-        for server in self._servers:
-            server.cancel()
-        for worker in self._workers:
-            ray.kill(worker)
-        self._workers.clear()
+        self._fleet.close()
 
     def newly_replaced(self) -> int:
         """Workers replaced since this was last asked, for the statistics of a batch."""
-        new = self.replaced - self._reported
-        self._reported = self.replaced
-        return new
+        return self._fleet.newly_replaced()
+
+    @property
+    def replaced(self) -> int:
+        """Workers that hung or died and were replaced, since the start."""
+        return self._fleet.replaced
 
     @property
     def workers(self) -> list[Any]:
         """Handles of the living workers."""
-        return list(self._workers)
+        return [member.actor for member in self._fleet.serving]
+
+    @property
+    def note(self) -> str:
+        """What the user should know of how samples are scored."""
+        return self._fleet.members[0].note
 
     # ------------------------------------------------------------ workers
 
-    async def _start_worker(self) -> Any:
-        path = f"domains.{self.domain}.reward"
-        worker = ray.remote(RewardWorker).options(num_cpus=0).remote(self._config, path)
-        self._workers.append(worker)
-        try:
-            async with asyncio.timeout(self._config.start_timeout_s):
-                self._is_async, self._is_batched, self.note = await worker.prepare.remote()
-        except TimeoutError:
-            self._discard(worker)
-            raise ValueError(slow_start(self._config, path)) from None
-        except RayTaskError as error:
-            self._discard(worker)
-            raise error.cause if isinstance(error.cause, ValueError) else error from None
-        except RayActorError:
-            self._discard(worker)
-            raise
-        return worker
-
-    async def _replace(self, worker: Any) -> Any:
-        self._discard(worker)
-        for attempt in range(START_ATTEMPTS):
-            try:
-                fresh = await self._start_worker()
-                self.replaced += 1
-                return fresh
-            except Exception as error:
-                if attempt == START_ATTEMPTS - 1:
-                    self._break(f"reward {self._config.type}: no worker can be started any more: {error}")
-        return None
-
-    def _discard(self, worker: Any) -> None:
-        if worker in self._workers:
-            self._workers.remove(worker)
-        ray.kill(worker)
-
-    def _break(self, cause: str) -> None:
-        self._broken = cause
-        while self._queue:
-            self._fail(self._queue.popleft(), cause)
-
-    # ------------------------------------------------------------ samples
-
-    async def _serve(self, worker: Any) -> None:
+    async def _serve(self, member: RewardProcess) -> None:
         numbers = itertools.count()
-        while worker is not None:
-            under_way: dict[int, _Waiting] = {}
-            lost = False
-            while not lost:
-                batch = dict(zip(numbers, self._join(under_way) if under_way else await self._take(), strict=False))
-                under_way |= batch
-                lost = await self._call(worker, batch, under_way)
-            worker = await self._replace(worker)
+        while True:
+            batch = self._join(member.under_way) if member.under_way else await self._take(member)
+            await self._call(member, dict(zip(numbers, batch, strict=False)))
 
-    async def _call(self, worker: Any, batch: dict[int, _Waiting], under_way: dict[int, _Waiting]) -> bool:
-        """Whether the worker is lost. Those that are done leave `under_way`."""
-        lost = True
+    async def _call(self, member: RewardProcess, batch: dict[int, _Waiting]) -> None:
+        """Samples that are done are under way no more. MemberLost where the worker is of no use any more."""
+        member.under_way |= batch
         try:
             # The worker ends a call in time by itself, unless what runs in it cannot be interrupted.
             async with asyncio.timeout(self._config.timeout_s + SLICE_SECONDS + GRACE_SECONDS):
-                scored: Scored = await worker.score.remote({number: waiting.item for number, waiting in batch.items()})
+                scored: Scored = await member.actor.score.remote({number: waiting.item for number, waiting in batch.items()})
         except TimeoutError:
-            self._blame(under_way, time_out(self._config.type, self._config.timeout_s))
+            raise MemberLost(time_out(self._config.type, self._config.timeout_s)) from None
         except RayActorError as error:
-            self._blame(under_way, f"reward {self._config.type}: its process died: {_first_line(error)}")
-        except RayTaskError as error:  # a bug in the worker: nobody knows what is under way in it
-            self._blame(under_way, f"reward {self._config.type}: {type(error).__name__}: {_first_line(error)}")
+            raise MemberLost(member.died(error)) from error
+        except RayTaskError:  # a bug in the worker: nobody knows what is under way in it
+            raise
         except Exception as error:  # an item that cannot be pickled: a failure of these samples, recorded as one
-            lost = False
-            for number in batch:
-                del under_way[number]
-            self._blame(batch, f"reward {self._config.type}: {type(error).__name__}: {_first_line(error)}")
+            failed = {number: member.under_way.pop(number) for number in batch}
+            self._blame(failed, f"{member.name}: {type(error).__name__}: {first_line(error)}")
         else:
-            self._answer(under_way, scored, len(batch))
-            lost = scored.interrupted
-        return lost
+            self._answer(member, scored, len(batch))
+            if scored.interrupted:
+                raise MemberLost(f"{member.name}: it was interrupted somewhere inside")
 
-    async def _take(self) -> list[_Waiting]:
+    def _lost(self, member: RewardProcess, cause: str) -> None:
+        """What was under way is tried elsewhere, or to blame."""
+        self._blame(member.under_way, cause)
+        self._lost_in_a_row += 1
+        if self._lost_in_a_row >= LOST_IN_A_ROW:
+            lost = f"{self._lost_in_a_row} workers were lost one after the other"
+            self._fail_all(f"{member.name}: {lost}, and nothing was scored in between; the last: {cause}")
+
+    def _down(self, end: FleetDown) -> None:
+        for member in self._fleet.members:
+            self._queue.extend(member.under_way.values())
+        self._fail_all(self._broken(end))
+
+    def _broken(self, end: FleetDown) -> str:
+        return f"reward {self._config.type}: no worker can be started any more: {end.cause}"
+
+    # ------------------------------------------------------------ samples
+
+    async def _take(self, member: RewardProcess) -> list[_Waiting]:
         self._idle += 1
-        while not self._queue:
-            self._arrived.clear()
-            await self._arrived.wait()
-        limit = self._batch_limit()
-        batch = [self._queue.popleft()]
-        while self._queue and len(batch) < limit and not batch[0].alone and not self._queue[0].alone:
-            batch.append(self._queue.popleft())
-        self._idle -= 1
-        return batch
+        try:
+            while not self._queue:
+                self._arrived.clear()
+                await self._arrived.wait()
+            limit = self._batch_limit(member)
+            batch = [self._queue.popleft()]
+            while self._queue and len(batch) < limit and not batch[0].alone and not self._queue[0].alone:
+                batch.append(self._queue.popleft())
+            return batch
+        finally:
+            self._idle -= 1
 
     def _join(self, under_way: dict[int, _Waiting]) -> list[_Waiting]:
         """A busy worker's share of what waits; none where a sample is, or has to be, alone."""
@@ -236,32 +247,32 @@ class RewardPool:
             batch.append(self._queue.popleft())
         return batch
 
-    def _batch_limit(self) -> int:
+    def _batch_limit(self, member: RewardProcess) -> int:
         share = math.ceil(len(self._queue) / self._idle)
-        if self._is_async:
+        if member.is_async:
             return min(MOST_SAMPLES, share)
         if self._seconds_per_sample is None:
             return 1
-        seconds = self._config.timeout_s / 2 if self._is_batched else BATCH_SECONDS  # a list's samples share one time limit
+        seconds = self._config.timeout_s / 2 if member.is_batched else BATCH_SECONDS  # a list's samples share one time limit
         return max(1, min(MOST_SAMPLES, share, int(seconds / max(self._seconds_per_sample, 1e-6))))
 
-    def _answer(self, under_way: dict[int, _Waiting], scored: Scored, given: int) -> None:
+    def _answer(self, member: RewardProcess, scored: Scored, given: int) -> None:
         """`given`: how many samples the call was for."""
-        results = scored.results if not scored.interrupted else dict.fromkeys(under_way) | scored.results
+        results = scored.results if not scored.interrupted else dict.fromkeys(member.under_way) | scored.results
         done = 0
         for number, result in sorted(results.items(), reverse=True):
-            waiting = under_way.pop(number)
+            waiting = member.under_way.pop(number)
             if result is None:
-                waiting.alone = waiting.alone or number in scored.suspects
-                self._queue.appendleft(waiting)
-                self._arrived.set()
+                self._again(waiting, waiting.alone or number in scored.suspects)
                 continue
             done += 1
             if isinstance(result, str):
                 self._fail(waiting, result)
             elif not waiting.answer.done():
                 waiting.answer.set_result(result)
-        if self._is_async or not given or scored.interrupted or scored.suspects:
+            if isinstance(result, Score) or not scored.interrupted:
+                self._lost_in_a_row = 0
+        if member.is_async or not given or scored.interrupted or scored.suspects:
             return
         seconds = scored.seconds / max(1, done)
         known = self._seconds_per_sample
@@ -273,17 +284,20 @@ class RewardPool:
         several = len(under_way) > 1
         for number in sorted(under_way, reverse=True):
             waiting = under_way.pop(number)
-            if not several:
+            if several:
+                self._again(waiting, alone=True)
+            else:
                 self._fail(waiting, cause)
-                continue
-            waiting.alone = True
-            self._queue.appendleft(waiting)
-            self._arrived.set()
+
+    def _again(self, waiting: _Waiting, alone: bool) -> None:
+        waiting.alone = alone
+        self._queue.appendleft(waiting)
+        self._arrived.set()
 
     def _fail(self, waiting: _Waiting, cause: str) -> None:
         if not waiting.answer.done():
             waiting.answer.set_exception(RewardFailed(cause))
 
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+    def _fail_all(self, cause: str) -> None:
+        while self._queue:
+            self._fail(self._queue.popleft(), cause)

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ray.exceptions import RayTaskError
-
 from roll_lite.config.schema import RewardConfig, RewardModelConfig
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.batch_scorer import time_out
 from roll_lite.rewards.model import ScoredText, nothing, score_of, scored_text
 from roll_lite.rewards.registry import build_reward
-from roll_lite.workers.reward import START_ATTEMPTS, RewardPool
-from roll_lite.workers.reward_model_ranks import Copy, Ranks, is_gone
+from roll_lite.workers.reward import RewardPool
+from roll_lite.workers.reward_model_ranks import RESTART_SECONDS, Copy, Ranks, is_gone
 
 WINDOW_SECONDS = 0.003
 """How long an idle copy waits for more samples when there are fewer than a micro-batch."""
@@ -39,29 +38,26 @@ class RewardModelClient:
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = name
-        self.restarts = 0
-        """Of ranks that died, since the start."""
-        self._reported = 0
         self._config = config
-        self._ranks = Ranks.of(actors, config)
         self._queue: deque[_Waiting] = deque()
         self._arrived = asyncio.Event()
         self._idle = 0
         self._open = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
-        self._serving = 0
-        self._lost = 0
-        """Ranks that serve, and that cannot be started any more."""
-        self._in_service = asyncio.Event()
-        self._tenders: list[asyncio.Task[None]] = []
-        self._broken: str | None = None
+        self._under_way: dict[Copy, list[_Waiting]] = {}
+        self._fleet = Fleet(
+            f"reward_models.{name}", Ranks.of(name, actors, config), Policy(RESTART_SECONDS), self._serve, self._lost, self._down
+        )
 
     async def in_service(self) -> None:
-        """Wait until there is a copy of the model that can score, or there will never be one again."""
-        if not self._tenders:  # with the first sample: the driver has initialized every rank by then
-            self._tenders = [asyncio.get_running_loop().create_task(self._tend(ranks)) for ranks in self._ranks]
-        await self._in_service.wait()
+        """Wait until there is a copy of the model that can score; RewardFailed where there will never be one again."""
+        if not self._fleet.is_tended:  # with the first sample: the driver has initialized every rank by then
+            self._fleet.tend()
+        try:
+            await self._fleet.in_service()
+        except FleetDown as end:
+            raise RewardFailed(end.cause) from None
 
     async def score(self, text: ScoredText) -> float:
         """RewardFailed where there is no score."""
@@ -69,8 +65,6 @@ class RewardModelClient:
         self._quiet.clear()
         try:
             await self.in_service()
-            if self._broken is not None:
-                raise RewardFailed(self._broken)
             waiting = _Waiting(text, asyncio.get_running_loop().create_future())
             self._queue.append(waiting)
             self._arrived.set()
@@ -82,91 +76,69 @@ class RewardModelClient:
 
     async def rest(self) -> None:
         """Nothing is generated any more: with `offload` the model leaves its devices until the next sample, once all are scored."""
-        if not self._config.offload:
+        if not self._config.offload or not self._fleet.is_tended:
             return
         await self._quiet.wait()
-        if self._broken is None:
-            await asyncio.gather(*(ranks.offload() for ranks in self._ranks))
+        async with self._fleet.drained():
+            await asyncio.gather(*(ranks.offload() for ranks in self._fleet.serving))
 
     def newly_restarted(self) -> int:
         """Ranks started again since this was last asked, for the statistics of a batch."""
-        new = self.restarts - self._reported
-        self._reported = self.restarts
-        return new
+        return self._fleet.newly_replaced()
+
+    @property
+    def restarts(self) -> int:
+        """Of ranks that were lost, since the start."""
+        return self._fleet.replaced
 
     def close(self) -> None:
         """The processes are the driver's."""
-        for tender in self._tenders:
-            tender.cancel()
+        self._fleet.close(kill=False)
 
     # ------------------------------------------------------------ copies
 
-    async def _tend(self, ranks: Ranks) -> None:
-        """Have ranks that start together serve, and start them again, until that fails."""
-        cause: str | None = None
-        while cause is None:
-            try:
-                await ranks.meet()
-                lost = await self._serve_together(ranks)
-            except Exception as error:  # a process edge: a rank died before it could say where it stands
-                lost = self._cause(error)
-            cause = await self._restart(ranks, lost)
-        self._lost += 1
-        if self._lost == len(self._ranks):
-            self._broken = cause
-            self._in_service.set()
-
-    async def _serve_together(self, ranks: Ranks) -> str:
-        """Until one of their copies is lost, and why it is."""
-        self._serving += 1
-        self._in_service.set()
-        serving = [asyncio.create_task(self._serve(copy, ranks)) for copy in ranks.copies]
+    async def _serve(self, ranks: Ranks) -> None:
+        """Until one of their copies is lost, and all of them with it."""
+        serving = [asyncio.create_task(self._serve_copy(copy, ranks)) for copy in ranks.copies]
         try:
             done, _ = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
             for task in serving:
                 task.cancel()
-        # First out of service, then failures: a sample that is tried again at once has to wait for those who still serve.
-        self._serving -= 1
-        cause, batch = next(iter(done)).result()
-        if not self._serving:
-            self._in_service.clear()
-            batch += self._queue
-            self._queue.clear()
-        self._fail(batch, cause)
-        await asyncio.wait(serving)
-        return cause
+            await asyncio.gather(*serving, return_exceptions=True)
 
-    async def _serve(self, copy: Copy, ranks: Ranks) -> tuple[str, list[_Waiting]]:
-        """Why the copy is lost, and what it was scoring."""
+    async def _serve_copy(self, copy: Copy, ranks: Ranks) -> None:
         while True:
             batch = await self._take()
-            try:
-                await ranks.load()
-                results = await copy.score([waiting.text for waiting in batch])
-            except asyncio.CancelledError:
-                self._fail(batch, f"reward model {self.name}: its ranks are started again, because one of them was lost")
-                raise
-            except Exception as error:  # a process edge: whatever went wrong there is the failure of these samples, recorded as one
-                cause = self._cause(error)
-                if copy.lost_by(error):
-                    return cause, batch
-                self._fail(batch, cause)
-            else:
-                self._answer(batch, results)
+            self._under_way[copy] = batch
+            async with self._fleet.at_work(ranks):
+                try:
+                    results = await ranks.score(copy, [waiting.text for waiting in batch])
+                except Exception as error:  # a process edge: whatever went wrong there is the failure of these samples, recorded as one
+                    cause = ranks.cause(error)
+                    # A rank that failed stands apart from those beside it, which may wait for it for ever.
+                    if isinstance(error, MemberLost) or is_gone(error) or len(copy.actors) > 1:
+                        ranks.guilty = copy
+                        raise MemberLost(cause) from error
+                    self._fail(batch, cause)
+                else:
+                    self._answer(batch, results)
+            del self._under_way[copy]
 
-    async def _restart(self, ranks: Ranks, lost: str) -> str | None:
-        """Why it fails, where it does."""
-        failure = ""
-        for attempt in range(START_ATTEMPTS):
-            try:
-                await ranks.restart(again=attempt > 0)
-            except Exception as error:  # a process edge: another attempt may succeed
-                failure = self._cause(error)
-            else:
-                self.restarts += 1
-                return None
-        return f"{lost}; it could not be started again: {failure}"
+    def _lost(self, ranks: Ranks, cause: str) -> None:
+        for copy in ranks.copies:
+            is_guilty = ranks.guilty in (None, copy)
+            bystander = f"{ranks.name}: its ranks are started again, because one of them was lost"
+            self._fail(self._under_way.pop(copy, []), cause if is_guilty else bystander)
+        if not self._fleet.serving:
+            self._fail_waiting(cause)
+
+    def _down(self, end: FleetDown) -> None:
+        for batch in self._under_way.values():
+            self._fail(batch, end.cause)
+        self._fail_waiting(end.cause)
 
     # ------------------------------------------------------------ samples
 
@@ -200,12 +172,9 @@ class RewardModelClient:
             if not waiting.answer.done():
                 waiting.answer.set_exception(RewardFailed(cause))
 
-    def _cause(self, error: BaseException) -> str:
-        if is_gone(error):
-            return f"reward model {self.name}: its process died: {_first_line(error)}"
-        if isinstance(error, RayTaskError) and error.cause is not None:
-            error = error.cause
-        return f"reward model {self.name}: {type(error).__name__}: {_first_line(error)}"
+    def _fail_waiting(self, cause: str) -> None:
+        self._fail(list(self._queue), cause)
+        self._queue.clear()
 
 
 class RewardModelPool:
@@ -247,7 +216,3 @@ class RewardModelPool:
 
     async def _own(self, item: RewardInput) -> Score:
         return score_of(await self._client.score(scored_text(item, **self._text)), **self._reading)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

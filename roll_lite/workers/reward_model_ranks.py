@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,18 +12,21 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from roll_lite.config.schema import HfStrategyConfig, RewardModelConfig
+from roll_lite.distributed.fleet import MemberLost, cause_of, first_line, until_silent
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.rewards.model import ScoredText
 from roll_lite.workers.reward_model import NotInitialized
 
 RESTART_SECONDS = 600.0
 """For processes to start, and to load the model."""
+HANG_SECONDS = 600.0
+"""For a micro-batch; whoever waits for one of its samples has a limit of their own, which is shorter."""
 KILL_SECONDS = 1.0
 """Until nobody meets a process any more that was told to end."""
 POLL_SECONDS = 0.25
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Copy:
     """The ranks that hold one copy of the model together. A forward pass takes all of them."""
 
@@ -35,10 +39,6 @@ class Copy:
         results = await asyncio.gather(*(actor.score.remote(shared) for actor in self.actors))
         found: list[float | str] = results[self.head]
         return found
-
-    def lost_by(self, error: Exception) -> bool:
-        """A rank is gone, or stands apart from the others, which may wait for it for ever."""
-        return is_gone(error) or len(self.actors) > 1
 
 
 def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy]:
@@ -57,56 +57,113 @@ def is_gone(error: BaseException) -> bool:
 
 
 class Ranks:
-    """Ranks that start together: all of a model on Megatron, whose process group spans them; each of its own with hf."""
+    """Ranks that start together, as one member of their model's fleet: all of a model on Megatron, whose process group spans them; each
+    of its own with hf. Their processes are the driver's, and Ray starts others in the place of dead ones; here they get the model."""
 
-    def __init__(self, actors: Sequence[Any], config: RewardModelConfig) -> None:
+    def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
+        self.name = f"reward model {model}"
         self.copies: list[Copy] = []
-        """Known after `meet`."""
+        """Known from the start."""
+        self.guilty: Copy | None = None
+        """Whose failure took the others along, where it is known."""
         self._actors = list(actors)
         self._are_connected = not isinstance(config.strategy, HfStrategyConfig)
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
+        self._is_initialized = True
+        """By the driver, the first time."""
+        self._is_gone = False
+        self._was_killed = False
+        self._at_work = 0
 
     @staticmethod
-    def of(actors: Sequence[Any], config: RewardModelConfig) -> list[Ranks]:
+    def of(model: str, actors: Sequence[Any], config: RewardModelConfig) -> list[Ranks]:
         """`actors`: all of the model's, in rank order."""
         parts = [[actor] for actor in actors] if isinstance(config.strategy, HfStrategyConfig) else [actors]
-        return [Ranks(part, config) for part in parts]
+        return [Ranks(model, part, config) for part in parts]
 
-    async def meet(self) -> None:
-        """Once the driver has initialized every rank."""
-        self.copies = copies_of(self._actors, await asyncio.gather(*(actor.layout.remote() for actor in self._actors)))
+    async def start(self) -> None:
+        is_initialized, self._is_initialized = self._is_initialized, False
+        try:
+            async with self._moving:
+                if not is_initialized:
+                    await self._initialize()
+                self.copies = copies_of(self._actors, await asyncio.gather(*(actor.layout.remote() for actor in self._actors)))
+        except Exception as error:
+            raise MemberLost(self.cause(error)) from error
+        self.guilty = None
 
-    async def load(self) -> None:
-        async with self._moving:
-            if not self._is_resident:
-                await asyncio.gather(*(actor.load.remote([StateGroup.WEIGHTS]) for actor in self._actors))
-                self._is_resident = True
+    async def until_lost(self) -> str:
+        """Whether they are alive: those that are connected stand and fall together."""
+
+        async def ask() -> list[int]:
+            return list(await asyncio.gather(*(actor.process_id.remote() for actor in self._actors)))
+
+        try:
+            return f"{self.name}: {await until_silent(ask, lambda: bool(self._at_work))}"
+        except Exception as error:
+            raise MemberLost(self.cause(error)) from error
+
+    def kill(self) -> None:
+        """Ranks that are connected cannot take in a new one: all of them are started again."""
+        self._was_killed = self._are_connected or not self._is_gone
+        self._is_gone = False
+        for actor in self._actors if self._was_killed else ():
+            ray.kill(actor, no_restart=False)
+
+    def cause(self, error: BaseException) -> str:
+        """In one line, and noted where it is the death of a process."""
+        if is_gone(error):
+            self._is_gone = True
+            return f"{self.name}: its process died: {first_line(error)}"
+        if isinstance(error, RayTaskError) and error.cause is not None:
+            error = error.cause
+        return cause_of(error, self.name)
+
+    async def score(self, copy: Copy, texts: list[ScoredText]) -> list[float | str]:
+        try:
+            async with asyncio.timeout(HANG_SECONDS) as limit:
+                with self._busy():
+                    await self._move(True)
+                    return await copy.score(texts)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise MemberLost(f"{self.name}: it hangs: no scores within {HANG_SECONDS:g} s") from None
 
     async def offload(self) -> None:
         """A dead rank is noticed by the next sample."""
-        async with self._moving:
-            if self._is_resident:
-                self._is_resident = False
-                moved = [actor.offload.remote([StateGroup.WEIGHTS]) for actor in self._actors]
-                for error in await asyncio.gather(*moved, return_exceptions=True):
-                    if isinstance(error, BaseException) and not is_gone(error):
-                        raise error
+        with self._busy():
+            await self._move(False)
 
-    async def restart(self, again: bool) -> None:
-        """Ray has started other processes in the place of dead ones; here they get the model. Ranks that are connected cannot take in
-        a new one: all of them are started again. `again`: the attempt before this one failed, whatever it left is ended."""
-        async with self._moving, asyncio.timeout(RESTART_SECONDS):
-            if again or self._are_connected:
-                for actor in self._actors:
-                    ray.kill(actor, no_restart=False)
-                await asyncio.sleep(KILL_SECONDS)
-            await asyncio.gather(*(_reached(actor) for actor in self._actors))
-            if self._are_connected:
-                address = await self._actors[0].rendezvous.remote()
-                await asyncio.gather(*(actor.meet_at.remote(address) for actor in self._actors))
-            await asyncio.gather(*(actor.initialize.remote() for actor in self._actors))
-            self._is_resident = True
+    async def _move(self, to_devices: bool) -> None:
+        async with self._moving:
+            if self._is_resident == to_devices:
+                return
+            self._is_resident = to_devices
+            methods = [actor.load if to_devices else actor.offload for actor in self._actors]
+            moved = [method.remote([StateGroup.WEIGHTS]) for method in methods]
+            for error in await asyncio.gather(*moved, return_exceptions=True):
+                if isinstance(error, BaseException) and (to_devices or not is_gone(error)):
+                    raise error
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        self._at_work += 1
+        try:
+            yield
+        finally:
+            self._at_work -= 1
+
+    async def _initialize(self) -> None:
+        if self._was_killed:
+            await asyncio.sleep(KILL_SECONDS)
+        await asyncio.gather(*(_reached(actor) for actor in self._actors))
+        if self._are_connected:
+            address = await self._actors[0].rendezvous.remote()
+            await asyncio.gather(*(actor.meet_at.remote(address) for actor in self._actors))
+        await asyncio.gather(*(actor.initialize.remote() for actor in self._actors))
+        self._is_resident = True
 
 
 async def _reached(actor: Any) -> None:

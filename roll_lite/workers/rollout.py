@@ -16,6 +16,7 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import SampleGroup, Sampling
 from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.dataflow import Block, put_block
+from roll_lite.distributed.fleet import Fleet, Policy
 from roll_lite.distributed.worker import AsyncWorker
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.router import Router
@@ -30,6 +31,9 @@ from roll_lite.workers.sample_dump import write_samples
 
 BLOCK_TOKENS = 2**18
 """Tokens of one block in the object store: some megabytes, so that a reader of a few rows does not fetch a whole batch."""
+
+ENGINE_POLICY = Policy(start_timeout_s=None, restarts=0, all_needed=True)
+"""An engine is not replaced: its loss is the end of the run."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class RolloutBatch:
 
 class RolloutWorker(AsyncWorker):
     _service: RolloutService
+    _engines: Fleet[RemoteEngine]
 
     def __init__(self, spec: RolloutSpec) -> None:
         super().__init__()
@@ -80,13 +85,15 @@ class RolloutWorker(AsyncWorker):
         """Read the data, start the reward workers. `engines`: the InferWorker actors. `reward_models`: the RewardModelWorker actors by
         the models' names. `judges`: where those that the run has started are."""
         spec = self._spec
+        clients = [RemoteEngine(f"actor_infer[{i}]", engine, frozen_admission=spec.deterministic) for i, engine in enumerate(engines)]
+        self._engines = Fleet("actor_infer", clients, ENGINE_POLICY, lost=RemoteEngine.lost, down=self.tell_end)
+        self._engines.tend()
         ranks = reward_models or {}
         self._reward_models = {name: RewardModelClient(name, ranks[name], config) for name, config in spec.reward_models.items()}
         self._pools = {name: self._pool(name, domain, judges or {}) for name, domain in spec.domains.items()}
         starting = asyncio.gather(*(pool.start() for pool in self._pools.values()))
         domains = await asyncio.to_thread(self._load_domains)
         await starting
-        clients = [RemoteEngine(f"actor_infer[{i}]", engine, frozen_admission=spec.deterministic) for i, engine in enumerate(engines)]
         router = Router(clients, spec.rollout.request_timeout_s, deterministic=spec.deterministic)
         self._service = RolloutService(domains, router, spec.rollout.retries, seed=spec.seed if spec.deterministic else None)
 
@@ -174,6 +181,7 @@ class RolloutWorker(AsyncWorker):
         self._service.load_state_dict(state)
 
     async def shutdown(self) -> None:
+        self._engines.close(kill=False)
         self._service.close()
         for part in (*self._pools.values(), *self._reward_models.values()):
             part.close()

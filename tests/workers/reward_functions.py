@@ -99,3 +99,10 @@ def deaf(sample: RewardInput) -> float:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
         time.sleep(1000)
     return 1.0
+
+
+def stopping(sample: RewardInput) -> float:
+    """Stands still: no limit inside its process is kept any more."""
+    if sample.response == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0

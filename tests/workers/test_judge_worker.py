@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from roll_lite.config.schema import JudgeServerConfig, RewardConfig, RewardTermC
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.registry import build_reward
-from roll_lite.workers.judge import JudgeAddress, JudgeWorker, fingerprint, reserve_port, with_addresses
+from roll_lite.workers import judge
+from roll_lite.workers.judge import JudgeAddress, JudgeServer, JudgeWorker, fingerprint, reserve_port, with_addresses
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny"
 ARGS = {
@@ -75,6 +77,20 @@ def test_the_servers_arguments() -> None:
     assert "--enforce-eager" in words and "--no-enable-prefix-caching" in words and "--gpu-memory-utilization" not in words
     on_gpus = command(config(strategy=VllmStrategyConfig(tensor_parallel=2)), "h", 1, "main", cuda=True)
     assert "--gpu-memory-utilization" in on_gpus and "mp" in on_gpus and "--no-enforce-eager" in on_gpus
+
+
+@pytest.mark.usefixtures("ray_local")
+async def test_a_server_that_lives_and_does_not_answer_is_a_lost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr(judge, "SILENCE_SECONDS", 1.0)
+    server = JudgeServer("main", config())
+    server.process = subprocess.Popen(["sleep", "100"], start_new_session=True)  # noqa: ASYNC220
+    process = psutil.Process(server.process.pid)
+    assert await server.until_lost() == "the judge's server did not answer for 1 s"
+    server.kill()
+    server.kill()
+    assert not process.is_running()
+    server.close()
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from roll_lite.config.schema import (
     RewardTermConfig,
 )
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.distributed import fleet
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.base import RankLayout
@@ -55,6 +56,7 @@ class FakeRank:
         self.moves: list[str] = []
         self.error: Exception | None = None
         self.hangs = False
+        self.dies_idle = False
         self.comes_back = True
         self.kills = 0
         self.layout, self.score = Method(self._layout), Method(self._score)
@@ -66,6 +68,9 @@ class FakeRank:
         return self.own
 
     async def _process_id(self) -> int:
+        if self.dies_idle:
+            self.dies_idle = False
+            raise ActorDiedError
         return 1
 
     async def _rendezvous(self) -> str:
@@ -239,6 +244,34 @@ async def test_every_sample_that_waits_ends_within_its_own_time() -> None:
         pool = RewardModelPool("toy", RewardConfig(type="model", args={"model": "toy"}, timeout_s=0.2), model)
         results = await asyncio.gather(*(outcome(pool.score(item(text))) for text in "abc"))
     assert set(results) == {"reward model toy: time-out: no score within 0.2 s"}
+
+
+async def test_a_copy_that_hangs_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits has given up by then; it would be nobody's any more."""
+    monkeypatch.setattr(reward_model_ranks, "HANG_SECONDS", 0.3)
+    (actor,) = ranks(1)
+    actor.hangs = True
+    async with client([actor]) as model:
+        assert await outcome(model.score("a")) == "reward model toy: it hangs: no scores within 0.3 s"
+        assert await model.score("a") == 1.0
+    assert (actor.kills, model.restarts) == (1, 1)
+
+
+async def test_a_copy_that_dies_with_nothing_to_do_is_started_again_at_no_samples_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "ASK_SECONDS", 0.02)
+    (actor,) = ranks(1)
+    async with client([actor]) as model:
+        assert await model.score("a") == 1.0
+        actor.dies_idle = True
+        await until_restarted(model)
+        assert await model.score("a") == 1.0
+    assert actor.kills == 0
+
+
+async def test_an_error_in_the_client_itself_leaves_nobody_waiting() -> None:
+    async with client(ranks(1)) as model:
+        model._answer = lambda batch, results: 1 / 0  # type: ignore[method-assign, assignment]
+        assert await outcome(model.score("a")) == "reward model toy: ZeroDivisionError: division by zero"
 
 
 async def test_a_model_that_gives_its_memory_back_is_loaded_when_there_is_something_to_score() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +15,9 @@ import ray
 
 from roll_lite.config.schema import FormatConfig, RewardConfig
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.distributed import fleet
 from roll_lite.rewards.base import RewardFailed
+from roll_lite.workers import reward
 from roll_lite.workers.reward import RewardPool, RewardWorker
 
 pytestmark = pytest.mark.usefixtures("ray_local")
@@ -71,10 +75,10 @@ async def test_few_calls_carry_many_samples() -> None:
         await rewards.score(item())  # tells how long a sample takes
         take = rewards._take
 
-        async def counting() -> Any:
+        async def counting(*args: Any) -> Any:
             nonlocal calls
             calls += 1
-            return await take()
+            return await take(*args)
 
         rewards._take = counting  # type: ignore[method-assign]
         await asyncio.gather(*(rewards.score(item()) for _ in range(256)))
@@ -123,6 +127,53 @@ async def test_a_killed_worker_is_replaced_and_its_samples_are_not_charged() -> 
         # One sample may have been alone in the call that died.
         assert sum(isinstance(result, Score) for result in results) >= 99
         assert (await rewards.score(item())).value == 1.0
+
+
+@pytest.mark.parametrize("times", [1, 10**6])
+async def test_an_error_in_the_pool_itself_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """A bug there ended the task that served, and whoever waited waited for ever."""
+    monkeypatch.setattr(reward, "LOST_IN_A_ROW", 3)
+    async with pool(f"{USER}.length") as rewards:
+        answer, left = rewards._answer, iter(range(times))
+
+        def faulty(*args: Any) -> None:
+            if next(left, None) is not None:
+                raise LookupError("no such sample")
+            answer(*args)
+
+        rewards._answer = faulty  # type: ignore[method-assign]
+        async with asyncio.timeout(60):
+            results = await asyncio.gather(*(outcome(rewards, "x" * i) for i in range(1, 9)))
+        failed = [result for result in results if isinstance(result, str)]
+        assert len(failed) == (1 if times == 1 else 8) and all("LookupError: no such sample" in cause for cause in failed)
+        assert rewards.replaced >= 1
+
+
+async def test_functions_that_stop_their_process_cost_a_bounded_number_of_time_outs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing inside a stopped process keeps a limit, and 200 time-outs one after the other are none."""
+    monkeypatch.setattr(reward, "LOST_IN_A_ROW", 4)
+    async with pool(f"{USER}.stopping", workers=2, timeout_s=0.3) as rewards:
+        processes = [await worker.process_id.remote() for worker in rewards.workers]
+        async with asyncio.timeout(120):
+            causes = await asyncio.gather(*(outcome(rewards, "stop") for _ in range(200)))
+        assert sum(cause == f"reward {USER}.stopping: time-out: no score within 0.3 s" for cause in causes) <= 5
+        assert "4 workers were lost one after the other, and nothing was scored in between; the last: " in str(causes[-1])
+        assert rewards.replaced <= 6
+        assert (await rewards.score(item("fine"))).value == 1.0, "another attempt may succeed"
+        for process in processes:
+            with pytest.raises(ProcessLookupError):
+                os.kill(process, 0)
+
+
+async def test_a_worker_that_dies_while_it_has_nothing_to_do_is_replaced_before_anybody_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "ASK_SECONDS", 0.1)
+    async with pool(f"{USER}.length") as rewards:
+        await asyncio.sleep(0.3)
+        os.kill(await rewards.workers[0].process_id.remote(), signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while rewards.replaced == 0:  # noqa: ASYNC110 (nobody else waits for that)
+                await asyncio.sleep(0.05)
+        assert (await rewards.score(item())).value == 3.0
 
 
 async def test_slow_functions_are_spread_over_the_workers() -> None:

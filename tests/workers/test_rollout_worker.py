@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +30,7 @@ from roll_lite.config.schema import (
     ScriptedStrategyConfig,
 )
 from roll_lite.data.samples import GenerationRequest, Sampling
-from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
+from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, RankFailed, start_cluster
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.engines import EngineSpec
@@ -166,6 +169,31 @@ def test_keep_masks_are_asked_for_where_something_is_truncated() -> None:
     assert not sampling_of(full, keep_mask=True).keep_mask
     assert all(sampling_of(config, keep_mask=True).keep_mask for config in cut)
     assert not any(sampling_of(config).keep_mask for config in cut)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_death_of_an_engine_ends_the_run_whether_it_works_or_not(model: ModelConfig, tmp_path: Path, replicas: int) -> None:
+    """With its own role, rank and cause, although the rollout service is the one that watches over it, and fails too without an engine."""
+    script = {"response_tokens": 500, "seconds_per_token": 1.0} if replicas == 1 else {"response_tokens": 6}
+    with engines(model, replicas, **script) as infer:
+        victim = infer.all(InferWorker.process_id)[-1]
+        service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec_of(model, tmp_path))
+        service.one(RolloutWorker.initialize, infer.group.actors)
+        waiting: Pending[Any] = service.start_one(RolloutWorker.next_batch, 8, 1)
+        if replicas == 2:
+            waiting.result()
+            waiting = infer.start_one(InferWorker.collect, 60.0)
+        killed: list[float] = []
+
+        def kill() -> None:
+            os.kill(victim, signal.SIGKILL)
+            killed.append(time.monotonic())
+
+        threading.Timer(1.0, kill).start()
+        with pytest.raises(RankFailed, match=rf"actor_infer rank {replicas - 1} failed in \w+: its process {victim} died"):
+            waiting.result()
+        assert time.monotonic() - killed[0] < 5.0
+        service.shutdown()
 
 
 def test_an_engines_death_is_noticed_within_seconds(model: ModelConfig) -> None:
