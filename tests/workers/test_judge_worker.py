@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 
 from roll_lite.config.schema import JudgeServerConfig, RewardConfig, RewardTermConfig, VllmStrategyConfig
 from roll_lite.data.samples import RewardInput
+from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy
+from roll_lite.distributed.strategy.vllm.compat import judge_server
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.registry import build_reward
 from roll_lite.workers import judge
@@ -77,6 +81,51 @@ def test_the_servers_arguments() -> None:
     assert "--enforce-eager" in words and "--no-enable-prefix-caching" in words and "--gpu-memory-utilization" not in words
     on_gpus = command(config(strategy=VllmStrategyConfig(tensor_parallel=2)), "h", 1, "main", cuda=True)
     assert "--gpu-memory-utilization" in on_gpus and "mp" in on_gpus and "--no-enforce-eager" in on_gpus
+
+
+HEALTHY = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+async def test_a_server_that_dies_is_started_again_at_its_address_until_its_restarts_are_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fleet around a process that answers as the real server does where it is asked for its health."""
+    monkeypatch.setattr(judge_server, "command", lambda _, host, port, *__: [sys.executable, "-c", HEALTHY, host, str(port)])
+    monkeypatch.setattr(judge.ray, "nodes", lambda: [{"Alive": True}])
+    server, ends = JudgeServer("main", config(restarts=1)), asyncio.Queue[FleetDown]()
+    servers = Fleet("judges.main", [server], Policy(60.0, 1, attempts=1, path="judges.main"), down=ends.put_nowait)
+    await servers.start()
+    address = server.address
+    try:
+        async with asyncio.timeout(60):
+            for restarts in (0, 1):
+                assert servers.replaced == restarts and server.process is not None
+                victim = psutil.Process(server.process.pid)
+                victim.kill()
+                if restarts == 0:
+                    while servers.replaced == 0:  # noqa: ASYNC110 (nobody else waits for that)
+                        await asyncio.sleep(0.05)
+                    assert server.address == address
+            end = await ends.get()
+        assert str(end) == "the judge's server died (exit code -9), and was started again 1 time(s) before (judges.main.restarts)"
+    finally:
+        servers.close()
+        server.close()
+
+
+async def test_a_server_that_ends_while_it_starts_is_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_server, "command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(judge.ray, "nodes", lambda: [{"Alive": True}])
+    server = JudgeServer("main", config())
+    with pytest.raises(MemberLost, match="the judge's server ended with exit code 3 while it started; see the root cause above"):
+        await Fleet("judges.main", [server], Policy(60.0)).start()
+    assert server.process is None
+    server.close()
 
 
 @pytest.mark.usefixtures("ray_local")
