@@ -82,6 +82,7 @@ def test_steps_equal_adamw(ranks: RankPool, path: Path, layout: dict[str, Any], 
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "layout",
     [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"data": 2, "overlap_grad_reduce": True}],
