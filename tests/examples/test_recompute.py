@@ -46,27 +46,43 @@ def differences(output: str) -> dict[str, float]:
     return {name: float(largest) for name, count, largest in lines if int(count)}
 
 
+@pytest.mark.parametrize(("recipe", "settings", "compared"), [("tiny_grpo", GRPO, BOTH), ("tiny_ppo", PPO, BOTH | OF_PPO)])
+def test_losses_and_weights_come_out_again(recipe: str, settings: list[str], compared: set[str], tmp_path: Path) -> None:
+    """Of a run in one process: everything but Ray and engines."""
+    settings = [setting for setting in settings if "devices" not in setting]
+    run = python("tests/examples/one_process_run.py", str(tmp_path / "run"), recipe, *settings)
+    assert run.returncode == 0, run.stdout + run.stderr
+    comes_out_again(tmp_path / "run", compared)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("recipe", "settings", "compared"), [("tiny_grpo", GRPO, BOTH), ("tiny_ppo", PPO, BOTH | OF_PPO)])
-def test_a_runs_losses_and_weights_come_out_again(recipe: str, settings: list[str], compared: set[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "settings", "compared"),
+    [pytest.param("tiny_grpo", GRPO, BOTH, marks=pytest.mark.nightly), ("tiny_ppo", PPO, BOTH | OF_PPO)],
+)
+def test_a_whole_runs_losses_and_weights_come_out_again(recipe: str, settings: list[str], compared: set[str], tmp_path: Path) -> None:
     run = python("examples/start_rlvr_pipeline.py", f"--config-name={recipe}", *SMALL, *settings, f"run_dir={tmp_path / 'runs'}")
     assert run.returncode == 0, run.stdout + run.stderr
     elsewhere = tmp_path / "moved"
     shutil.move((tmp_path / "runs" / "latest").resolve(), elsewhere)
+    comes_out_again(elsewhere, compared)
 
-    again = python("examples/recompute.py", str(elsewhere))
+
+def comes_out_again(folder: Path, compared: set[str]) -> None:
+    """And does not, once something in the folder has been changed."""
+    again = python("examples/recompute.py", str(folder))
     assert again.returncode == 0, again.stdout + again.stderr
     found = differences(again.stdout)
     assert set(found) == compared
     for name in ("advantages", "returns", "loss_weight", "actor loss", "critic loss", "actor weights", "critic weights"):
         assert found.get(name, 0.0) < 2e-5, again.stdout
 
-    file = next((elsewhere / "batches" / "step_000002").glob("rows_*.parquet"))
+    file = next((folder / "batches" / "step_000002").glob("rows_*.parquet"))
     table = pq.read_table(file)
     advantages = [[2 * value + 0.1 for value in row] for row in table["advantages"].to_pylist()]
     pq.write_table(table.set_column(table.column_names.index("advantages"), "advantages", pa.array(advantages)), file)
-    other = python("examples/recompute.py", str(elsewhere))
+    other = python("examples/recompute.py", str(folder))
     assert other.returncode == 1 and re.search(r"^advantages .* step 2, sample \d+  <- too large$", other.stdout, re.MULTILINE)
 
 

@@ -1,0 +1,136 @@
+"""A run without Ray and engines, for tests of what a run leaves behind: the real pipeline, models and files, all in one process.
+
+    python one_process_run.py FOLDER RECIPE [key=value ...]
+
+Rollouts are random tokens with the log-probs that the actor gives them; clusters are called directly.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from roll_lite.config.arithmetic import updates
+from roll_lite.config.loading import load_config
+from roll_lite.data.proto import DataProto, object_column
+from roll_lite.data.ragged import Ragged
+from roll_lite.distributed import dataflow
+from roll_lite.distributed.dataflow import Batch, put_block
+from roll_lite.distributed.worker import ROLE, Worker
+from roll_lite.pipeline import devices
+from roll_lite.pipeline.batch_files import BatchFiles
+from roll_lite.pipeline.checkpoint import Checkpoints
+from roll_lite.pipeline.clusters import Clusters, Model
+from roll_lite.pipeline.journal import Journal
+from roll_lite.pipeline.rlvr import RLVRPipeline
+from roll_lite.workers.actor import ActorWorker
+from roll_lite.workers.critic import CriticWorker
+from roll_lite.workers.model import ModelRole
+from roll_lite.workers.reference import ReferenceWorker
+
+SAMPLES, GROUP, PROMPT = 24, 4, 5
+
+
+class Answer:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def result(self) -> Any:
+        return self.value
+
+
+class Local:
+    """A cluster of one rank, in this process."""
+
+    data_size = 1
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+        worker.initialize()
+
+    def start_all(self, method: Any, *arguments: Any) -> Answer:
+        return Answer([getattr(self.worker, method.__name__)(*arguments)])
+
+    def all(self, method: Any, *arguments: Any) -> Any:
+        return self.start_all(method, *arguments).result()
+
+    def start_scatter(self, method: Any, shards: list[Any], *arguments: Any) -> Answer:
+        return self.start_all(method, shards[0], *arguments)
+
+    def heads_scatter(self, method: Any, shards: list[Any], *arguments: Any) -> Any:
+        return self.all(method, shards[0], *arguments)
+
+
+def rollouts(actor: Any, domains: list[str], generator: torch.Generator) -> Batch:
+    lengths = torch.randint(10, 20, (SAMPLES,), generator=generator)
+    ids = [torch.randint(3, 200, (int(length),), generator=generator) for length in lengths]
+    numbers, zeros = torch.arange(SAMPLES), torch.zeros(SAMPLES)
+    rows = {
+        "sample": numbers,
+        "group": numbers // GROUP,
+        "domain": object_column([domains[number // GROUP % len(domains)] for number in range(SAMPLES)]),
+        "finish_reason": object_column(["stop"] * SAMPLES),
+        "prompt_length": torch.full((SAMPLES,), PROMPT),
+        "response_length": lengths - PROMPT,
+        "policy_tokens": lengths - PROMPT,
+        "score": torch.rand(SAMPLES, generator=generator).round(),
+        "correct": zeros,
+        "format_ok": zeros,
+        "sample_weight": torch.ones(SAMPLES),
+    }
+    mask = [torch.arange(len(row)) >= PROMPT for row in ids]
+    tokens = DataProto({"sample": numbers, "input_ids": Ragged.from_rows(ids), "response_mask": Ragged.from_rows(mask)})
+    plan = actor.strategy.plan(tokens.lengths, actor.spec.forward_planner)
+    said = actor.strategy.forward(tokens, ["log_probs"], 1.0, plan)
+    return Batch(DataProto(rows), [put_block(tokens.with_columns(rollout_log_probs=said["log_probs"]))])
+
+
+def run(folder: Path, recipe: str, overrides: list[str]) -> None:
+    config = load_config(recipe, Path("examples/configs"), overrides)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+
+    def model(name: str, worker: Any, *arguments: Any) -> Model[Any] | None:
+        role = getattr(config, name)
+        if role is None:
+            return None
+        settings = ModelRole(config.model, role, 1.0, updates(config, name), seed=1, deterministic=False)
+        return Model(Local(worker(settings, *arguments)), role, worker)  # type: ignore[arg-type]
+
+    actor = model("actor_train", ActorWorker, config.algorithm, len(config.domains))
+    assert actor is not None
+    clusters: Any = Clusters(
+        actor,
+        SimpleNamespace(loaded=lambda part: nullcontext()),  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        model("reference", ReferenceWorker),
+        model("critic", CriticWorker, config.algorithm, len(config.domains)),
+    )
+    journal, files = Journal(config, folder), BatchFiles(config, folder)
+    files.keep_start()
+    generator = torch.Generator().manual_seed(3)
+    pipeline: Any = RLVRPipeline(config, clusters, None, journal, Checkpoints(config, folder), files)  # type: ignore[arg-type]
+    pipeline.sync_weights = lambda: None
+    pipeline.generate = lambda: rollouts(actor.ranks.worker, list(config.domains), generator)  # type: ignore[attr-defined]
+    while pipeline.steps_done < config.steps:
+        with journal.step(pipeline.steps_done + 1):
+            pipeline.step()
+    pipeline.export_model()
+
+
+if __name__ == "__main__":
+    os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", ROLE: "all"})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    Worker.init_process_group = lambda self, timeout_s=0.0: None  # type: ignore[method-assign]
+    dataflow.ray = SimpleNamespace(put=lambda value: value, get=lambda references: references)  # type: ignore[attr-defined]
+    devices.gather = lambda *pendings: [pending.result() for pending in pendings]  # type: ignore[attr-defined]
+    devices.first_done = lambda pendings: pendings[:1]  # type: ignore[attr-defined]
+    run(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
