@@ -180,6 +180,8 @@ def _time_out(pending: Pending[Any], limit: Limit | None) -> NoReturn:
         cause += f"; {_ranks(answered)} answered"
     if limit is not None and time.monotonic() >= limit.deadline:
         cause += f" (the limit for the phase {limit.phase} is {limit}; raise it if it only needs longer)"
+    elif group.timeout_s is not None and seconds >= group.timeout_s:
+        cause += f" (the limit for calls of no phase is limits.other: {group.timeout_s:g} s; raise it if it only needs longer)"
     _give_up(group, stuck, pending.phase, cause)
 
 

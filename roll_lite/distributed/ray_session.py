@@ -37,9 +37,9 @@ FOLDER_PREFIX = "rl-"
 OWNER_FILE = "owner"
 MARK_FILE = "mark"
 CONNECT_SECONDS = 10.0
-STARTING = ("the start of Ray", 300.0, "fixed")
-ENDING = ("the end of Ray", 60.0, "fixed")
-"""Phase, seconds, and that no setting changes them."""
+STARTING = ("the start of Ray", 300.0, "")
+ENDING = ("the end of Ray", 60.0, "")
+"""Phase and seconds; nothing sets them."""
 GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 HTTP2_SETTINGS = 4

@@ -27,11 +27,11 @@ class Limit:
     phase: str
     seconds: float
     setting: str
-    """Its path in the YAML."""
+    """Its path in the YAML; empty where nothing sets it."""
     deadline: float
 
     def __str__(self) -> str:
-        return f"{self.setting}: {self.seconds:g} s"
+        return f"{self.setting}: {self.seconds:g} s" if self.setting else f"{self.seconds:g} s"
 
 
 class SessionLost(RuntimeError):
@@ -55,12 +55,12 @@ class Watchdog:
     # ------------------------------------------------------------ limits
 
     @contextmanager
-    def limit(self, phase: str, seconds: float | None, setting: str = "") -> Iterator[None]:
-        """For the whole block. None or 0: none."""
+    def limit(self, phase: str, seconds: float | None, setting: str | None = None) -> Iterator[None]:
+        """For the whole block. `seconds`: None or 0, no limit. `setting`: that of the phase where absent."""
         if not seconds:
             yield
             return
-        limit = Limit(phase, seconds, setting or f"limits.{phase}", time.monotonic() + seconds)
+        limit = Limit(phase, seconds, f"limits.{phase}" if setting is None else setting, time.monotonic() + seconds)
         self._limits.append(limit)
         try:
             yield

@@ -115,6 +115,9 @@ def test_the_limit_of_a_phase_names_its_setting(ray_local: object) -> None:
         cluster.all(Service.forever)
     assert 2.0 <= time.monotonic() - started < 2 + SECONDS, "the cluster's own limit is for calls of no phase"
     assert "in forever" in str(caught.value), "where the coroutine waits"
+    cluster = start_cluster(ClusterSpec("rollouts", anywhere(1), timeout_s=0.5), Service)
+    with pytest.raises(RankTimeout, match=r"the limit for calls of no phase is limits.other: 0.5 s"):
+        cluster.all(Service.forever)
 
 
 @pytest.mark.parametrize("worker", [Adder, Service])
