@@ -120,8 +120,7 @@ def _check_address(address: str) -> str:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS) as connection:
             _expect_grpc(connection)
     except (OSError, ValueError) as error:
-        said = f"it accepts connections and says nothing for {CONNECT_SECONDS:g} s" if isinstance(error, TimeoutError) else str(error)
-        raise ConnectionError(f"no Ray cluster answers at {address} (ray.address, RAY_ADDRESS): {said}") from error
+        raise ConnectionError(f"no Ray cluster answers at {address} (ray.address, RAY_ADDRESS): {error}") from error
     return address
 
 
@@ -134,15 +133,13 @@ def _running_cluster() -> str:
         return str(noted)
     if len(set(running)) == 1:
         return running[0]
-    several = (
-        f"several run on this machine ({', '.join(sorted(set(running)))}): name one of them"
-        if running
-        else (
-            "none runs on this machine: start one (ray start --head), name one elsewhere (host:port), "
-            "or leave ray.address and RAY_ADDRESS unset for a local one of the run's own"
-        )
+    said = (
+        "none runs on this machine: start one (ray start --head), name one elsewhere (host:port), "
+        "or leave ray.address and RAY_ADDRESS unset for a local one of the run's own"
     )
-    raise ConnectionError(f"ray.address (or RAY_ADDRESS) is auto, which means a running Ray cluster, and {several}")
+    if running:
+        said = f"several run on this machine ({', '.join(sorted(set(running)))}): name one of them"
+    raise ConnectionError(f"ray.address (or RAY_ADDRESS) is auto, which means a running Ray cluster, and {said}")
 
 
 def _raylets() -> list[tuple[psutil.Process, str]]:
@@ -157,8 +154,11 @@ def _expect_grpc(connection: socket.socket) -> None:
         return
     connection.sendall(HTTP2_GREETING)
     header = b""
-    while len(header) < 9 and (part := connection.recv(9 - len(header))):
-        header += part
+    try:
+        while len(header) < 9 and (part := connection.recv(9 - len(header))):
+            header += part
+    except TimeoutError:
+        raise OSError(f"what listens there accepts connections and says nothing for {CONNECT_SECONDS:g} s") from None
     if len(header) < 9 or header[3] != HTTP2_SETTINGS:
         raise OSError("what listens there does not speak gRPC")
 
