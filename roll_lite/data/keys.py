@@ -60,7 +60,7 @@ KEYS: dict[str, Key] = {
     "finish_reason": Key(Kind.OBJECT, None, "rollout service", "metrics, masks"),
     # what is known of a sample, one number per row
     "prompt_length": Key(Kind.ROW, torch.int64, "rollout service", "metrics"),
-    "response_length": Key(Kind.ROW, torch.int64, "rollout service", "metrics"),
+    "response_length": Key(Kind.ROW, torch.int64, "rollout service", "metrics: all tokens after the prompt"),
     "policy_tokens": Key(Kind.ROW, torch.int64, "rollout service", "loss weights: tokens with response_mask 1, beyond the first token"),
     "score": Key(Kind.ROW, torch.float32, "rollout service", "rewards"),
     "correct": Key(Kind.ROW, torch.float32, "rollout service", "metrics"),
@@ -75,16 +75,16 @@ KEYS: dict[str, Key] = {
     "min_version": Key(Kind.ROW, torch.int64, "rollout service", "staleness metrics: oldest weights that sampled it"),
     "loss_weight": Key(Kind.ROW, torch.float32, "driver", "losses: weight of each policy token of the row, from global counts"),
     # tokens
-    "input_ids": Key(Kind.TOKENS, torch.int64, "rollout service", "every forward pass"),
-    "response_mask": Key(Kind.TOKENS, torch.bool, "rollout service", "losses, advantages: tokens that the policy chose, EOS included"),
+    "input_ids": Key(Kind.TOKENS, torch.int64, "engine worker", "every forward pass"),
+    "response_mask": Key(Kind.TOKENS, torch.bool, "engine worker", "losses, advantages: tokens that the policy chose, EOS included"),
     # transitions
-    "rollout_log_probs": Key(Kind.TRANSITIONS, torch.float32, "rollout service", "mismatch metrics, old log-probs; 0 where the mask is 0"),
+    "rollout_log_probs": Key(Kind.TRANSITIONS, torch.float32, "engine worker", "mismatch metrics, old log-probs; 0 where the mask is 0"),
     "log_probs": Key(Kind.TRANSITIONS, torch.float32, "train strategies", "workers, which name it after its use; 0 where the mask is 0"),
     "entropy": Key(Kind.TRANSITIONS, torch.float32, "train strategies", "workers, which name it after its use; 0 where the mask is 0"),
     "ref_log_probs": Key(Kind.TRANSITIONS, torch.float32, "reference", "KL"),
     "old_log_probs": Key(Kind.TRANSITIONS, torch.float32, "actor_train", "policy loss, KL in the reward"),
     "kept_ids": Key(
-        Kind.TRANSITIONS, torch.int32, "rollout service", "log-probs: [T-1, K] tokens that survived truncation, -1 pads, all -1: all tokens"
+        Kind.TRANSITIONS, torch.int32, "engine worker", "log-probs: [T-1, K] tokens that survived truncation, -1 pads, all -1: all tokens"
     ),
     "distribution": Key(Kind.TRANSITIONS, torch.float32, "train strategies", "workers: [T-1, V] log-probs of the whole vocabulary"),
     "ref_distribution": Key(Kind.TRANSITIONS, torch.float32, "reference", "full KL"),

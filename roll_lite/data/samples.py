@@ -81,10 +81,23 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRow:
+    """Where the tokens of a sample lie, with response mask and log-probs: a row of a token block (workers/token_blocks.py)."""
+
+    block: Any
+    """A reference into the object store; within one process the block itself."""
+    row: int
+    length: int
+    """Tokens of the row."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
+    context: TokenRow | None = None
+    """What precedes prompt_ids, from an earlier request. The worker beside the engine fetches it: an engine gets whole prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +125,75 @@ class Completion:
     """For each response token the ids of the tokens that survived truncation, where the sampling asks for them."""
     cached_tokens: int = 0
     """Tokens of the prompt whose keys and values the engine had already, from another request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What becomes of a Completion on its way to the scheduler: numbers, the text, and where the tokens are."""
+
+    request_id: str
+    length: int = 0
+    """Tokens of the response."""
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    versions: tuple[VersionSpan, ...] = ()
+    error: str | None = None
+    cached_tokens: int = 0
+    tokens: TokenRow | None = None
+    """Of everything so far: what the request started from, then the response."""
+
+
+class Author(StrEnum):
+    """Who wrote a segment. Only what the policy wrote trains."""
+
+    PROMPT = "prompt"
+    POLICY = "policy"
+    ENVIRONMENT = "environment"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of one author. Tokens and log-probs stay in the token block."""
+
+    author: Author
+    length: int
+    versions: tuple[VersionSpan, ...] = ()
+    """Of the weights that wrote it, counted from its own first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """All that was said in a sample: the prompt, then responses of the policy with what the environment said in between."""
+
+    segments: tuple[Segment, ...] = ()
+    text: str = ""
+    """Of the policy's segments."""
+    finish_reason: FinishReason | None = None
+    """Of the last one."""
+    tokens: TokenRow | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        return sum(segment.length for segment in self.segments if segment.author is Author.PROMPT)
+
+    @property
+    def response_length(self) -> int:
+        """Everything after the prompt."""
+        return sum(segment.length for segment in self.segments if segment.author is not Author.PROMPT)
+
+    @property
+    def policy_tokens(self) -> int:
+        return sum(segment.length for segment in self.segments if segment.author is Author.POLICY)
+
+    @property
+    def versions(self) -> tuple[VersionSpan, ...]:
+        """Counted from the first token after the prompt."""
+        spans: list[VersionSpan] = []
+        start = -self.prompt_length
+        for segment in self.segments:
+            spans += [VersionSpan(start + span.start, span.version) for span in segment.versions]
+            start += segment.length
+        return tuple(spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +236,17 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A finished sample: a prompt, its completion, its score, its outcome."""
+    """A finished sample: what was said, its score, its outcome."""
 
     id: SampleId
     prompt: Prompt
-    completion: Completion
+    transcript: Transcript
     outcome: Outcome
     score: Score | None = None
     failure: str | None = None
     """Cause, for Outcome.FAILED."""
+    timed_out: bool = False
+    """Failed because its generation took too long; the transcript is what there was by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +258,8 @@ class SampleGroup:
     samples: tuple[Sample, ...]
     baseline: Sample | None = None
     """The greedy response to the prompt (ReMax): scored like the others, never trained on."""
+
+    @property
+    def timed_out(self) -> bool:
+        """It lost a member to a time-out: a long response, most likely, so that those that are left are short for their prompt."""
+        return any(sample.timed_out for sample in self.samples)

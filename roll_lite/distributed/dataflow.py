@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import ray
@@ -24,29 +25,46 @@ NAMED_SAMPLES = 5
 
 @dataclass(frozen=True)
 class Block:
-    """Columns of some samples, in the object store."""
+    """Columns of some samples, in one object of the store or spread over several."""
 
-    ref: ray.ObjectRef
+    refs: tuple[ray.ObjectRef, ...]
     keys: tuple[str, ...]
     samples: np.ndarray
-    """[rows] int64: the sample number of each row."""
+    """[n] int64: sample numbers."""
+    objects: np.ndarray
+    """[n] int32: in which of the objects each one lies."""
+    rows: np.ndarray
+    """[n] int32: and in which of its rows. An object may have rows that belong to nobody here."""
 
 
 def put_block(columns: DataProto) -> Block:
     """In a worker. `columns` has the column `sample` and those that were computed."""
     samples = columns.tensor(SAMPLE).numpy().copy()
     keys = tuple(key for key in columns.columns if key != SAMPLE)
-    return Block(ray.put(columns.select(keys)), keys, samples)
+    return Block((ray.put(columns.select(keys)),), keys, samples, np.zeros(len(samples), np.int32), np.arange(len(samples), dtype=np.int32))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a block, and where they stand in the shard."""
+    """Some columns of a shard: for each of its rows the object that has it, and the row there."""
 
-    ref: ray.ObjectRef
+    refs: tuple[ray.ObjectRef, ...]
+    """Those that are needed, no others."""
     keys: tuple[str, ...]
+    objects: np.ndarray
     rows: np.ndarray
-    places: np.ndarray
+
+    def fetch(self) -> dict[str, Column]:
+        """Only these rows are copied out of the objects."""
+        found: list[DataProto] = ray.get(list(self.refs))
+        order = np.argsort(self.objects, kind="stable")
+        ends = np.searchsorted(self.objects[order], np.arange(len(found) + 1))
+        parts = [
+            columns.select(self.keys).take(self.rows[order[start:end]]) for columns, (start, end) in zip(found, pairwise(ends), strict=True)
+        ]
+        joined = DataProto.concat(parts)
+        in_order = bool((order[1:] > order[:-1]).all())
+        return dict((joined if in_order else joined.take(np.argsort(order))).columns)
 
 
 @dataclass(frozen=True)
@@ -62,24 +80,11 @@ class Shard:
         return len(self.rows)
 
     def materialize(self) -> DataProto:
-        """In a worker. Only the rows of this shard are copied out of the blocks."""
-        taken: dict[str, list[Column]] = {}
-        places: dict[str, list[np.ndarray]] = {}
-        blocks: list[DataProto] = ray.get([piece.ref for piece in self.pieces])
-        for piece, block in zip(self.pieces, blocks, strict=True):
-            rows = block.select(piece.keys).take(piece.rows)
-            for key in piece.keys:
-                taken.setdefault(key, []).append(rows[key])
-                places.setdefault(key, []).append(piece.places)
-        joined = {key: _in_places(key, parts, np.concatenate(places[key])) for key, parts in taken.items()}
-        return DataProto({**self.rows.columns, **joined}).select(self.keys)
-
-
-def _in_places(key: str, parts: list[Column], places: np.ndarray) -> Column:
-    column = DataProto.concat([DataProto({key: part}) for part in parts])
-    if np.array_equal(places, np.arange(len(places))):
-        return column[key]
-    return column.take(np.argsort(places))[key]
+        """In a worker: its own rows, from the objects that have some of them."""
+        columns = dict(self.rows.columns)
+        for piece in self.pieces:
+            columns |= piece.fetch()
+        return DataProto(columns).select(self.keys)
 
 
 class Batch:
@@ -97,8 +102,9 @@ class Batch:
         if len(np.unique(self._samples)) != len(self._samples):
             raise ValueError("sample numbers must be unique within a batch")
         self._blocks: list[Block] = []
+        self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """For each column, block number and row in the block of every row of the batch; NOWHERE where no block has it yet."""
+        """For each column, number of the object and row in it of every row of the batch; NOWHERE where no block has it yet."""
         self.add(blocks)
 
     def __len__(self) -> int:
@@ -123,7 +129,7 @@ class Batch:
     def take(self, rows: np.ndarray) -> Batch:
         """Some of its rows, over the same blocks. `rows`: row numbers."""
         part = Batch(self.rows.take(rows))
-        part._blocks = list(self._blocks)
+        part._blocks, part._refs = list(self._blocks), list(self._refs)
         part._where = {key: (held[rows], row[rows]) for key, (held, row) in self._where.items()}
         return part
 
@@ -131,7 +137,6 @@ class Batch:
         """Columns that workers have computed."""
         for block in blocks:
             places = self._places(block)
-            number = len(self._blocks)
             for key in block.keys:
                 if key in self.rows:
                     raise ValueError(f"column {key!r} comes in a block, but the batch's rows have it already")
@@ -139,9 +144,10 @@ class Batch:
                 if (held[places] != NOWHERE).any():
                     twice = block.samples[held[places] != NOWHERE]
                     raise ValueError(f"column {key!r} is there already for {_samples(twice)}; each comes from one block")
-                held[places] = number
-                row[places] = np.arange(len(places))
+                held[places] = len(self._refs) + block.objects
+                row[places] = block.rows
             self._blocks.append(block)
+            self._refs += block.refs
 
     def shards(self, parts: Sequence[np.ndarray], keys: Sequence[str]) -> list[Shard]:
         """`parts`: row numbers for each data-parallel rank, possibly none. A shard always has `sample`, which its results are joined by."""
@@ -152,27 +158,30 @@ class Batch:
     # ------------------------------------------------------------ inside
 
     def _shard(self, part: np.ndarray, keys: tuple[str, ...]) -> Shard:
-        in_rows = [key for key in keys if key in self.rows]
-        pieces: dict[tuple[int, bytes], tuple[list[str], np.ndarray]] = {}
+        together: dict[tuple[bytes, bytes], list[str]] = {}
         for key in keys:
-            if key in self.rows:
-                continue
-            held = self._where[key][0][part]
-            # A shard without rows still takes its columns' types from a block.
-            for number in np.unique(held) if len(part) else [self._first_block(key)]:
-                places = np.flatnonzero(held == number)
-                pieces.setdefault((int(number), places.tobytes()), ([], places))[0].append(key)
-        return Shard(
-            rows=self.rows.select(in_rows).take(part),
-            keys=keys,
-            pieces=tuple(
-                Piece(self._blocks[number].ref, tuple(names), self._where[names[0]][1][part[places]], places)
-                for (number, _), (names, places) in pieces.items()
-            ),
-        )
+            if key not in self.rows:
+                held, row = self._where[key]
+                # A shard without rows takes its columns' types from any object that has them.
+                named = (held[part].tobytes(), row[part].tobytes()) if len(part) else (str(self._first_object(key)).encode(), b"")
+                together.setdefault(named, []).append(key)
+        rows = self.rows.select([key for key in keys if key in self.rows]).take(part)
+        return Shard(rows, keys, tuple(self._piece(part, tuple(names)) for names in together.values()))
 
-    def _first_block(self, key: str) -> int:
-        return next(number for number, block in enumerate(self._blocks) if key in block.keys)
+    def _piece(self, part: np.ndarray, keys: tuple[str, ...]) -> Piece:
+        held, row = self._where[keys[0]]
+        needed, objects = np.unique(held[part], return_inverse=True)
+        numbers = needed.tolist() if len(part) else [self._first_object(keys[0])]
+        refs = tuple(self._refs[number] for number in numbers)
+        return Piece(refs, keys, objects.astype(np.int32), row[part].astype(np.int32))
+
+    def _first_object(self, key: str) -> int:
+        before = 0
+        for block in self._blocks:
+            if key in block.keys and block.refs:
+                return before
+            before += len(block.refs)
+        raise ValueError(f"no object of the store has the column {key!r}")
 
     def _places(self, block: Block) -> np.ndarray:
         """The batch's row of each of the block's rows."""

@@ -72,6 +72,12 @@ METRICS: dict[str, Metric] = {
     # rollouts
     "rollout/groups": Metric(SUM, "groups", "Sample groups in the batch.", by="domain"),
     "rollout/lost_groups": Metric(SUM, "groups", "Sample groups without a surviving sample, replaced by other prompts.", by="domain"),
+    "rollout/timed_out_groups": Metric(
+        SUM,
+        "groups",
+        "Sample groups that lost a member to a time-out, a long one most likely.",
+        by="domain",
+    ),
     "rollout/samples": Metric(SUM, "samples", "Accepted samples in the batch.", by="domain"),
     "rollout/failed": Metric(SUM, "samples", "Samples that failed for good; they do not train.", by="domain"),
     "rollout/retries": Metric(SUM, "attempts", "Attempts that failed and were repeated.", by="domain"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from roll_lite.config.arithmetic import max_model_len, model_parallel_size, roles, updates
-from roll_lite.config.schema import CriticRoleConfig, ForwardRoleConfig, RunConfig
+from roll_lite.config.schema import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig, RunConfig
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather, start_cluster
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
@@ -111,8 +111,17 @@ class Starter:
         config = self.config
         samples = self.folder.resolve() / "samples"
         greedy = config.algorithm.advantage.name == "remax"
+        strategy = config.actor_infer.strategy
         service = RolloutSpec(
-            config.model, config.domains, config.rollout, config.seed, config.deterministic, samples, greedy, config.reward_models
+            config.model,
+            config.domains,
+            config.rollout,
+            config.seed,
+            config.deterministic,
+            engine_slots=strategy.max_running_requests if isinstance(strategy, EngineStrategyConfig) else None,
+            samples_folder=samples,
+            greedy_baseline=greedy,
+            reward_models=config.reward_models,
         )
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
 

@@ -84,6 +84,7 @@ class Journal:
             requests = sum(domain.finish_reasons.values())
             add("rollout/groups", domain.delivered, label=name)
             add("rollout/lost_groups", domain.lost_groups, label=name)
+            add("rollout/timed_out_groups", domain.timed_out_groups, label=name)
             add("rollout/samples", domain.accepted, label=name)
             add("rollout/failed", domain.failed, label=name)
             add("rollout/retries", sum(domain.retries.values()), label=name)

@@ -6,12 +6,33 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from roll_lite.data.samples import Sample, SampleGroup, SampleId, Sampling
-from roll_lite.scheduler.clients import DomainFailed, PromptSequence, PromptSource, RewardClient
-from roll_lite.scheduler.runner import SampleRunner
+from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, Sampling
+from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import Recorder, loss_of
+
+
+class DomainFailed(RuntimeError):
+    """A domain yields nothing but failures."""
+
+
+class PromptSource(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Prompt: ...
+
+
+class PromptSequence(Protocol):
+    """A seeded order over the rows of a PromptSource that can be stopped and continued."""
+
+    def next(self) -> tuple[int, int]:
+        """(epoch, index)"""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)

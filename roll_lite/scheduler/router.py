@@ -1,20 +1,40 @@
-"""Which engine gets a request. One router for all domains, because the domains share the engines."""
+"""Which engine gets a request, and when. One router for all domains, because the domains share the engines."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
+from roll_lite.data.samples import FinishReason, GenerationRequest, Turn
 from roll_lite.data.stable_hash import stable_hash
-from roll_lite.scheduler.clients import EngineClient, EngineDead, NoEngineLeft, RequestFailed
-from roll_lite.scheduler.waves import WaveGate
+from roll_lite.scheduler.engines import EngineClient, EngineLost
 
 # The first responses to finish are the short ones: the initial guess (max_tokens) counts as this many responses,
 # and old responses fade, because the policy's lengths drift during training.
 PRIOR_RESPONSES = 8
 RESPONSES_REMEMBERED = 512
+
+READY_SHARE = 0.25
+"""So many requests more than an engine can run, as a share of those, are sent to it: when one ends, the next is there."""
+ABORT_PATIENCE_S = 10.0
+"""For an engine to answer an abort with the tokens that it has."""
+
+
+class RequestFailed(Exception):
+    """One generation request failed; another attempt may succeed."""
+
+    def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False) -> None:
+        """`partial`: what was generated before, if anything."""
+        super().__init__(cause)
+        self.cause = cause
+        self.partial = partial
+        self.timed_out = timed_out
+
+
+class NoEngineLeft(RuntimeError):
+    """The last engine died."""
 
 
 class ExpectedLength:
@@ -29,76 +49,215 @@ class ExpectedLength:
         self.tokens += (tokens - self.tokens) / self._seen
 
 
+class WaveGate:
+    """Waves: in a deterministic run an engine must get the same requests at the same moment every time. The gate holds requests back
+    until every live sample is either at the gate or done, then lets all of them through in one event-loop turn.
+
+    What is in a wave then depends on what happened, never on when: retries of a wave form the next one.
+    """
+
+    def __init__(self) -> None:
+        self._members = 0
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+
+    def join(self) -> None:
+        """A sample starts."""
+        self._members += 1
+
+    def leave(self) -> None:
+        """A sample is done."""
+        self._members -= 1
+        self._open_if_complete()
+
+    async def enter(self, request_id: str) -> None:
+        """A sample wants to send a request. They leave in the order of their ids, in which an engine will get them."""
+        loop = asyncio.get_running_loop()
+        place = self._waiting[request_id] = loop.create_future()
+        loop.call_soon(self._open_if_complete)  # not at once: the last to come would not wait, and leave before all others
+        try:
+            await place
+        finally:
+            self._waiting.pop(request_id, None)
+
+    def _open_if_complete(self) -> None:
+        if len(self._waiting) < self._members:
+            return
+        wave, self._waiting = self._waiting, {}
+        for _, place in sorted(wave.items()):
+            if not place.done():
+                place.set_result(None)
+
+
+class RunningSlots:
+    """Which of an engine's requests it runs: the first `count` unanswered ones, in the order in which they were sent. None: all."""
+
+    def __init__(self, count: int | None) -> None:
+        self._free = count
+        self._queued: deque[asyncio.Future[None]] = deque()
+
+    def queue(self) -> asyncio.Future[None]:
+        """Done when the engine can begin with the request."""
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._free is None:
+            place.set_result(None)
+        elif self._free > 0:
+            self._free -= 1
+            place.set_result(None)
+        else:
+            self._queued.append(place)
+        return place
+
+    def leave(self, place: asyncio.Future[None]) -> None:
+        """The request is answered, or nobody waits for it any more."""
+        if not place.done():
+            self._queued.remove(place)
+        elif self._queued:
+            self._queued.popleft().set_result(None)
+        elif self._free is not None:
+            self._free += 1
+
+
 @dataclass
 class EngineLoad:
     client: EngineClient
+    slots: RunningSlots = field(default_factory=lambda: RunningSlots(None))
     tokens: float = 0.0
     """Prompt tokens plus expected response tokens of the requests in flight."""
     requests: int = 0
+    """In flight, or about to be."""
     served: int = 0
     dead: str | None = None
     """Cause."""
 
 
-class Router:
-    """Sends each request to the engine with the fewest tokens in flight. `deterministic`: by a hash of the request's id, in waves."""
+@dataclass
+class _Waiting:
+    request: GenerationRequest
+    engine: asyncio.Future[EngineLoad]
 
-    def __init__(self, engines: Sequence[EngineClient], timeout_s: float, deterministic: bool = False) -> None:
-        self.engines = [EngineLoad(client) for client in engines]
+
+class Router:
+    """Sends each request to the engine with the fewest tokens in flight. `deterministic`: by a hash of the request's id, in waves.
+
+    `engine_slots`: how many requests an engine runs at a time. What is in flight to an engine is limited by it, the rest waits here; and
+    a request's time, `timeout_s`, runs from when the engine can begin with it: waiting costs a sample nothing, here or there.
+    """
+
+    def __init__(
+        self, engines: Sequence[EngineClient], timeout_s: float, deterministic: bool = False, engine_slots: int | None = None
+    ) -> None:
+        self.engines = [EngineLoad(client, RunningSlots(engine_slots)) for client in engines]
         self.gate = WaveGate() if deterministic else None
         self._alive = list(self.engines)
         self._timeout_s = timeout_s
+        self._most_in_flight = None if engine_slots is None else engine_slots + max(1, int(engine_slots * READY_SHARE))
+        self._waiting: deque[_Waiting] = deque()
         self._expected: dict[str, ExpectedLength] = {}
 
-    async def generate(self, domain: str, request: GenerationRequest) -> Completion:
-        """A completion that can be used. Raises RequestFailed (try again) or NoEngineLeft (give up)."""
+    async def generate(self, domain: str, request: GenerationRequest) -> Turn:
+        """A turn that can be used. Raises RequestFailed (try again) or NoEngineLeft (give up)."""
         expected = self._expected.setdefault(domain, ExpectedLength(request.sampling.max_tokens))
         while True:
             if self.gate is not None:
-                await self.gate.enter()
-            engine = self._choose(request)
+                await self.gate.enter(request.request_id)
+            engine = await self._engine_for(request)
             try:
-                completion = await self._ask(engine, request, len(request.prompt_ids) + expected.tokens)
-            except EngineDead as death:
-                self._take_out(engine, death)
+                turn = await self._ask(engine, request, _prompt_length(request) + expected.tokens)
+            except EngineLost:
                 continue
-            if completion.error is not None:
-                raise RequestFailed(completion.error)
-            if completion.finish_reason is FinishReason.ABORT:
-                raise RequestFailed("aborted by the engine")
+            if turn.error is not None:
+                raise RequestFailed(turn.error)
+            if turn.finish_reason is FinishReason.ABORT:
+                raise RequestFailed("aborted by the engine", turn if turn.length else None)
             engine.served += 1
-            expected.observe(len(completion.token_ids))
-            return completion
+            expected.observe(turn.length)
+            return turn
 
-    def _choose(self, request: GenerationRequest) -> EngineLoad:
+    # ------------------------------------------------------------ where to
+
+    async def _engine_for(self, request: GenerationRequest) -> EngineLoad:
+        """The engine, with a place in flight taken."""
+        if not self._waiting and (engine := self._choose(request)) is not None:
+            engine.requests += 1
+            return engine
+        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        try:
+            return await waiting.engine
+        except asyncio.CancelledError:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            elif not waiting.engine.cancelled() and waiting.engine.exception() is None:
+                self._free(waiting.engine.result())
+            raise
+
+    def _free(self, engine: EngineLoad) -> None:
+        engine.requests -= 1
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        while self._waiting:
+            waiting = self._waiting[0]
+            try:
+                engine = self._choose(waiting.request)
+            except NoEngineLeft as error:
+                waiting.engine.set_exception(error)
+            else:
+                if engine is None:
+                    return
+                engine.requests += 1
+                waiting.engine.set_result(engine)
+            self._waiting.popleft()
+
+    def _choose(self, request: GenerationRequest) -> EngineLoad | None:
+        """None: all of them have enough to do. In waves they get everything at once."""
         if not self._alive:
             causes = "; ".join(f"{engine.client.name}: {engine.dead}" for engine in self.engines)
             raise NoEngineLeft(f"no engine is left to generate ({causes})")
         if self.gate is not None:
             return self._alive[stable_hash(request.request_id) % len(self._alive)]
-        return min(self._alive, key=lambda engine: engine.tokens)
+        most = self._most_in_flight
+        with_room = self._alive if most is None else [engine for engine in self._alive if engine.requests < most]
+        return min(with_room, key=lambda engine: engine.tokens, default=None)
 
-    async def _ask(self, engine: EngineLoad, request: GenerationRequest, tokens: float) -> Completion:
-        engine.tokens += tokens
-        engine.requests += 1
-        answered = False
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                completion = await engine.client.generate(request)
-            answered = True
-            return completion
-        except TimeoutError as error:
-            raise RequestFailed(f"time-out: no response within {self._timeout_s:g} s") from error
-        except EngineDead:
-            answered = True
-            raise
-        finally:
-            engine.tokens -= tokens
-            engine.requests -= 1
-            if not answered:
-                engine.client.abort([request.request_id])
-
-    def _take_out(self, engine: EngineLoad, death: EngineDead) -> None:
+    def _take_out(self, engine: EngineLoad, loss: EngineLost) -> None:
         if engine in self._alive:
             self._alive.remove(engine)
-            engine.dead = death.cause
+            engine.dead = loss.cause
+            self._send_waiting()
+
+    # ------------------------------------------------------------ there and back
+
+    async def _ask(self, engine: EngineLoad, request: GenerationRequest, tokens: float) -> Turn:
+        engine.tokens += tokens
+        answer = asyncio.ensure_future(engine.client.generate(request))
+        place = engine.slots.queue()
+        try:
+            if not place.done():
+                await asyncio.wait((answer, place), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answer,), timeout=self._timeout_s)
+            return answer.result() if answer.done() else await self._cut_off(engine, request, answer)
+        except EngineLost as loss:
+            self._take_out(engine, loss)
+            raise
+        finally:
+            engine.slots.leave(place)
+            engine.tokens -= tokens
+            if not answer.done():
+                answer.cancel()
+                engine.client.abort([request.request_id])
+            self._free(engine)
+
+    async def _cut_off(self, engine: EngineLoad, request: GenerationRequest, answer: asyncio.Future[Turn]) -> Turn:
+        """The time is up. What there is of the response by now goes with the failure; one that just ended is no failure."""
+        engine.client.abort([request.request_id])
+        await asyncio.wait((answer,), timeout=ABORT_PATIENCE_S)
+        turn = answer.result() if answer.done() else None
+        if turn is not None and turn.error is None and turn.finish_reason is not FinishReason.ABORT:
+            return turn
+        partial = turn if turn is not None and turn.length else None
+        raise RequestFailed(f"time-out: no response within {self._timeout_s:g} s", partial, timed_out=True)
+
+
+def _prompt_length(request: GenerationRequest) -> int:
+    return len(request.prompt_ids) + (request.context.length if request.context is not None else 0)

@@ -1,16 +1,17 @@
-"""One sample from its request to its score, with everything that can go wrong on the way."""
+"""One sample from its first request to its score, with everything that can go wrong on the way."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from roll_lite.data.samples import Completion, GenerationRequest, Outcome, Prompt, RewardInput, Sample, SampleId, Sampling, Score
+from roll_lite.data.samples import GenerationRequest, Outcome, Prompt, RewardInput, Sample, SampleId, Sampling, Score, Transcript, Turn
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.scheduler.clients import RequestFailed, RewardClient
-from roll_lite.scheduler.router import Router
+from roll_lite.scheduler.episode import Conversation, Episode, one_response
+from roll_lite.scheduler.router import RequestFailed, Router
 from roll_lite.scheduler.stats import Recorder
 
 Seeds = Callable[[SampleId], int | None]
@@ -29,6 +30,12 @@ def no_seeds(_: SampleId) -> None:
     """The engine draws as it likes."""
 
 
+class RewardClient(Protocol):
+    async def score(self, item: RewardInput) -> Score:
+        """Raises rewards.base.RewardFailed; never gives a failure as a score of zero."""
+        ...
+
+
 @dataclass(frozen=True)
 class Retries:
     """How often each half of a sample's way is repeated."""
@@ -40,12 +47,15 @@ class Retries:
 class SampleRunner:
     """Generates and scores samples of one domain. A sample that runs out of retries comes back as failed, with the cause."""
 
-    def __init__(self, domain: str, router: Router, rewards: RewardClient, retries: Retries, seeds: Seeds) -> None:
+    def __init__(
+        self, domain: str, router: Router, rewards: RewardClient, retries: Retries, seeds: Seeds, episode: Episode = one_response
+    ) -> None:
         self._domain = domain
         self._router = router
         self._rewards = rewards
         self._retries = retries
         self._seeds = seeds
+        self._episode = episode
 
     def start(self, sample_id: SampleId, prompt: Prompt, sampling: Sampling, recorder: Recorder) -> asyncio.Task[Sample]:
         task = asyncio.get_running_loop().create_task(self._run(sample_id, prompt, sampling, recorder))
@@ -56,37 +66,46 @@ class SampleRunner:
         return task
 
     async def _run(self, first: SampleId, prompt: Prompt, sampling: Sampling, recorder: Recorder) -> Sample:
-        cause = ""
+        cause, timed_out = "", False
         for attempt in range(self._retries.generation + 1):
             sample_id = replace(first, attempt=attempt) if attempt else first
             if attempt:
                 recorder.domains[self._domain].retries[cause] += 1
+            conversation = self._conversation(sample_id, sampling, recorder)
             try:
-                completion = await self._generate(sample_id, prompt, sampling, recorder)
+                await self._episode(prompt, conversation)
             except RequestFailed as failure:
-                cause = f"generation: {failure.cause}"
+                cause, timed_out = f"generation: {failure.cause}", failure.timed_out
+                partial = conversation.transcript()
+                if timed_out and partial.policy_tokens:
+                    # Starting over would keep a response only where it comes out shorter.
+                    return Sample(sample_id, prompt, partial, Outcome.FAILED, failure=cause, timed_out=True)
                 continue
-            return await self._score(sample_id, prompt, completion, recorder)
-        return Sample(sample_id, prompt, Completion(sample_id.request_id()), Outcome.FAILED, failure=cause)
+            return await self._score(sample_id, prompt, conversation.transcript(), recorder)
+        return Sample(sample_id, prompt, Transcript(), Outcome.FAILED, failure=cause, timed_out=timed_out)
 
-    async def _generate(self, sample_id: SampleId, prompt: Prompt, sampling: Sampling, recorder: Recorder) -> Completion:
+    def _conversation(self, sample_id: SampleId, sampling: Sampling, recorder: Recorder) -> Conversation:
+        async def ask(request: GenerationRequest) -> Turn:
+            return await self._generate(request, recorder)
+
         seed = self._seeds(sample_id)
-        if seed is not None:
-            sampling = replace(sampling, seed=seed)
+        return Conversation(ask, sample_id.request_id(), sampling if seed is None else replace(sampling, seed=seed))
+
+    async def _generate(self, request: GenerationRequest, recorder: Recorder) -> Turn:
         clock = asyncio.get_running_loop().time
         sent = clock()
-        completion = await self._router.generate(self._domain, GenerationRequest(sample_id.request_id(), prompt.token_ids, sampling))
+        turn = await self._router.generate(self._domain, request)
         recorder.last_completion = clock()
         stats = recorder.domains[self._domain]
         stats.generation_s += recorder.last_completion - sent
-        stats.prompt_tokens += len(prompt.token_ids)
-        stats.cached_tokens += completion.cached_tokens
-        stats.response_tokens += len(completion.token_ids)
-        stats.finish_reasons[str(completion.finish_reason)] += 1
-        return completion
+        stats.prompt_tokens += len(request.prompt_ids)
+        stats.cached_tokens += turn.cached_tokens
+        stats.response_tokens += turn.length
+        stats.finish_reasons[str(turn.finish_reason)] += 1
+        return turn
 
-    async def _score(self, sample_id: SampleId, prompt: Prompt, completion: Completion, recorder: Recorder) -> Sample:
-        item = RewardInput.of(prompt, completion.text, str(completion.finish_reason))
+    async def _score(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript, recorder: Recorder) -> Sample:
+        item = RewardInput.of(prompt, transcript.text, str(transcript.finish_reason))
         clock = asyncio.get_running_loop().time
         cause = ""
         for attempt in range(self._retries.reward + 1):
@@ -101,5 +120,5 @@ class SampleRunner:
             recorder.last_score = clock()
             recorder.domains[self._domain].reward_s += recorder.last_score - asked
             recorder.domains[self._domain].scored += 1
-            return Sample(sample_id, prompt, completion, Outcome.ACCEPTED, score=score)
-        return Sample(sample_id, prompt, completion, Outcome.FAILED, failure=cause)
+            return Sample(sample_id, prompt, transcript, Outcome.ACCEPTED, score=score)
+        return Sample(sample_id, prompt, transcript, Outcome.FAILED, failure=cause)

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_lite.data.samples import Outcome, SampleGroup, SampleId
-from roll_lite.scheduler.clients import DomainFailed
-from roll_lite.scheduler.domain import Domain, DomainScheduler
+from roll_lite.scheduler.domain import Domain, DomainFailed, DomainScheduler
+from roll_lite.scheduler.episode import Episode, one_response
 from roll_lite.scheduler.mix import DomainMix
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import Retries, SampleRunner, no_seeds, seeds_from
 from roll_lite.scheduler.stats import Recorder, RolloutStats
-from roll_lite.scheduler.stream import GroupStream
-from roll_lite.scheduler.supply import Supply, SynchronousSupply
+from roll_lite.scheduler.supply import GroupStream, Supply, SynchronousSupply
 
 VALIDATION_EPOCH = -1
 
@@ -31,8 +30,10 @@ class RolloutResult:
 class RolloutService:
     """Must be made inside a running event loop, whose clock is the only clock."""
 
-    def __init__(self, domains: Sequence[Domain], router: Router, retries: int, seed: int | None = None) -> None:
-        """`seed`: each request gets a seed of its own, derived from this one."""
+    def __init__(
+        self, domains: Sequence[Domain], router: Router, retries: int, seed: int | None = None, episode: Episode = one_response
+    ) -> None:
+        """`seed`: each request gets a seed of its own, derived from this one. `episode`: what happens in a sample."""
         self._domains = {domain.name: domain for domain in domains}
         self._mix = DomainMix({domain.name: domain.share for domain in domains})
         self._router = router
@@ -44,7 +45,7 @@ class RolloutService:
         self._recorder = Recorder(self._domains, self._clock())
         seeds = no_seeds if seed is None else seeds_from(seed)
         self._runners = {
-            domain.name: SampleRunner(domain.name, router, domain.rewards, Retries(retries, domain.reward_retries), seeds)
+            domain.name: SampleRunner(domain.name, router, domain.rewards, Retries(retries, domain.reward_retries), seeds, episode)
             for domain in domains
         }
         self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}

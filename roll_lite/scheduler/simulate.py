@@ -39,4 +39,13 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """asyncio.run on a virtual clock that starts at 0."""
     with asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
-        return runner.run(main)
+        try:
+            return runner.run(main)
+        finally:
+            runner.run(_settle())
+
+
+async def _settle() -> None:
+    """Whatever was about to start has started, and is cancelled with the rest when the loop closes."""
+    for _ in range(5):
+        await asyncio.sleep(0)

@@ -17,6 +17,8 @@ class DomainStats:
     """Groups that it got."""
     lost_groups: int = 0
     """Groups without a surviving sample or without their greedy baseline, each replaced by another prompt."""
+    timed_out_groups: int = 0
+    """Groups that lost a member to a time-out, delivered or not."""
     accepted: int = 0
     """Samples that can train."""
     scored: int = 0
@@ -92,6 +94,7 @@ class Recorder:
             domain.accepted += len(group.samples) - len(failures)
         else:
             domain.lost_groups += 1
+        domain.timed_out_groups += group.timed_out
         if group.baseline is not None and group.baseline.outcome is Outcome.FAILED:
             failures.append(f"greedy baseline: {group.baseline.failure or 'unknown'}")
         domain.failed += len(failures)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import GenerationRequest
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.fleet import MemberLost, first_line
@@ -22,11 +24,23 @@ from roll_lite.distributed.strategy.base import (
 )
 from roll_lite.distributed.strategy.engines import EngineSpec, build_engine
 from roll_lite.distributed.worker import AsyncWorker
-from roll_lite.scheduler.engines import BatchedEngine, Collected, CompletionPump
+from roll_lite.scheduler.engines import BatchedEngine, Collected
+from roll_lite.workers.completions import CompletionPump
 
 WATCH_SECONDS = 0.5
 POLL_SECONDS = 10.0
 """A call that asks for completions comes back after this time also without any."""
+
+
+class TokensInObjectStore:
+    """A block lives as long as somebody refers to it, and the process that wrote it lives."""
+
+    def put(self, columns: DataProto) -> Any:
+        return ray.put(columns)
+
+    async def get(self, reference: Any) -> DataProto:
+        columns: DataProto = await reference
+        return columns
 
 
 class InferWorker(AsyncWorker):
@@ -39,7 +53,7 @@ class InferWorker(AsyncWorker):
         super().__init__()
         # Replicas with one seed would draw the same numbers, and samples of one prompt on two replicas could come out alike.
         self._strategy = build_engine(replace(spec, seed=derived_seed(spec.seed, "actor_infer", self.rank)))
-        self._pump = CompletionPump(self._strategy)
+        self._pump = CompletionPump(self._strategy, TokensInObjectStore())
 
     async def initialize(self) -> None:
         await self._strategy.initialize()
@@ -56,9 +70,9 @@ class InferWorker(AsyncWorker):
 
     # ------------------------------------------------------------ rollouts
 
-    async def submit(self, requests: list[GenerationRequest], frozen: bool = False) -> None:
-        """`frozen`: the engine starts on the first once it has all of them."""
-        await self._pump.submit(requests, frozen)
+    async def submit(self, requests: list[GenerationRequest], frozen: bool = False, kept_ids: bool = False) -> None:
+        """`frozen`: the engine starts on the first once it has all of them. `kept_ids`: token blocks have that column."""
+        await self._pump.submit(requests, frozen, kept_ids)
 
     async def collect(self, max_wait_s: float = POLL_SECONDS) -> Collected:
         """Everything that finished since the last call."""
@@ -118,9 +132,10 @@ class RemoteEngine(BatchedEngine):
     """An engine behind an InferWorker, as a member of a fleet. When the worker's process dies, the call that waits for completions
     fails at once."""
 
-    def __init__(self, name: str, worker: Any, frozen_admission: bool = False) -> None:
+    def __init__(self, name: str, worker: Any, frozen_admission: bool = False, kept_ids: bool = False) -> None:
         super().__init__(name, frozen_admission)
         self._worker = worker
+        self._kept_ids = kept_ids
 
     async def start(self) -> None:
         """The driver has started it."""
@@ -142,7 +157,7 @@ class RemoteEngine(BatchedEngine):
         self._die(cause)
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:
-        await self._call(self._worker.submit.remote(requests, frozen))
+        await self._call(self._worker.submit.remote(requests, frozen, self._kept_ids))
 
     async def _collect(self) -> Collected:
         return await self._call(self._worker.collect.remote())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+import gc
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from roll_lite.data.prompts import PromptOrder, PromptSet, Split, load_prompts
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import SampleGroup, Sampling
 from roll_lite.data.templates import load_tokenizer
-from roll_lite.distributed.dataflow import Block, put_block
+from roll_lite.distributed.dataflow import Block
 from roll_lite.distributed.fleet import Fleet, Policy
 from roll_lite.distributed.worker import AsyncWorker
 from roll_lite.scheduler.domain import Domain
@@ -26,11 +27,7 @@ from roll_lite.workers.infer import RemoteEngine
 from roll_lite.workers.judge import JudgeAddress, with_addresses
 from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
-from roll_lite.workers.rollout_columns import Extras, columns_of, row_columns_of, rows_and_tokens
-from roll_lite.workers.sample_dump import write_samples
-
-BLOCK_TOKENS = 2**18
-"""Tokens of one block in the object store: some megabytes, so that a reader of a few rows does not fetch a whole batch."""
+from roll_lite.workers.rollout_output import rows_of, tokens_of, write_samples
 
 ENGINE_POLICY = Policy(start_timeout_s=None, restarts=0, all_needed=True)
 """An engine is not replaced: its loss is the end of the run."""
@@ -45,6 +42,8 @@ class RolloutSpec:
     rollout: RolloutConfig
     seed: int
     deterministic: bool
+    engine_slots: int | None = None
+    """Requests that an engine runs at a time; None: as many as come."""
     samples_folder: Path | None = None
     """Where samples are written; None writes none."""
     greedy_baseline: bool = False
@@ -64,6 +63,11 @@ class RolloutBatch:
     """Reward workers that had to be replaced since the last batch, by domain."""
 
 
+GC_THRESHOLDS = (100_000, 50, 100)
+"""The service holds some objects per sample, none of them garbage: with Python's defaults the collector, which looks through all of them
+time and again, takes three quarters of its time with 8,192 samples in flight."""
+
+
 class RolloutWorker(AsyncWorker):
     _service: RolloutService
     _engines: Fleet[RemoteEngine]
@@ -71,6 +75,9 @@ class RolloutWorker(AsyncWorker):
     def __init__(self, spec: RolloutSpec) -> None:
         super().__init__()
         self._spec = spec
+        keep_mask = spec.rollout.keep_mask
+        self._kept_ids = any(sampling_of(domain.sampling, keep_mask).keep_mask for domain in spec.domains.values())
+        """Token blocks have that column."""
         self._pools: dict[str, RewardPool | RewardModelPool] = {}
         self._reward_models: dict[str, RewardModelClient] = {}
         self._data_counts: list[str] = []
@@ -85,7 +92,7 @@ class RolloutWorker(AsyncWorker):
         """Read the data, start the reward workers. `engines`: the InferWorker actors. `reward_models`: the RewardModelWorker actors by
         the models' names. `judges`: where those that the run has started are."""
         spec = self._spec
-        clients = [RemoteEngine(f"actor_infer[{i}]", engine, frozen_admission=spec.deterministic) for i, engine in enumerate(engines)]
+        clients = [RemoteEngine(f"actor_infer[{i}]", engine, spec.deterministic, self._kept_ids) for i, engine in enumerate(engines)]
         self._engines = Fleet("actor_infer", clients, ENGINE_POLICY, lost=RemoteEngine.lost, down=self.tell_end)
         self._engines.tend()
         ranks = reward_models or {}
@@ -93,8 +100,10 @@ class RolloutWorker(AsyncWorker):
         self._pools = {name: self._pool(name, domain, judges or {}) for name, domain in spec.domains.items()}
         starting = asyncio.gather(*(pool.start() for pool in self._pools.values()))
         domains = await asyncio.to_thread(self._load_domains)
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         await starting
-        router = Router(clients, spec.rollout.request_timeout_s, deterministic=spec.deterministic)
+        router = Router(clients, spec.rollout.request_timeout_s, spec.deterministic, spec.engine_slots)
         self._service = RolloutService(domains, router, spec.rollout.retries, seed=spec.seed if spec.deterministic else None)
 
     def _pool(self, name: str, domain: DomainConfig, judges: Mapping[str, JudgeAddress]) -> RewardPool | RewardModelPool:
@@ -137,29 +146,20 @@ class RolloutWorker(AsyncWorker):
         return self._data_counts
 
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
-        """The samples that can train, of exactly `prompts` prompts. Their tokens stay in the object store."""
+        """The samples that can train, of exactly `prompts` prompts. Their tokens lie where the engines' workers have put them."""
         result = await self._service.next_batch(prompts)
         await self._reward_models_rest()
         await self._write(f"step_{step:06d}.jsonl", result.groups)
-        rows: list[DataProto] = []
-        blocks: list[Block] = []
-        first_sample = 0
-        whole = accepted(result.groups)
-        extras = Extras.of(whole)
-        for groups in in_blocks(whole):
-            row_columns, token_columns = rows_and_tokens(columns_of(groups, first_sample, extras))
-            rows.append(row_columns)
-            blocks.append(put_block(token_columns))
-            first_sample += len(row_columns)
+        trainable = accepted(result.groups)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
-        return RolloutBatch(DataProto.concat(rows), blocks, result.stats, replaced)
+        return RolloutBatch(rows_of(trainable), [tokens_of(trainable, self._kept_ids)], result.stats, replaced)
 
     async def evaluate(self, samples_per_prompt: int, temperature: float, step: int) -> tuple[DataProto, RolloutStats]:
         """Rows of all validation samples that could be generated and scored; the stats count the others."""
         result = await self._service.evaluate(samples_per_prompt, temperature)
         await self._reward_models_rest()
         await self._write(f"validation_{step:06d}.jsonl", result.groups)
-        return row_columns_of(accepted(result.groups)), result.stats
+        return rows_of(accepted(result.groups)), result.stats
 
     async def _reward_models_rest(self) -> None:
         await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
@@ -202,16 +202,3 @@ def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
         stop_token_ids=tuple(config.stop_token_ids),
         keep_mask=keep_mask and is_truncated(config),
     )
-
-
-def in_blocks(groups: Sequence[SampleGroup]) -> Iterator[list[SampleGroup]]:
-    """Whole groups, in order, cut where a block has enough tokens; at least one block, possibly empty."""
-    block: list[SampleGroup] = []
-    tokens = 0
-    for group in groups:
-        if block and tokens >= BLOCK_TOKENS:
-            yield block
-            block, tokens = [], 0
-        block.append(group)
-        tokens += sum(len(sample.prompt.token_ids) + len(sample.completion.token_ids) for sample in group.samples)
-    yield block

@@ -53,6 +53,16 @@ def test_columns_are_joined_by_sample(ray_local: object) -> None:
     assert [row.tolist() for row in second.materialize().ragged("values").rows()] == [[0.5] * 2, [1.0] * 3]
 
 
+def test_a_shard_names_only_the_objects_that_have_some_of_its_rows(ray_local: object) -> None:
+    """One block over three objects, as engines write them: sample s has s + 2 tokens s, and rows that are nobody's lie beside them."""
+    stored = [tokens_of(samples).refs[0] for samples in ([9, 0, 1], [2, 8], [3])]
+    block = Block(tuple(stored), ("input_ids",), np.arange(4), np.array([0, 0, 1, 2], np.int32), np.array([1, 2, 0, 0], np.int32))
+    first, second = Batch(rows_of([0, 1, 2, 3]), [block]).shards([np.array([3, 0, 1]), np.array([2])], ["input_ids"])
+    assert [set(shard.pieces[0].refs) for shard in (first, second)] == [{stored[0], stored[2]}, {stored[1]}]
+    assert [row.tolist() for row in first.materialize().ragged("input_ids").rows()] == [[3] * 5, [0] * 2, [1] * 3]
+    assert second.materialize().ragged("input_ids").values.tolist() == [2] * 4
+
+
 def test_an_empty_shard_has_all_columns(ray_local: object) -> None:
     batch = Batch(rows_of([0, 1]), [tokens_of([0, 1])])
     empty, full = batch.shards([np.array([], dtype=np.int64), np.array([0, 1])], ["input_ids", "score"])

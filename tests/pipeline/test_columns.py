@@ -69,7 +69,7 @@ RECIPES = [path.stem for path in sorted((ROOT / "examples/configs").glob("tiny_*
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_everything_that_is_read_has_been_written(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     pipeline, computed = wanted(monkeypatch, recipe)
-    there = {name for name, key in KEYS.items() if key.writer in ("rollout service", "driver")}
+    there = {name for name, key in KEYS.items() if key.writer in ("rollout service", "engine worker", "driver")}
     there |= {column for columns in computed.values() for column in columns}
     assert there >= {*pipeline.credit_columns.reads}
     there |= {*pipeline.credit_columns.writes}

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from roll_lite.data.prompts import PromptOrder
-from roll_lite.data.samples import GenerationRequest, Prompt, RewardInput, Sampling, Score
+from roll_lite.data.samples import GenerationRequest, Prompt, RewardInput, Sample, Sampling, Score
 from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.scheduler.clients import PromptSource, RewardClient
-from roll_lite.scheduler.domain import Domain
-from roll_lite.scheduler.engines import LocalEngine
+from roll_lite.scheduler.domain import Domain, PromptSource
 from roll_lite.scheduler.router import Router
+from roll_lite.scheduler.runner import RewardClient
 from roll_lite.scheduler.service import RolloutService
+from roll_lite.workers.completions import LocalEngine
 
 
 class Prompts:
@@ -88,16 +88,23 @@ def make_service(
     timeout_s: float = 1e6,
     seed: int | None = None,
     deterministic: bool = False,
+    engine_slots: int | None = None,
 ) -> tuple[RolloutService, Router, list[ScriptedEngine]]:
     engines = [ScriptedEngine(script, slots=slots) for script in (scripts or [by_tokens(8)])]
     clients = [LocalEngine(f"engine {i}", engine, frozen_admission=deterministic) for i, engine in enumerate(engines)]
-    router = Router(clients, timeout_s, deterministic=deterministic)
+    router = Router(clients, timeout_s, deterministic, engine_slots)
     return RolloutService(domains, router, retries, seed), router, engines
 
 
 def prompt_of(request: GenerationRequest) -> tuple[int, int]:
     """(domain number, uid)"""
     return request.prompt_ids[0], request.prompt_ids[1]
+
+
+def tokens_of(sample: Sample) -> list[int]:
+    """Prompt and response, out of the sample's token block."""
+    place = sample.transcript.tokens
+    return place.block.ragged("input_ids").row(place.row).tolist() if place is not None else []
 
 
 def attempt_of(request: GenerationRequest) -> int:

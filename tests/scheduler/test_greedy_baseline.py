@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_support import Prompts, TimedReward, attempt_of, make_domain, make_service, prompt_of
+from scheduler_support import Prompts, TimedReward, attempt_of, make_domain, make_service, prompt_of, tokens_of
 
 from roll_lite.data.samples import GenerationRequest, Outcome, RewardInput, Sample, SampleGroup, Sampling
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, Script
-from roll_lite.scheduler.clients import DomainFailed
-from roll_lite.scheduler.domain import greedy
+from roll_lite.scheduler.domain import DomainFailed, greedy
 from roll_lite.scheduler.service import RolloutResult, accepted
 from roll_lite.scheduler.simulate import run_virtual
 
@@ -169,7 +168,7 @@ async def run_of(jitter: float, batches: int, state: dict[str, Any] | None = Non
     for _ in range(batches):
         groups = (await service.next_batch(5)).groups
         samples = [sample for group in groups for sample in (*group.samples, baseline_of(group))]
-        rows.append([(sample.id, sample.completion.token_ids, sample.outcome) for sample in samples])
+        rows.append([(sample.id, tokens_of(sample), sample.outcome) for sample in samples])
     assert all(load.tokens == pytest.approx(0) and load.requests == 0 for load in router.engines)
     return rows, json.loads(json.dumps(service.state_dict()))
 

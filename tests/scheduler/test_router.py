@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 from scheduler_support import by_tokens, make_domain, make_service, prompt_of
 
-from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
+from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, Turn
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
-from roll_lite.scheduler.clients import EngineDead, NoEngineLeft, RequestFailed
-from roll_lite.scheduler.engines import LocalEngine
-from roll_lite.scheduler.router import EngineLoad, Router
+from roll_lite.scheduler.engines import EngineLost
+from roll_lite.scheduler.router import EngineLoad, NoEngineLeft, RequestFailed, Router
 from roll_lite.scheduler.simulate import run_virtual
+from roll_lite.workers.completions import LocalEngine
 
 
 def request(name: str, prompt_tokens: int = 4, max_tokens: int = 100) -> GenerationRequest:
@@ -24,18 +24,21 @@ class HeldEngine:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.held: dict[str, asyncio.Future[Completion]] = {}
+        self.held: dict[str, asyncio.Future[Turn]] = {}
         self.aborted: list[str] = []
 
-    async def generate(self, request: GenerationRequest) -> Completion:
+    async def generate(self, request: GenerationRequest) -> Turn:
         self.held[request.request_id] = asyncio.get_running_loop().create_future()
         return await self.held[request.request_id]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted += request_ids
+        for request_id in request_ids:
+            if request_id in self.held and not self.held[request_id].done():
+                self.held.pop(request_id).set_result(Turn(request_id, finish_reason=FinishReason.ABORT))
 
     def answer(self, request_id: str, tokens: int = 10, error: str | None = None) -> None:
-        self.held.pop(request_id).set_result(Completion(request_id, (1,) * tokens, finish_reason=FinishReason.STOP, error=error))
+        self.held.pop(request_id).set_result(Turn(request_id, tokens, finish_reason=FinishReason.STOP, error=error))
 
 
 async def settle() -> None:
@@ -106,7 +109,7 @@ async def test_an_aborted_completion_is_a_failure_not_a_short_sample() -> None:
     router = Router([engine], timeout_s=60)
     task = asyncio.create_task(router.generate("d", request("r")))
     await settle()
-    engine.held["r"].set_result(Completion("r", (1, 2), (-1.0, -1.0), "half", FinishReason.ABORT))
+    engine.held["r"].set_result(Turn("r", 2, "half", FinishReason.ABORT))
     with pytest.raises(RequestFailed, match="aborted"):
         await task
 
@@ -119,7 +122,7 @@ async def test_requests_of_a_dead_engine_go_elsewhere() -> None:
     moved = list(dying.held)
     assert len(moved) == 2
     for name in moved:
-        dying.held[name].set_exception(EngineDead("dying", "CUDA error"))
+        dying.held[name].set_exception(EngineLost("dying", "CUDA error"))
     await settle()
     assert sorted(sound.held) == ["r0", "r1", "r2", "r3"]
     assert dying.aborted == []
@@ -129,7 +132,7 @@ async def test_requests_of_a_dead_engine_go_elsewhere() -> None:
     later = asyncio.create_task(router.generate("d", request("later")))
     await settle()
     assert list(sound.held) == ["later"]
-    sound.held["later"].set_exception(EngineDead("sound", "process killed"))
+    sound.held["later"].set_exception(EngineLost("sound", "process killed"))
     with pytest.raises(NoEngineLeft, match="dying: CUDA error; sound: process killed"):
         await later
 
@@ -202,5 +205,5 @@ def test_domains_share_one_view_of_the_engines() -> None:
 
 async def test_by_tokens_helper_ends_with_stop() -> None:
     engine = LocalEngine("e", ScriptedEngine(by_tokens(3, 0.0)))
-    completion = await engine.generate(request("r"))
-    assert (len(completion.token_ids), completion.finish_reason) == (3, FinishReason.STOP)
+    turn = await engine.generate(request("r"))
+    assert (turn.length, turn.finish_reason) == (3, FinishReason.STOP)

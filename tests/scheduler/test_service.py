@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_support import Prompts, TimedReward, attempt_of, by_tokens, make_domain, make_service, prompt_of
+from scheduler_support import Prompts, TimedReward, attempt_of, by_tokens, make_domain, make_service, prompt_of, tokens_of
 
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import GenerationRequest, Outcome, RewardInput
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, Script
-from roll_lite.scheduler.clients import DomainFailed, NoEngineLeft
+from roll_lite.scheduler.domain import DomainFailed
+from roll_lite.scheduler.router import NoEngineLeft
 from roll_lite.scheduler.service import RolloutResult, RolloutService, accepted
 from roll_lite.scheduler.simulate import run_virtual
 
@@ -145,7 +146,7 @@ def test_a_retry_is_a_new_attempt_with_another_seed() -> None:
     assert len({seed for _, seed in seen}) == 3
     assert None not in {seed for _, seed in seen}
     (sample,) = result.groups[0].samples
-    assert (sample.id.attempt, sample.outcome, sample.completion.request_id) == (2, Outcome.ACCEPTED, sample.id.request_id())
+    assert (sample.id.attempt, sample.outcome, sample.transcript.response_length) == (2, Outcome.ACCEPTED, 5)
     assert result.stats.domains["a"].retries == {"generation: out of cache": 2}
 
 
@@ -285,7 +286,7 @@ async def deterministic_run(service: RolloutService, batches: int) -> list[Any]:
     rows = []
     for _ in range(batches):
         result = await service.next_batch(5)
-        rows.append([(sample.id, sample.completion.token_ids, sample.outcome) for group in result.groups for sample in group.samples])
+        rows.append([(sample.id, tokens_of(sample), sample.outcome) for group in result.groups for sample in group.samples])
     return rows
 
 
@@ -433,6 +434,6 @@ def test_validation_repeats_in_deterministic_runs() -> None:
         domains = [make_domain("a", 0, validation=Prompts("a", 0, 9))]
         service, _, _ = make_service(domains, uneven(jitter), retries=1, seed=5, deterministic=True)
         result = await service.evaluate(2, 1.0)
-        return [(sample.id, sample.completion.token_ids, sample.outcome) for group in result.groups for sample in group.samples]
+        return [(sample.id, tokens_of(sample), sample.outcome) for group in result.groups for sample in group.samples]
 
     assert run_virtual(main(0.0)) == run_virtual(main(0.7))

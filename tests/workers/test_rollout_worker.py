@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray import cloudpickle
 from support_models import make_tokenizer
 
 from roll_lite.config.schema import (
@@ -34,7 +35,7 @@ from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, RankFai
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.engines import EngineSpec
-from roll_lite.scheduler.clients import EngineDead
+from roll_lite.scheduler.engines import EngineLost
 from roll_lite.workers.infer import InferWorker, RemoteEngine
 from roll_lite.workers.rollout import RolloutBatch, RolloutSpec, RolloutWorker, sampling_of
 
@@ -142,6 +143,29 @@ def check_batch(result: RolloutBatch) -> None:
     assert int(odd["response_mask"].values.sum()) == len(halves[1]) * 6
 
 
+def test_what_passes_through_service_and_driver_does_not_grow_with_the_responses(model: ModelConfig, tmp_path: Path) -> None:
+    def traffic(tokens: int) -> tuple[int, int]:
+        """Bytes from an engine's worker to the service for eight samples, and from the service to the driver for a batch."""
+        spec = replace(spec_of(model, tmp_path), domains={"math": domain(tmp_path, "math", 1, f"{USER}.tricky")}, samples_folder=None)
+        spec.domains["math"] = spec.domains["math"].model_copy(update={"sampling": SamplingConfig(max_tokens=tokens)})
+        with engines(model, 1, response_tokens=tokens) as infer, rollouts(spec, infer) as service:
+            worker = infer.group.actors[0]
+            sampling = Sampling(temperature=1.0, max_tokens=tokens)
+            ray.get(worker.submit.remote([GenerationRequest(f"r{i}", (1, 2), sampling) for i in range(8)]))
+            collected: list[Any] = []
+            while len(collected) < 8:
+                collected += ray.get(worker.collect.remote()).turns
+            assert {turn.length for turn in collected} == {tokens}
+            batch = service.one(RolloutWorker.next_batch, 4, 1)
+            assert set(batch.rows["response_length"].tolist()) == {tokens}
+            return len(cloudpickle.dumps(collected)), len(cloudpickle.dumps((batch.rows, batch.blocks)))
+
+    short, long = traffic(10), traffic(1000)
+    # Tokens and log-probs of 8 samples and 16 are 100 and 200 KB; a block more or less to refer to is a hundred bytes.
+    assert abs(long[0] - short[0]) < 500, "what an engine's worker hands on"
+    assert abs(long[1] - short[1]) < 500, "what the driver gets"
+
+
 def test_greedy_baselines_and_forms_reach_rows_and_dumps(model: ModelConfig, tmp_path: Path) -> None:
     spec = replace(spec_of(model, tmp_path), greedy_baseline=True)
     maths = spec.domains["math"]
@@ -203,7 +227,7 @@ def test_an_engines_death_is_noticed_within_seconds(model: ModelConfig) -> None:
         await asyncio.sleep(1.0)
         killed = time.monotonic()
         ray.kill(infer.group.actors[0])
-        with pytest.raises(EngineDead, match="its process is gone"):
+        with pytest.raises(EngineLost, match="its process is gone"):
             await answer
         return time.monotonic() - killed
 

@@ -1,0 +1,74 @@
+"""What happens in one sample: by default one prompt and one response, with an environment several turns."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+from roll_lite.data.samples import Author, GenerationRequest, Prompt, Sampling, Segment, TokenRow, Transcript, Turn
+from roll_lite.data.stable_hash import stable_hash
+from roll_lite.scheduler.router import RequestFailed
+
+Ask = Callable[[GenerationRequest], Awaitable[Turn]]
+
+
+class Conversation:
+    """A sample in the making. The tokens of earlier turns are not here: a request refers to them."""
+
+    def __init__(self, ask: Ask, request_id: str, sampling: Sampling) -> None:
+        self._ask = ask
+        self._request_id = request_id
+        self._sampling = sampling
+        self._segments: list[Segment] = []
+        self._turns: list[Turn] = []
+        self._tokens: TokenRow | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that the policy may still write: max_tokens holds for all of its turns together."""
+        return self._sampling.max_tokens - sum(turn.length for turn in self._turns)
+
+    async def respond(self, token_ids: Sequence[int], author: Author = Author.ENVIRONMENT) -> Turn:
+        """Tokens that another wrote, then the policy's response to all that was said. Raises RequestFailed."""
+        if self.room < 1:
+            raise ValueError(f"request {self._request_id}: the policy has written its {self._sampling.max_tokens} tokens; end the episode")
+        request = self._request(tuple(token_ids))
+        try:
+            turn = await self._ask(request)
+        except RequestFailed as failure:
+            if failure.partial is not None:
+                self._add(author, len(token_ids), failure.partial)
+            raise
+        self._add(author, len(token_ids), turn)
+        return turn
+
+    def transcript(self) -> Transcript:
+        """What was said so far."""
+        last = self._turns[-1].finish_reason if self._turns else None
+        return Transcript(tuple(self._segments), "\n".join(turn.text for turn in self._turns), last, self._tokens)
+
+    def _request(self, token_ids: tuple[int, ...]) -> GenerationRequest:
+        number = len(self._turns)
+        if not number:
+            return GenerationRequest(self._request_id, token_ids, self._sampling)
+        seed = self._sampling.seed
+        least = min(self._sampling.min_tokens, self.room)
+        further = replace(
+            self._sampling, max_tokens=self.room, min_tokens=least, seed=None if seed is None else stable_hash(seed, "turn", number)
+        )
+        return GenerationRequest(f"{self._request_id}/turn{number}", token_ids, further, self._tokens)
+
+    def _add(self, author: Author, tokens: int, turn: Turn) -> None:
+        if tokens:
+            self._segments.append(Segment(author, tokens))
+        self._segments.append(Segment(Author.POLICY, turn.length, turn.versions))
+        self._turns.append(turn)
+        self._tokens = turn.tokens
+
+
+Episode = Callable[[Prompt, Conversation], Awaitable[None]]
+"""Lets prompt and policy talk. Where a request fails, RequestFailed passes through: the sample is tried again, or reported."""
+
+
+async def one_response(prompt: Prompt, conversation: Conversation) -> None:
+    await conversation.respond(prompt.token_ids, Author.PROMPT)

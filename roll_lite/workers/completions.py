@@ -1,0 +1,147 @@
+"""The engine's side of rollouts: drives a strategy, writes what it has generated into token blocks, hands on all but the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, TokenRow, Turn
+from roll_lite.distributed.strategy.base import InferenceStrategy, PauseMode
+from roll_lite.scheduler.engines import BatchedEngine, Collected
+from roll_lite.workers.token_blocks import TokenRecord, TokensInProcess, TokenStore, in_blocks, token_block
+
+
+class CompletionPump:
+    """Keeps what finishes until it is fetched."""
+
+    def __init__(self, strategy: InferenceStrategy, store: TokenStore, linger_s: float = 0.05) -> None:
+        self._strategy = strategy
+        self._store = store
+        self._linger_s = linger_s
+        self._finished: list[tuple[Completion, list[TokenRecord]]] = []
+        self._before: dict[str, list[TokenRecord]] = {}
+        """What each outstanding request starts from."""
+        self._kept_ids = False
+        self._changed = asyncio.Event()
+        self._dead: str | None = None
+        self._consumers: set[asyncio.Task[None]] = set()
+
+    async def submit(self, requests: Sequence[GenerationRequest], frozen: bool, kept_ids: bool = False) -> None:
+        """`frozen`: let the engine see all requests before it starts on the first, so that its batches come out the same every time.
+        `kept_ids`: blocks have that column."""
+        self._kept_ids = kept_ids
+        prompts = [prompt for request in requests if (prompt := await self._begin(request)) is not None]
+        if not prompts:
+            return
+        if frozen:
+            await self._strategy.pause(PauseMode.KEEP)
+        consumer = asyncio.get_running_loop().create_task(self._consume(prompts))
+        self._consumers.add(consumer)
+        consumer.add_done_callback(self._consumers.discard)
+        if frozen:
+            await self._until_admitted(len(prompts), consumer)
+            await self._strategy.resume()
+
+    async def _begin(self, request: GenerationRequest) -> GenerationRequest | None:
+        """With the whole prompt. None where a part of it is gone, with the process that wrote it: a failure of this request."""
+        before = self._before[request.request_id] = [TokenRecord.given(request.prompt_ids)]
+        if request.context is None:
+            return request
+        try:
+            earlier = TokenRecord.read(await self._store.get(request.context.block), request.context.row)
+        except Exception as error:
+            self._push(Completion(request.request_id, error=f"the tokens of its earlier turns are lost: {type(error).__name__}: {error}"))
+            return None
+        before.insert(0, earlier)
+        return replace(request, prompt_ids=(*earlier.ids.tolist(), *request.prompt_ids), context=None)
+
+    async def _until_admitted(self, requests: int, consumer: asyncio.Task[None]) -> None:
+        while not consumer.done():
+            health = await self._strategy.health()
+            if not health.alive or health.running + health.waiting >= min(requests, len(self._before)):
+                return
+            await asyncio.sleep(0.001)
+
+    async def _consume(self, requests: Sequence[GenerationRequest]) -> None:
+        unanswered = {request.request_id for request in requests}
+        error = "the engine ended without an answer"
+        try:
+            async for completion in self._strategy.generate(requests):
+                unanswered.discard(completion.request_id)
+                if completion.error is not None:
+                    await self._look_after_engine(completion.error)
+                self._push(completion)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            await self._look_after_engine(error)
+        for request_id in unanswered:
+            self._push(Completion(request_id, error=error))
+
+    def _push(self, completion: Completion) -> None:
+        self._finished.append((completion, self._before.pop(completion.request_id)))
+        self._changed.set()
+
+    async def _look_after_engine(self, error: str) -> None:
+        """A request failed: is it the request, or the engine?"""
+        if self._dead is None and not (await self._strategy.health()).alive:
+            self._dead = error
+            self._changed.set()
+
+    async def collect(self, max_wait_s: float) -> Collected:
+        """Everything that finished since the last call; waits for the first, and a moment longer for its neighbours."""
+        if not self._finished and self._dead is None:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(max_wait_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                return Collected([])
+        if self._before and self._dead is None:
+            await asyncio.sleep(self._linger_s)
+        finished, self._finished = self._finished, []
+        return Collected(self._stored(finished), self._dead)
+
+    def _stored(self, finished: Sequence[tuple[Completion, list[TokenRecord]]]) -> list[Turn]:
+        records = {
+            completion.request_id: TokenRecord.joined([*before, TokenRecord.chosen(completion)])
+            for completion, before in finished
+            if completion.error is None and (completion.token_ids or completion.finish_reason is not FinishReason.ABORT)
+        }
+        rows: list[TokenRow] = []
+        for block in in_blocks(list(records.values())):
+            reference = self._store.put(token_block(block, self._kept_ids))
+            rows += [TokenRow(reference, row, len(record)) for row, record in enumerate(block)]
+        places = dict(zip(records, rows, strict=True))
+        return [turn_of(completion, places.get(completion.request_id)) for completion, _ in finished]
+
+
+def turn_of(completion: Completion, tokens: TokenRow | None) -> Turn:
+    return Turn(
+        completion.request_id,
+        len(completion.token_ids),
+        completion.text,
+        completion.finish_reason,
+        completion.versions,
+        completion.error,
+        completion.cached_tokens,
+        tokens,
+    )
+
+
+class LocalEngine(BatchedEngine):
+    """An engine in this process: for simulations, tests and programs without Ray."""
+
+    def __init__(self, name: str, strategy: InferenceStrategy, frozen_admission: bool = False, linger_s: float = 0.0) -> None:
+        super().__init__(name, frozen_admission)
+        self._strategy = strategy
+        self._pump = CompletionPump(strategy, TokensInProcess(), linger_s)
+
+    async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:
+        await self._pump.submit(requests, frozen)
+
+    async def _collect(self) -> Collected:
+        return await self._pump.collect(max_wait_s=60.0)
+
+    async def _abort(self, request_ids: list[str]) -> None:
+        await self._strategy.abort(request_ids)

@@ -1,0 +1,120 @@
+"""What leaves the rollout service: rows of numbers and references to tokens for the driver, JSON lines for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_lite.data.proto import DataProto, object_column
+from roll_lite.data.samples import Sample, SampleGroup
+from roll_lite.distributed.dataflow import Block
+from roll_lite.workers.token_blocks import TOKEN_COLUMNS
+
+# ---------------------------------------------------------------- for the driver
+
+
+def rows_of(groups: Sequence[SampleGroup]) -> DataProto:
+    """One row for each sample of the groups, numbered from 0 on. Every sample must be accepted and scored."""
+    samples = [sample for group in groups for sample in group.samples]
+    scores = [sample.score for sample in samples if sample.score is not None]
+    assert len(scores) == len(samples), "a sample without a score cannot train"
+    columns: dict[str, torch.Tensor | np.ndarray] = {
+        "sample": torch.arange(len(samples)),
+        "group": _whole(sample.id.group for sample in samples),
+        "index": _whole(sample.id.index for sample in samples),
+        "prompt_uid": _whole(sample.id.prompt_uid for sample in samples),
+        "epoch": _whole(sample.id.epoch for sample in samples),
+        "attempt": _whole(sample.id.attempt for sample in samples),
+        "domain": object_column(sample.id.domain for sample in samples),
+        "finish_reason": object_column(str(sample.transcript.finish_reason) for sample in samples),
+        "prompt_length": _whole(sample.transcript.prompt_length for sample in samples),
+        "response_length": _whole(sample.transcript.response_length for sample in samples),
+        "policy_tokens": _whole(sample.transcript.policy_tokens for sample in samples),
+        "score": torch.tensor([score.value for score in scores], dtype=torch.float32),
+        "correct": torch.tensor([float(score.is_correct) for score in scores], dtype=torch.float32),
+        "format_ok": torch.tensor([float(score.format_ok or False) for score in scores], dtype=torch.float32),
+        "sample_weight": torch.tensor([sample.prompt.weight for sample in samples], dtype=torch.float32),
+        "min_version": _whole(min((span.version for span in sample.transcript.versions), default=0) for sample in samples),
+    }
+    if any(group.baseline is not None for group in groups):
+        columns["baseline_score"] = torch.tensor(_baseline_scores(groups), dtype=torch.float32)
+    return DataProto(columns)
+
+
+def tokens_of(groups: Sequence[SampleGroup], kept_ids: bool) -> Block:
+    """Where the tokens of the same samples lie. `kept_ids`: the engines' workers have written that column."""
+    places = [sample.transcript.tokens for group in groups for sample in group.samples]
+    numbers: dict[Any, int] = {}
+    objects = np.empty(len(places), np.int32)
+    rows = np.empty(len(places), np.int32)
+    for sample, place in enumerate(places):
+        assert place is not None, f"sample {sample} has no tokens"
+        objects[sample] = numbers.setdefault(place.block, len(numbers))
+        rows[sample] = place.row
+    keys = (*TOKEN_COLUMNS, "kept_ids") if kept_ids else TOKEN_COLUMNS
+    return Block(tuple(numbers), keys, np.arange(len(places)), objects, rows)
+
+
+def _whole(values: Iterable[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
+    """One for each row: that of its group."""
+    scores: list[float] = []
+    for group in groups:
+        assert group.baseline is not None and group.baseline.score is not None, f"group {group.group} has no scored greedy baseline"
+        scores += [group.baseline.score.value] * len(group.samples)
+    return scores
+
+
+# ---------------------------------------------------------------- for people
+
+
+def write_samples(path: Path, groups: Iterable[SampleGroup]) -> None:
+    """One line for each sample, the failed ones and greedy baselines too. The file appears complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(line, ensure_ascii=False, default=str) for group in groups for line in _described(group))
+    unfinished = path.with_suffix(".partial")
+    # Half a surrogate pair, which a program may print and JSON may hold, is no UTF-8: it stays readable as the escape that it came from.
+    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(f"{line}\n" for line in lines)
+    unfinished.replace(path)
+
+
+def _described(group: SampleGroup) -> Iterator[dict[str, Any]]:
+    for sample in group.samples:
+        yield describe(sample)
+    if group.baseline is not None:
+        yield describe(group.baseline, baseline=True)
+
+
+def describe(sample: Sample, baseline: bool = False) -> dict[str, Any]:
+    score, transcript = sample.score, sample.transcript
+    return {
+        "domain": sample.id.domain,
+        "group": sample.id.group,
+        "index": sample.id.index,
+        "prompt_uid": sample.id.prompt_uid,
+        "epoch": sample.id.epoch,
+        "attempt": sample.id.attempt,
+        "baseline": baseline,
+        "prompt": sample.prompt.text,
+        "response": transcript.text,
+        "answer": sample.prompt.answer,
+        "score": score.value if score else None,
+        "correct": score.is_correct if score else None,
+        "format_ok": score.format_ok if score else None,
+        "details": score.details if score else {},
+        "outcome": str(sample.outcome),
+        "failure": sample.failure,
+        "finish_reason": str(transcript.finish_reason) if transcript.finish_reason else None,
+        "prompt_tokens": len(sample.prompt.token_ids),
+        "response_tokens": transcript.response_length,
+        "versions": [[span.start, span.version] for span in transcript.versions],
+    }

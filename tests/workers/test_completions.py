@@ -1,0 +1,207 @@
+"""The engine's side: what finishes is fetched in batches, its tokens are in blocks, a dying engine answers for all that it had."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from roll_lite.data.proto import DataProto
+from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
+from roll_lite.distributed.strategy.scripted import LOG_PROB, Response, ScriptedEngine
+from roll_lite.scheduler.engines import Collected, EngineLost
+from roll_lite.scheduler.simulate import run_virtual
+from roll_lite.workers.completions import CompletionPump, LocalEngine
+from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokensInProcess
+
+
+def request(name: str) -> GenerationRequest:
+    return GenerationRequest(name, (1, 2), Sampling(temperature=1.0, max_tokens=100))
+
+
+def test_completions_that_finish_close_together_are_fetched_together() -> None:
+    async def main() -> tuple[list[int], float]:
+        pump = CompletionPump(ScriptedEngine(lambda r: Response(1, 0.001 * int(r.request_id))), TokensInProcess(), linger_s=0.03)
+        await pump.submit([request(str(i)) for i in range(1, 101)], frozen=False)
+        sizes = []
+        while sum(sizes) < 100:
+            sizes.append(len((await pump.collect(10.0)).turns))
+        return sizes, asyncio.get_running_loop().time()
+
+    sizes, now = run_virtual(main())
+    assert len(sizes) <= 5
+    # The last completion is not made to wait for neighbours that cannot come.
+    assert now == pytest.approx(0.1, abs=0.031)
+
+
+def test_collect_comes_back_empty_after_its_time() -> None:
+    async def main() -> tuple[Collected, float]:
+        pump = CompletionPump(ScriptedEngine(lambda r: Response(1, 100.0)), TokensInProcess())
+        await pump.submit([request("slow")], frozen=False)
+        return await pump.collect(5.0), asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == (Collected([]), 5.0)
+
+
+def test_a_failed_request_of_a_living_engine_is_only_that() -> None:
+    async def main() -> list[Turn]:
+        engine = LocalEngine("e", ScriptedEngine(lambda r: Response(3, 0.1, error="too long" if r.request_id == "bad" else None)))
+        return await asyncio.gather(engine.generate(request("bad")), engine.generate(request("good")))
+
+    bad, good = run_virtual(main())
+    assert bad.error == "too long"
+    assert (good.error, good.finish_reason) == (None, FinishReason.STOP)
+
+
+def test_completions_that_were_ready_survive_the_engines_death() -> None:
+    async def main() -> list[Turn | BaseException]:
+        def script(r: GenerationRequest) -> Response:
+            return Response(1, 1.0) if r.request_id == "quick" else Response(2, 1.0, error="lightning", fatal=r.request_id == "fatal")
+
+        engine = LocalEngine("e", ScriptedEngine(script), linger_s=5.0)
+        return await asyncio.gather(*(engine.generate(request(name)) for name in ("quick", "fatal", "other")), return_exceptions=True)
+
+    quick, fatal, other = run_virtual(main())
+    assert isinstance(quick, Turn)
+    assert all(isinstance(answer, EngineLost) and answer.cause == "lightning" for answer in (fatal, other))
+
+
+class Exploding(ScriptedEngine):
+    async def generate(self, requests):  # type: ignore[no-untyped-def, override]
+        yield Completion(requests[0].request_id, (1,), (0.0,), finish_reason=FinishReason.STOP)
+        raise RuntimeError("broken inside")
+
+
+def test_an_engine_that_raises_answers_for_every_request() -> None:
+    async def main() -> list[Turn]:
+        engine = LocalEngine("e", Exploding())
+        return await asyncio.gather(*(engine.generate(request(f"r{i}")) for i in range(3)))
+
+    first, *others = run_virtual(main())
+    assert first.error is None
+    assert [turn.error for turn in others] == ["RuntimeError: broken inside"] * 2
+
+
+def test_frozen_admission_shows_the_engine_everything_before_it_starts() -> None:
+    async def main() -> tuple[list[str], list[str]]:
+        strategy = ScriptedEngine(lambda r: Response(1, 1.0), slots=1)
+        log: list[str] = []
+        pause, resume, generate = strategy.pause, strategy.resume, strategy.generate
+        strategy.pause = lambda mode: (log.append(f"pause {mode}"), pause(mode))[1]  # type: ignore[method-assign]
+        strategy.resume = lambda: (log.append(f"resume with {len(strategy._waiting)} waiting"), resume())[1]  # type: ignore[method-assign]
+        strategy.generate = lambda rs: (log.append(" ".join(r.request_id for r in rs)), generate(rs))[1]  # type: ignore[method-assign]
+        engine = LocalEngine("e", strategy, frozen_admission=True)
+        order: list[str] = []
+
+        async def one(name: str) -> None:
+            await engine.generate(request(name))
+            order.append(name)
+
+        await asyncio.gather(*map(one, ["c", "a", "b"]))
+        return log, order
+
+    log, order = run_virtual(main())
+    assert log == ["pause keep", "a b c", "resume with 3 waiting"]
+    assert order == ["a", "b", "c"]
+
+
+# ---------------------------------------------------------------- tokens
+
+
+class Remembering(ScriptedEngine):
+    """Knows which prompts it got."""
+
+    prompts: list[tuple[int, ...]]
+
+    def generate(self, requests):  # type: ignore[no-untyped-def, override]
+        self.prompts = [*getattr(self, "prompts", []), *(request.prompt_ids for request in requests)]
+        return super().generate(requests)
+
+
+def test_what_comes_back_refers_to_its_tokens() -> None:
+    turn = run_virtual(LocalEngine("e", ScriptedEngine(lambda r: Response(3, 1.0))).generate(request("r")))
+    assert (turn.length, turn.text, turn.finish_reason, turn.versions) == (3, "3 tokens", FinishReason.STOP, (VersionSpan(0, 0),))
+    assert turn.tokens is not None and turn.tokens.length == 5
+    block = turn.tokens.block
+    assert block.ragged("input_ids").row(turn.tokens.row)[:2].tolist() == [1, 2]
+    assert block.ragged("response_mask").row(turn.tokens.row).int().tolist() == [0, 0, 1, 1, 1]
+    assert block.ragged("rollout_log_probs").row(turn.tokens.row).tolist() == [0, LOG_PROB, LOG_PROB, LOG_PROB]
+
+
+def test_a_turn_does_not_grow_with_its_response() -> None:
+    def size(tokens: int) -> int:
+        strategy = ScriptedEngine(lambda r: Response(tokens, text="same"))
+        sampling = Sampling(temperature=1.0, max_tokens=10**6)
+        turn = run_virtual(LocalEngine("e", strategy).generate(GenerationRequest("r", (1, 2), sampling)))
+        assert turn.tokens is not None and turn.length == tokens
+        return len(pickle.dumps(replace(turn, length=1, tokens=replace(turn.tokens, block="a reference", length=1))))
+
+    assert size(4000) == size(40)
+
+
+def test_a_block_holds_a_bounded_number_of_tokens() -> None:
+    async def main() -> list[Turn]:
+        engine = LocalEngine("e", ScriptedEngine(lambda r: Response(BLOCK_TOKENS // 4, 0.0)), linger_s=1.0)
+        sampling = Sampling(temperature=1.0, max_tokens=10**6)
+        return await asyncio.gather(*(engine.generate(GenerationRequest(f"r{i}", (1, 2), sampling)) for i in range(10)))
+
+    rows = [turn.tokens for turn in run_virtual(main())]
+    assert sorted(row.row for row in rows if row) == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
+    assert len({id(row.block) for row in rows if row}) == 3
+
+
+def test_a_request_goes_on_where_another_ended() -> None:
+    """Two turns: what the engine gets is the whole prompt, what is written is the whole sample."""
+    strategy = Remembering(lambda r: Response(2, 1.0))
+
+    async def main() -> tuple[Turn, Turn]:
+        engine = LocalEngine("e", strategy)
+        first = await engine.generate(request("r"))
+        second = await engine.generate(replace(request("r/turn1"), prompt_ids=(50, 51, 52), context=first.tokens))
+        return first, second
+
+    first, second = run_virtual(main())
+    assert first.tokens and second.tokens
+    said = first.tokens.block.ragged("input_ids").row(0).tolist()
+    assert strategy.prompts == [(1, 2), (*said, 50, 51, 52)]
+    block = second.tokens.block
+    whole = block.ragged("input_ids").row(0).tolist()
+    assert whole[:7] == [*said, 50, 51, 52] and len(whole) == second.tokens.length == 9
+    assert block.ragged("response_mask").row(0).int().tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1]
+    assert block.ragged("rollout_log_probs").row(0).tolist() == [0, LOG_PROB, LOG_PROB, 0, 0, 0, LOG_PROB, LOG_PROB]
+
+
+def test_a_failed_request_and_an_empty_abort_have_no_tokens_and_a_partial_one_has() -> None:
+    async def main() -> list[Turn]:
+        strategy = ScriptedEngine(lambda r: Response(10, 1.0, error="bad" if r.request_id == "bad" else None), slots=2)
+        engine = LocalEngine("e", strategy)
+        tasks = [asyncio.create_task(engine.generate(request(name))) for name in ("bad", "begun", "queued")]
+        await asyncio.sleep(4.5)
+        engine.abort(["begun", "queued"])
+        return await asyncio.gather(*tasks)
+
+    bad, begun, queued = run_virtual(main())
+    assert bad.error == "bad" and bad.tokens is None
+    assert (queued.finish_reason, queued.length, queued.tokens) == (FinishReason.ABORT, 0, None)
+    assert (begun.finish_reason, begun.length) == (FinishReason.ABORT, 4)
+    assert isinstance(begun.tokens, TokenRow) and begun.tokens.length == 6
+
+
+class Forgetful(TokensInProcess):
+    async def get(self, reference: object) -> DataProto:  # type: ignore[override]
+        raise ConnectionError("its owner has died")
+
+
+def test_a_request_whose_earlier_turns_are_lost_fails_alone() -> None:
+    async def main() -> list[Turn]:
+        pump = CompletionPump(ScriptedEngine(lambda r: Response(1, 1.0)), Forgetful())
+        late = replace(request("late"), context=TokenRow("a reference", 0, 5))
+        await pump.submit([late, request("fresh")], frozen=False)
+        collected = await pump.collect(10.0)
+        return [*collected.turns, *(await pump.collect(10.0)).turns]
+
+    late, fresh = run_virtual(main())
+    assert late.error == "the tokens of its earlier turns are lost: ConnectionError: its owner has died"
+    assert (fresh.error, fresh.length) == (None, 1)

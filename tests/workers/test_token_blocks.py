@@ -1,0 +1,101 @@
+"""Columns of tokens, by hand: what every row of a block is, whoever wrote its parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roll_lite.data.keys import KEYS
+from roll_lite.data.proto import DataProto
+from roll_lite.data.samples import Completion, FinishReason
+from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, in_blocks, token_block
+
+NONE = [-1, -1, -1]
+
+
+def completion(tokens: tuple[int, ...], log_probs: tuple[float, ...], kept: tuple[tuple[int, ...], ...] | None = None) -> Completion:
+    return Completion("r", tokens, log_probs, "text", FinishReason.STOP, kept_ids=kept)
+
+
+def record(
+    prompt: tuple[int, ...], tokens: tuple[int, ...], log_probs: tuple[float, ...], kept: tuple[tuple[int, ...], ...] | None = None
+) -> TokenRecord:
+    return TokenRecord.joined([TokenRecord.given(prompt), TokenRecord.chosen(completion(tokens, log_probs, kept))])
+
+
+RECORDS = [
+    # <bos> a b | c d <eos>, the golden row of the design
+    record((1, 10, 11), (12, 13, 2), (-0.1, -0.2, -0.3)),
+    record((1, 10, 11), (2,), (-0.4,)),
+    record((7,), (8, 9), (-0.5, -0.6)),
+]
+
+
+def test_tokens_masks_and_log_probs() -> None:
+    columns = token_block(RECORDS, kept_ids=False)
+    ids, mask, log_probs = columns["input_ids"], columns["response_mask"], columns["rollout_log_probs"]
+    assert [ids.row(i).tolist() for i in range(3)] == [[1, 10, 11, 12, 13, 2], [1, 10, 11, 2], [7, 8, 9]]
+    assert [mask.row(i).int().tolist() for i in range(3)] == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1], [0, 1, 1]]
+    # shifted mask 0 0 1 1 1, log-prob t belongs to token t + 1
+    expected = [[0, 0, -0.1, -0.2, -0.3], [0, 0, -0.4], [-0.5, -0.6]]
+    for i, row in enumerate(expected):
+        torch.testing.assert_close(log_probs.row(i), torch.tensor(row))
+    assert mask.row(0)[1:].int().tolist() == [0, 0, 1, 1, 1]
+
+
+def test_two_turns_and_what_the_environment_said_in_between() -> None:
+    """<bos> a | b <eos> | x y | c <eos>: the policy chose b, <eos>, c, <eos>, and nothing else."""
+    first = token_block([RECORDS[2], record((1, 10), (11, 2), (-0.1, -0.2))], kept_ids=False)
+    second = [TokenRecord.read(first, 1), TokenRecord.given((50, 51)), TokenRecord.chosen(completion((12, 2), (-0.3, -0.4)))]
+    columns = token_block([TokenRecord.joined(second)], kept_ids=False)
+    assert columns["input_ids"].row(0).tolist() == [1, 10, 11, 2, 50, 51, 12, 2]
+    assert columns["response_mask"].row(0).int().tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    torch.testing.assert_close(columns["rollout_log_probs"].row(0), torch.tensor([0, -0.1, -0.2, 0, 0, -0.3, -0.4]))
+
+
+def test_a_row_reads_back_as_it_was_written() -> None:
+    kept = record((1, 10), (11, 2), (-0.1, -0.2), ((11, 12), (2,)))
+    block = token_block([RECORDS[0], kept], kept_ids=True)
+    again = token_block([TokenRecord.read(block, row) for row in range(2)], kept_ids=True)
+    assert all(again.ragged(name).equals(block.ragged(name)) for name in (*TOKEN_COLUMNS, "kept_ids"))
+
+
+def test_kept_ids() -> None:
+    """Entry t belongs to token t + 1; prompts and samples without a mask keep everything, which is -1 throughout."""
+    masked = record((1, 10, 11), (12, 13, 2), (-0.1, -0.2, -0.3), ((12,), (9, 13, 4), (2, 8)))
+    kept = token_block([masked, *RECORDS[1:]], kept_ids=True).ragged("kept_ids")
+    assert kept.dtype == torch.int32
+    assert [kept.row(i).tolist() for i in range(3)] == [[NONE, NONE, [12, -1, -1], [9, 13, 4], [2, 8, -1]], [NONE] * 3, [NONE] * 2]
+    with pytest.raises(AssertionError, match="tokens and kept ids differ in number"):
+        TokenRecord.chosen(completion((1, 2), (-0.1, -0.2), ((1,),)))
+
+
+def test_blocks_of_one_run_have_the_same_columns() -> None:
+    masked = record((1,), (12, 13), (-0.1, -0.2), ((1, 2), (3,)))
+    blocks = [token_block([one], kept_ids=True) for one in (masked, RECORDS[1])]
+    assert DataProto.concat(blocks).ragged("kept_ids").equals(token_block([masked, RECORDS[1]], kept_ids=True).ragged("kept_ids"))
+    assert "kept_ids" not in token_block([masked], kept_ids=False)
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_all_tokens_kept_everywhere(samples: int) -> None:
+    one = record((1, 2, 3), (4, 5, 6), (-0.1, -0.2, -0.3), ((), (), ()))
+    kept = token_block([one] * samples, kept_ids=True).ragged("kept_ids")
+    assert kept.values.shape == (5 * samples, 1) and bool((kept.values == -1).all())
+
+
+def test_an_empty_block_has_all_columns() -> None:
+    empty = token_block([], kept_ids=True)
+    assert len(empty) == 0 and set(empty.keys()) == {*TOKEN_COLUMNS, "kept_ids"}
+    assert [empty.ragged(name).dtype for name in TOKEN_COLUMNS] == [KEYS[name].dtype for name in TOKEN_COLUMNS]
+
+
+def test_missing_log_probs_are_refused() -> None:
+    with pytest.raises(AssertionError, match="differ in number"):
+        TokenRecord.chosen(completion((1, 2), (-1.0,)))
+
+
+def test_blocks_are_cut_where_they_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll_lite.workers.token_blocks.BLOCK_TOKENS", 8)
+    assert [len(block) for block in in_blocks([*RECORDS, *RECORDS])] == [2, 2, 2]  # 6 + 4, 3 + 6, 4 + 3 tokens
+    assert list(in_blocks([])) == []

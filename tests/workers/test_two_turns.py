@@ -1,0 +1,139 @@
+"""A scripted episode of two turns, from the engine to the gradient: only what the policy wrote trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roll_lite.algorithms.losses import row_weights
+from roll_lite.config.schema import AlgorithmConfig
+from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, RowsAtATime
+from roll_lite.data.prompts import PromptOrder
+from roll_lite.data.proto import DataProto
+from roll_lite.data.samples import Author, GenerationRequest, Outcome, Prompt, RewardInput, Sampling, Score, Segment, VersionSpan
+from roll_lite.distributed.strategy.scripted import LOG_PROB, Response, ScriptedEngine
+from roll_lite.scheduler.domain import Domain
+from roll_lite.scheduler.episode import Conversation, Episode
+from roll_lite.scheduler.router import Router
+from roll_lite.scheduler.service import RolloutResult, RolloutService
+from roll_lite.scheduler.simulate import run_virtual
+from roll_lite.workers.completions import LocalEngine
+from roll_lite.workers.credit import alone, assign_credit
+from roll_lite.workers.objectives import ActorLoss
+from roll_lite.workers.rollout_output import rows_of
+
+PROMPT, OBSERVATION = (7, 8, 9), (90, 91)
+
+
+async def two_turns(prompt: Prompt, conversation: Conversation) -> None:
+    await conversation.respond(prompt.token_ids, Author.PROMPT)
+    await conversation.respond(OBSERVATION)
+
+
+class OnePrompt:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int, /) -> Prompt:
+        return Prompt("toy", 0, "what?", PROMPT)
+
+
+class LongerIsBetter:
+    async def score(self, item: RewardInput) -> Score:
+        return Score(1.0 if item.response == "2 tokens\n3 tokens" else 0.0)
+
+
+def script(request: GenerationRequest) -> Response:
+    """2 tokens, and in the second turn 3 for sample 0, 1 for sample 1."""
+    if not request.request_id.endswith("turn1"):
+        return Response(2, 1.0)
+    return Response(3 if request.request_id.split("/")[4] == "0" else 1, 1.0)
+
+
+async def rollout(
+    episode: Episode, engines: int = 1, max_tokens: int = 20, timeout_s: float = 1e6, seed: int | None = None
+) -> RolloutResult:
+    sampling = Sampling(temperature=1.0, max_tokens=max_tokens)
+    domain = Domain("toy", OnePrompt(), PromptOrder(1, 0, "toy"), sampling, samples_per_prompt=2, share=1.0, rewards=LongerIsBetter())
+    clients = [LocalEngine(f"e{i}", ScriptedEngine(script)) for i in range(engines)]
+    return await RolloutService([domain], Router(clients, timeout_s), retries=0, seed=seed, episode=episode).next_batch(1)
+
+
+def batch_of(result: RolloutResult) -> DataProto:
+    """Rows and tokens together, as a shard gives them to a rank."""
+    places = [sample.transcript.tokens for sample in result.groups[0].samples]
+    tokens = [place.block.slice(place.row, place.row + 1) for place in places if place is not None]
+    return rows_of(result.groups).union(DataProto.concat(tokens))
+
+
+def test_segments_and_masks_by_hand() -> None:
+    result = run_virtual(rollout(two_turns))
+    first, second = result.groups[0].samples
+    said = (Segment(Author.PROMPT, 3), Segment(Author.POLICY, 2, (VersionSpan(0, 0),)), Segment(Author.ENVIRONMENT, 2))
+    assert first.transcript.segments == (*said, Segment(Author.POLICY, 3, (VersionSpan(0, 0),)))
+    assert second.transcript.segments == (*said, Segment(Author.POLICY, 1, (VersionSpan(0, 0),)))
+    batch = batch_of(result)
+    mask, ids, log_probs = batch.ragged("response_mask"), batch.ragged("input_ids"), batch.ragged("rollout_log_probs")
+    assert mask.row(0).int().tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 1]
+    assert mask.row(1).int().tolist() == [0, 0, 0, 1, 1, 0, 0, 1]
+    assert [ids.row(row)[~mask.row(row)].tolist() for row in (0, 1)] == [[*PROMPT, *OBSERVATION]] * 2
+    assert (log_probs.row(0) == LOG_PROB).int().tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 1]
+    columns = {name: batch.tensor(name).tolist() for name in ("prompt_length", "response_length", "policy_tokens", "score")}
+    assert columns == {"prompt_length": [3, 3], "response_length": [7, 5], "policy_tokens": [5, 3], "score": [1.0, 0.0]}
+    stats = result.stats.domains["toy"]
+    assert (stats.response_tokens, stats.prompt_tokens) == (8, 10)
+
+
+def test_the_gradient_is_that_of_the_policys_tokens() -> None:
+    """Scores 1 and 0: advantages 0.5 and -0.5. Eight policy tokens share the mean: d loss / d log-prob is -0.5 / 8 and +0.5 / 8."""
+    batch = batch_of(run_virtual(rollout(two_turns)))
+    batch = batch.with_columns(
+        reward=batch.tensor("score"),
+        train_weight=torch.ones(2),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        domain_number=torch.zeros(2, dtype=torch.int64),
+        loss_weight=row_weights(batch.tensor("policy_tokens"), "token_mean"),
+    )
+    (rows,) = MicroBatchPlan.of(batch.lengths, RowsAtATime(2)).micro_batches(batch)
+    assert rows.mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0, 1, 0, 0]]
+    algorithm = AlgorithmConfig.model_validate({"advantage": {"name": "grpo", "normalize_std": False}, "old_log_probs": "rollout"})
+    credit = assign_credit(rows, 0, algorithm, 0.0, alone)
+    advantages = [[0, 0, 0.5, 0.5, 0, 0, 0.5, 0.5, 0.5], [0, 0, -0.5, -0.5, 0, 0, -0.5, 0, 0]]
+    assert credit.advantages.tolist() == advantages
+    rows.columns["advantages"] = credit.advantages  # type: ignore[index]
+    log_probs = torch.full((2, 9), 3.0).masked_fill(rows.mask, LOG_PROB).requires_grad_()
+    loss, metrics = ActorLoss(old_log_probs="rollout")(MicroBatchOutputs(log_probs=log_probs), rows)
+    loss.backward()
+    assert float(loss) == pytest.approx(-(5 - 3) * 0.5 / 8)
+    assert metrics["actor/tokens#0"] == 8
+    torch.testing.assert_close(log_probs.grad, -torch.tensor(advantages) / 8)
+
+
+def test_a_second_turn_may_go_to_another_engine() -> None:
+    one, two = (run_virtual(rollout(two_turns, engines, seed=5)) for engines in (1, 2))
+    for name in ("input_ids", "response_mask", "rollout_log_probs"):
+        assert batch_of(one).ragged(name).equals(batch_of(two).ragged(name))
+
+
+def test_max_tokens_holds_for_all_turns_together() -> None:
+    asked: list[int] = []
+
+    async def until_full(prompt: Prompt, conversation: Conversation) -> None:
+        await conversation.respond(prompt.token_ids, Author.PROMPT)
+        while conversation.room:
+            asked.append(conversation.room)
+            await conversation.respond(OBSERVATION)
+        with pytest.raises(ValueError, match="the policy has written its 3 tokens"):
+            await conversation.respond(OBSERVATION)
+
+    result = run_virtual(rollout(until_full, max_tokens=3))
+    assert [sample.transcript.policy_tokens for sample in result.groups[0].samples] == [3, 3]
+    assert set(asked) == {1}
+
+
+def test_a_time_out_in_the_second_turn_keeps_both() -> None:
+    """Turns of 2 and 3 s; sample 0's second one is cut off after 2.5."""
+    first, second = run_virtual(rollout(two_turns, timeout_s=2.5)).groups[0].samples
+    assert (first.outcome, first.timed_out, second.outcome) == (Outcome.FAILED, True, Outcome.ACCEPTED)
+    assert [segment.length for segment in first.transcript.segments] == [3, 2, 2, 2]
+    assert first.transcript.tokens is not None and first.transcript.tokens.length == 9
