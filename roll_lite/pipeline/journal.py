@@ -21,7 +21,7 @@ from roll_lite.observability.metrics import OVERALL, MetricSums
 from roll_lite.observability.report import accuracy_change, write_summary
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import HistoryTracker, Trackers, build_trackers
-from roll_lite.pipeline.weights import Transfer
+from roll_lite.pipeline.weights import Pushed
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.actor import CreditReport
 from roll_lite.workers.model import Update
@@ -68,7 +68,7 @@ class Journal:
         self._trackers.log(number, metrics)
         self.console.step(number, metrics)
 
-    def synced(self, transfer: Transfer | None) -> None:
+    def synced(self, transfer: Pushed | None) -> None:
         if transfer is not None:
             self._sums.add("sync/version", transfer.version)
             self._sums.add("sync/megabytes", transfer.megabytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,10 +17,8 @@ from roll_lite.data.microbatch import padded
 from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.dataflow import Block, Shard, put_block
-from roll_lite.distributed.strategy.base import ExportPlan
-from roll_lite.distributed.weight_sync.checksum import checksum
-from roll_lite.distributed.weight_sync.gloo import GlooSender, open_store
-from roll_lite.distributed.weight_sync.plan import TransferPlan
+from roll_lite.distributed.weight_sync.endpoints import WeightSender
+from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, TransferPlan
 from roll_lite.workers.credit import assign_credit, compared_before_training, credit_metrics
 from roll_lite.workers.model import ModelRole, ModelWorker, TrainShare, Update, training_columns
 from roll_lite.workers.objectives import ActorLoss
@@ -95,35 +94,27 @@ class ActorWorker(ModelWorker):
 
     # ---------------------------------------------------------------- weights for the engines
 
+    @cached_property
+    def weights(self) -> WeightSender:
+        return WeightSender(self.strategy, self.rank)
+
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        return self.strategy.export_plan(bucket_bytes)
+        return self.weights.plan(bucket_bytes)
 
-    def open_transfer(self, timeout_s: float) -> tuple[str, int]:
-        """Host the rendezvous of the transfer group."""
-        host = ray.util.get_node_ip_address()
-        self._transfer_store = open_store(host, timeout_s)
-        return host, self._transfer_store.port
+    def host_weight_transfer(self, timeout_s: float) -> tuple[str, int]:
+        """Address and port of the transfer group's rendezvous."""
+        address = ray.util.get_node_ip_address()
+        return address, self.weights.host(address, timeout_s)
 
-    def join_transfer(self, host: str, port: int, plan: TransferPlan, timeout_s: float) -> None:
-        """Ranks that own buckets join the group; the others have nothing to send."""
-        if self.rank in plan.senders:
-            rank = plan.senders.index(self.rank)
-            self._sender = GlooSender(host, port, rank, plan.world_size, len(plan.senders), timeout_s, plan.members())
+    def connect_weights(self, plan: TransferPlan, membership: Membership) -> None:
+        self.weights.join(plan, membership)
 
-    def send_weights(self, plan: ExportPlan) -> None:
-        """Gather and send one bucket after the other."""
-        for bucket in plan.buckets():
-            tensors = self.strategy.export_bucket(plan, bucket[0].bucket)
-            if tensors is not None:
-                self._sender.send(bucket, tensors)
+    def send_weights(self) -> None:
+        self.weights.send()
 
-    def weight_checksums(self, plan: ExportPlan) -> dict[str, str]:
+    def weight_checksums(self) -> dict[str, str]:
         """Of the tensors that this rank owns."""
-        sums: dict[str, str] = {}
-        for bucket in plan.buckets():
-            tensors = self.strategy.export_bucket(plan, bucket[0].bucket) or {}
-            sums |= {name: checksum(tensor) for name, tensor in tensors.items()}
-        return sums
+        return self.weights.checksums()
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:

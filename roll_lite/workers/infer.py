@@ -15,14 +15,10 @@ from roll_lite.data.samples import GenerationRequest
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.fleet import MemberLost, first_line
 from roll_lite.distributed.strategy.base import (
-    EngineHealth,
     EngineMemory,
-    ExportedTensor,
-    ExportPlan,
-    PauseMode,
-    TransferEndpoint,
 )
 from roll_lite.distributed.strategy.engines import EngineSpec, build_engine
+from roll_lite.distributed.weight_sync.plan import Membership, Route
 from roll_lite.distributed.worker import AsyncWorker
 from roll_lite.scheduler.engines import BatchedEngine, Collected
 from roll_lite.workers.completions import CompletionPump
@@ -81,32 +77,13 @@ class InferWorker(AsyncWorker):
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         await self._strategy.abort(request_ids)
 
-    async def pause(self, mode: PauseMode) -> None:
-        await self._strategy.pause(mode)
-
-    async def resume(self) -> None:
-        await self._strategy.resume()
-
     # ------------------------------------------------------------ weights
 
-    async def connect_weights(self, endpoint: TransferEndpoint) -> None:
-        await self._strategy.connect_weights(endpoint)
+    async def connect_weights(self, first_member: int, membership: Membership) -> None:
+        await self._strategy.connect_weights(first_member, membership)
 
-    async def update_weights(self, tensors: Sequence[ExportedTensor], version: int) -> None:
-        """A whole update, bucket by bucket, beside the trainers' `send_weights`."""
-        await self._strategy.begin_weight_update(tensors)
-        for bucket in ExportPlan(tuple(tensors)).buckets():
-            await self._strategy.receive_bucket(bucket)
-        await self._strategy.finish_weight_update(version)
-
-    async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
-        await self._strategy.begin_weight_update(tensors)
-
-    async def receive_bucket(self, tensors: Sequence[ExportedTensor]) -> None:
-        await self._strategy.receive_bucket(tensors)
-
-    async def finish_weight_update(self, version: int) -> None:
-        await self._strategy.finish_weight_update(version)
+    async def update_weights(self, routes: Sequence[Route], version: int) -> None:
+        await self._strategy.update_weights(routes, version)
 
     async def weight_checksums(self) -> dict[str, str]:
         return await self._strategy.weight_checksums()
@@ -118,9 +95,6 @@ class InferWorker(AsyncWorker):
 
     async def offload(self, parts: Sequence[EngineMemory]) -> None:
         await self._strategy.offload(parts)
-
-    async def health(self) -> EngineHealth:
-        return await self._strategy.health()
 
     async def shutdown(self) -> None:
         if self._watching is not None:

@@ -25,12 +25,13 @@ from roll_lite.config.schema import ModelConfig, SglangStrategyConfig, VllmStrat
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
-from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan, ModelSpec, PauseMode
+from roll_lite.distributed.strategy.base import ModelSpec, PauseMode
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
 from roll_lite.distributed.strategy.sglang.engine import SglangStrategy
 from roll_lite.distributed.strategy.vllm.engine import VllmStrategy
-from roll_lite.distributed.weight_sync.gloo import GlooSender, open_store
-from roll_lite.distributed.weight_sync.plan import TransferPlan, plan_transfers
+from roll_lite.distributed.weight_sync.gloo import GlooSender
+from roll_lite.distributed.weight_sync.group import TransferGroup, open_store
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, plan_transfers, tensors_of
 
 Make = Literal["vllm", "sglang"]
 SHARPNESS = 2.0
@@ -79,12 +80,12 @@ def _serve(connection: Connection) -> None:
         command, *arguments = connection.recv()
         try:
             if command == "join":
-                sender = GlooSender(*arguments)
+                sender = GlooSender(TransferGroup(*arguments))
             elif command == "send":
-                bucket, model = arguments
+                route, model = arguments
                 states.setdefault(model, random_state(*model))
                 assert sender is not None
-                sender.send(bucket, states[model])
+                sender.send(route, states[model])
             connection.send(None)
         except RuntimeError as error:
             connection.send(f"{type(error).__name__}: {error}")
@@ -257,22 +258,23 @@ class Harness:
             self.sender = SenderProcess.shared()
             await self.sender.call("ping")  # it may still be starting, which is not what time-outs are about
         export = export_plan(random_state(self.family, self.tied, 0, self.dtype))
-        self.plan = plan_transfers(export, [self.strategy._options.tensor_parallel])
+        self.plan = plan_transfers(export, {0: self.strategy._options.tensor_parallel})
         store = open_store("127.0.0.1")
         self.stores.append(store)
-        joining = self.sender.call("join", "127.0.0.1", store.port, 0, self.plan.world_size, 1, timeout_s, self.plan.members())
-        await asyncio.gather(joining, self.strategy.connect_weights(self.plan.endpoint(0, "gloo", "127.0.0.1", store.port, timeout_s)))
+        membership = self.plan.membership(1, "gloo", "127.0.0.1", store.port, timeout_s)
+        joining = self.sender.call("join", membership, 0)
+        await asyncio.gather(joining, self.strategy.connect_weights(self.plan.first_member(0), membership))
 
     @property
     def tensors(self) -> list[ExportedTensor]:
         assert self.plan is not None
-        return [tensor for transfer in self.plan.transfers for tensor in transfer.tensors]
+        return tensors_of(self.plan.routes)
 
     async def transfer(self, number: int, seed: int) -> None:
         assert self.plan is not None and self.sender is not None
-        tensors = self.plan.transfers[number].tensors
-        sending = self.sender.call("send", tensors, (self.family, self.tied, seed, self.dtype))
-        await asyncio.gather(sending, self.strategy.receive_bucket(tensors))
+        route = self.plan.routes[number]
+        sending = self.sender.call("send", route, (self.family, self.tied, seed, self.dtype))
+        await asyncio.gather(sending, self.strategy.receive_bucket([route]))
 
     async def update(self, seed: int) -> None:
         """The engine and the reference both get the random weights of this seed."""
@@ -280,7 +282,7 @@ class Harness:
             await self.connect()
         assert self.plan is not None
         await self.strategy.begin_weight_update(self.tensors)
-        for number in range(len(self.plan.transfers)):
+        for number in range(len(self.plan.routes)):
             await self.transfer(number, seed)
         await self.finish(seed)
 

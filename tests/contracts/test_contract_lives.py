@@ -17,7 +17,7 @@ from support_models import Family
 
 from roll_lite.distributed.strategy.inference.engine import EngineDead
 from roll_lite.distributed.weight_sync.checksum import checksum
-from roll_lite.distributed.weight_sync.transport import TransferError
+from roll_lite.distributed.weight_sync.group import TransferError
 
 LONG = 1500
 MANY = 2000  # tokens that fit
@@ -147,7 +147,8 @@ async def test_two_workers_of_which_one_is_killed_while_weights_are_awaited(make
         assert await engine.strategy.weight_checksums() == expected_checksums(engine, 21)
         _, task = await engine.started(1, 450)
         await engine.strategy.begin_weight_update(engine.tensors)
-        receiving = asyncio.create_task(engine.strategy.receive_bucket(engine.tensors[:3]))
+        assert engine.plan is not None
+        receiving = asyncio.create_task(engine.strategy.receive_bucket(engine.plan.routes[:1]))
         await asyncio.sleep(0.5)
         # Not the first of them.
         (started_by_sglang(engine, "scheduler_TP1") if make == "sglang" else engine.processes()[-1]).kill()
@@ -180,8 +181,8 @@ async def test_an_update_that_breaks_off_ends_the_engine(make: Make, tmp: Path) 
         await engine.transfer(0, seed=1)
         waiting = asyncio.create_task(engine.one(4))
         engine.sender.process.kill()
-        with pytest.raises(TransferError, match=r"trainer \(transfer rank 0\) did not take part in bucket 1"):
-            await engine.strategy.receive_bucket(engine.plan.transfers[1].tensors)
+        with pytest.raises(TransferError, match=r"trainer rank 0 did not take part in bucket 1"):
+            await engine.strategy.receive_bucket(engine.plan.routes[1:2])
         assert "neither the old nor the new weights" in ((await asyncio.wait_for(waiting, NOTICED_S)).error or "")
         health = await engine.strategy.health()
         assert not health.alive and "half-way" in health.details["failure"]

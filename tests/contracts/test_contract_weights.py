@@ -11,9 +11,10 @@ from engine_harness import Harness, assert_greedy, assert_log_probs, log_probs_o
 from support_models import EOS_ID
 
 from roll_lite.data.samples import Completion, FinishReason, VersionSpan
-from roll_lite.distributed.strategy.base import EngineMemory, ExportedTensor, PauseMode
+from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.weight_sync.checksum import checksum
-from roll_lite.distributed.weight_sync.transport import TransferError
+from roll_lite.distributed.weight_sync.group import TransferError
+from roll_lite.distributed.weight_sync.plan import ExportedTensor
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -93,7 +94,7 @@ async def test_nothing_runs_on_half_loaded_weights(engine: Harness) -> None:
     await engine.strategy.pause(PauseMode.WAIT)
     late = asyncio.create_task(engine.one(8))
     await asyncio.sleep(0.2)
-    for number in range(1, len(engine.plan.transfers)):
+    for number in range(1, len(engine.plan.routes)):
         await engine.transfer(number, seed=134)
     await engine.finish(seed=134)
     await asyncio.sleep(0.2)
@@ -143,7 +144,7 @@ async def test_nothing_leaves_in_the_middle_of_an_update(engine: Harness) -> Non
     await engine.transfer(0, seed=138)
     with pytest.raises(RuntimeError, match="under way: finish it before anything is offloaded"):
         await engine.strategy.offload()
-    for number in range(1, len(engine.plan.transfers)):
+    for number in range(1, len(engine.plan.routes)):
         await engine.transfer(number, seed=138)
     await engine.finish(seed=138)
     await assert_serves_reference(engine)
@@ -182,11 +183,11 @@ async def test_an_update_is_not_finished_before_all_has_arrived(engine: Harness)
     with pytest.raises(RuntimeError, match="under way"):
         await engine.strategy.weight_checksums()
     with pytest.raises(ValueError, match="sent before"):
-        await engine.strategy.receive_bucket(engine.plan.transfers[0].tensors)
+        await engine.strategy.receive_bucket(engine.plan.routes[:1])
     running = asyncio.create_task(engine.one(4))
     await asyncio.sleep(0.2)
     assert not running.done()  # not on half-loaded weights
-    for number in range(1, len(engine.plan.transfers)):
+    for number in range(1, len(engine.plan.routes)):
         await engine.transfer(number, seed=151)
     engine.version += 1
     await engine.strategy.finish_weight_update(engine.version)
@@ -201,8 +202,8 @@ async def test_trainer_that_does_not_come_is_named_and_the_engine_goes_on(engine
     assert engine.plan is not None
     await engine.update(seed=161)
     await engine.strategy.begin_weight_update(engine.tensors)
-    with pytest.raises(TransferError, match=r"trainer \(transfer rank 0\) did not take part in bucket 3.* within 1 s"):
-        await engine.strategy.receive_bucket(engine.plan.transfers[0].tensors)
+    with pytest.raises(TransferError, match=r"trainer rank 0 did not take part in bucket 3.* within 1 s"):
+        await engine.strategy.receive_bucket(engine.plan.routes[:1])
     await assert_serves_reference(engine)
     await engine.connect()
     await engine.update(seed=162)

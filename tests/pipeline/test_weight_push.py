@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roll_lite.config.schema import WeightSyncConfig
-from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership
 from roll_lite.pipeline import weights as module
 from roll_lite.pipeline.weights import WeightSync
 
@@ -24,6 +24,7 @@ class Cluster:
     def __init__(self, checksums: dict[str, str]) -> None:
         self.checksums = checksums
         self.calls: list[str] = []
+        self.memberships: list[Membership] = []
 
     def all(self, method: Any, *arguments: Any) -> list[Any]:
         self.calls.append(method.__name__)
@@ -31,10 +32,11 @@ class Cluster:
 
     def one(self, method: Any, *arguments: Any) -> Any:
         self.calls.append(method.__name__)
-        return ("host", 1) if method.__name__ == "open_transfer" else None
+        return ("host", 1) if method.__name__ == "host_weight_transfer" else None
 
     def start_all(self, method: Any, *arguments: Any) -> None:
         self.calls.append(method.__name__)
+        self.memberships += [argument for argument in arguments if isinstance(argument, Membership)]
 
     start_scatter = start_all
 
@@ -72,3 +74,12 @@ def test_an_engine_with_other_weights_is_noticed_before_anything_is_sampled(sync
     with pytest.raises(RuntimeError, match="engine 0 does not hold version 3 after its update: 1 of 1 tensors differ, among them a"):
         made.sync.push(3)
     assert "set_version" not in made.rollouts.calls
+
+
+def test_engines_that_have_changed_connect_again_and_get_the_weights_that_the_others_have(sync: Any) -> None:
+    made = sync("1")
+    made.sync.push(3)
+    made.sync.engines_changed()
+    assert made.sync.push(3).version == 3
+    assert made.actor.calls.count("connect_weights") == 2 and made.actor.calls.count("export_plan") == 1
+    assert [membership.epoch for membership in made.actor.memberships] == [1, 2]

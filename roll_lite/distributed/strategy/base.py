@@ -19,6 +19,7 @@ from roll_lite.config.schema import HfStrategyConfig, MegatronStrategyConfig, Mo
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, GenerationRequest
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, Route, by_bucket, tensors_of
 
 # ---------------------------------------------------------------- training
 
@@ -90,30 +91,6 @@ class TrainResult:
     """The gradient was not finite, the weights were left alone."""
 
 
-@dataclass(frozen=True)
-class ExportedTensor:
-    """One tensor of the Hugging Face checkpoint and who can produce it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    owner: int
-    """Rank that ends up with the full tensor when it is exported (the lowest one that takes part)."""
-    bucket: int
-    """Tensors of a bucket travel together; a bucket has one owner."""
-
-
-@dataclass(frozen=True)
-class ExportPlan:
-    tensors: tuple[ExportedTensor, ...]
-
-    def buckets(self) -> list[list[ExportedTensor]]:
-        grouped: dict[int, list[ExportedTensor]] = {}
-        for tensor in self.tensors:
-            grouped.setdefault(tensor.bucket, []).append(tensor)
-        return [grouped[number] for number in sorted(grouped)]
-
-
 class ForwardStrategy(ABC):
     """A model spread over the ranks of one cluster, for forward passes. Every method is called on every rank, in the same order."""
 
@@ -164,7 +141,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
-        """Gather one bucket: the tensors on its owner, None on other ranks."""
+        """Gather one bucket: the tensors that this rank owns; None where it owns none of them."""
 
     @abstractmethod
     def save_checkpoint(self, folder: Path) -> None:
@@ -209,22 +186,6 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
-class TransferEndpoint:
-    """How an engine's workers join the group over which weights travel."""
-
-    transport: str
-    host: str
-    port: int
-    world_size: int
-    first_rank: int
-    """Rank of the engine's first worker in the transfer group; trainers hold the ranks below."""
-    senders: int = 1
-    """Trainer ranks that send: transfer ranks 0 to senders - 1."""
-    timeout_s: float = 300.0
-    """Time after which a missing peer is an error."""
-
-
-@dataclass(frozen=True)
 class EngineHealth:
     alive: bool
     version: int
@@ -258,20 +219,28 @@ class InferenceStrategy(ABC):
     async def resume(self) -> None: ...
 
     @abstractmethod
-    async def connect_weights(self, endpoint: TransferEndpoint) -> None:
-        """Join the transfer group; once per connection. Collective with the trainers."""
+    async def connect_weights(self, first_member: int, membership: Membership) -> None:
+        """Join an epoch of the transfer group, in place of any earlier one. Collective with the trainers. `first_member`: number of the
+        engine's first worker in the group; the others follow."""
 
     @abstractmethod
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
         """Check every name and shape against the model (ValueError before anything is touched) and get ready to receive."""
 
     @abstractmethod
-    async def receive_bucket(self, tensors: Sequence[ExportedTensor]) -> None:
-        """Take part in the transfer of one bucket and load it."""
+    async def receive_bucket(self, routes: Sequence[Route]) -> None:
+        """Take part in the transfer of one bucket, over all its routes, and load it."""
 
     @abstractmethod
     async def finish_weight_update(self, version: int) -> None:
         """Make the new weights the ones that generate; clear prefix caches."""
+
+    async def update_weights(self, routes: Sequence[Route], version: int) -> None:
+        """A whole update, bucket by bucket, beside the trainers' `WeightSender.send`."""
+        await self.begin_weight_update(tensors_of(routes))
+        for bucket in by_bucket(routes):
+            await self.receive_bucket(bucket)
+        await self.finish_weight_update(version)
 
     @abstractmethod
     async def weight_checksums(self) -> dict[str, str]:

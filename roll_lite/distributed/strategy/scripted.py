@@ -17,11 +17,10 @@ from roll_lite.distributed.strategy.base import (
     Capabilities,
     EngineHealth,
     EngineMemory,
-    ExportedTensor,
     InferenceStrategy,
     PauseMode,
-    TransferEndpoint,
 )
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
 
 LOG_PROB = -1.0
 
@@ -207,7 +206,7 @@ class ScriptedEngine(InferenceStrategy):
 
     # ------------------------------------------------------------ weights
 
-    async def connect_weights(self, endpoint: TransferEndpoint) -> None:
+    async def connect_weights(self, first_member: int, membership: Membership) -> None:
         """No weights travel here."""
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
@@ -226,10 +225,10 @@ class ScriptedEngine(InferenceStrategy):
         if here != coming:
             raise ValueError(f"weight update: {tensor.name} has shape {coming}, the engine's model has {here}")
 
-    async def receive_bucket(self, tensors: Sequence[ExportedTensor]) -> None:
+    async def receive_bucket(self, routes: Sequence[Route]) -> None:
         if self._expected is None:
             raise RuntimeError("receive_bucket before begin_weight_update")
-        for tensor in tensors:
+        for tensor in tensors_of(routes):
             if self._expected.pop(tensor.name, None) is None:
                 raise ValueError(f"weight update: {tensor.name} was not announced, or came twice")
 

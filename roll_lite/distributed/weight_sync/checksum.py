@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 
@@ -23,3 +24,13 @@ def checksum(tensor: torch.Tensor) -> str:
             chunk = chunk + 0.0
         digest.update(chunk.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def require_equal(sent: Mapping[str, str], held: Mapping[str, str], engine: int, version: int) -> None:
+    """RuntimeError where an engine's checksums are not the trainer's."""
+    wrong = sorted(name for name, digest in sent.items() if held.get(name) != digest)
+    if wrong:
+        raise RuntimeError(
+            f"weight_sync: engine {engine} does not hold version {version} after its update: "
+            f"{len(wrong)} of {len(sent)} tensors differ, among them {', '.join(wrong[:5])}"
+        )

@@ -1,74 +1,155 @@
-"""Who sends what to whom: made once from a trainer's export plan and the engines' sizes.
-
-Transfer ranks: trainers that own buckets come first, in the order of their trainer ranks, then the workers of engine 0,
-of engine 1, and so on.
-"""
+"""What of a model travels to the engines, and which way: made from a trainer's export plan, and again when engines leave or join."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan, TransferEndpoint
-from roll_lite.distributed.weight_sync.transport import tensor_bytes
+import torch
+
+Channel = tuple[int, tuple[int, ...]]
+"""Who sends, and who receives: numbers of members."""
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """One bucket's way: from one trainer to all engine workers."""
+class ExportedTensor:
+    """One tensor of the Hugging Face checkpoint and who can produce it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    owner: int
+    """Rank that ends up with the full tensor when it is exported (the lowest one that takes part)."""
+    bucket: int
+    """Tensors of a bucket travel together and are loaded together."""
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    tensors: tuple[ExportedTensor, ...]
+
+    def buckets(self) -> list[list[ExportedTensor]]:
+        grouped: dict[int, list[ExportedTensor]] = {}
+        for tensor in self.tensors:
+            grouped.setdefault(tensor.bucket, []).append(tensor)
+        return [grouped[number] for number in sorted(grouped)]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of a bucket, or of that part of it which one trainer rank holds, to some or all engine workers. Senders and receivers are
+    numbers of members of the transfer group."""
 
     bucket: int
-    owner: int
-    """Trainer rank that holds the gathered tensors."""
     sender: int
-    """The same rank's number in the transfer group."""
+    receivers: tuple[int, ...]
     tensors: tuple[ExportedTensor, ...]
-    nbytes: int
+
+    @property
+    def channel(self) -> Channel:
+        return self.sender, self.receivers
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def plain(self) -> dict[str, Any]:
+        """For an engine's own remote calls, which take numbers, strings and lists only."""
+        tensors = [[t.name, list(t.shape), str(t.dtype).removeprefix("torch."), t.owner] for t in self.tensors]
+        return {"bucket": self.bucket, "sender": self.sender, "receivers": list(self.receivers), "tensors": tensors}
+
+    @staticmethod
+    def of(plain: Mapping[str, Any]) -> Route:
+        bucket = plain["bucket"]
+        tensors = (
+            ExportedTensor(name, tuple(shape), getattr(torch, dtype), owner, bucket) for name, shape, dtype, owner in plain["tensors"]
+        )
+        return Route(bucket, plain["sender"], tuple(plain["receivers"]), tuple(tensors))
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who takes part in weight updates, and where they meet. When an engine leaves or joins, the group gets a new epoch: everybody who
+    stays connects again, and whoever still belongs to an earlier epoch is refused."""
+
+    epoch: int
+    transport: str
+    host: str
+    port: int
+    timeout_s: float
+    """Time after which a missing member is an error."""
+    members: tuple[str, ...]
+    """What to call each in a message; the place is its number."""
+    channels: tuple[Channel, ...]
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of(plain: Mapping[str, Any]) -> Membership:
+        channels = tuple((sender, tuple(receivers)) for sender, receivers in plain["channels"])
+        return Membership(**{**plain, "members": tuple(plain["members"]), "channels": channels})
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    transfers: tuple[Transfer, ...]
-    """In the order in which they are carried out."""
-    senders: tuple[int, ...]
-    """Trainer ranks; the place in the tuple is the transfer rank."""
-    engine_workers: tuple[int, ...]
-    """Workers of each engine."""
+    """Members: trainers that own tensors, in the order of their ranks, then the workers of each engine."""
+
+    routes: tuple[Route, ...]
+    """In the order in which all members take them."""
+    trainers: tuple[int, ...]
+    """Trainer ranks; the place in the tuple is the member's number."""
+    engines: Mapping[int, int]
+    """Workers of each engine, by its number."""
 
     @property
-    def world_size(self) -> int:
-        return len(self.senders) + sum(self.engine_workers)
+    def members(self) -> tuple[str, ...]:
+        workers = [f"engine {engine} worker {worker}" for engine, count in self.engines.items() for worker in range(count)]
+        return (*(f"trainer rank {rank}" for rank in self.trainers), *workers)
 
-    def first_rank(self, engine: int) -> int:
-        return len(self.senders) + sum(self.engine_workers[:engine])
+    def first_member(self, engine: int) -> int:
+        """Number of an engine's first worker; the others follow."""
+        before = list(self.engines).index(engine)
+        return len(self.trainers) + sum(list(self.engines.values())[:before])
 
-    def members(self) -> list[str]:
-        """What to call each transfer rank in a message."""
-        names = [f"trainer rank {rank}" for rank in self.senders]
-        for engine, workers in enumerate(self.engine_workers):
-            names += [f"engine {engine} worker {worker}" for worker in range(workers)]
-        return names
+    @property
+    def nbytes(self) -> int:
+        return sum(route.nbytes for route in self.routes)
 
-    def endpoint(self, engine: int, transport: str, host: str, port: int, timeout_s: float) -> TransferEndpoint:
-        return TransferEndpoint(transport, host, port, self.world_size, self.first_rank(engine), len(self.senders), timeout_s)
-
-
-def sender_of(owner: int, tensors: Sequence[ExportedTensor]) -> int:
-    """Transfer rank of a trainer rank, given all tensors of the plan."""
-    return sorted({tensor.owner for tensor in tensors}).index(owner)
+    def membership(self, epoch: int, transport: str, host: str, port: int, timeout_s: float) -> Membership:
+        channels = tuple(dict.fromkeys(route.channel for route in self.routes))
+        return Membership(epoch, transport, host, port, timeout_s, self.members, channels)
 
 
-def plan_transfers(export: ExportPlan, engine_workers: Sequence[int]) -> TransferPlan:
-    assert engine_workers and all(workers > 0 for workers in engine_workers), f"engines without workers: {engine_workers}"
+def plan_transfers(export: ExportPlan, engines: Mapping[int, int]) -> TransferPlan:
+    """Each owner sends its part of each bucket to all engine workers. `engines`: number -> workers."""
+    assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert export.tensors, "the export plan is empty"
     names = [tensor.name for tensor in export.tensors]
     assert len(set(names)) == len(names), f"exported twice: {sorted({name for name in names if names.count(name) > 1})}"
-    transfers = []
-    for bucket in export.buckets():
-        owners = {tensor.owner for tensor in bucket}
-        assert len(owners) == 1, f"bucket {bucket[0].bucket} has several owners: {sorted(owners)}"
-        owner = owners.pop()
-        size = sum(tensor_bytes(tensor) for tensor in bucket)
-        transfers.append(Transfer(bucket[0].bucket, owner, sender_of(owner, export.tensors), tuple(bucket), size))
-    senders = tuple(sorted({tensor.owner for tensor in export.tensors}))
-    return TransferPlan(tuple(transfers), senders, tuple(engine_workers))
+    trainers = tuple(sorted({tensor.owner for tensor in export.tensors}))
+    receivers = tuple(range(len(trainers), len(trainers) + sum(engines.values())))
+    routes = [
+        Route(bucket[0].bucket, trainers.index(owner), receivers, tuple(tensor for tensor in bucket if tensor.owner == owner))
+        for bucket in export.buckets()
+        for owner in sorted({tensor.owner for tensor in bucket})
+    ]
+    return TransferPlan(tuple(routes), trainers, dict(engines))
+
+
+def by_bucket(routes: Iterable[Route]) -> list[list[Route]]:
+    """In the order in which buckets come first."""
+    grouped: dict[int, list[Route]] = {}
+    for route in routes:
+        grouped.setdefault(route.bucket, []).append(route)
+    return list(grouped.values())
+
+
+def tensors_of(routes: Sequence[Route]) -> list[ExportedTensor]:
+    """Each tensor once, whatever the number of its ways."""
+    return list({tensor.name: tensor for route in routes for tensor in route.tensors}.values())

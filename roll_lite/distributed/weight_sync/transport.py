@@ -1,7 +1,11 @@
-"""What every way of moving weights has in common: a sending end at a trainer, a receiving end in each engine worker.
+"""What every way of moving weights has in common: a sending half in trainers, a receiving half in engine workers.
 
-A bucket travels as one flat byte buffer. Both ends compute its layout from the same list of tensors, so that nothing
-but bytes crosses the wire and the receiver cuts views instead of copying.
+A transport's halves share nothing but the transfer group, over which they announce each bucket: what is in it, how large it is, where it
+lies. Who waits for whom is theirs: both for each other before a collective (`TransferGroup.meet`); a receiver for the sender, and the
+sender for `done` before it uses a buffer again, where receivers fetch.
+
+A bucket travels as one flat byte buffer. Both halves compute its layout from the same list of tensors, so that nothing but bytes crosses
+the wire and the receiver cuts views instead of copying.
 """
 
 from __future__ import annotations
@@ -13,39 +17,48 @@ from dataclasses import dataclass
 
 import torch
 
-from roll_lite.distributed.strategy.base import ExportedTensor
+from roll_lite.distributed.weight_sync.group import Announcement, TransferGroup
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, Route
 
 ALIGNMENT = 64  # bytes: a view of any dtype may start there
 
 
-class TransferError(RuntimeError):
-    """The transfer group is no longer usable; both sides have to connect again."""
+class TransportSender(ABC):
+    """A trainer's half. Only ranks that own tensors have one."""
 
-
-class TransferTimeout(TransferError):
-    """A peer did not come. The message names it."""
-
-
-class WeightSender(ABC):
-    """A trainer's end. Only ranks that own buckets have one."""
+    def __init__(self, group: TransferGroup) -> None:
+        self.group = group
 
     @abstractmethod
-    def send(self, bucket: Sequence[ExportedTensor], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send one bucket to all engines. Returns when the tensors may be changed again."""
+    def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Send the route's tensors to its receivers. Returns when the tensors may be changed again."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def finish(self) -> None:
+        """After the last bucket of an update: returns when every receiver has all of it."""
+
+    def close(self) -> None:
+        self.group.close()
 
 
-class WeightReceiver(ABC):
-    """An engine worker's end."""
+class TransportReceiver(ABC):
+    """An engine worker's half."""
+
+    def __init__(self, group: TransferGroup) -> None:
+        self.group = group
 
     @abstractmethod
-    def receive(self, bucket: Sequence[ExportedTensor], sender: int) -> dict[str, torch.Tensor]:
-        """Take one bucket from the transfer rank `sender`. The tensors are the receiver's own; nothing overwrites them later."""
+    def receive(self, route: Route) -> dict[str, torch.Tensor]:
+        """Take the route's tensors. They are the receiver's own; nothing overwrites them later."""
 
-    @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.group.close()
+
+
+@dataclass(frozen=True)
+class Transport:
+    sender: type[TransportSender]
+    receiver: type[TransportReceiver]
 
 
 @dataclass(frozen=True)
@@ -55,14 +68,9 @@ class FlatLayout:
     offsets: tuple[int, ...]
     nbytes: int
     signature: str
-    """Tells two buckets apart, to notice ends that are out of step before they exchange bytes."""
 
-
-def tensor_bytes(tensor: ExportedTensor) -> int:
-    size = tensor.dtype.itemsize
-    for length in tensor.shape:
-        size *= length
-    return size
+    def announcement(self, handle: str = "") -> Announcement:
+        return Announcement(self.signature, self.nbytes, handle)
 
 
 def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:
@@ -70,7 +78,7 @@ def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:
     end = 0
     for tensor in bucket:
         offsets.append(end)
-        end += -(-tensor_bytes(tensor) // ALIGNMENT) * ALIGNMENT
+        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     description = ";".join(f"{tensor.name}{tensor.shape}{tensor.dtype}" for tensor in bucket)
     return FlatLayout(tuple(offsets), end, f"{len(bucket)} tensors, {end} bytes, {zlib.crc32(description.encode()):08x}")
 
@@ -96,4 +104,4 @@ def unflatten(buffer: torch.Tensor, bucket: Sequence[ExportedTensor], layout: Fl
 
 
 def _view(buffer: torch.Tensor, spec: ExportedTensor, offset: int) -> torch.Tensor:
-    return buffer[offset : offset + tensor_bytes(spec)].view(spec.dtype).view(spec.shape)
+    return buffer[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape)

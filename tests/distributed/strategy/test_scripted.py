@@ -11,8 +11,9 @@ import torch
 
 from roll_lite.config.schema import ScriptedStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, VersionSpan
-from roll_lite.distributed.strategy.base import EngineMemory, ExportedTensor, PauseMode, TransferEndpoint
+from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route
 from roll_lite.scheduler.simulate import run_virtual
 
 
@@ -123,10 +124,14 @@ def tensor(name: str, *shape: int) -> ExportedTensor:
     return ExportedTensor(name, shape, torch.float32, owner=0, bucket=0)
 
 
+def way(*tensors: ExportedTensor) -> Route:
+    return Route(0, 0, (1,), tensors)
+
+
 async def update(scripted: ScriptedEngine, version: int, *tensors: ExportedTensor) -> None:
-    await scripted.connect_weights(TransferEndpoint("gloo", "127.0.0.1", 1, 2, 1))
+    await scripted.connect_weights(1, Membership(1, "gloo", "127.0.0.1", 1, 1.0, ("trainer rank 0", "engine 0 worker 0"), ((0, (1,)),)))
     await scripted.begin_weight_update(tensors)
-    await scripted.receive_bucket(tensors)
+    await scripted.receive_bucket([way(*tensors)])
     await scripted.finish_weight_update(version)
 
 
@@ -164,15 +169,15 @@ async def test_names_and_shapes_are_checked_before_anything_is_touched() -> None
 async def test_an_update_must_be_whole_and_in_order() -> None:
     scripted = ScriptedEngine()
     with pytest.raises(RuntimeError, match="before begin"):
-        await scripted.receive_bucket([tensor("w", 1)])
+        await scripted.receive_bucket([way(tensor("w", 1))])
     with pytest.raises(RuntimeError, match="before begin"):
         await scripted.finish_weight_update(1)
     await scripted.begin_weight_update([tensor("w", 1), tensor("b", 1)])
     with pytest.raises(RuntimeError, match="under way"):
         await scripted.begin_weight_update([tensor("w", 1)])
-    await scripted.receive_bucket([tensor("w", 1)])
+    await scripted.receive_bucket([way(tensor("w", 1))])
     with pytest.raises(ValueError, match="came twice"):
-        await scripted.receive_bucket([tensor("w", 1)])
+        await scripted.receive_bucket([way(tensor("w", 1))])
     with pytest.raises(RuntimeError, match="never received b"):
         await scripted.finish_weight_update(1)
     assert (await scripted.health()).version == 0

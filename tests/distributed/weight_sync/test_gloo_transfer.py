@@ -1,137 +1,85 @@
-"""The transfer group itself, its members on threads of this process."""
+"""The gloo transport: what arrives, and who is blamed for what does not."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
-import torch
+from transfer_members import Members, assert_equal, fresh, half, make_plan
 
-from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan
-from roll_lite.distributed.weight_sync.gloo import GlooReceiver, GlooSender, open_store
-from roll_lite.distributed.weight_sync.plan import TransferPlan, plan_transfers
-from roll_lite.distributed.weight_sync.transport import TransferError, TransferTimeout
-
-
-def make_plan(owners: int, engines: list[int], buckets: int = 6) -> tuple[TransferPlan, dict[str, torch.Tensor]]:
-    state = {f"w{n}": torch.randn(50 + n, 3) for n in range(2 * buckets)}
-    tensors = [
-        ExportedTensor(name, tuple(value.shape), value.dtype, owner=n // 2 % owners, bucket=n // 2)
-        for n, (name, value) in enumerate(state.items())
-    ]
-    return plan_transfers(ExportPlan(tuple(tensors)), engines), state
-
-
-class Group:
-    """All ends of one transfer group."""
-
-    def __init__(self, plan: TransferPlan, timeout_s: float = 10.0, absent: tuple[str, ...] = ()) -> None:
-        self.store = open_store("127.0.0.1")
-        self.pool = ThreadPoolExecutor(16)
-        port, senders = self.store.port, len(plan.senders)
-        makers: dict[str, Callable[[], Any]] = {
-            f"sender {rank}": lambda rank=rank: GlooSender("127.0.0.1", port, rank, plan.world_size, senders, timeout_s, plan.members())
-            for rank in range(senders)
-        }
-        for engine, workers in enumerate(plan.engine_workers):
-            endpoint = plan.endpoint(engine, "gloo", "127.0.0.1", port, timeout_s)
-            for worker in range(workers):
-                makers[f"engine {engine} worker {worker}"] = lambda endpoint=endpoint, worker=worker: GlooReceiver(endpoint, worker)
-        self.joining = {name: self.pool.submit(make) for name, make in makers.items() if name not in absent}
-
-    def ends(self, kind: str) -> list[Any]:
-        return [future.result(20) for name, future in self.joining.items() if name.startswith(kind)]
+from roll_lite.distributed.weight_sync.group import TransferError, TransferTimeout, open_store
 
 
 def test_every_engine_worker_gets_every_bucket() -> None:
     """Two trainers that each send half of the buckets, an engine of two workers and one of one; several rounds."""
-    plan, state = make_plan(owners=2, engines=[2, 1])
-    group = Group(plan)
-    senders, receivers = group.ends("sender"), group.ends("engine")
-
-    def receive_all(receiver: GlooReceiver) -> dict[str, torch.Tensor]:
-        received = {}
-        for transfer in plan.transfers:
-            received.update(receiver.receive(transfer.tensors, transfer.sender))
-        return received
-
-    def send_own(rank: int) -> None:
-        for transfer in plan.transfers:
-            if transfer.sender == rank:
-                senders[rank].send(transfer.tensors, state)
-
+    plan, state = make_plan(owners=2, engines={0: 2, 1: 1})
+    members = Members(plan)
     rounds = []
     for _ in range(3):
-        state = {name: torch.randn_like(value) for name, value in state.items()}
-        receiving = [group.pool.submit(receive_all, receiver) for receiver in receivers]
-        sending = [group.pool.submit(send_own, rank) for rank in range(2)]
-        for future in sending:
-            future.result(20)
-        rounds.append((state, [future.result(20) for future in receiving]))
+        state = fresh(state)
+        rounds.append((state, members.update(state)))
     for sent, received in rounds:  # looked at after the last round: nothing overwrote an earlier round's tensors
-        for copy in received:
-            assert copy.keys() == sent.keys() and all(torch.equal(copy[name], sent[name]) for name in sent)
+        assert list(received) == ["engine 0 worker 0", "engine 0 worker 1", "engine 1 worker 0"]
+        for copy in received.values():
+            assert_equal(copy, sent)
 
 
 def test_missing_member_is_named_while_joining() -> None:
-    plan, _ = make_plan(owners=1, engines=[1, 2])
+    plan, _ = make_plan(owners=1, engines={0: 1, 1: 2})
     started = time.monotonic()
-    group = Group(plan, timeout_s=1.0, absent=("engine 1 worker 1",))
-    with pytest.raises(TransferTimeout, match=r"engine 1 worker 1 did not join the transfer group within 1 s \(trainer rank 0 waited\)"):
-        group.ends("sender")
-    with pytest.raises(TransferTimeout, match=r"engine worker \(transfer rank 3\) did not join"):
-        group.ends("engine 0")
+    members = Members(plan, timeout_s=1.0, absent=("engine 1 worker 1",))
+    for waiting in ("trainer rank 0", "engine 0 worker 0"):
+        with pytest.raises(TransferTimeout, match=rf"engine 1 worker 1 did not join the transfer group within 1 s \({waiting} waited\)"):
+            members.halves(waiting)
     assert time.monotonic() - started < 5.0
 
 
 def test_no_rendezvous() -> None:
+    plan, _ = make_plan(owners=1, engines={0: 1})
     store = open_store("127.0.0.1")
-    port = store.port
+    membership = plan.membership(1, "gloo", "127.0.0.1", store.port, 1.0)
     del store
-    with pytest.raises(TransferTimeout, match=f"trainer rank 0 found no rendezvous at 127.0.0.1:{port} within 1 s"):
-        GlooSender("127.0.0.1", port, 0, 2, 1, 1.0, ["trainer rank 0", "engine 0 worker 0"])
+    with pytest.raises(TransferTimeout, match=f"trainer rank 0 found no rendezvous at 127.0.0.1:{membership.port} within 1 s"):
+        half(membership, 0, sends=True)
 
 
 def test_stuck_members_are_named_on_both_sides() -> None:
-    plan, state = make_plan(owners=1, engines=[1, 1, 1])
-    group = Group(plan, timeout_s=1.0)
-    (sender,), receivers = group.ends("sender"), group.ends("engine")
-    tensors = plan.transfers[0].tensors
-    arrived = group.pool.submit(receivers[1].receive, tensors, 0)
+    plan, state = make_plan(owners=1, engines={0: 1, 1: 1, 2: 1})
+    members = Members(plan, timeout_s=1.0)
+    (sender,), receivers = members.halves("trainer"), members.halves("engine")
+    route = plan.routes[0]
+    arrived = members.pool.submit(receivers[1].receive, route)
     with pytest.raises(
         TransferTimeout, match=r"engine 0 worker 0, engine 2 worker 0 did not take part in bucket 0 from trainer rank 0 within 1 s"
     ):
-        sender.send(tensors, state)
+        sender.send(route, state)
     with pytest.raises(TransferError):
         arrived.result(5)
     with pytest.raises(TransferError, match="connect again, the group failed earlier: .*engine 0 worker 0"):
-        sender.send(tensors, state)
+        sender.send(route, state)
 
 
 def test_ends_out_of_step_exchange_nothing() -> None:
-    plan, state = make_plan(owners=1, engines=[1])
-    group = Group(plan, timeout_s=5.0)
-    (sender,), (receiver,) = group.ends("sender"), group.ends("engine")
-    receiving = group.pool.submit(receiver.receive, plan.transfers[1].tensors, 0)
+    plan, state = make_plan(owners=1, engines={0: 1})
+    members = Members(plan, timeout_s=5.0)
+    (sender,), (receiver,) = members.halves("trainer"), members.halves("engine")
+    receiving = members.pool.submit(receiver.receive, plan.routes[1])
     with pytest.raises(TransferError, match="out of step, trainer rank 0 is at a bucket of 2 tensors, .*, engine 0 worker 0 at one of"):
-        sender.send(plan.transfers[0].tensors, state)
+        sender.send(plan.routes[0], state)
     with pytest.raises(TransferError, match="out of step"):
         receiving.result(5)
 
 
 def test_rendezvous_that_goes_away_is_noticed() -> None:
-    plan, state = make_plan(owners=1, engines=[1])
-    group = Group(plan, timeout_s=5.0)
-    (sender,), (receiver,) = group.ends("sender"), group.ends("engine")
-    del group.store
+    plan, state = make_plan(owners=1, engines={0: 1})
+    members = Members(plan, timeout_s=5.0)
+    (sender,), (receiver,) = members.halves("trainer"), members.halves("engine")
+    del members.store
     started = time.monotonic()
-    with pytest.raises(TransferError):
-        receiver.receive(plan.transfers[0].tensors, 0)
-    with pytest.raises(TransferError):
-        sender.send(plan.transfers[0].tensors, state)
+    with pytest.raises(TransferError, match="lost the rendezvous"):
+        receiver.receive(plan.routes[0])
+    with pytest.raises(TransferError, match="lost the rendezvous"):
+        sender.send(plan.routes[0], state)
     assert time.monotonic() - started < 8.0
 
 

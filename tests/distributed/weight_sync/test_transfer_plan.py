@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
-from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan, TransferEndpoint
-from roll_lite.distributed.weight_sync.plan import plan_transfers
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, Route, by_bucket, plan_transfers, tensors_of
 from roll_lite.distributed.weight_sync.transport import flat_layout, flatten, unflatten
 
 
@@ -17,35 +18,49 @@ def two_owners() -> ExportPlan:
     return ExportPlan((tensor("a", 0, 0), tensor("b", 4, 1, dtype=torch.bfloat16), tensor("c", 0, 0), tensor("d", 4, 2)))
 
 
-def test_buckets_find_their_senders() -> None:
-    plan = plan_transfers(two_owners(), [1, 2])
-    assert [(t.bucket, t.owner, t.sender, t.nbytes, [x.name for x in t.tensors]) for t in plan.transfers] == [
-        (0, 0, 0, 48, ["a", "c"]),
-        (1, 4, 1, 12, ["b"]),
-        (2, 4, 1, 24, ["d"]),
+def test_buckets_find_their_senders_and_receivers() -> None:
+    plan = plan_transfers(two_owners(), {0: 1, 1: 2})
+    assert [(r.bucket, r.sender, r.receivers, r.nbytes, [x.name for x in r.tensors]) for r in plan.routes] == [
+        (0, 0, (2, 3, 4), 48, ["a", "c"]),
+        (1, 1, (2, 3, 4), 12, ["b"]),
+        (2, 1, (2, 3, 4), 24, ["d"]),
     ]
+    assert plan.nbytes == 84
 
 
-def test_ranks_are_senders_first_then_the_workers_of_each_engine() -> None:
-    plan = plan_transfers(two_owners(), [1, 2])
-    assert plan.senders == (0, 4) and plan.world_size == 5
-    assert plan.members() == ["trainer rank 0", "trainer rank 4", "engine 0 worker 0", "engine 1 worker 0", "engine 1 worker 1"]
-    assert plan.endpoint(1, "gloo", "host", 77, 5.0) == TransferEndpoint(
-        "gloo", "host", 77, world_size=5, first_rank=3, senders=2, timeout_s=5.0
-    )
+def test_a_bucket_of_several_owners_has_several_routes() -> None:
+    plan = plan_transfers(ExportPlan((tensor("a", 4, 0), tensor("b", 0, 0), tensor("c", 4, 0), tensor("d", 4, 1))), {0: 1})
+    assert [(r.bucket, r.sender, [x.name for x in r.tensors]) for r in plan.routes] == [(0, 0, ["b"]), (0, 1, ["a", "c"]), (1, 1, ["d"])]
+    assert [[x.sender for x in bucket] for bucket in by_bucket(plan.routes)] == [[0, 1], [1]]
+    assert [x.name for x in tensors_of(plan.routes)] == ["b", "a", "c", "d"]
+
+
+def test_members_are_trainers_first_then_the_workers_of_each_engine() -> None:
+    """Engine 1 has left."""
+    plan = plan_transfers(two_owners(), {0: 1, 2: 2})
+    assert plan.trainers == (0, 4)
+    assert plan.members == ("trainer rank 0", "trainer rank 4", "engine 0 worker 0", "engine 2 worker 0", "engine 2 worker 1")
+    assert [plan.first_member(engine) for engine in plan.engines] == [2, 3]
+    membership = plan.membership(3, "gloo", "host", 77, 5.0)
+    assert membership.channels == ((0, (2, 3, 4)), (1, (2, 3, 4)))
+
+
+def test_what_crosses_an_engines_own_calls_comes_back_the_same() -> None:
+    """As lists, numbers and strings: engines pass nothing else."""
+    plan = plan_transfers(two_owners(), {0: 2})
+    membership = plan.membership(3, "gloo", "host", 77, 5.0)
+    assert Membership.of(json.loads(json.dumps(membership.plain()))) == membership
+    for route in plan.routes:
+        assert Route.of(json.loads(json.dumps(route.plain()))) == route
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
-    [
-        ((tensor("a", 0, 0), tensor("b", 1, 0)), "bucket 0 has several owners"),
-        ((tensor("a", 0, 0), tensor("a", 0, 1)), "exported twice: \\['a'\\]"),
-        ((), "export plan is empty"),
-    ],
+    [((tensor("a", 0, 0), tensor("a", 0, 1)), "exported twice: \\['a'\\]"), ((), "export plan is empty")],
 )
 def test_broken_plans(tensors: tuple[ExportedTensor, ...], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        plan_transfers(ExportPlan(tensors), [1])
+        plan_transfers(ExportPlan(tensors), {0: 1})
 
 
 def test_flat_buffer_and_back() -> None:

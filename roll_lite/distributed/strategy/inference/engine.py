@@ -18,17 +18,15 @@ from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
 from roll_lite.distributed.strategy.base import (
     EngineHealth,
     EngineMemory,
-    ExportedTensor,
     InferenceStrategy,
     PauseMode,
-    TransferEndpoint,
 )
-from roll_lite.distributed.strategy.inference.checkpoint import check_tensors, checkpoint_shapes
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.strategy.inference.scratch import Scratch
-from roll_lite.distributed.strategy.inference.update import WeightUpdate
-from roll_lite.distributed.weight_sync.receivers import RECEIVERS
-from roll_lite.distributed.weight_sync.transport import TransferError
+from roll_lite.distributed.weight_sync.endpoints import TRANSPORTS
+from roll_lite.distributed.weight_sync.group import TransferError
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
+from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors, checkpoint_shapes
 
 _NOT_STARTED = "not started"
 DIED = "the engine's process died"
@@ -114,11 +112,11 @@ class EngineStrategy(InferenceStrategy):
     async def _resume(self) -> None: ...
 
     @abstractmethod
-    async def _connect(self, endpoint: TransferEndpoint) -> None: ...
+    async def _connect(self, first_member: int, membership: dict[str, Any]) -> None: ...
 
     @abstractmethod
-    async def _load_bucket(self, bucket: dict[str, Any], first: bool) -> None:
-        """Receive and load. TransferError where that fails. `first`: of this update."""
+    async def _load_bucket(self, routes: list[dict[str, Any]]) -> None:
+        """Receive and load. TransferError where that fails."""
 
     @abstractmethod
     async def _weights_touched(self) -> bool:
@@ -304,12 +302,12 @@ class EngineStrategy(InferenceStrategy):
 
     # ------------------------------------------------------------ weights
 
-    async def connect_weights(self, endpoint: TransferEndpoint) -> None:
-        if endpoint.transport not in RECEIVERS:
-            raise ValueError(f"transport {endpoint.transport!r} is unknown here; there are {', '.join(RECEIVERS)}")
+    async def connect_weights(self, first_member: int, membership: Membership) -> None:
+        if membership.transport not in TRANSPORTS:
+            raise ValueError(f"transport {membership.transport!r} is unknown here; there are {', '.join(TRANSPORTS)}")
         self._require_alive()
         async with self._order:
-            await self._connect(endpoint)
+            await self._connect(first_member, membership.plain())
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
         """Until the first bucket has arrived the old weights stay in place, and beginning again starts over."""
@@ -318,16 +316,17 @@ class EngineStrategy(InferenceStrategy):
         check_tensors(tensors, self._shapes)
         self._update = WeightUpdate(tensors)
 
-    async def receive_bucket(self, tensors: Sequence[ExportedTensor]) -> None:
+    async def receive_bucket(self, routes: Sequence[Route]) -> None:
         """From the first bucket on the engine is frozen, until the update is finished."""
         self._require_update()
         async with self._order:
             update = self._require_update()
-            bucket = update.bucket(tensors)
-            first, update.opened = not update.opened, True
+            tensors = tensors_of(routes)
+            update.check(tensors)
+            update.opened = True
             try:
                 await self._settle()
-                await self._load_bucket(bucket, first)
+                await self._load_bucket([route.plain() for route in routes])
             except TransferError as error:
                 await self._broke_off(update, error)
                 raise
@@ -352,9 +351,7 @@ class EngineStrategy(InferenceStrategy):
         self._require_update()
         async with self._order:
             update = self._require_update()
-            missing = update.missing()
-            if missing:
-                raise RuntimeError(f"weight update: {len(missing)} tensors have not arrived, among them {', '.join(missing[:5])}")
+            update.require_complete()
             try:
                 await self._put_in_place(version)
             except BaseException as error:  # a cancelled one as well: what the engine holds now is unknown

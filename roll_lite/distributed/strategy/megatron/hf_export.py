@@ -14,8 +14,8 @@ from megatron.core import parallel_state
 from safetensors.torch import save_file
 
 from roll_lite.config.hf_config import HfConfig
-from roll_lite.distributed.strategy.base import ExportedTensor, ExportPlan
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, Entry, take_apart
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 """What is exported of a parameter: its values, or its gradient."""

@@ -15,7 +15,7 @@ from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.schema import MegatronStrategyConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import Column, DataProto
-from roll_lite.distributed.strategy.base import ExportPlan, LossFn, ModelSpec, RankLayout, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.base import LossFn, ModelSpec, RankLayout, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.device import take_local_device
 from roll_lite.distributed.strategy.megatron.checkpoint import load_checkpoint as read_checkpoint
 from roll_lite.distributed.strategy.megatron.checkpoint import save_checkpoint as write_checkpoint
@@ -35,6 +35,7 @@ from roll_lite.distributed.strategy.megatron.model_io import KEPT, ModelInput, c
 from roll_lite.distributed.strategy.megatron.offload import StateMover
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.parallel import check_layout, join_groups, layout_multiples
+from roll_lite.distributed.weight_sync.plan import ExportPlan
 
 SAVE_BUCKET_BYTES = 4 << 30
 """Size of a safetensors file."""

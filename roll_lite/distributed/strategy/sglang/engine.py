@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema import ModelConfig, SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
-from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, PauseMode, TransferEndpoint
+from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.channel import Channel, Closed
 from roll_lite.distributed.strategy.inference.engine import DIED, EngineDead, EngineStrategy
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, group, kill_all
@@ -28,7 +27,7 @@ from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.sglang.compat import settings
 from roll_lite.distributed.strategy.sglang.compat.files import logged_error
 from roll_lite.distributed.strategy.sglang.spec import EngineSpec
-from roll_lite.distributed.weight_sync.transport import TransferError
+from roll_lite.distributed.weight_sync.group import TransferError
 
 LIVENESS_POLL_S = 0.25
 _LAST_S = 3.0  # for the server to end what it has started
@@ -146,11 +145,11 @@ class SglangStrategy(EngineStrategy):
 
     # ------------------------------------------------------------ weights
 
-    async def _connect(self, endpoint: TransferEndpoint) -> None:
-        await self._call_workers("roll_lite_connect", asdict(endpoint))
+    async def _connect(self, first_member: int, membership: dict[str, Any]) -> None:
+        await self._call_workers("roll_lite_connect", {"first_member": first_member, "membership": membership})
 
-    async def _load_bucket(self, bucket: dict[str, Any], first: bool) -> None:
-        await self._call_workers("roll_lite_load_bucket", bucket)
+    async def _load_bucket(self, routes: list[dict[str, Any]]) -> None:
+        await self._call_workers("roll_lite_load_bucket", {"routes": routes})
 
     async def _weights_touched(self) -> bool:
         return bool(await self._call_workers("roll_lite_weights_touched", {}))

@@ -13,13 +13,13 @@ from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.keep_mask import keep_mask_width
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
-from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, PauseMode, TransferEndpoint
+from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.engine import EngineDead, EngineStrategy
 from roll_lite.distributed.strategy.inference.processes import HOST_PID
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.vllm.compat import settings
 from roll_lite.distributed.strategy.vllm.compat.llm import Llm
-from roll_lite.distributed.weight_sync.transport import TransferError
+from roll_lite.distributed.weight_sync.group import TransferError
 
 T = TypeVar("T")
 
@@ -103,24 +103,23 @@ class VllmStrategy(EngineStrategy):
 
     # ------------------------------------------------------------ weights
 
-    async def _connect(self, endpoint: TransferEndpoint) -> None:
-        await self._transfer(self._llm.connect(endpoint))
+    async def _connect(self, first_member: int, membership: dict[str, Any]) -> None:
+        await self._transfer(self._llm.call_workers("roll_lite_connect", first_member, membership))
 
-    async def _load_bucket(self, bucket: dict[str, Any], first: bool) -> None:
-        if first:
-            await self._transfer(self._llm.start_update())
-        await self._transfer(self._llm.load_bucket(bucket))
+    async def _load_bucket(self, routes: list[dict[str, Any]]) -> None:
+        await self._transfer(self._llm.call_workers("roll_lite_load_bucket", routes))
 
     async def _weights_touched(self) -> bool:
-        return await self._transfer(self._llm.weights_touched())
+        return any(await self._transfer(self._llm.call_workers("roll_lite_weights_touched")))
 
     async def _put_in_place(self, version: int) -> None:
-        await self._transfer(self._llm.finish_update())
+        await self._transfer(self._llm.call_workers("roll_lite_put_in_place"))
         await self._alive(self._llm.forget())
         await self._alive(self._llm.set_version(version))
 
     async def _checksums(self, dtypes: dict[str, str]) -> dict[str, str]:
-        return await self._transfer(self._llm.checksums(dtypes))
+        sums: dict[str, str] = (await self._transfer(self._llm.call_workers("roll_lite_checksums", dtypes)))[0]
+        return sums
 
     # ------------------------------------------------------------ memory
 

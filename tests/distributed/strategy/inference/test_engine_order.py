@@ -13,12 +13,17 @@ import torch
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
-from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, ExportedTensor, PauseMode, TransferEndpoint
+from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.engine import EngineDead, EngineStrategy
-from roll_lite.distributed.weight_sync.transport import TransferError
+from roll_lite.distributed.weight_sync.group import TransferError
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, Route
 
 A, B = (ExportedTensor(name, (2,), torch.float32, owner=0, bucket=number) for number, name in enumerate("ab"))
 ALL = frozenset(EngineMemory)
+
+
+def way(tensor: ExportedTensor) -> Route:
+    return Route(tensor.bucket, 0, (1,), (tensor,))
 
 
 class Recorder(EngineStrategy):
@@ -92,9 +97,9 @@ class Recorder(EngineStrategy):
         self.resident |= set(parts)
         self.calls.append(f"load {'+'.join(sorted(parts))}")
 
-    async def _connect(self, endpoint: TransferEndpoint) -> None: ...
+    async def _connect(self, first_member: int, membership: dict[str, Any]) -> None: ...
 
-    async def _load_bucket(self, bucket: dict[str, Any], first: bool) -> None:
+    async def _load_bucket(self, routes: list[dict[str, Any]]) -> None:
         assert not self.runs
         await self.gate.wait()
         if self.broken is not None:
@@ -138,7 +143,7 @@ async def turns(count: int = 5) -> None:
 async def update(engine: Recorder, version: int = 1) -> None:
     await engine.begin_weight_update([A, B])
     for tensor in (A, B):
-        await engine.receive_bucket([tensor])
+        await engine.receive_bucket([way(tensor)])
     await engine.finish_weight_update(version)
 
 
@@ -229,7 +234,7 @@ async def test_a_pause_that_was_cancelled_is_asked_for_again(engine: Recorder, a
 
 async def test_nothing_starts_an_engine_in_the_middle_of_an_update(engine: Recorder) -> None:
     await engine.begin_weight_update([A, B])
-    await engine.receive_bucket([A])
+    await engine.receive_bucket([way(A)])
     await engine.resume()
     await engine.pause(PauseMode.WAIT)
     await engine.resume()
@@ -237,7 +242,7 @@ async def test_nothing_starts_an_engine_in_the_middle_of_an_update(engine: Recor
         await engine.offload()
     await engine.load()
     assert not engine.runs
-    await engine.receive_bucket([B])
+    await engine.receive_bucket([way(B)])
     await engine.finish_weight_update(1)
     assert engine.runs
 
@@ -246,7 +251,7 @@ async def test_nothing_overtakes_the_first_bucket(engine: Recorder) -> None:
     """It is on its way: what is asked of the engine meanwhile is refused, or waits."""
     await engine.begin_weight_update([A, B])
     engine.gate.clear()
-    receiving = asyncio.create_task(engine.receive_bucket([A]))
+    receiving = asyncio.create_task(engine.receive_bucket([way(A)]))
     await turns()
     for refused in (engine.begin_weight_update([A, B]), engine.offload(), engine.weight_checksums()):
         with pytest.raises(RuntimeError, match="a weight update is under way"):
@@ -264,10 +269,10 @@ async def test_a_caller_that_pauses_decides_when_to_resume(engine: Recorder, whe
     if when == "before":
         await engine.pause(PauseMode.KEEP)
     await engine.begin_weight_update([A, B])
-    await engine.receive_bucket([A])
+    await engine.receive_bucket([way(A)])
     if when == "during":
         await engine.pause(PauseMode.KEEP)
-    await engine.receive_bucket([B])
+    await engine.receive_bucket([way(B)])
     await engine.finish_weight_update(1)
     assert not engine.runs
     await engine.resume()
@@ -277,7 +282,7 @@ async def test_a_caller_that_pauses_decides_when_to_resume(engine: Recorder, whe
 async def test_an_update_that_is_cancelled_ends_the_engine(engine: Recorder) -> None:
     await engine.begin_weight_update([A, B])
     engine.gate.clear()
-    receiving = asyncio.create_task(engine.receive_bucket([A]))
+    receiving = asyncio.create_task(engine.receive_bucket([way(A)]))
     await turns()
     receiving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -291,10 +296,10 @@ async def test_an_update_that_is_cancelled_ends_the_engine(engine: Recorder) -> 
 async def test_a_bucket_that_does_not_come(engine: Recorder, touched: bool) -> None:
     await engine.begin_weight_update([A, B])
     if touched:
-        await engine.receive_bucket([A])
+        await engine.receive_bucket([way(A)])
     engine.broken = TransferError("no trainer")
     with pytest.raises(TransferError):
-        await engine.receive_bucket([B] if touched else [A])
+        await engine.receive_bucket([way(B if touched else A)])
     engine.broken = None
     assert (await engine.health()).alive is not touched
     if not touched:
@@ -305,7 +310,7 @@ async def test_a_bucket_that_does_not_come(engine: Recorder, touched: bool) -> N
 async def test_weights_that_cannot_be_put_in_place_end_the_engine(engine: Recorder) -> None:
     await engine.begin_weight_update([A, B])
     for tensor in (A, B):
-        await engine.receive_bucket([tensor])
+        await engine.receive_bucket([way(tensor)])
     engine.broken = RuntimeError("the cache cannot be cleared")
     with pytest.raises(RuntimeError, match="cannot be cleared"):
         await engine.finish_weight_update(1)

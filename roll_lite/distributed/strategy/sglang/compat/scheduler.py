@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,10 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from roll_lite.distributed.strategy.base import ExportedTensor, TransferEndpoint
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
 from roll_lite.distributed.strategy.sglang.compat.stop_text import StopText
 from roll_lite.distributed.weight_sync.checksum import checksum
-from roll_lite.distributed.weight_sync.receivers import RECEIVERS
-from roll_lite.distributed.weight_sync.transport import WeightReceiver
+from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
 
 _PAUSED_POLL_S = 0.001
 _GREEDY_TOP_K = 1
@@ -38,46 +37,29 @@ _GREEDY_TOP_K = 1
 class RolloutScheduler(Scheduler):
     """SGLang's scheduler with methods that its RPC calls by name on every worker of an engine."""
 
-    _receiver: WeightReceiver | None = None
-    _touched = False
-    """Loading has begun: until it is finished, the model is neither the old nor the new one."""
+    @cached_property
+    def _receiver(self) -> WeightReceiver:
+        return WeightReceiver()
 
     # ------------------------------------------------------------ weights
 
-    def roll_lite_connect(self, answer: str, **endpoint: Any) -> None:
-        def join() -> None:
-            if self._receiver is not None:
-                self._receiver.close()
-            self._receiver = RECEIVERS[endpoint["transport"]](TransferEndpoint(**endpoint), get_parallel().tp_rank)
+    def roll_lite_connect(self, answer: str, first_member: int, membership: dict[str, Any]) -> None:
+        self._together(lambda: self._receiver.join(membership, first_member + get_parallel().tp_rank))
 
-        self._together(join)
-
-    def roll_lite_load_bucket(self, answer: str, tensors: list[list[Any]], sender: int) -> None:
-        """The old weights stay until the first bucket has arrived."""
-        bucket = [ExportedTensor(name, tuple(shape), getattr(torch, dtype), owner=sender, bucket=0) for name, shape, dtype in tensors]
-
-        def load() -> None:
-            if self._receiver is None:
-                raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
-            arrived = self._receiver.receive(bucket, sender)
-            runner = self.tp_worker.model_runner
-            if not self._touched:
-                self._touched = True
-                runner.weight_updater.begin_weight_update()
-            runner.model.load_weights(arrived.items())
-
-        self._together(load)
+    def roll_lite_load_bucket(self, answer: str, routes: list[dict[str, Any]]) -> None:
+        runner = self.tp_worker.model_runner
+        self._together(lambda: self._receiver.load(routes, runner.weight_updater.begin_weight_update, runner.model.load_weights))
 
     def roll_lite_put_in_place(self, answer: str) -> None:
         def finish() -> None:
             self.tp_worker.model_runner.weight_updater.end_weight_update(run_post_load=False)
-            self._touched = False
+            self._receiver.finished()
 
         self._together(finish)
 
     def roll_lite_weights_touched(self, answer: str) -> None:
         touched: list[Any] = [None] * dist.get_world_size(self.tp_group.cpu_group)
-        dist.all_gather_object(touched, self._touched, group=self.tp_group.cpu_group)
+        dist.all_gather_object(touched, self._receiver.touched, group=self.tp_group.cpu_group)
         self._answer(answer, any(touched))
 
     def roll_lite_checksums(self, answer: str, dtypes: dict[str, str], shapes: dict[str, list[int]]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
-from roll_lite.distributed.strategy.base import EngineMemory, PauseMode, TransferEndpoint
+from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.vllm.compat.requests import completion, prompt_input, sampling_params
 from roll_lite.distributed.strategy.vllm.compat.settings import OWN_ARGUMENTS, engine_arguments
@@ -82,26 +81,6 @@ class Llm:
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Of all workers. What one raises arrives as its text only."""
         return list(await self._llm.collective_rpc(method, args=args))
-
-    async def connect(self, endpoint: TransferEndpoint) -> None:
-        await self.call_workers("init_weight_transfer_engine", asdict(endpoint))
-
-    async def start_update(self) -> None:
-        await self.call_workers("start_weight_update")
-
-    async def load_bucket(self, bucket: dict[str, Any]) -> None:
-        """A bucket that fails closes vLLM's update."""
-        await self.call_workers("update_weights", bucket)
-
-    async def weights_touched(self) -> bool:
-        return any(await self.call_workers("roll_lite_weights_touched"))
-
-    async def finish_update(self) -> None:
-        await self.call_workers("finish_weight_update")
-
-    async def checksums(self, dtypes: dict[str, str]) -> dict[str, str]:
-        sums: dict[str, str] = (await self.call_workers("roll_lite_checksums", dtypes))[0]
-        return sums
 
     async def set_version(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))

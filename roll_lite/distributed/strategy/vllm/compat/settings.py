@@ -35,7 +35,6 @@ OWN_ARGUMENTS = (
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
 """Variable that names the folder of vLLM's sockets."""
-TRANSFER_BACKEND = "roll_lite"
 WORKER_EXTENSION = "roll_lite.distributed.strategy.vllm.compat.worker.WorkerExtension"
 
 
@@ -100,7 +99,6 @@ def engine_arguments(model: ModelConfig, strategy: VllmStrategyConfig, max_model
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": KEEP_LIMIT,  # what a request may ask for; vLLM sets nothing aside for it
         "worker_extension_cls": WORKER_EXTENSION,
-        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         "enforce_eager": strategy.enforce_eager or not cuda,
         "enable_sleep_mode": cuda,  # refused on a CPU
         "disable_log_stats": True,

@@ -1,15 +1,42 @@
-"""What a model's checkpoint holds, and whether an update fits it."""
+"""A weight update from the engine's side: what the model's checkpoint holds, whether an update fits it, what of it has arrived."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from roll_lite.distributed.strategy.base import ExportedTensor
+from roll_lite.distributed.weight_sync.plan import ExportedTensor
 
 _SHOWN = 5
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""By Hugging Face name."""
+
+
+@dataclass
+class WeightUpdate:
+    tensors: Sequence[ExportedTensor]
+    opened: bool = False
+    """Buckets are coming in. From here on the engine stands still until the update is finished."""
+    arrived: set[str] = field(default_factory=set)
+
+    def check(self, tensors: Sequence[ExportedTensor]) -> None:
+        """ValueError for tensors of a bucket that nobody announced, or that have come before."""
+        announced = {tensor.name for tensor in self.tensors}
+        for tensor in tensors:
+            if tensor.name not in announced or tensor.name in self.arrived:
+                raise ValueError(f"weight update: {tensor.name} was {'sent before' if tensor.name in announced else 'not announced'}")
+
+    def require_complete(self) -> None:
+        missing = [tensor.name for tensor in self.tensors if tensor.name not in self.arrived]
+        if missing:
+            raise RuntimeError(f"weight update: {len(missing)} tensors have not arrived, among them {', '.join(missing[:_SHOWN])}")
+
+    def dtypes(self) -> dict[str, str]:
+        return {tensor.name: str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors}
 
 
 def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
@@ -30,7 +57,7 @@ def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_tensors(tensors: Sequence[ExportedTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(tensors: Sequence[ExportedTensor], shapes: Shapes) -> None:
     """ValueError that names every tensor which is unknown, missing, sent twice or of the wrong shape."""
     names = [tensor.name for tensor in tensors]
     problems = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from roll_lite.distributed.strategy.inference.checkpoint import checkpoint_shapes
+from roll_lite.distributed.weight_sync.update import checkpoint_shapes
 
 
 def test_shapes_come_from_every_file_of_a_checkpoint(tmp: Path) -> None:

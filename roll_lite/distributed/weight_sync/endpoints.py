@@ -1,0 +1,113 @@
+"""The two ends of a weight update: what a training rank holds, and what each worker of an engine holds. The transports by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from roll_lite.distributed.strategy.base import TrainStrategy
+from roll_lite.distributed.weight_sync.checksum import checksum
+from roll_lite.distributed.weight_sync.gloo import GlooReceiver, GlooSender
+from roll_lite.distributed.weight_sync.group import TransferGroup, open_store
+from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, Route, TransferPlan, by_bucket
+from roll_lite.distributed.weight_sync.transport import Transport, TransportReceiver, TransportSender
+
+TRANSPORTS: dict[str, Transport] = {"gloo": Transport(GlooSender, GlooReceiver)}
+DEFAULT_TRANSPORT = "gloo"
+
+
+class WeightSender:
+    """A training rank's end. Gathering a bucket is collective: every rank makes the same calls, owners of tensors or not."""
+
+    def __init__(self, strategy: TrainStrategy, rank: int) -> None:
+        self._strategy = strategy
+        self._rank = rank
+        self._store: Any = None
+        self._half: TransportSender | None = None
+        self._export: ExportPlan | None = None
+
+    def plan(self, bucket_bytes: int) -> ExportPlan:
+        self._export = self._strategy.export_plan(bucket_bytes)
+        return self._export
+
+    def host(self, address: str, timeout_s: float) -> int:
+        """Keep the rendezvous of the transfer group on this rank. Its port."""
+        self._store = open_store(address, timeout_s)
+        return self._store.port
+
+    def join(self, plan: TransferPlan, membership: Membership) -> None:
+        """An epoch of the transfer group; whatever was joined before is left. Ranks that own nothing have nothing to send."""
+        self.leave()
+        self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
+        if self._rank in plan.trainers:
+            group = TransferGroup(membership, plan.trainers.index(self._rank))
+            self._half = TRANSPORTS[membership.transport].sender(group)
+
+    def send(self) -> None:
+        """Gather and send one bucket after the other."""
+        for bucket, tensors in self._gathered():
+            for route in self._routes[bucket]:
+                if self._half is not None and route.sender == self._half.group.number:
+                    self._half.send(route, tensors)
+        if self._half is not None:
+            self._half.finish()
+
+    def checksums(self) -> dict[str, str]:
+        """Of the tensors that this rank owns."""
+        return {name: checksum(tensor) for _, tensors in self._gathered() for name, tensor in tensors.items()}
+
+    def _gathered(self) -> Iterable[tuple[int, dict[str, torch.Tensor]]]:
+        assert self._export is not None, "plan() comes first"
+        for bucket in self._export.buckets():
+            number = bucket[0].bucket
+            yield number, self._strategy.export_bucket(self._export, number) or {}
+
+    def leave(self) -> None:
+        if self._half is not None:
+            self._half.close()
+            self._half = None
+
+
+class WeightReceiver:
+    """An engine worker's end. Speaks plain types: it is called through the engine's own remote calls."""
+
+    def __init__(self) -> None:
+        self._half: TransportReceiver | None = None
+        self.touched = False
+        """Loading has begun: until it is finished, the model is neither the old nor the new one."""
+
+    def join(self, membership: Mapping[str, Any], number: int) -> None:
+        """An epoch of the transfer group, as this member; whatever was joined before is left."""
+        self.leave()
+        group = TransferGroup(Membership.of(membership), number)
+        self._half = TRANSPORTS[group.membership.transport].receiver(group)
+
+    def load(
+        self,
+        routes: Iterable[Mapping[str, Any]],
+        begin: Callable[[], None],
+        load: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+    ) -> None:
+        """Receive a bucket over all its routes that lead here, and load it. The old weights stay until the first bucket has arrived:
+        then `begin` is called, once in an update."""
+        if self._half is None:
+            raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
+        arrived: dict[str, torch.Tensor] = {}
+        for route in map(Route.of, routes):
+            if self._half.group.number in route.receivers:
+                arrived |= self._half.receive(route)
+        if not self.touched:
+            self.touched = True
+            begin()
+        load(arrived.items())
+
+    def finished(self) -> None:
+        """The engine has put the new weights in place."""
+        self.touched = False
+
+    def leave(self) -> None:
+        if self._half is not None:
+            self._half.close()
+            self._half = None

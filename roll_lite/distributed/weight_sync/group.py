@@ -1,0 +1,176 @@
+"""The transfer group: who is there, in which epoch, and what its members tell each other before and after a bucket.
+
+All of it goes over a rendezvous store; the bytes of the weights are the transports' business.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from roll_lite.distributed.weight_sync.plan import Channel, Membership, Route
+
+LONGEST_PAUSE_S = 0.01  # between two looks at who has come
+
+_EPOCH = "epoch"
+_KEPT_STEPS = 2
+"""What was said about a bucket is deleted so many buckets later; until then somebody may still read it."""
+
+
+class TransferError(RuntimeError):
+    """The transfer group is no longer usable; both sides have to connect again."""
+
+
+class TransferTimeout(TransferError):
+    """A peer did not come. The message names it."""
+
+
+class StaleEpoch(TransferError):
+    """Engines have left or joined since this member connected."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a member says of a bucket."""
+
+    signature: str
+    """Tells buckets apart, to notice members that are out of step before they exchange bytes."""
+    nbytes: int
+    handle: str = ""
+    """Where the bytes lie, for transports whose receivers fetch them."""
+
+
+Moment = Literal["here", "done"]
+"""A sender is `here` when the bucket may be taken, a receiver when it is ready to. A receiver is `done` when it does not need the
+sender's buffer any more."""
+
+
+def open_store(host: str, timeout_s: float = 300.0) -> TCPStore:
+    """A rendezvous on a port that the system has just given out; its number is `store.port`.
+
+    The store is the server: keep it for as long as the group is used.
+    """
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+class TransferGroup:
+    """One member's view. Making it blocks until all members of the epoch have come."""
+
+    def __init__(self, membership: Membership, number: int) -> None:
+        assert 0 <= number < len(membership.members), f"member {number} of {len(membership.members)}"
+        self.membership = membership
+        self.number = number
+        self.failure: str | None = None
+        self._steps = dict.fromkeys(membership.channels, 0)
+        self._told: dict[Channel, deque[tuple[int, str]]] = {channel: deque() for channel in membership.channels}
+        """Step and key of what this member has said and not deleted yet."""
+        host, port, timeout_s = membership.host, membership.port, membership.timeout_s
+        try:
+            self.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise TransferTimeout(f"weight transfer: {self.name} found no rendezvous at {host}:{port} within {timeout_s:g} s") from error
+        with self._rendezvous():
+            self._check_epoch()
+            if number == 0:  # one member writes it, so that an epoch never goes back
+                self.store.set(_EPOCH, str(membership.epoch))
+            self.store.set(self._joined(number), "1")
+            self._await({self._joined(other): other for other in range(len(membership.members))}, "join the transfer group")
+
+    @property
+    def name(self) -> str:
+        return self.membership.members[self.number]
+
+    def close(self) -> None:
+        self.failure = "closed"
+
+    # ------------------------------------------------------------ buckets
+
+    def step(self, route: Route) -> int:
+        """Number of the bucket on its channel. Every member of the channel asks once for each."""
+        number = self._steps[route.channel]
+        self._steps[route.channel] = number + 1
+        return number
+
+    def tell(self, route: Route, step: int, moment: Moment, said: Announcement) -> None:
+        key = self._key(route, step, moment, self.number)
+        with self._rendezvous():
+            self.store.set(key, json.dumps(asdict(said)))
+        self._told[route.channel].append((step, key))
+
+    def hear(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
+        """Waits for the other side: the sender for all receivers, a receiver for the sender."""
+        others = route.receivers if self.number == route.sender else (route.sender,)
+        keys = {self._key(route, step, moment, other): other for other in others}
+        told = self._told[route.channel]
+        with self._rendezvous():
+            self._check_epoch()
+            self._await(keys, f"take part in bucket {step} from {self.membership.members[route.sender]}")
+            said = self.store.multi_get(list(keys))
+            while told and told[0][0] <= step - _KEPT_STEPS:
+                self.store.delete_key(told.popleft()[1])
+        return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
+
+    def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
+        """Both sides wait for each other, and compare what they are about to exchange."""
+        step = self.step(route)
+        self.tell(route, step, "here", said)
+        heard = self.hear(route, step, "here")
+        self.compare(said, heard)
+        return heard
+
+    def compare(self, said: Announcement, heard: Mapping[int, Announcement]) -> None:
+        for other, theirs in heard.items():
+            if theirs.signature != said.signature:
+                them = self.membership.members[other]
+                raise TransferError(
+                    f"weight transfer: out of step, {self.name} is at a bucket of {said.signature}, {them} at one of {theirs.signature}"
+                )
+
+    # ------------------------------------------------------------ inside
+
+    def _key(self, route: Route, step: int, moment: str, number: int) -> str:
+        return f"{self.membership.epoch}/{self.membership.channels.index(route.channel)}/{step}/{moment}/{number}"
+
+    def _joined(self, number: int) -> str:
+        return f"{self.membership.epoch}/joined/{number}"
+
+    def _check_epoch(self) -> None:
+        current = int(self.store.get(_EPOCH)) if self.store.check([_EPOCH]) else 0
+        if current > self.membership.epoch:
+            own = self.membership.epoch
+            raise StaleEpoch(
+                f"weight transfer: {self.name} belongs to epoch {own} of the transfer group, which is at epoch {current}: engines have "
+                "left or joined since; connect again"
+            )
+
+    def _await(self, keys: Mapping[str, int], what: str) -> None:
+        """Looks again and again: the store's own waiting writes a warning for each time-out and cannot say which key is missing."""
+        deadline = time.monotonic() + self.membership.timeout_s
+        pause = 0.0002
+        missing = dict(keys)
+        while missing := {key: owner for key, owner in missing.items() if not self.store.check([key])}:
+            if time.monotonic() > deadline:
+                names = ", ".join(self.membership.members[owner] for owner in missing.values())
+                raise TransferTimeout(
+                    f"weight transfer: {names} did not {what} within {self.membership.timeout_s:g} s ({self.name} waited)"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            if pause == LONGEST_PAUSE_S:
+                self._check_epoch()
+
+    @contextmanager
+    def _rendezvous(self) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistNetworkError as error:
+            raise TransferError(f"weight transfer: {self.name} lost the rendezvous: {error}") from error

@@ -1,0 +1,70 @@
+"""Engines that leave and join: epochs of the transfer group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transfer_members import Members, assert_equal, fresh, half, make_plan
+
+from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError
+from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers, tensors_of
+
+
+def replanned(plan: TransferPlan, engines: dict[int, int]) -> TransferPlan:
+    return plan_transfers(ExportPlan(tuple(tensors_of(plan.routes))), engines)
+
+
+def test_an_engine_leaves_another_joins_and_the_next_update_reaches_all() -> None:
+    plan, state = make_plan(owners=2, engines={0: 1, 1: 2})
+    first = Members(plan)
+    assert first.update(state).keys() == {"engine 0 worker 0", "engine 1 worker 0", "engine 1 worker 1"}
+    for epoch, engines in ((2, {0: 1}), (3, {0: 1, 2: 2})):
+        now = Members(replanned(plan, engines), epoch=epoch, store=first.store)
+        for _ in range(2):
+            state = fresh(state)
+            received = now.update(state)
+            assert len(received) == sum(engines.values())
+            for copy in received.values():
+                assert_equal(copy, state)
+    assert "engine 2 worker 1" in received and "engine 1 worker 0" not in received
+
+
+@pytest.mark.parametrize("who", ["engine 1 worker 0", "trainer rank 0"])
+def test_whoever_belongs_to_an_earlier_epoch_is_refused(who: str) -> None:
+    """Whether it stays behind when it has received before, or comes too late to join."""
+    plan, state = make_plan(owners=1, engines={0: 1, 1: 1})
+    before = Members(plan)
+    before.update(state)
+    now = Members(replanned(plan, {0: 1}), epoch=2, store=before.store)
+    now.halves()
+    (stale,) = before.halves(who)
+    message = rf"{who} belongs to epoch 1 of the transfer group, which is at epoch 2: engines have left or joined since; connect again"
+    with pytest.raises(StaleEpoch, match=message):
+        stale.send(plan.routes[0], state) if who.startswith("trainer") else stale.receive(plan.routes[0])
+    with pytest.raises(TransferError, match="connect again"):
+        stale.send(plan.routes[0], state) if who.startswith("trainer") else stale.receive(plan.routes[0])
+    number = before.membership.members.index(who)
+    with pytest.raises(StaleEpoch, match=message):
+        half(before.membership, number, sends=who.startswith("trainer"))
+    state = fresh(state)
+    assert_equal(now.update(state)["engine 0 worker 0"], state)  # it disturbed nobody
+
+
+def test_one_that_waits_when_the_next_epoch_begins_does_not_wait_until_its_time_is_up() -> None:
+    plan, _ = make_plan(owners=1, engines={0: 1, 1: 1})
+    before = Members(plan, timeout_s=20.0)
+    left_behind = before.pool.submit(before.halves("engine 1")[0].receive, plan.routes[0])
+    Members(replanned(plan, {0: 1}), epoch=2, store=before.store).halves()
+    with pytest.raises(StaleEpoch):
+        left_behind.result(5)
+
+
+def test_a_broken_group_is_made_again() -> None:
+    """A trainer or an engine that ran into a time-out connects anew: the next epoch works."""
+    plan, state = make_plan(owners=1, engines={0: 1})
+    before = Members(plan, timeout_s=0.5)
+    with pytest.raises(TransferError):
+        before.halves("trainer")[0].send(plan.routes[0], state)
+    now = Members(plan, epoch=2, store=before.store)
+    state = {name: torch.ones_like(value) for name, value in state.items()}
+    assert_equal(now.update(state)["engine 0 worker 0"], state)
