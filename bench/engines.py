@@ -44,12 +44,11 @@ def options(requests: int) -> dict[str, Any]:
 
 def strategy_of(engine: str, model: Any, requests: int) -> Any:
     from roll_lite.config.schema import SglangStrategyConfig, VllmStrategyConfig
-    from roll_lite.distributed.strategy.sglang.engine import SglangStrategy
-    from roll_lite.distributed.strategy.vllm.engine import VllmStrategy
+    from roll_lite.distributed.strategy.base import EngineSpec
+    from roll_lite.distributed.strategy.engines import build_engine
 
-    if engine == "vllm":
-        return VllmStrategy(model, VllmStrategyConfig(**options(requests)), MAX_MODEL_LEN)
-    return SglangStrategy(model, SglangStrategyConfig(**options(requests)), MAX_MODEL_LEN)
+    config = {"vllm": VllmStrategyConfig, "sglang": SglangStrategyConfig}[engine]
+    return build_engine(EngineSpec(model, config(**options(requests)), MAX_MODEL_LEN))
 
 
 async def streamed(strategy: Any, prompts: Sequence[list[int]], number: int) -> tuple[float, Work]:
@@ -92,14 +91,14 @@ def start_bare(engine: str, model: Any, requests: int, pipe: Connection) -> Any:
     context = multiprocessing.get_context("spawn")
     if engine == "vllm":
         arguments = vllm.engine_arguments(model, VllmStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=False)
-        for ours in ("worker_extension_cls", "weight_transfer_config", "enable_log_requests"):
+        for ours in ("worker_extension_cls", "enable_log_requests"):
             arguments.pop(ours)
         process = context.Process(target=bare_engine, args=(str(model.path), arguments, pipe))
         process.start()
         return process
     arguments = sglang.engine_arguments(model, SglangStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=False)
     before = dict(os.environ)
-    os.environ.update(sglang.engine_environment(1, None, cuda=False).variables() | {BARE_SGLANG: "1"})
+    os.environ.update(sglang.engine_environment(1, cuda=False).variables() | {BARE_SGLANG: "1"})
     try:
         process = context.Process(target=bare_sglang, args=(arguments, pipe))
         process.start()

@@ -87,7 +87,7 @@ class Ours:
         from roll_lite.config.arithmetic import max_model_len
         from roll_lite.distributed.cluster import ClusterSpec, start_cluster
         from roll_lite.distributed.placement import Placement, beside_driver
-        from roll_lite.distributed.strategy.engines import EngineSpec
+        from roll_lite.distributed.strategy.base import EngineSpec
         from roll_lite.workers.infer import InferWorker
         from roll_lite.workers.rollout import RolloutSpec, RolloutWorker
 
@@ -137,7 +137,7 @@ def bare_engine(model: str, arguments: dict[str, Any], pipe: Connection) -> None
     """In a process of its own: an engine inside the process, requests given to it all at once."""
     from roll_lite.distributed.strategy.vllm.compat.settings import engine_environment
 
-    os.environ.update(engine_environment(1, None, cuda=False).variables())
+    os.environ.update(engine_environment(1, cuda=False).variables())
     from vllm import LLM, SamplingParams
 
     llm = LLM(**arguments)
@@ -158,7 +158,7 @@ def bare_arguments(config: Any) -> dict[str, Any]:
     from roll_lite.distributed.strategy.vllm.compat.settings import engine_arguments
 
     arguments = engine_arguments(config.model, config.actor_infer.strategy, max_model_len(config), config.seed, cuda=False)
-    for ours in ("worker_extension_cls", "weight_transfer_config", "enable_log_requests"):
+    for ours in ("worker_extension_cls", "enable_log_requests"):
         arguments.pop(ours)
     return arguments
 

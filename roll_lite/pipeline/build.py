@@ -13,8 +13,7 @@ from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather, start_cluster
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
-from roll_lite.distributed.strategy.base import EngineMemory
-from roll_lite.distributed.strategy.engines import EngineSpec
+from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Engines, Model, RewardModels

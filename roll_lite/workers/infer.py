@@ -14,10 +14,8 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import GenerationRequest
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.fleet import MemberLost, first_line
-from roll_lite.distributed.strategy.base import (
-    EngineMemory,
-)
-from roll_lite.distributed.strategy.engines import EngineSpec, build_engine
+from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
+from roll_lite.distributed.strategy.engines import build_engine
 from roll_lite.distributed.weight_sync.plan import Membership, Route
 from roll_lite.distributed.worker import AsyncWorker
 from roll_lite.scheduler.engines import BatchedEngine, Collected

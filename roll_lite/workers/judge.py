@@ -83,7 +83,7 @@ class JudgeServer:
         from roll_lite.distributed.strategy.vllm.compat.settings import engine_environment
 
         cuda = torch.cuda.is_available()
-        environment = engine_environment(self._config.threads, None, cuda)
+        environment = engine_environment(self._config.threads, cuda)
         self.process = subprocess.Popen(  # noqa: ASYNC220 (takes a moment)
             command(self._config, self._host, self._port, self._served_name, cuda),
             env=os.environ | environment.variables() | {HOST_PID: str(os.getpid())},

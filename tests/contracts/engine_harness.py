@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar, Literal, assert_never
+from typing import Any, ClassVar, Literal
 
 import psutil
 import pytest
@@ -25,10 +25,9 @@ from roll_lite.config.schema import ModelConfig, SglangStrategyConfig, VllmStrat
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
-from roll_lite.distributed.strategy.base import ModelSpec, PauseMode
+from roll_lite.distributed.strategy.base import EngineSpec, ModelSpec, PauseMode
+from roll_lite.distributed.strategy.engines import build_engine
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
-from roll_lite.distributed.strategy.sglang.engine import SglangStrategy
-from roll_lite.distributed.strategy.vllm.engine import VllmStrategy
 from roll_lite.distributed.weight_sync.gloo import GlooSender
 from roll_lite.distributed.weight_sync.group import TransferGroup, open_store
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, plan_transfers, tensors_of
@@ -120,13 +119,10 @@ class SenderProcess:
 
 
 def make_strategy(make: Make, model: ModelConfig, max_model_len: int, **options: Any) -> EngineStrategy:
-    match make:
-        case "vllm":
-            return VllmStrategy(model, VllmStrategyConfig(**options), max_model_len=max_model_len)
-        case "sglang":
-            return SglangStrategy(model, SglangStrategyConfig(**options), max_model_len=max_model_len)
-        case _:
-            assert_never(make)
+    config = {"vllm": VllmStrategyConfig, "sglang": SglangStrategyConfig}[make](**options)
+    strategy = build_engine(EngineSpec(model, config, max_model_len))
+    assert isinstance(strategy, EngineStrategy)
+    return strategy
 
 
 def _serve_log_probs(connection: Connection) -> None:
@@ -245,7 +241,7 @@ class Harness:
         return await task
 
     def processes(self) -> list[psutil.Process]:
-        return list(self.strategy._processes._all)
+        return list(self.strategy.processes._all)
 
     def kill(self) -> None:
         """What the operating system does to an engine that takes too much memory: its first process is gone."""
@@ -258,7 +254,7 @@ class Harness:
             self.sender = SenderProcess.shared()
             await self.sender.call("ping")  # it may still be starting, which is not what time-outs are about
         export = export_plan(random_state(self.family, self.tied, 0, self.dtype))
-        self.plan = plan_transfers(export, {0: self.strategy._options.tensor_parallel})
+        self.plan = plan_transfers(export, {0: self.strategy.options.tensor_parallel})
         store = open_store("127.0.0.1")
         self.stores.append(store)
         membership = self.plan.membership(1, "gloo", "127.0.0.1", store.port, timeout_s)

@@ -85,7 +85,7 @@ async def test_a_stop_text_is_found_across_a_pause(engine: Harness) -> None:
 
 
 async def test_min_tokens_beyond_the_context_are_as_many_as_there_is_room_for(engine: Harness) -> None:
-    length = engine.strategy._max_model_len
+    length = engine.strategy.max_model_len
     completion = await engine.one(600, [3 + n % 90 for n in range(length - 20)], temperature=1.0, min_tokens=600)
     assert completion.finish_reason == FinishReason.LENGTH and len(completion.token_ids) == 20
 

@@ -15,7 +15,7 @@ from engine_harness import Harness, Make, SenderProcess, assert_log_probs, rando
 from left_behind import Traces, nothing_left_behind
 from support_models import Family
 
-from roll_lite.distributed.strategy.inference.engine import EngineDead
+from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.group import TransferError
 

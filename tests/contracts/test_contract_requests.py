@@ -38,7 +38,7 @@ async def test_length(engine: Harness) -> None:
 
 
 async def test_the_context_ends_a_response_too(engine: Harness) -> None:
-    length = engine.strategy._max_model_len
+    length = engine.strategy.max_model_len
     completion = await engine.one(LONG, [3 + n % 90 for n in range(length - 20)], min_tokens=20)
     assert completion.finish_reason == FinishReason.LENGTH and len(completion.token_ids) == 20
     completion = await engine.one(LONG, [3 + n % 90 for n in range(length - 1)])

@@ -12,8 +12,8 @@ from left_behind import Traces, nothing_left_behind
 from support_models import make_tiny_model
 
 from roll_lite.config.schema import ModelConfig
-from roll_lite.distributed.strategy.inference.engine import EngineDead
-from roll_lite.distributed.strategy.vllm.compat.llm import Llm
+from roll_lite.distributed.strategy.inference.life import EngineDead
+from roll_lite.distributed.strategy.vllm.compat.engine import VllmEngine
 
 
 @pytest.mark.parametrize("folder", ["missing", "empty"])
@@ -46,7 +46,7 @@ async def test_vllm_that_fails_once_it_has_started(tmp: Path, monkeypatch: pytes
             seen.extend([len(traces.processes()), len(traces.folders())])
             raise RuntimeError("no version today")
 
-        monkeypatch.setattr(Llm, "set_version", refuse)
+        monkeypatch.setattr(VllmEngine, "_set_version", refuse)
         with pytest.raises(RuntimeError, match="no version today"):
             await strategy.initialize()
     assert all(seen) and not (await strategy.health()).alive

@@ -52,9 +52,10 @@ def ranks() -> Iterator[RankPool]:
 
 
 async def sampled(model: Path) -> dict[str, list[tuple[GenerationRequest, Completion]]]:
-    from roll_lite.distributed.strategy.vllm.engine import VllmStrategy
+    from roll_lite.distributed.strategy.base import EngineSpec
+    from roll_lite.distributed.strategy.engines import build_engine
 
-    engine = VllmStrategy(ModelConfig(path=model, dtype="float32"), VllmStrategyConfig(kv_cache_mb=64), max_model_len=128)
+    engine = build_engine(EngineSpec(ModelConfig(path=model, dtype="float32"), VllmStrategyConfig(kv_cache_mb=64), max_model_len=128))
     await engine.initialize()
     try:
         requests = {

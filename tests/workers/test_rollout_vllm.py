@@ -14,7 +14,7 @@ from roll_lite.config.schema import DataConfig, DomainConfig, ModelConfig, Rewar
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.placement import anywhere
-from roll_lite.distributed.strategy.engines import EngineSpec
+from roll_lite.distributed.strategy.base import EngineSpec
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutSpec, RolloutWorker
 

@@ -34,7 +34,7 @@ from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, RankFailed, start_cluster
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.placement import anywhere
-from roll_lite.distributed.strategy.engines import EngineSpec
+from roll_lite.distributed.strategy.base import EngineSpec
 from roll_lite.scheduler.engines import EngineLost
 from roll_lite.workers.infer import InferWorker, RemoteEngine
 from roll_lite.workers.rollout import RolloutBatch, RolloutSpec, RolloutWorker, sampling_of

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from roll_lite.config.schema import HfStrategyConfig, MegatronStrategyConfig, ModelConfig, OptimizerConfig
+from roll_lite.config.schema import HfStrategyConfig, InferStrategyConfig, MegatronStrategyConfig, ModelConfig, OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, GenerationRequest
@@ -194,12 +194,27 @@ class EngineHealth:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine replica needs to know."""
+
+    model: ModelConfig
+    strategy: InferStrategyConfig
+    max_model_len: int
+    seed: int = 1
+    threads: int = 1
+    """CPU threads of each of the engine's processes."""
+
+
 class InferenceStrategy(ABC):
     """One engine replica."""
 
     capabilities: Capabilities
-    notes: Sequence[str] = ()
-    """Once it is initialized: what of the user's settings the engine does not get, to be said at the start."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What of the user's settings the engine does not get, to be said at the start."""
+        return ()
 
     @abstractmethod
     async def initialize(self) -> None: ...

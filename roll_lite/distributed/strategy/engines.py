@@ -1,4 +1,4 @@
-"""The inference engines by the name of their strategy: what a replica is told, how it is built, which arguments are its strategy's own.
+"""The inference engines by the name of their strategy: how a replica is built, which arguments are not the user's.
 
 Nothing here imports an engine, nor torch before one is built.
 """
@@ -6,14 +6,11 @@ Nothing here imports an engine, nor torch before one is built.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema import (
     EngineStrategyConfig,
-    InferStrategyConfig,
-    ModelConfig,
     RunConfig,
     ScriptedStrategyConfig,
     SglangStrategyConfig,
@@ -25,33 +22,24 @@ from roll_lite.distributed.strategy.vllm.compat import judge_server
 from roll_lite.distributed.strategy.vllm.compat import settings as vllm
 
 if TYPE_CHECKING:
-    from roll_lite.distributed.strategy.base import InferenceStrategy
+    from roll_lite.distributed.strategy.base import EngineSpec, InferenceStrategy
 
 OWN_ARGUMENTS: Mapping[str, tuple[str, ...]] = {"vllm": vllm.OWN_ARGUMENTS, "sglang": sglang.OWN_ARGUMENTS}
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an engine replica needs to know."""
-
-    model: ModelConfig
-    strategy: InferStrategyConfig
-    max_model_len: int
-    seed: int = 1
-    threads: int = 1
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
     """The one place where an engine is chosen. Each is imported only where it runs: they are large and exclude each other."""
     match spec.strategy:
         case VllmStrategyConfig():
-            from roll_lite.distributed.strategy.vllm.engine import VllmStrategy
+            from roll_lite.distributed.strategy.inference.engine import EngineStrategy
+            from roll_lite.distributed.strategy.vllm.compat.engine import VllmEngine
 
-            return VllmStrategy(spec.model, spec.strategy, max_model_len=spec.max_model_len, seed=spec.seed, threads=spec.threads)
+            return EngineStrategy(VllmEngine(spec), spec)
         case SglangStrategyConfig():
-            from roll_lite.distributed.strategy.sglang.engine import SglangStrategy
+            from roll_lite.distributed.strategy.inference.engine import EngineStrategy
+            from roll_lite.distributed.strategy.sglang.compat.engine import SglangEngine
 
-            return SglangStrategy(spec.model, spec.strategy, max_model_len=spec.max_model_len, seed=spec.seed, threads=spec.threads)
+            return EngineStrategy(SglangEngine(spec), spec)
         case ScriptedStrategyConfig():
             from roll_lite.distributed.strategy.scripted import ScriptedEngine
 

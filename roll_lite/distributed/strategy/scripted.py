@@ -20,7 +20,9 @@ from roll_lite.distributed.strategy.base import (
     InferenceStrategy,
     PauseMode,
 )
+from roll_lite.distributed.strategy.inference.life import EngineLife, EngineState, Event
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
+from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors
 
 LOG_PROB = -1.0
 
@@ -99,13 +101,9 @@ class ScriptedEngine(InferenceStrategy):
         self._weights = weights
         self._running: dict[str, _Running] = {}
         self._waiting: deque[_Running] = deque()
-        self._paused: PauseMode | None = None
-        self._away: set[EngineMemory] = set()
+        self._life = EngineLife("scripted", failure=None)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._version = 0
-        self._dead: str | None = None
-        self._expected: dict[str, tuple[int, ...]] | None = None
 
     async def initialize(self) -> None:
         """Nothing to load."""
@@ -113,8 +111,8 @@ class ScriptedEngine(InferenceStrategy):
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         out: asyncio.Queue[Completion] = asyncio.Queue()
         for request in requests:
-            if self._dead is not None:
-                out.put_nowait(Completion(request.request_id, error=self._dead))
+            if self._life.failure is not None:
+                out.put_nowait(Completion(request.request_id, error=self._life.failure))
             else:
                 self._waiting.append(_Running(request, self._script(request), out))
         self._admit()
@@ -124,11 +122,11 @@ class ScriptedEngine(InferenceStrategy):
     # ------------------------------------------------------------ time
 
     def _admit(self) -> None:
-        while self._paused is None and not self._away and self._waiting and (self._slots is None or len(self._running) < self._slots):
+        while self._life.state is EngineState.SERVING and self._waiting and (self._slots is None or len(self._running) < self._slots):
             run = self._waiting.popleft()
             self._running[run.request.request_id] = run
             self._idle.clear()
-            run.versions.append(VersionSpan(0, self._version))
+            run.versions.append(VersionSpan(0, self._life.version))
             self._continue(run)
 
     def _continue(self, run: _Running) -> None:
@@ -170,7 +168,7 @@ class ScriptedEngine(InferenceStrategy):
 
     def kill(self, cause: str) -> None:
         """The engine dies, with everything in it."""
-        self._dead = cause
+        self._life.die(cause)
         for run in [*self._running.values(), *self._waiting]:
             self._freeze(run)
             self._end(run, 0, FinishReason.ABORT, error=cause)
@@ -188,77 +186,75 @@ class ScriptedEngine(InferenceStrategy):
         self._admit()
 
     async def pause(self, mode: PauseMode) -> None:
-        self._paused = mode
+        self._life.pause()
         if mode is PauseMode.ABORT:
             await self.abort()
-        elif mode is PauseMode.KEEP:
-            for run in self._running.values():
-                self._freeze(run)
+        elif mode is PauseMode.KEEP or self._life.held_up:
+            self._freeze_all()
         else:
             await self._idle.wait()
 
     async def resume(self) -> None:
-        self._paused = None
+        self._life.resume()
+        self._go_on()
+
+    def _freeze_all(self) -> None:
         for run in self._running.values():
-            if run.timer is None:
-                self._continue(run)
+            self._freeze(run)
+
+    def _go_on(self) -> None:
+        """With what is frozen and what waits, if nothing is in the way any more."""
+        if self._life.state is EngineState.SERVING:
+            for run in self._running.values():
+                if run.timer is None:
+                    self._continue(run)
         self._admit()
 
-    # ------------------------------------------------------------ weights
+    # ------------------------------------------------------------ weights, memory
 
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
         """No weights travel here."""
+        self._life.require(Event.CONNECT)
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
-        if self._expected is not None:
-            raise RuntimeError("a weight update is under way already")
-        for tensor in tensors:
-            self._check(tensor)
-        self._expected = {tensor.name: tuple(tensor.shape) for tensor in tensors}
-
-    def _check(self, tensor: ExportedTensor) -> None:
-        if self._weights is None:
-            return
-        if tensor.name not in self._weights:
-            raise ValueError(f"weight update: the engine's model has no tensor {tensor.name}")
-        here, coming = self._weights[tensor.name], tuple(tensor.shape)
-        if here != coming:
-            raise ValueError(f"weight update: {tensor.name} has shape {coming}, the engine's model has {here}")
+        self._life.require(Event.BEGIN_UPDATE)
+        if self._weights is not None:
+            check_tensors(tensors, self._weights)
+        self._life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route]) -> None:
-        if self._expected is None:
-            raise RuntimeError("receive_bucket before begin_weight_update")
-        for tensor in tensors_of(routes):
-            if self._expected.pop(tensor.name, None) is None:
-                raise ValueError(f"weight update: {tensor.name} was not announced, or came twice")
+        tensors = tensors_of(routes)
+        self._life.require_update(Event.RECEIVE).check(tensors)
+        self._life.receive().arrived.update(tensor.name for tensor in tensors)
+        self._freeze_all()
 
     async def finish_weight_update(self, version: int) -> None:
-        if self._expected is None:
-            raise RuntimeError("finish_weight_update before begin_weight_update")
-        if self._expected:
-            raise RuntimeError(f"weight update {version}: never received {', '.join(sorted(self._expected))}")
-        self._expected = None
-        self._version = version
+        self._life.require_update(Event.FINISH_UPDATE).require_complete()
+        self._life.finish_update(version)
         now = asyncio.get_running_loop().time()
         for run in self._running.values():
             run.versions = [span for span in run.versions if span.start < run.produced(now)] + [VersionSpan(run.produced(now), version)]
+        self._go_on()
 
     async def weight_checksums(self) -> dict[str, str]:
         """There are no weights to sum."""
+        self._life.require(Event.READ_WEIGHTS)
         return {}
 
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        self._away -= set(parts)
-        self._admit()
+        self._life.load(parts)
+        self._go_on()
 
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
         """There is nothing to free, but requests end and wait as they would."""
-        self._away |= set(parts)
-        if self._away:
+        self._life.require(Event.OFFLOAD)
+        leaving = set(parts)
+        if leaving:
+            self._life.offload(leaving)
             await self.abort(list(self._running))
 
     async def health(self) -> EngineHealth:
-        return EngineHealth(alive=self._dead is None, version=self._version, running=len(self._running), waiting=len(self._waiting))
+        return EngineHealth(self._life.failure is None, self._life.version, len(self._running), len(self._waiting))
 
     async def shutdown(self) -> None:
         self.kill("shut down")

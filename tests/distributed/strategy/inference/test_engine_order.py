@@ -13,8 +13,10 @@ import torch
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
-from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, PauseMode
-from roll_lite.distributed.strategy.inference.engine import EngineDead, EngineStrategy
+from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, EngineSpec, PauseMode
+from roll_lite.distributed.strategy.inference.engine import EngineStrategy
+from roll_lite.distributed.strategy.inference.life import EngineDead
+from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.weight_sync.group import TransferError
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Route
 
@@ -26,15 +28,14 @@ def way(tensor: ExportedTensor) -> Route:
     return Route(tensor.bucket, 0, (1,), (tensor,))
 
 
-class Recorder(EngineStrategy):
-    """Runs, is paused, is told; a request that runs on an offloaded engine or on half its weights is a failure of the test."""
+class Recorder:
+    """A make that runs, is paused, is told; a request that runs on an offloaded engine or on half its weights is a failure of the test."""
 
-    make = "recorded"
+    name = "recorded"
     capabilities = Capabilities(keep_mask=False, frees_memory=False, pause_modes=frozenset(PauseMode))
+    notes = ()
 
     def __init__(self) -> None:
-        super().__init__(ModelConfig(path=Path("model")), VllmStrategyConfig(), max_model_len=100)
-        self._failure, self._vocabulary, self._shapes = None, 10, {"a": (2,), "b": (2,)}
         self.runs, self.half_loaded, self.gone = True, False, False
         self.resident: set[EngineMemory] = set(ALL)
         self.calls: list[str] = []
@@ -49,89 +50,102 @@ class Recorder(EngineStrategy):
             assert self.resident == ALL, "runs without its memory"
             assert not self.half_loaded, "runs on half-loaded weights"
 
-    def _check_version(self) -> None: ...
+    def check_version(self) -> None: ...
 
-    async def _launch(self) -> list[int]:
+    async def start(self) -> list[int]:
         return []
 
-    async def _open(self, config: HfConfig) -> None: ...
+    async def prepare(self, config: HfConfig) -> None: ...
 
-    async def shutdown(self) -> None:
-        self._give_up("shut down")
+    def is_dead(self) -> bool:
+        return self.gone
 
-    async def _run(self, request: GenerationRequest) -> Completion:
+    def give_up(self, why: str) -> None: ...
+
+    async def stop(self, processes: EngineProcesses) -> None: ...
+
+    async def run(self, request: GenerationRequest, version: int) -> Completion:
         future = self.requests[request.request_id] = asyncio.get_running_loop().create_future()
         return await future
 
-    async def _abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             if not self.requests[request_id].done():
                 self.requests[request_id].set_result(Completion(request_id, (1,), finish_reason=FinishReason.ABORT))
 
-    async def _pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         await self.gate.wait()
         if mode is PauseMode.ABORT:
-            await self._abort(list(self.requests))
+            await self.abort(list(self.requests))
         if mode is PauseMode.WAIT:
             assert not self.half_loaded and self.resident == ALL, "lets requests run to their end"
             await asyncio.gather(*self.requests.values())
         self.runs = False
         self.calls.append(f"pause {mode}")
 
-    async def _resume(self) -> None:
+    async def resume(self) -> None:
         await self.gate.wait()
         self.runs = True
         self.calls.append("resume")
         self.check()
 
-    async def _offload(self, parts: Collection[EngineMemory]) -> None:
+    async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
         assert not self.runs and self.resident.issuperset(parts)
+        assert cache_stays == (EngineMemory.KV_CACHE in self.resident - set(parts))
         await self.gate.wait()
         self.resident -= set(parts)
         self.calls.append(f"offload {'+'.join(sorted(parts))}")
         self.check()
 
-    async def _load(self, parts: Collection[EngineMemory]) -> None:
+    async def load(self, parts: Collection[EngineMemory]) -> None:
         assert not self.resident & set(parts), "loaded twice"
         await self.gate.wait()
         self.resident |= set(parts)
         self.calls.append(f"load {'+'.join(sorted(parts))}")
 
-    async def _connect(self, first_member: int, membership: dict[str, Any]) -> None: ...
+    async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
+        match method:
+            case "roll_lite_load_bucket":
+                assert not self.runs
+                await self.gate.wait()
+                self._break()
+                self.half_loaded = True
+                self.calls.append("bucket")
+            case "roll_lite_weights_touched":
+                return [self.half_loaded]
+            case "roll_lite_put_in_place":
+                self._break()
+                self.half_loaded = False
+            case "roll_lite_checksums":
+                return [dict.fromkeys("ab", "")]
+        return []
 
-    async def _load_bucket(self, routes: list[dict[str, Any]]) -> None:
-        assert not self.runs
-        await self.gate.wait()
+    def _break(self) -> None:
         if self.broken is not None:
             raise self.broken
-        self.half_loaded = True
-        self.calls.append("bucket")
 
-    async def _weights_touched(self) -> bool:
-        return self.half_loaded
+    async def renew(self, version: int) -> None: ...
 
-    async def _put_in_place(self, version: int) -> None:
-        if self.broken is not None:
-            raise self.broken
-        self.half_loaded = False
 
-    async def _checksums(self, dtypes: dict[str, str]) -> dict[str, str]:
-        return dict.fromkeys("ab", "")
+class Engine(EngineStrategy):
+    make: Recorder
 
-    def _is_dead(self) -> bool:
-        return self.gone
+    def __init__(self) -> None:
+        super().__init__(Recorder(), EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(), max_model_len=100))
+        self._vocabulary, self._shapes = 10, {"a": (2,), "b": (2,)}
+        self._life.start()
 
 
 @pytest.fixture
-async def engine() -> Recorder:
-    return Recorder()
+async def engine() -> Engine:
+    return Engine()
 
 
 def request(name: str, **sampling: Any) -> GenerationRequest:
     return GenerationRequest(name, (1, 2), Sampling(**{"temperature": 1.0, "max_tokens": 8} | sampling))
 
 
-async def completions(engine: Recorder, *names: str) -> dict[str, Completion]:
+async def completions(engine: Engine, *names: str) -> dict[str, Completion]:
     return {completion.request_id: completion async for completion in engine.generate([request(name) for name in names])}
 
 
@@ -140,7 +154,7 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-async def update(engine: Recorder, version: int = 1) -> None:
+async def update(engine: Engine, version: int = 1) -> None:
     await engine.begin_weight_update([A, B])
     for tensor in (A, B):
         await engine.receive_bucket([way(tensor)])
@@ -151,7 +165,7 @@ async def update(engine: Recorder, version: int = 1) -> None:
 
 
 @pytest.mark.parametrize("steps", range(4))
-async def test_an_engine_that_dies_while_requests_are_submitted_answers_them_all(engine: Recorder, steps: int) -> None:
+async def test_an_engine_that_dies_while_requests_are_submitted_answers_them_all(engine: Engine, steps: int) -> None:
     task = asyncio.create_task(completions(engine, "a", "b", "c"))
     await turns(steps)
     engine._give_up("died")
@@ -160,7 +174,7 @@ async def test_an_engine_that_dies_while_requests_are_submitted_answers_them_all
 
 
 @pytest.mark.parametrize("steps", range(1, 4))
-async def test_an_abort_finds_requests_that_are_on_their_way(engine: Recorder, steps: int) -> None:
+async def test_an_abort_finds_requests_that_are_on_their_way(engine: Engine, steps: int) -> None:
     task = asyncio.create_task(completions(engine, "a", "b"))
     await turns(steps)
     await engine.abort(["a"])
@@ -172,7 +186,7 @@ async def test_an_abort_finds_requests_that_are_on_their_way(engine: Recorder, s
 
 
 @pytest.mark.parametrize(("sampling", "message"), [({"max_tokens": 0}, "max_tokens is 0"), ({"stop": ("x", "")}, "stop text is empty")])
-async def test_what_no_engine_can_do_is_refused_alike(engine: Recorder, sampling: dict[str, Any], message: str) -> None:
+async def test_what_no_engine_can_do_is_refused_alike(engine: Engine, sampling: dict[str, Any], message: str) -> None:
     (completion,) = [one async for one in engine.generate([request("a", **sampling)])]
     assert message in (completion.error or "")
 
@@ -180,20 +194,20 @@ async def test_what_no_engine_can_do_is_refused_alike(engine: Recorder, sampling
 # ---------------------------------------------------------------- pause and memory
 
 
-async def test_a_resume_beside_an_offload_starts_nothing(engine: Recorder) -> None:
+async def test_a_resume_beside_an_offload_starts_nothing(engine: Engine) -> None:
     await asyncio.gather(engine.offload(), engine.resume())
-    assert not engine.runs and engine.resident == set()
+    assert not engine.make.runs and engine.make.resident == set()
     await engine.load()
-    assert engine.runs
+    assert engine.make.runs
 
 
-async def test_loading_twice_at_once_loads_once(engine: Recorder) -> None:
+async def test_loading_twice_at_once_loads_once(engine: Engine) -> None:
     await engine.offload()
     await asyncio.gather(engine.load(), engine.load(), engine.load([EngineMemory.WEIGHTS]))
-    assert engine.calls == ["pause abort", "offload kv_cache+weights", "load kv_cache+weights", "resume"]
+    assert engine.make.calls == ["pause abort", "offload kv_cache+weights", "load kv_cache+weights", "resume"]
 
 
-async def test_a_resume_comes_after_the_pause_before_it(engine: Recorder) -> None:
+async def test_a_resume_comes_after_the_pause_before_it(engine: Engine) -> None:
     running = asyncio.create_task(completions(engine, "a"))
     await turns()
     pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
@@ -201,13 +215,13 @@ async def test_a_resume_comes_after_the_pause_before_it(engine: Recorder) -> Non
     resuming = asyncio.create_task(engine.resume())
     await turns()
     assert not resuming.done()
-    await engine._abort(["a"])
+    await engine.make.abort(["a"])
     await asyncio.gather(pausing, resuming, running)
-    assert engine.calls == ["pause wait", "resume"] and engine.runs
+    assert engine.make.calls == ["pause wait", "resume"] and engine.make.runs
 
 
 @pytest.mark.parametrize("how", ["pause", "offload"])
-async def test_an_abort_does_not_wait_for_requests_to_end_by_themselves(engine: Recorder, how: str) -> None:
+async def test_an_abort_does_not_wait_for_requests_to_end_by_themselves(engine: Engine, how: str) -> None:
     running = asyncio.create_task(completions(engine, "a", "b"))
     await turns()
     pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
@@ -218,21 +232,21 @@ async def test_an_abort_does_not_wait_for_requests_to_end_by_themselves(engine: 
 
 
 @pytest.mark.parametrize("asked", [PauseMode.KEEP, PauseMode.ABORT])
-async def test_a_pause_that_was_cancelled_is_asked_for_again(engine: Recorder, asked: PauseMode) -> None:
-    engine.gate.clear()
+async def test_a_pause_that_was_cancelled_is_asked_for_again(engine: Engine, asked: PauseMode) -> None:
+    engine.make.gate.clear()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(engine.pause(PauseMode.KEEP), 0.01)
-    engine.gate.set()
+    engine.make.gate.set()
     await engine.pause(asked)
-    assert not engine.runs
+    assert not engine.make.runs
     await engine.resume()
-    assert engine.runs
+    assert engine.make.runs
 
 
 # ---------------------------------------------------------------- updates
 
 
-async def test_nothing_starts_an_engine_in_the_middle_of_an_update(engine: Recorder) -> None:
+async def test_nothing_starts_an_engine_in_the_middle_of_an_update(engine: Engine) -> None:
     await engine.begin_weight_update([A, B])
     await engine.receive_bucket([way(A)])
     await engine.resume()
@@ -241,16 +255,16 @@ async def test_nothing_starts_an_engine_in_the_middle_of_an_update(engine: Recor
     with pytest.raises(RuntimeError, match="under way: finish it before anything is offloaded"):
         await engine.offload()
     await engine.load()
-    assert not engine.runs
+    assert not engine.make.runs
     await engine.receive_bucket([way(B)])
     await engine.finish_weight_update(1)
-    assert engine.runs
+    assert engine.make.runs
 
 
-async def test_nothing_overtakes_the_first_bucket(engine: Recorder) -> None:
+async def test_nothing_overtakes_the_first_bucket(engine: Engine) -> None:
     """It is on its way: what is asked of the engine meanwhile is refused, or waits."""
     await engine.begin_weight_update([A, B])
-    engine.gate.clear()
+    engine.make.gate.clear()
     receiving = asyncio.create_task(engine.receive_bucket([way(A)]))
     await turns()
     for refused in (engine.begin_weight_update([A, B]), engine.offload(), engine.weight_checksums()):
@@ -259,13 +273,13 @@ async def test_nothing_overtakes_the_first_bucket(engine: Recorder) -> None:
     resuming = asyncio.create_task(engine.resume())
     await turns()
     assert not resuming.done()
-    engine.gate.set()
+    engine.make.gate.set()
     await asyncio.gather(receiving, resuming)
-    assert not engine.runs and engine.half_loaded
+    assert not engine.make.runs and engine.make.half_loaded
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
-async def test_a_caller_that_pauses_decides_when_to_resume(engine: Recorder, when: str) -> None:
+async def test_a_caller_that_pauses_decides_when_to_resume(engine: Engine, when: str) -> None:
     if when == "before":
         await engine.pause(PauseMode.KEEP)
     await engine.begin_weight_update([A, B])
@@ -274,14 +288,14 @@ async def test_a_caller_that_pauses_decides_when_to_resume(engine: Recorder, whe
         await engine.pause(PauseMode.KEEP)
     await engine.receive_bucket([way(B)])
     await engine.finish_weight_update(1)
-    assert not engine.runs
+    assert not engine.make.runs
     await engine.resume()
-    assert engine.runs
+    assert engine.make.runs
 
 
-async def test_an_update_that_is_cancelled_ends_the_engine(engine: Recorder) -> None:
+async def test_an_update_that_is_cancelled_ends_the_engine(engine: Engine) -> None:
     await engine.begin_weight_update([A, B])
-    engine.gate.clear()
+    engine.make.gate.clear()
     receiving = asyncio.create_task(engine.receive_bucket([way(A)]))
     await turns()
     receiving.cancel()
@@ -293,30 +307,30 @@ async def test_an_update_that_is_cancelled_ends_the_engine(engine: Recorder) -> 
 
 
 @pytest.mark.parametrize("touched", [False, True])
-async def test_a_bucket_that_does_not_come(engine: Recorder, touched: bool) -> None:
+async def test_a_bucket_that_does_not_come(engine: Engine, touched: bool) -> None:
     await engine.begin_weight_update([A, B])
     if touched:
         await engine.receive_bucket([way(A)])
-    engine.broken = TransferError("no trainer")
+    engine.make.broken = TransferError("no trainer")
     with pytest.raises(TransferError):
         await engine.receive_bucket([way(B if touched else A)])
-    engine.broken = None
+    engine.make.broken = None
     assert (await engine.health()).alive is not touched
     if not touched:
-        assert engine.runs
+        assert engine.make.runs
         await update(engine)
 
 
-async def test_weights_that_cannot_be_put_in_place_end_the_engine(engine: Recorder) -> None:
+async def test_weights_that_cannot_be_put_in_place_end_the_engine(engine: Engine) -> None:
     await engine.begin_weight_update([A, B])
     for tensor in (A, B):
         await engine.receive_bucket([way(tensor)])
-    engine.broken = RuntimeError("the cache cannot be cleared")
+    engine.make.broken = RuntimeError("the cache cannot be cleared")
     with pytest.raises(RuntimeError, match="cannot be cleared"):
         await engine.finish_weight_update(1)
     assert "could not be put in place" in (await engine.health()).details["failure"]
 
 
-async def test_an_engine_is_started_once(engine: Recorder) -> None:
+async def test_an_engine_is_started_once(engine: Engine) -> None:
     with pytest.raises(RuntimeError, match="starts its engine once"):
         await engine.initialize()

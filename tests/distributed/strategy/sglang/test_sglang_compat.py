@@ -54,18 +54,16 @@ def test_missing_sglang_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_environments() -> None:
-    cpu = engine_environment(threads=3, devices=[0], cuda=False, workers=2).variables({})
+    cpu = engine_environment(threads=3, cuda=False, workers=2).variables({})
     assert cpu["OMP_NUM_THREADS"] == "3" and cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
-    assert "CUDA_VISIBLE_DEVICES" not in cpu
-    gpu = engine_environment(threads=3, devices=[2, 3], cuda=True).variables({})
-    assert gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
+    gpu = engine_environment(threads=3, cuda=True).variables({})
     assert not {"SGLANG_USE_CPU_ENGINE", "TORCHDYNAMO_DISABLE"} & gpu.keys()
 
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_what_the_user_has_set_in_the_environment_stays(cuda: bool) -> None:
     given = {"HF_HUB_OFFLINE": "0", "PYTHONWARNINGS": "error", "SGLANG_CPU_OMP_THREADS_BIND": "0-3"}
-    environment = engine_environment(1, None, cuda)
+    environment = engine_environment(1, cuda)
     assert given.items() <= (given | environment.variables(given)).items() and environment.notes(given) == []
     given["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "0"
     assert environment.variables(given)["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1"

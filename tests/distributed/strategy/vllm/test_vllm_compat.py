@@ -10,11 +10,11 @@ import pytest
 
 from roll_lite.config.schema import JudgeServerConfig, ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
-from roll_lite.distributed.strategy.base import EngineMemory
+from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.vllm.compat import settings
+from roll_lite.distributed.strategy.vllm.compat.engine import VllmEngine
 from roll_lite.distributed.strategy.vllm.compat.judge_server import server_arguments
-from roll_lite.distributed.strategy.vllm.compat.llm import Llm
 from roll_lite.distributed.strategy.vllm.compat.requests import sampling_params
 
 MODEL = ModelConfig(path=Path("model"), dtype="float32")
@@ -53,29 +53,26 @@ def test_missing_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_environment_of_a_cpu_engine() -> None:
-    environment = settings.engine_environment(threads=3, devices=[0], cuda=False).variables({})
+    environment = settings.engine_environment(threads=3, cuda=False).variables({})
     assert environment["OMP_NUM_THREADS"] == "3"
     assert "CUDA_VISIBLE_DEVICES" not in environment
 
 
 def test_environment_of_a_gpu_engine() -> None:
-    environment = settings.engine_environment(1, [2, 3], cuda=True).variables({})
-    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
-    assert "TORCHDYNAMO_DISABLE" not in environment
-    assert "CUDA_VISIBLE_DEVICES" not in settings.engine_environment(1, None, cuda=True).variables({})
+    assert not {"TORCHDYNAMO_DISABLE", "OMP_NUM_THREADS"} & settings.engine_environment(1, cuda=True).variables({}).keys()
 
 
 @pytest.mark.parametrize("cuda", [False, True])
 def test_what_the_user_has_set_in_the_environment_stays(cuda: bool) -> None:
     given = {"VLLM_LOGGING_LEVEL": "DEBUG", "HF_HUB_OFFLINE": "0", "TORCHDYNAMO_DISABLE": "0", "VLLM_CPU_OMP_THREADS_BIND": "0-3"}
-    environment = settings.engine_environment(1, None, cuda)
+    environment = settings.engine_environment(1, cuda)
     assert given.items() <= (given | environment.variables(given)).items()
     assert environment.notes(given) == []
 
 
 def test_but_for_what_the_engine_cannot_do_without_which_is_told() -> None:
     given = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    environment = settings.engine_environment(1, None, cuda=False)
+    environment = settings.engine_environment(1, cuda=False)
     assert environment.variables(given)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert environment.notes(given) == [
         "the environment's VLLM_WORKER_MULTIPROC_METHOD=fork is set to 'spawn' for the engine, which needs that"
@@ -130,17 +127,18 @@ def test_seeds_fit_vllm(seed: int | None, expected: int | None) -> None:
     assert sampling_params(request).seed == expected
 
 
-class RecordedWorkers(Llm):
+class RecordedWorkers(VllmEngine):
     """What the workers would be told."""
 
     def __init__(self) -> None:
+        super().__init__(EngineSpec(MODEL, VllmStrategyConfig(), 64))
+        self._cuda = True
         self.calls: list[tuple[Any, ...]] = []
 
-    async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        self.calls.append((method, *args))
-        return []
+    async def _workers(self, method: str, *arguments: Any) -> None:
+        self.calls.append((method, *arguments))
 
-    async def forget(self) -> None:
+    async def _forget(self) -> None:
         self.calls.append(("forget",))
 
 
@@ -156,6 +154,6 @@ class RecordedWorkers(Llm):
 )
 async def test_what_leaves_a_gpu(parts: list[str], cache_stays: bool, calls: list[tuple[Any, ...]]) -> None:
     """vLLM lets the cache go alone, but the weights only with it."""
-    llm = RecordedWorkers()
-    await llm.offload([EngineMemory(part) for part in parts], cache_stays)
-    assert llm.calls == [("forget",), *calls]
+    engine = RecordedWorkers()
+    await engine.offload([EngineMemory(part) for part in parts], cache_stays)
+    assert engine.calls == [("forget",), *calls]

@@ -11,13 +11,14 @@ from typing import Any
 
 import psutil
 
+from roll_lite.config.schema import SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.distributed.strategy.inference.processes import kill_all
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
+from roll_lite.distributed.strategy.sglang.compat.channel import Start
 from roll_lite.distributed.strategy.sglang.compat.requests import completion, generate_input
 from roll_lite.distributed.strategy.sglang.compat.settings import OWN_ARGUMENTS, check_cache, engine_arguments
-from roll_lite.distributed.strategy.sglang.spec import EngineSpec
 
 _TAGS = {EngineMemory.WEIGHTS: "weights", EngineMemory.KV_CACHE: "kv_cache"}
 
@@ -25,35 +26,38 @@ _TAGS = {EngineMemory.WEIGHTS: "weights", EngineMemory.KV_CACHE: "kv_cache"}
 class Manager:
     """SGLang's engine and the tokenizer manager in it, through which everything goes."""
 
-    def __init__(self, engine: Any, spec: EngineSpec) -> None:
+    def __init__(self, engine: Any, start: Start) -> None:
         self._engine = engine
         self._manager = engine.tokenizer_manager
-        self._spec = spec
+        self._max_model_len = start.spec.max_model_len
+        self._answer = Path(start.scratch) / "answer.json"
         self._vocabulary = int(self._manager.model_config.vocab_size)
         self._version = "0"
 
     @classmethod
-    def start(cls, spec: EngineSpec) -> Manager:
+    def start(cls, start: Start) -> Manager:
         from sglang.srt.entrypoints.engine import Engine
         from sglang.srt.server_args import ServerArgs
 
         from roll_lite.distributed.strategy.sglang.compat.scheduler import run_scheduler
 
+        spec, strategy = start.spec, start.spec.strategy
+        assert isinstance(strategy, SglangStrategyConfig)
         known = getattr(ServerArgs, "__struct_fields__", ()) or getattr(ServerArgs, "__dataclass_fields__", ())
-        check_engine_args("SGLang", spec.strategy.engine_args, OWN_ARGUMENTS, list(known))
+        check_engine_args("SGLang", strategy.engine_args, OWN_ARGUMENTS, list(known))
 
         class RolloutEngine(Engine):
             run_scheduler_process_func = staticmethod(run_scheduler)
 
-        engine = RolloutEngine(**engine_arguments(spec.model, spec.strategy, spec.max_model_len, spec.seed, spec.cuda))
+        engine = RolloutEngine(**engine_arguments(spec.model, strategy, spec.max_model_len, spec.seed, start.cuda))
         scheduler = engine._scheduler_init_result.scheduler_infos[0]
         cache = scheduler["max_total_num_tokens"], scheduler["page_size"]
         try:
-            check_cache(spec.model, spec.strategy, spec.max_model_len, spec.cuda, *cache)
+            check_cache(spec.model, strategy, spec.max_model_len, start.cuda, *cache)
         except ValueError:
             _end(engine)
             raise
-        return cls(engine, spec)
+        return cls(engine, start)
 
     # ------------------------------------------------------------ life
 
@@ -71,7 +75,7 @@ class Manager:
 
     async def generate(self, request: GenerationRequest, rid: str, seed: int, aborted: Callable[[], bool]) -> Completion:
         """`rid` must be no prefix of another. `aborted`: whether somebody has asked for that, when it has ended."""
-        asked = generate_input(request, rid, seed, self._spec.max_model_len, self._vocabulary)
+        asked = generate_input(request, rid, seed, self._max_model_len, self._vocabulary)
         output = await anext(self._manager.generate_request(asked, None))
         return completion(request, output, self._manager.tokenizer, aborted())
 
@@ -107,7 +111,7 @@ class Manager:
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
         """Call a method of RolloutScheduler on all workers. It may wait for a trainer, hence the thread."""
-        answer = Path(self._spec.scratch) / "answer.json"
+        answer = self._answer
         answer.unlink(missing_ok=True)
         try:
             await asyncio.to_thread(lambda: self._engine.collective_rpc(method, answer=str(answer), **arguments))

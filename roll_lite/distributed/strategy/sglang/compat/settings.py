@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from roll_lite.config.hf_config import read_hf_config
@@ -45,8 +44,8 @@ def check_version() -> str:
     return settings.check_version(("sglang",), SUPPORTED, "SGLang: pip install 'roll_lite[sglang]'")
 
 
-def engine_environment(threads: int, devices: Sequence[int] | None, cuda: bool, workers: int = 1) -> Environment:
-    """What the engine's process finds when it starts. `devices`: the GPUs that it may use; all visible ones where None."""
+def engine_environment(threads: int, cuda: bool, workers: int = 1) -> Environment:
+    """What the engine's process finds when it starts."""
     preset = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -55,7 +54,7 @@ def engine_environment(threads: int, devices: Sequence[int] | None, cuda: bool, 
     # The context is a few places longer than the model's, since prompts may not fill SGLang's; no response gets that far.
     required = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if cuda:
-        return Environment(preset, required, {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))})
+        return Environment(preset, required)
     preset |= {
         # Left to itself, SGLang wants a NUMA node for each worker. Its native path binds nothing, whatever stands here.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * workers),

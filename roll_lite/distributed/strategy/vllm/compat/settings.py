@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from roll_lite.config.keep_mask import KEEP_LIMIT
@@ -43,11 +42,8 @@ def check_version() -> str:
     return settings.check_version(DISTRIBUTIONS, SUPPORTED, remedy)
 
 
-def engine_environment(threads: int, devices: Sequence[int] | None, cuda: bool) -> Environment:
-    """To be set before vLLM is imported in the process that hosts an engine; the engine's processes inherit it.
-
-    `devices`: the GPUs that the engine may use; all that the process sees where None.
-    """
+def engine_environment(threads: int, cuda: bool) -> Environment:
+    """To be set before vLLM is imported in the process that hosts an engine; the engine's processes inherit it."""
     preset = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -59,7 +55,7 @@ def engine_environment(threads: int, devices: Sequence[int] | None, cuda: bool) 
     # An engine is spawned, never forked: a fork would inherit the threads' locks of the process that hosts it.
     required = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if cuda:
-        return Environment(preset, required, {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))})
+        return Environment(preset, required)
     preset |= {
         # Binding threads to cores makes engines of one machine fight for the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -1,6 +1,6 @@
 """What runs inside vLLM's worker processes: how weights arrive and are loaded, what the model holds, when to die.
 
-The hosting process's half is `llm.py`.
+The hosting process's half is `engine.py`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WorkerExtension:
                 _pack_lm_head_again(model)
         self.roll_lite_receiver.finished()
 
-    def roll_lite_checksums(self, dtypes: dict[str, str]) -> dict[str, str]:
+    def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]]) -> dict[str, str]:
         """Of what the model holds, by Hugging Face name, in the dtypes given. Gathering is collective, the first worker answers."""
         sums = {}
         for name, tensor in held_weights(self.get_model(), _layers()):

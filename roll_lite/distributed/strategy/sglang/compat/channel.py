@@ -1,4 +1,4 @@
-"""Messages between the hosting process and an engine's process: pickles over a pair of sockets, whose end tells of the other's death."""
+"""Messages between the hosting process and the server's: pickles over a pair of sockets, whose end tells of the other's death."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ import asyncio
 import pickle
 import socket
 import struct
+from dataclasses import dataclass
 from typing import Any
 
+from roll_lite.distributed.strategy.base import EngineSpec
+
 _LENGTH = struct.Struct("!Q")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the hosting process says first."""
+
+    spec: EngineSpec
+    cuda: bool
+    scratch: str
+    """Folder for the engine's files."""
 
 
 class Closed(ConnectionError):

@@ -1,4 +1,4 @@
-"""One SGLang engine behind a process of its own: requests in, completions out as they finish, weights replaced in between."""
+"""One SGLang engine, behind a server process of its own."""
 
 from __future__ import annotations
 
@@ -17,70 +17,62 @@ import psutil
 import torch
 
 from roll_lite.config.hf_config import HfConfig
-from roll_lite.config.schema import ModelConfig, SglangStrategyConfig
+from roll_lite.config.schema import SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
-from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, PauseMode
-from roll_lite.distributed.strategy.inference.channel import Channel, Closed
-from roll_lite.distributed.strategy.inference.engine import DIED, EngineDead, EngineStrategy
-from roll_lite.distributed.strategy.inference.processes import HOST_PID, group, kill_all
+from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, EngineSpec, PauseMode
+from roll_lite.distributed.strategy.inference.life import EngineDead
+from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineProcesses, group, kill_all
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.sglang.compat import settings
+from roll_lite.distributed.strategy.sglang.compat.channel import Channel, Closed, Start
 from roll_lite.distributed.strategy.sglang.compat.files import logged_error
-from roll_lite.distributed.strategy.sglang.spec import EngineSpec
 from roll_lite.distributed.weight_sync.group import TransferError
 
-LIVENESS_POLL_S = 0.25
 _LAST_S = 3.0  # for the server to end what it has started
-SERVER = "roll_lite.distributed.strategy.sglang.server"
+SERVER = "roll_lite.distributed.strategy.sglang.compat.server"
 
 
-class SglangStrategy(EngineStrategy):
-    """Talks to `server.py`, which runs the engine."""
+class SglangEngine:
+    """Talks to `server.py`, which runs SGLang."""
 
-    make = "SGLang"
+    name = "SGLang"
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        strategy: SglangStrategyConfig,
-        max_model_len: int,
-        seed: int = 1,
-        devices: Sequence[int] | None = None,
-        threads: int = 1,
-    ) -> None:
-        super().__init__(model, strategy, max_model_len, seed, devices, threads)
-        self._strategy = strategy
+    def __init__(self, spec: EngineSpec) -> None:
+        assert isinstance(spec.strategy, SglangStrategyConfig)
+        self._spec = spec
         self._cuda = torch.cuda.is_available()
+        environment = settings.engine_environment(spec.threads, self._cuda, spec.strategy.tensor_parallel)
+        self._variables = environment.variables()
+        self.notes = environment.notes()
         self.capabilities = Capabilities(keep_mask=True, frees_memory=self._cuda, pause_modes=frozenset(PauseMode))
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         """Futures of requests and of calls, by number."""
         self._request_ids: dict[int, str] = {}
+        self._scratch: Scratch | None = None
         self._channel: Channel | None = None
         self._server: subprocess.Popen[bytes] | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._listening: asyncio.Task[None] | None = None
+        self._given_up: str | None = None
 
     # ------------------------------------------------------------ life
 
-    def _check_version(self) -> None:
-        settings.check_version()
+    def check_version(self) -> str:
+        return settings.check_version()
 
-    async def _launch(self) -> list[int]:
+    async def start(self) -> list[int]:
         self._scratch = scratch = Scratch("rl-sgl-")
         ours, theirs = socket.socketpair()
-        workers = self._strategy.tensor_parallel
-        environment = settings.engine_environment(self._threads, self._devices, self._cuda, workers)
-        self.notes = environment.notes()
         with scratch.inherited(), theirs:
             self._server = subprocess.Popen(  # noqa: ASYNC220 (takes a moment)
                 [sys.executable, "-m", SERVER, str(theirs.fileno())],
-                env=os.environ | environment.variables() | {HOST_PID: str(os.getpid())},
+                env=os.environ | self._variables | {HOST_PID: str(os.getpid())},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
         self._channel = await Channel.over(ours)
-        self._channel.send(EngineSpec(self._model, self._strategy, self._max_model_len, self._seed, self._cuda, scratch.path))
+        self._channel.send(Start(self._spec, self._cuda, scratch.path))
         try:
             state, answer = await self._channel.receive()
         except Closed:
@@ -90,17 +82,26 @@ class SglangStrategy(EngineStrategy):
             raise ValueError(answer)
         return [self._server.pid, *answer]
 
-    async def _open(self, config: HfConfig) -> None:
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
+    async def prepare(self, config: HfConfig) -> None:
+        self._listening = asyncio.create_task(self._listen())
 
-    async def shutdown(self) -> None:
-        self._give_up(self._failure or "shut down")
-        for task in self._tasks:
-            task.cancel()
+    def is_dead(self) -> bool:
+        ended = self._listening is not None and self._listening.done()
+        return ended or (self._server is not None and self._server.poll() is not None)
+
+    def give_up(self, why: str) -> None:
+        self._given_up = why
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(EngineDead(f"SGLang engine: {why}"))
+
+    async def stop(self, processes: EngineProcesses) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
         if self._channel is not None:
             self._channel.close()  # the server ends when it hears nothing more
-        if self._processes.watched:  # one that is still starting does not listen
-            await self._processes.end(self._wait_for_server)
+        if processes.watched:  # one that is still starting does not listen
+            await processes.end(self._wait_for_server)
         self._kill_server()
         if self._scratch is not None:
             self._scratch.remove()
@@ -121,7 +122,7 @@ class SglangStrategy(EngineStrategy):
 
     # ------------------------------------------------------------ requests
 
-    async def _run(self, request: GenerationRequest) -> Completion:
+    async def run(self, request: GenerationRequest, version: int) -> Completion:
         number = next(self._numbers)
         self._request_ids[number] = request.request_id
         try:
@@ -133,57 +134,39 @@ class SglangStrategy(EngineStrategy):
         finally:
             del self._request_ids[number]
 
-    async def _abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)
         self._send(("abort", [number for number, request_id in self._request_ids.items() if request_id in wanted]))
 
-    async def _pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode) -> None:
         await self._call("pause", mode)
 
-    async def _resume(self) -> None:
+    async def resume(self) -> None:
         await self._call("resume")
 
-    # ------------------------------------------------------------ weights
+    # ------------------------------------------------------------ weights, memory
 
-    async def _connect(self, first_member: int, membership: dict[str, Any]) -> None:
-        await self._call_workers("roll_lite_connect", {"first_member": first_member, "membership": membership})
-
-    async def _load_bucket(self, routes: list[dict[str, Any]]) -> None:
-        await self._call_workers("roll_lite_load_bucket", {"routes": routes})
-
-    async def _weights_touched(self) -> bool:
-        return bool(await self._call_workers("roll_lite_weights_touched", {}))
-
-    async def _put_in_place(self, version: int) -> None:
-        await self._call_workers("roll_lite_put_in_place", {})
-        await self._call("new_weights", str(version))
-
-    async def _checksums(self, dtypes: dict[str, str]) -> dict[str, str]:
-        shapes = {name: list(shape) for name, shape in self._shapes.items()}
-        sums: dict[str, str] = await self._call_workers("roll_lite_checksums", {"dtypes": dtypes, "shapes": shapes})
-        return sums
-
-    # ------------------------------------------------------------ memory
-
-    async def _offload(self, parts: Collection[EngineMemory]) -> None:
-        """A CPU engine only notes it."""
-        await self._call("offload", list(parts))
-
-    async def _load(self, parts: Collection[EngineMemory]) -> None:
-        await self._call("load", list(parts))
-
-    # ------------------------------------------------------------ the channel
-
-    async def _call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
+    async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
         try:
-            return await self._call("workers", method, arguments)
+            return [await self._call("workers", method, arguments)]
         except EngineDead:
             raise
         except RuntimeError as error:  # SGLang passes on only the text of what a worker raised
             raise TransferError(f"{method}: {error}") from error
 
+    async def renew(self, version: int) -> None:
+        await self._call("new_weights", str(version))
+
+    async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
+        """A CPU engine only notes it."""
+        await self._call("offload", list(parts))
+
+    async def load(self, parts: Collection[EngineMemory]) -> None:
+        await self._call("load", list(parts))
+
+    # ------------------------------------------------------------ the channel
+
     async def _call(self, command: str, *arguments: Any) -> Any:
-        self._require_alive()
         number = next(self._numbers)
         done, answer = await self._answer(number, (command, number, *arguments))
         if not done:
@@ -191,6 +174,8 @@ class SglangStrategy(EngineStrategy):
         return answer
 
     async def _answer(self, number: int, message: tuple[Any, ...]) -> Any:
+        if self._given_up is not None:
+            raise EngineDead(f"SGLang engine: {self._given_up}")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         self._send(message)
@@ -204,32 +189,11 @@ class SglangStrategy(EngineStrategy):
         self._channel.send(message)
 
     async def _listen(self) -> None:
+        """Until the server is gone."""
         assert self._channel is not None
-        try:
+        with contextlib.suppress(Closed):
             while True:
                 kind, number, *answer = await self._channel.receive()
                 future = self._waiting.get(number)
                 if future is not None and not future.done():
                     future.set_result(answer[0] if kind == "completion" else tuple(answer))
-        except Closed:
-            self._lose()
-
-    async def _watch(self) -> None:
-        """SGLang notices only after a while that one of its processes was killed."""
-        while True:
-            await asyncio.sleep(LIVENESS_POLL_S)
-            if self._check() is not None:  # somebody may have asked before, and told nobody who waits
-                self._lose()
-                break
-
-    def _lose(self) -> None:
-        self._fail(self._failure or DIED)
-
-    def _give_up(self, why: str) -> None:
-        super()._give_up(why)
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(EngineDead(f"{self.make} engine: {why}"))
-
-    def _is_dead(self) -> bool:
-        return self._server is not None and self._server.poll() is not None

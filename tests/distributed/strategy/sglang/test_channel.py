@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from roll_lite.distributed.strategy.inference.channel import Channel, Closed
+from roll_lite.distributed.strategy.sglang.compat.channel import Channel, Closed
 
 
 async def pair() -> tuple[Channel, Channel]:

@@ -1,7 +1,7 @@
 """An SGLang engine as a program of its own: an exception in SGLang's scheduler kills the whole tree of processes above it, which must end
 here and not in the process that hosts the strategy.
 
-Started as `python -m roll_lite.distributed.strategy.sglang.server FD` in a session of its own; FD is its end of a channel.
+Started as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in a session of its own; FD is its end of a channel.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import torch
 
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
-from roll_lite.distributed.strategy.inference.channel import Channel, Closed
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host_or_leader
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH, clear, name_semaphores
+from roll_lite.distributed.strategy.sglang.compat.channel import Channel, Closed, Start
 from roll_lite.distributed.strategy.sglang.compat.files import keep_files_in
 from roll_lite.distributed.strategy.sglang.compat.manager import Manager
-from roll_lite.distributed.strategy.sglang.spec import EngineSpec
 
 _FLUSH_POLL_S = 0.01
 _FLUSH_TIMEOUT_S = 30.0
@@ -201,13 +200,13 @@ def _stop(manager: Manager, scratch: str) -> NoReturn:
     os._exit(0)  # without the wait for sockets on which nobody listens
 
 
-async def _serve(channel: Channel, spec: EngineSpec, manager: Manager) -> None:
+async def _serve(channel: Channel, start: Start, manager: Manager) -> None:
     await manager.freeze_gc()
     channel.send(("ready", manager.process_ids()))
-    await EngineServer(manager, spec.seed, channel).serve()
+    await EngineServer(manager, start.spec.seed, channel).serve()
 
 
-async def _first_message(end: socket.socket) -> tuple[Channel, EngineSpec]:
+async def _first_message(end: socket.socket) -> tuple[Channel, Start]:
     channel = await Channel.over(end)
     return channel, await channel.receive()
 
@@ -215,17 +214,17 @@ async def _first_message(end: socket.socket) -> tuple[Channel, EngineSpec]:
 def main() -> None:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    channel, spec = loop.run_until_complete(_first_message(socket.socket(fileno=int(sys.argv[1]))))
+    channel, start = loop.run_until_complete(_first_message(socket.socket(fileno=int(sys.argv[1]))))
     try:
-        manager = Manager.start(spec)
+        manager = Manager.start(start)
     except Exception as error:  # an edge of the process: the host raises it again
         channel.send(("failed", str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"))
         loop.run_until_complete(asyncio.sleep(0.1))
         raise
     try:
-        loop.run_until_complete(_serve(channel, spec, manager))
+        loop.run_until_complete(_serve(channel, start, manager))
     except Closed:
-        _stop(manager, spec.scratch)
+        _stop(manager, start.scratch)
 
 
 if __name__ in ("__main__", "__mp_main__"):

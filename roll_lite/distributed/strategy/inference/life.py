@@ -1,0 +1,225 @@
+"""The states of an engine, what each of them allows, and where it leads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+
+from roll_lite.distributed.strategy.base import EngineMemory
+from roll_lite.distributed.weight_sync.update import WeightUpdate
+
+NOT_STARTED = "not started"
+
+
+class EngineDead(RuntimeError):
+    """The engine cannot serve any more; a new one has to be started."""
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"
+    SERVING = "serving"
+    PAUSED = "paused"
+    """By its callers."""
+    UPDATING = "updating"
+    """It holds parts of two sets of weights."""
+    CACHE_OFFLOADED = "cache offloaded"
+    WEIGHTS_OFFLOADED = "weights offloaded"
+    """And perhaps the cache."""
+    DEAD = "dead"
+
+
+class Event(StrEnum):
+    START = "start"
+    PAUSE = "pause"
+    RESUME = "resume"
+    CONNECT = "connect"
+    BEGIN_UPDATE = "begin update"
+    """Announced: nothing has arrived, and beginning again starts over."""
+    RECEIVE = "receive"
+    BREAK_OFF = "break off"
+    """The first bucket did not come: the old weights are still whole."""
+    FINISH_UPDATE = "finish update"
+    READ_WEIGHTS = "read weights"
+    OFFLOAD = "offload"
+    LOAD = "load"
+    DIE = "die"
+
+
+_S, _E = EngineState, Event
+_AWAKE = frozenset({_S.SERVING, _S.PAUSED})
+_AWAY = frozenset({_S.CACHE_OFFLOADED, _S.WEIGHTS_OFFLOADED})
+
+TRANSITIONS: Mapping[EngineState, Mapping[Event, frozenset[EngineState]]] = {
+    _S.STARTING: {_E.START: frozenset({_S.SERVING}), _E.DIE: frozenset({_S.DEAD})},
+    _S.SERVING: {
+        _E.PAUSE: frozenset({_S.PAUSED}),
+        _E.RESUME: frozenset({_S.SERVING}),
+        _E.CONNECT: frozenset({_S.SERVING}),
+        _E.BEGIN_UPDATE: frozenset({_S.SERVING}),
+        _E.RECEIVE: frozenset({_S.UPDATING}),
+        _E.READ_WEIGHTS: frozenset({_S.SERVING}),
+        _E.OFFLOAD: _AWAY,
+        _E.LOAD: frozenset({_S.SERVING}),
+        _E.DIE: frozenset({_S.DEAD}),
+    },
+    _S.PAUSED: {
+        _E.PAUSE: frozenset({_S.PAUSED}),
+        _E.RESUME: frozenset({_S.SERVING}),
+        _E.CONNECT: frozenset({_S.PAUSED}),
+        _E.BEGIN_UPDATE: frozenset({_S.PAUSED}),
+        _E.RECEIVE: frozenset({_S.UPDATING}),
+        _E.READ_WEIGHTS: frozenset({_S.PAUSED}),
+        _E.OFFLOAD: _AWAY,
+        _E.LOAD: frozenset({_S.PAUSED}),
+        _E.DIE: frozenset({_S.DEAD}),
+    },
+    _S.UPDATING: {
+        _E.PAUSE: frozenset({_S.UPDATING}),
+        _E.RESUME: frozenset({_S.UPDATING}),
+        _E.RECEIVE: frozenset({_S.UPDATING}),
+        _E.BREAK_OFF: _AWAKE | {_S.CACHE_OFFLOADED},
+        _E.FINISH_UPDATE: _AWAKE | {_S.CACHE_OFFLOADED},
+        _E.LOAD: frozenset({_S.UPDATING}),
+        _E.DIE: frozenset({_S.DEAD}),
+    },
+    _S.CACHE_OFFLOADED: {
+        _E.PAUSE: frozenset({_S.CACHE_OFFLOADED}),
+        _E.RESUME: frozenset({_S.CACHE_OFFLOADED}),
+        _E.CONNECT: frozenset({_S.CACHE_OFFLOADED}),
+        _E.BEGIN_UPDATE: frozenset({_S.CACHE_OFFLOADED}),
+        _E.RECEIVE: frozenset({_S.UPDATING}),
+        _E.READ_WEIGHTS: frozenset({_S.CACHE_OFFLOADED}),
+        _E.OFFLOAD: _AWAY,
+        _E.LOAD: _AWAKE | {_S.CACHE_OFFLOADED},
+        _E.DIE: frozenset({_S.DEAD}),
+    },
+    _S.WEIGHTS_OFFLOADED: {
+        _E.PAUSE: frozenset({_S.WEIGHTS_OFFLOADED}),
+        _E.RESUME: frozenset({_S.WEIGHTS_OFFLOADED}),
+        _E.CONNECT: frozenset({_S.WEIGHTS_OFFLOADED}),
+        _E.OFFLOAD: frozenset({_S.WEIGHTS_OFFLOADED}),
+        _E.LOAD: _AWAKE | _AWAY,
+        _E.DIE: frozenset({_S.DEAD}),
+    },
+    _S.DEAD: {_E.DIE: frozenset({_S.DEAD})},
+}
+"""What is not here is refused. Where several states may follow, it is the parts that are away and the callers' last word that decide:
+pausing and resuming are remembered in every state."""
+
+_MEANWHILE = {
+    _E.CONNECT: "finish it first",
+    _E.BEGIN_UPDATE: "finish it first",
+    _E.OFFLOAD: "finish it before anything is offloaded",
+    _E.READ_WEIGHTS: "the engine holds parts of two sets of weights",
+}
+"""Why an update under way forbids it."""
+
+
+class EngineLife:
+    """Where an engine stands. Changes go through the table."""
+
+    def __init__(self, make: str, failure: str | None = NOT_STARTED) -> None:
+        self._make = make
+        self.failure = failure
+        """Why it cannot serve."""
+        self.paused = False
+        """By its callers."""
+        self.away: set[EngineMemory] = set()
+        """Offloaded."""
+        self.update: WeightUpdate | None = None
+        """That has been announced."""
+        self.receiving = False
+        """Buckets of it have come in."""
+        self.version = 0
+        """Of the weights that generate."""
+
+    @property
+    def state(self) -> EngineState:
+        if self.failure is not None:
+            return EngineState.STARTING if self.failure == NOT_STARTED else EngineState.DEAD
+        if self.receiving:
+            return EngineState.UPDATING
+        if self.away:
+            return EngineState.WEIGHTS_OFFLOADED if EngineMemory.WEIGHTS in self.away else EngineState.CACHE_OFFLOADED
+        return EngineState.PAUSED if self.paused else EngineState.SERVING
+
+    @property
+    def held_up(self) -> bool:
+        """By more than its callers."""
+        return self.state not in _AWAKE
+
+    # ------------------------------------------------------------ what is allowed
+
+    def require(self, event: Event) -> None:
+        state = self.state
+        if event in TRANSITIONS[state]:
+            return
+        if event is Event.START:
+            raise RuntimeError(f"{self._make} engine: a strategy starts its engine once; make a new strategy for another")
+        if state in (EngineState.STARTING, EngineState.DEAD):
+            raise EngineDead(f"{self._make} engine: {self.failure}")
+        if state is EngineState.UPDATING:
+            raise RuntimeError(f"a weight update is under way: {_MEANWHILE[event]}")
+        if state is EngineState.WEIGHTS_OFFLOADED:
+            raise RuntimeError("the engine's weights are offloaded: load them first")
+        raise RuntimeError("no weight update is under way")
+
+    def require_update(self, event: Event) -> WeightUpdate:
+        """The one that has been announced."""
+        if self.state is not EngineState.UPDATING or event not in TRANSITIONS[EngineState.UPDATING]:
+            self.require(Event.RECEIVE)
+        if self.update is None:
+            raise RuntimeError("no weight update has begun: begin_weight_update comes first")
+        return self.update
+
+    # ------------------------------------------------------------ what happens
+
+    @contextmanager
+    def _changes(self, event: Event) -> Iterator[None]:
+        self.require(event)
+        following = TRANSITIONS[self.state][event]
+        yield
+        assert self.state in following, f"{event} leads to {self.state}"
+
+    def start(self) -> None:
+        with self._changes(Event.START):
+            self.failure = None
+
+    def pause(self) -> None:
+        with self._changes(Event.PAUSE):
+            self.paused = True
+
+    def resume(self) -> None:
+        with self._changes(Event.RESUME):
+            self.paused = False
+
+    def begin_update(self, update: WeightUpdate) -> None:
+        with self._changes(Event.BEGIN_UPDATE):
+            self.update = update
+
+    def receive(self) -> WeightUpdate:
+        update = self.require_update(Event.RECEIVE)
+        with self._changes(Event.RECEIVE):
+            self.receiving = True
+        return update
+
+    def break_off(self) -> None:
+        with self._changes(Event.BREAK_OFF):
+            self.receiving = False
+
+    def finish_update(self, version: int) -> None:
+        with self._changes(Event.FINISH_UPDATE):
+            self.update, self.receiving, self.version = None, False, version
+
+    def offload(self, parts: Iterable[EngineMemory]) -> None:
+        with self._changes(Event.OFFLOAD):
+            self.away |= set(parts)
+
+    def load(self, parts: Iterable[EngineMemory]) -> None:
+        with self._changes(Event.LOAD):
+            self.away -= set(parts)
+
+    def die(self, why: str) -> None:
+        with self._changes(Event.DIE):
+            self.failure = why

@@ -1,0 +1,77 @@
+"""What a make of engine adds to what all engines have in common (`engine.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+from roll_lite.config.hf_config import HfConfig
+from roll_lite.data.samples import Completion, GenerationRequest
+from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, PauseMode
+from roll_lite.distributed.strategy.inference.processes import EngineProcesses
+
+
+class EngineMake(Protocol):
+    """One engine in processes of its own. Calls come in an order that an engine allows; those that never come back when it dies raise
+    EngineDead instead. In its workers, methods `roll_lite_connect`, `roll_lite_load_bucket`, `roll_lite_put_in_place`,
+    `roll_lite_weights_touched` and `roll_lite_checksums` move weights."""
+
+    @property
+    def name(self) -> str:
+        """In messages."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """See InferenceStrategy."""
+        ...
+
+    # ------------------------------------------------------------ life
+
+    def check_version(self) -> object:
+        """RuntimeError where the engine is not installed, or in a version that is not supported."""
+
+    async def start(self) -> list[int]:
+        """Process ids of what has been started."""
+        ...
+
+    async def prepare(self, config: HfConfig) -> None:
+        """The engine runs and is watched: what is left to do before it serves."""
+
+    def is_dead(self) -> bool: ...
+
+    def give_up(self, why: str) -> None:
+        """The engine will not answer any more: fail whatever waits for it."""
+
+    async def stop(self, processes: EngineProcesses) -> None:
+        """Nothing of it stays behind, whatever had been started."""
+
+    # ------------------------------------------------------------ requests
+
+    async def run(self, request: GenerationRequest, version: int) -> Completion:
+        """A request that nothing speaks against. Cancelled, it is aborted in the engine. `version`: of the weights."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    # ------------------------------------------------------------ weights, memory
+
+    async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
+        """Of all workers; at least the first one's answer. TransferError where it fails."""
+        ...
+
+    async def renew(self, version: int) -> None:
+        """New weights are in place: no keys and values of old ones stay, and tokens carry the version from now on."""
+
+    async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
+        """Parts that are there. The engine is paused and runs nothing."""
+
+    async def load(self, parts: Collection[EngineMemory]) -> None:
+        """Parts that are away."""

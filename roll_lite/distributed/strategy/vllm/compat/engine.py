@@ -1,0 +1,190 @@
+"""One vLLM engine: AsyncLLM, which starts processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Collection, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from roll_lite.config.hf_config import HfConfig
+from roll_lite.config.keep_mask import keep_mask_width
+from roll_lite.config.schema import VllmStrategyConfig
+from roll_lite.data.samples import Completion, GenerationRequest
+from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, EngineSpec, PauseMode
+from roll_lite.distributed.strategy.inference.life import EngineDead
+from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineProcesses
+from roll_lite.distributed.strategy.inference.scratch import Scratch
+from roll_lite.distributed.strategy.inference.settings import check_engine_args
+from roll_lite.distributed.strategy.vllm.compat import settings
+from roll_lite.distributed.strategy.vllm.compat.requests import completion, prompt_input, sampling_params
+from roll_lite.distributed.weight_sync.group import TransferError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
+_LAST_S = 3.0  # for the engine to end what it has started
+
+
+class VllmEngine:
+    """Of AsyncLLM's calls only `generate` and `abort` come back when the engine's process dies; for the others see `_answer`."""
+
+    name = "vLLM"
+
+    def __init__(self, spec: EngineSpec) -> None:
+        assert isinstance(spec.strategy, VllmStrategyConfig)
+        self._spec = spec
+        self._strategy = spec.strategy
+        self._cuda = torch.cuda.is_available()
+        environment = settings.engine_environment(spec.threads, self._cuda)
+        self._variables = environment.variables()
+        self.capabilities = Capabilities(keep_mask=True, frees_memory=self._cuda, pause_modes=frozenset(PauseMode))
+        self.notes = settings.notes(self._strategy, spec.max_model_len, self._cuda, environment)
+        self._scratch: Scratch | None = None
+        self._running: AsyncLLM | None = None
+        self._given_up: asyncio.Future[str] | None = None
+
+    # ------------------------------------------------------------ life
+
+    def check_version(self) -> str:
+        return settings.check_version()
+
+    async def start(self) -> list[int]:
+        """Blocks the event loop while the engine starts: its processes belong to the thread that starts them."""
+        os.environ.update(self._variables | {HOST_PID: str(os.getpid())})
+        self._given_up = asyncio.get_running_loop().create_future()
+        self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
+        with self._scratch.inherited():
+            self._running = self._start()
+        config = self._llm.model_config.hf_config.get_text_config()
+        self._vocabulary, self._tied = int(config.vocab_size), bool(config.tie_word_embeddings)
+        self._tokenizer = self._llm.get_tokenizer()
+        manager = self._llm.engine_core.resources.engine_manager
+        return [process.pid for process in manager.processes if process.pid is not None] if manager is not None else []
+
+    def _start(self) -> AsyncLLM:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        check_engine_args("vLLM", self._strategy.engine_args, settings.OWN_ARGUMENTS, AsyncEngineArgs.__dataclass_fields__)
+        spec = self._spec
+        arguments = settings.engine_arguments(spec.model, self._strategy, spec.max_model_len, spec.seed, self._cuda)
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    async def prepare(self, config: HfConfig) -> None:
+        read = (self._vocabulary, self._tied)
+        if read != (config.vocab_size, config.tied_embeddings):
+            # Where engine_args overrides it, for one.
+            raise ValueError(
+                f"vLLM has another model than {self._spec.model.path / 'config.json'}: vocabulary and tied embeddings are {read}"
+            )
+        # Once this answer is remembered, requests enter in the order of their submission.
+        await self._answer(self._llm.get_supported_tasks())
+        await self._set_version(0)
+
+    def is_dead(self) -> bool:
+        return self._running is not None and bool(self._running.errored)
+
+    def give_up(self, why: str) -> None:
+        if self._given_up is not None and not self._given_up.done():
+            self._given_up.set_result(why)
+
+    async def stop(self, processes: EngineProcesses) -> None:
+        llm, self._running = self._running, None
+        if llm is not None:
+            if llm.output_handler is not None:
+                # vLLM's listener takes the end of its engine for a crash and logs it as an error.
+                llm.output_handler.cancel()
+            await processes.end(lambda: llm.shutdown(timeout=_LAST_S))
+        if self._scratch is not None:
+            self._scratch.remove()
+
+    @property
+    def _llm(self) -> AsyncLLM:
+        if self._running is None:
+            raise EngineDead("vLLM engine: shut down")
+        return self._running
+
+    async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
+        """Of an engine call, which vLLM leaves waiting for ever when its process dies."""
+        assert self._given_up is not None
+        task = asyncio.ensure_future(call)
+        either: list[asyncio.Future[Any]] = [task, self._given_up]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise EngineDead(f"vLLM engine: {self._given_up.result()}")
+            return task.result()
+        finally:
+            task.cancel()
+
+    # ------------------------------------------------------------ requests
+
+    async def run(self, request: GenerationRequest, version: int) -> Completion:
+        alternatives = self._alternatives(request)
+        params = sampling_params(request, alternatives or 0)
+        async for output in self._llm.generate(prompt_input(request.prompt_ids), params, request.request_id):
+            if output.finished:
+                return completion(output, self._tokenizer, version, alternatives)
+        return Completion(request.request_id, error="vLLM ended the request without an output")
+
+    def _alternatives(self, request: GenerationRequest) -> int | None:
+        """Tokens whose log-probs say which ones survived truncation; None where nobody asks. Greedy decoding knows no truncation."""
+        sampling = request.sampling
+        if not sampling.keep_mask:
+            return None
+        return keep_mask_width(sampling, self._vocabulary) if sampling.temperature > 0 else 0
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._llm.abort(list(request_ids))
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._answer(self._llm.pause_generation(mode=mode.value, clear_cache=False))
+
+    async def resume(self) -> None:
+        await self._answer(self._llm.resume_generation())
+
+    # ------------------------------------------------------------ weights, memory
+
+    async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
+        try:
+            return list(await self._answer(self._llm.collective_rpc(method, kwargs=arguments)))
+        except EngineDead:
+            raise
+        except Exception as error:  # vLLM passes on only the text of what a worker raised
+            raise TransferError(f"weight update: {error}") from error
+
+    async def renew(self, version: int) -> None:
+        await self._forget()
+        await self._set_version(version)
+
+    async def _set_version(self, version: int) -> None:
+        await self._answer(self._llm.update_weight_version(str(version)))
+
+    async def _forget(self) -> None:
+        """Running requests are recomputed from their tokens: none goes on with keys and values of other weights."""
+        await self._answer(self._llm.reset_prefix_cache(reset_running_requests=True))
+
+    async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
+        """By the workers' own methods: vLLM's `wake_up` would resume a paused engine. It lets the cache go alone, but the weights only
+        with it."""
+        if not self._cuda:
+            return
+        await self._forget()
+        if EngineMemory.WEIGHTS not in parts:
+            await self._workers("discard", (EngineMemory.KV_CACHE.value,))
+            return
+        await self._workers("sleep", 1)
+        if cache_stays:
+            await self._workers("wake_up", [EngineMemory.KV_CACHE.value])
+
+    async def load(self, parts: Collection[EngineMemory]) -> None:
+        if self._cuda:
+            await self._workers("wake_up", [part.value for part in parts])
+
+    async def _workers(self, method: str, *arguments: Any) -> None:
+        await self._answer(self._llm.collective_rpc(method, args=arguments))

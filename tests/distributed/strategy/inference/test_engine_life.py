@@ -1,0 +1,168 @@
+"""The states of an engine: every transition that is allowed, and every one that is not."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from roll_lite.distributed.strategy.base import EngineMemory
+from roll_lite.distributed.strategy.inference.life import TRANSITIONS, EngineDead, EngineLife, EngineState, Event
+from roll_lite.distributed.weight_sync.plan import ExportedTensor
+from roll_lite.distributed.weight_sync.update import WeightUpdate
+
+WEIGHTS, CACHE = EngineMemory.WEIGHTS, EngineMemory.KV_CACHE
+BOTH = (WEIGHTS, CACHE)
+S, E = EngineState, Event
+
+ALLOWED = {
+    S.STARTING: "start die",
+    S.SERVING: "pause resume connect begin_update receive read_weights offload load die",
+    S.PAUSED: "pause resume connect begin_update receive read_weights offload load die",
+    S.UPDATING: "pause resume receive break_off finish_update load die",
+    S.CACHE_OFFLOADED: "pause resume connect begin_update receive read_weights offload load die",
+    S.WEIGHTS_OFFLOADED: "pause resume connect offload load die",
+    S.DEAD: "die",
+}
+"""Written down once more, so that nobody changes the table by accident."""
+
+
+def update() -> WeightUpdate:
+    return WeightUpdate([ExportedTensor("w", (1,), torch.float32, 0, 0)])
+
+
+def life(*steps: Callable[[EngineLife], Any]) -> EngineLife:
+    one = EngineLife("any")
+    for step in steps:
+        step(one)
+    return one
+
+
+def start(one: EngineLife) -> None:
+    one.start()
+
+
+def announce(one: EngineLife) -> None:
+    one.begin_update(update())
+
+
+def receive(one: EngineLife) -> None:
+    announce(one)
+    one.receive()
+
+
+def offload(*parts: EngineMemory) -> Callable[[EngineLife], None]:
+    return lambda one: one.offload(parts)
+
+
+WAYS: dict[EngineState, Callable[[], EngineLife]] = {
+    S.STARTING: life,
+    S.SERVING: lambda: life(start),
+    S.PAUSED: lambda: life(start, EngineLife.pause),
+    S.UPDATING: lambda: life(start, receive),
+    S.CACHE_OFFLOADED: lambda: life(start, offload(CACHE)),
+    S.WEIGHTS_OFFLOADED: lambda: life(start, offload(*BOTH)),
+    S.DEAD: lambda: life(start, lambda one: one.die("power cut")),
+}
+
+DOES: dict[Event, Callable[[EngineLife], Any]] = {
+    E.START: EngineLife.start,
+    E.PAUSE: EngineLife.pause,
+    E.RESUME: EngineLife.resume,
+    E.CONNECT: lambda one: one.require(E.CONNECT),
+    E.BEGIN_UPDATE: announce,
+    E.RECEIVE: EngineLife.receive,
+    E.BREAK_OFF: EngineLife.break_off,
+    E.FINISH_UPDATE: lambda one: one.finish_update(7),
+    E.READ_WEIGHTS: lambda one: one.require(E.READ_WEIGHTS),
+    E.OFFLOAD: offload(*BOTH),
+    E.LOAD: lambda one: one.load(BOTH),
+    E.DIE: lambda one: one.die("power cut"),
+}
+
+
+def allowed(state: EngineState) -> set[Event]:
+    return {Event[name.upper()] for name in ALLOWED[state].split()}
+
+
+def test_the_table_is_what_it_is_meant_to_be() -> None:
+    assert {state: set(row) for state, row in TRANSITIONS.items()} == {state: allowed(state) for state in EngineState}
+
+
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(EngineState, Event)), ids=str)
+def test_every_event_in_every_state(state: EngineState, event: Event) -> None:
+    one = WAYS[state]()
+    assert one.state is state
+    if event is E.RECEIVE and one.update is None and event in allowed(state):
+        announce(one)
+    if event in allowed(state):
+        DOES[event](one)
+        assert one.state in TRANSITIONS[state][event]
+        return
+    before = (one.state, one.paused, set(one.away), one.update, one.receiving, one.version, one.failure)
+    with pytest.raises(EngineDead if state in (S.STARTING, S.DEAD) and event is not E.START else RuntimeError):
+        DOES[event](one)
+    assert (one.state, one.paused, set(one.away), one.update, one.receiving, one.version, one.failure) == before
+
+
+FOLLOWING: list[tuple[str, EngineLife, Callable[[EngineLife], Any], EngineState]] = [
+    ("the weights leave alone", life(start), offload(WEIGHTS), S.WEIGHTS_OFFLOADED),
+    ("the cache leaves alone", life(start), offload(CACHE), S.CACHE_OFFLOADED),
+    ("and the weights follow", life(start, offload(CACHE)), offload(WEIGHTS), S.WEIGHTS_OFFLOADED),
+    ("the cache returns first", life(start, offload(*BOTH)), lambda one: one.load([CACHE]), S.WEIGHTS_OFFLOADED),
+    ("the weights return first", life(start, offload(*BOTH)), lambda one: one.load([WEIGHTS]), S.CACHE_OFFLOADED),
+    ("both return", life(start, offload(*BOTH)), lambda one: one.load(BOTH), S.SERVING),
+    ("both return to a paused engine", life(start, EngineLife.pause, offload(*BOTH)), lambda one: one.load(BOTH), S.PAUSED),
+    ("paused while they were away", life(start, offload(*BOTH), EngineLife.pause), lambda one: one.load(BOTH), S.PAUSED),
+    (
+        "resumed while they were away",
+        life(start, EngineLife.pause, offload(CACHE), EngineLife.resume),
+        lambda one: one.load(BOTH),
+        S.SERVING,
+    ),
+    ("an update ends", life(start, receive), lambda one: one.finish_update(1), S.SERVING),
+    ("an update of a paused engine ends", life(start, EngineLife.pause, receive), lambda one: one.finish_update(1), S.PAUSED),
+    ("paused in an update", life(start, receive, EngineLife.pause), lambda one: one.finish_update(1), S.PAUSED),
+    ("an update ends without the cache", life(start, offload(CACHE), receive), lambda one: one.finish_update(1), S.CACHE_OFFLOADED),
+    ("the cache returned meanwhile", life(start, offload(CACHE), receive, lambda o: o.load(BOTH)), lambda o: o.finish_update(1), S.SERVING),
+    ("an update breaks off", life(start, receive), EngineLife.break_off, S.SERVING),
+    ("one of a paused engine breaks off", life(start, EngineLife.pause, receive), EngineLife.break_off, S.PAUSED),
+    ("one without the cache breaks off", life(start, offload(CACHE), receive), EngineLife.break_off, S.CACHE_OFFLOADED),
+]
+
+
+@pytest.mark.parametrize(("one", "step", "state"), [case[1:] for case in FOLLOWING], ids=[case[0] for case in FOLLOWING])
+def test_where_several_states_may_follow(one: EngineLife, step: Callable[[EngineLife], Any], state: EngineState) -> None:
+    step(one)
+    assert one.state is state
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "message"),
+    [
+        (S.SERVING, E.START, "starts its engine once"),
+        (S.DEAD, E.START, "starts its engine once"),
+        (S.STARTING, E.RESUME, "any engine: not started"),
+        (S.DEAD, E.RESUME, "any engine: power cut"),
+        (S.UPDATING, E.BEGIN_UPDATE, "a weight update is under way: finish it first"),
+        (S.UPDATING, E.CONNECT, "a weight update is under way: finish it first"),
+        (S.UPDATING, E.OFFLOAD, "finish it before anything is offloaded"),
+        (S.UPDATING, E.READ_WEIGHTS, "holds parts of two sets of weights"),
+        (S.WEIGHTS_OFFLOADED, E.RECEIVE, "weights are offloaded: load them first"),
+        (S.SERVING, E.RECEIVE, "no weight update has begun: begin_weight_update comes first"),
+        (S.SERVING, E.FINISH_UPDATE, "no weight update is under way"),
+    ],
+)
+def test_a_refusal_says_what_to_do(state: EngineState, event: Event, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        DOES[event](WAYS[state]())
+
+
+def test_versions_change_when_an_update_is_finished_and_not_before() -> None:
+    one = life(start, receive)
+    assert one.version == 0
+    one.finish_update(7)
+    assert one.version == 7 and one.update is None and not one.receiving
