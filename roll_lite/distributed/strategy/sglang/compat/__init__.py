@@ -1,5 +1,6 @@
-"""All that roll_lite knows of SGLang, whatever may change with its version. The strategy and the server above see only what stands here.
+"""All that roll_lite knows of SGLang, whatever may change with its version.
 
-SGLang itself is imported by functions that run in the engine's own processes. `scheduler.py` is imported by SGLang's scheduler processes
-only; `cpu_stubs.py` and `models/` serve engines on a CPU.
+`engine.py` is the hosting process's half and speaks to `server.py`, which runs SGLang in a process of its own. SGLang is imported by
+functions that run there; `scheduler.py` is imported by SGLang's scheduler processes only; `cpu_stubs.py` and `models/` serve engines on a
+CPU.
 """

@@ -25,7 +25,7 @@ from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineP
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.sglang.compat import settings
 from roll_lite.distributed.strategy.sglang.compat.channel import Channel, Closed, Start
-from roll_lite.distributed.strategy.sglang.compat.files import logged_error
+from roll_lite.distributed.strategy.sglang.compat.settings import logged_error
 from roll_lite.distributed.weight_sync.group import TransferError
 
 _LAST_S = 3.0  # for the server to end what it has started

@@ -23,8 +23,8 @@ from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host_or_leader
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH, clear, name_semaphores
 from roll_lite.distributed.strategy.sglang.compat.channel import Channel, Closed, Start
-from roll_lite.distributed.strategy.sglang.compat.files import keep_files_in
 from roll_lite.distributed.strategy.sglang.compat.manager import Manager
+from roll_lite.distributed.strategy.sglang.compat.settings import keep_files_in
 
 _FLUSH_POLL_S = 0.01
 _FLUSH_TIMEOUT_S = 30.0

@@ -1,7 +1,9 @@
-"""What SGLang is started with: the supported range, its environment, its arguments."""
+"""What SGLang is started with: the supported range, its environment, its arguments, the folder for what it would write elsewhere."""
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 from roll_lite.config.hf_config import read_hf_config
@@ -36,6 +38,7 @@ OWN_ARGUMENTS = (
 """Engine arguments that no configuration may set."""
 
 CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
+_ERRORS = "errors"
 _INPUT_MARGIN = 8
 """Places of the context that SGLang does not let a prompt fill."""
 
@@ -123,3 +126,27 @@ def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
     shape = read_hf_config(model.path)
     heads = -(-shape.key_value_heads // strategy.tensor_parallel)
     return 2 * shape.layers * heads * shape.head_dim * (4 if model.dtype == "float32" else 2)
+
+
+def keep_files_in(folder: Path) -> None:
+    """In each of the engine's processes, before SGLang does anything."""
+    from sglang.srt.managers import load_snapshot
+
+    # In /dev/shm, where SGLang has it, a start that fails leaves this file behind.
+    load_snapshot.shm_path_for = lambda _: str(folder / "loads.shm")
+    errors = logging.FileHandler(folder / _ERRORS)
+    errors.setLevel(logging.ERROR)
+    # Not on the root, whose handlers SGLang takes away: what it has there stays, and writes to the host's log.
+    logging.getLogger("sglang").addHandler(errors)
+
+
+def logged_error(folder: Path) -> str | None:
+    """The end of the first error that the engine's processes have logged: the others follow from it."""
+    try:
+        text = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    _, _, failed = text.partition("Traceback (most recent call last):")
+    # An exception's own lines are the first that stand at the margin again.
+    lines = (line for line in failed.splitlines() if line and not line.startswith(" "))
+    return next(lines, None) or next((line for line in text.splitlines() if line), None)
