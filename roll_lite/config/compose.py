@@ -15,7 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from roll_lite.config.overrides import Override, apply_override, parse_override
-from roll_lite.config.problems import Path, Problem, did_you_mean, dotted
+from roll_lite.config.problems import Path, Problem, did_you_mean, dotted, first_line
 from roll_lite.config.short_form import spell_out
 from roll_lite.config.yaml_source import parse_yaml
 
@@ -204,7 +204,7 @@ def _merge(composer: _Composer) -> DictConfig:
         try:
             merged = OmegaConf.merge(merged, layer)  # type: ignore[assignment]
         except OmegaConfBaseException as error:
-            composer.problems.append(Problem(str(error.full_key or "(merging)"), _first_line(error)))
+            composer.problems.append(Problem(str(error.full_key or "(merging)"), first_line(error)))
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -236,7 +236,7 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
             value = node[key]
         except (OmegaConfBaseException, RecursionError) as error:
             raw = OmegaConf.to_container(node, resolve=False)
-            composer.problems.append(Problem(dotted(here), _first_line(error), raw[key]))  # type: ignore[index]
+            composer.problems.append(Problem(dotted(here), first_line(error), raw[key]))  # type: ignore[index]
             composer.broken.add(here)
             continue
         result[str(key)] = _resolve(value, here, composer) if isinstance(value, DictConfig | ListConfig) else value
@@ -265,7 +265,3 @@ def _absolute(name: str, group: str) -> str:
     if name.startswith("/") or not group:
         return name.lstrip("/")
     return f"{group}/{name}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

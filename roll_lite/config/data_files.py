@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll_lite.config.hf_config import elsewhere
+from roll_lite.config.problems import first_line
 from roll_lite.config.schema import DataConfig, DomainConfig
 
 Kind = Literal["jsonl", "parquet", "arrow"]
@@ -119,7 +120,7 @@ def declared_columns(shard: Shard) -> list[str]:
     try:
         schema = parquet.read_schema(shard.path) if shard.kind == "parquet" else arrow_reader(shard.path).schema
     except (OSError, ArrowException) as error:
-        raise ValueError(f"{shard.path} cannot be read as {shard.kind}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{shard.path} cannot be read as {shard.kind}: {first_line(error)}") from error
     return [str(name) for name in schema.names]
 
 
@@ -141,7 +142,7 @@ def column_of(shard: Shard, column: str, most: int) -> list[Any]:
                 if len(values) >= most:
                     break
     except (OSError, ArrowException) as error:
-        raise ValueError(f"{shard.path} cannot be read as {shard.kind}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{shard.path} cannot be read as {shard.kind}: {first_line(error)}") from error
     return values[:most]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roll_lite.config.problems import Path, Problem, did_you_mean, dotted, show
+from roll_lite.config.problems import Path, Problem, did_you_mean, dotted, first_line, show
 from roll_lite.config.short_form import is_short_form, spell_out
 from roll_lite.config.yaml_source import parse_yaml
 
@@ -98,4 +98,4 @@ def _child(container: DictConfig | ListConfig, key: str) -> Any:
     try:
         return container[place]
     except OmegaConfBaseException as error:
-        raise LookupError(str(error).splitlines()[0]) from error
+        raise LookupError(first_line(error)) from error

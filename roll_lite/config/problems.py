@@ -66,3 +66,8 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     if close:
         return f"did you mean {' or '.join(repr(name) for name in close)}?"
     return f"valid here: {', '.join(names)}." if names else "nothing is valid here."
+
+
+def first_line(error: BaseException) -> str:
+    """Of what it says; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 
-from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, show
+from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, first_line, show
 
 
 class _Loader(yaml.SafeLoader):
@@ -84,7 +84,7 @@ def _scalar(value: Any, node: yaml.Node, path: Path, place: str, source: YamlSou
         try:
             OmegaConf.create({"probe": value})
         except GrammarParseError as error:
-            message = f"not a valid interpolation: {str(error).splitlines()[0]}"
+            message = f"not a valid interpolation: {first_line(error)}"
     if not message:
         return value
     shown = value if isinstance(value, str) else NO_VALUE

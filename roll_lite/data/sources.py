@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from roll_lite.config.data_files import Shard, arrow_reader, shards_of
+from roll_lite.config.problems import first_line
 
 ROWS_AT_ONCE = 1024
 """Of a parquet file, which is read in columns."""
@@ -78,7 +79,7 @@ def _table(shard: Shard) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, row
     except ArrowException as error:
         after = f" after row {number}" if number else ""
-        raise ValueError(f"{shard.path} cannot be read as {shard.kind}{after}: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{shard.path} cannot be read as {shard.kind}{after}: {first_line(error)}") from error
 
 
 def _batches(shard: Shard) -> Iterator[Any]:
