@@ -1,0 +1,141 @@
+"""What a training rank and an engine's worker hold: whole updates, and who has begun to load when one breaks off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+import torch
+from transfer_members import assert_equal, fresh
+
+from roll_lite.distributed.strategy.base import TrainStrategy
+from roll_lite.distributed.weight_sync.checksum import checksum, require_equal
+from roll_lite.distributed.weight_sync.endpoints import WeightReceiver, WeightSender
+from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, by_bucket, plan_transfers
+
+OWNERS = {"a": 0, "b": 2, "c": 2, "d": 0}
+BUCKETS = {"a": 0, "b": 0, "c": 1, "d": 2}
+
+
+class Trainer:
+    """One rank of three, of which the second owns nothing. The first bucket has two owners."""
+
+    def __init__(self, rank: int, state: dict[str, torch.Tensor]) -> None:
+        self.rank, self.state, self.gathered = rank, state, []
+
+    def export_plan(self, bucket_bytes: int) -> ExportPlan:
+        return ExportPlan(tuple(ExportedTensor(n, tuple(t.shape), t.dtype, OWNERS[n], BUCKETS[n]) for n, t in self.state.items()))
+
+    def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
+        self.gathered.append(bucket)
+        owned = {t.name: self.state[t.name] for t in plan.tensors if t.bucket == bucket and t.owner == self.rank}
+        return owned or None
+
+
+class Worker:
+    """An engine's worker whose model is a dictionary."""
+
+    def __init__(self) -> None:
+        self.receiver = WeightReceiver()
+        self.model: dict[str, torch.Tensor] = {}
+        self.begun = 0
+
+    def begin(self) -> None:
+        self.begun += 1
+        self.model = {}
+
+    def update(self, plan: TransferPlan) -> None:
+        for routes in by_bucket(plan.routes):
+            self.receiver.load([route.plain() for route in routes], self.begin, self.model_update)
+        self.receiver.finished()
+
+    def model_update(self, arrived: Any) -> None:
+        self.model.update(arrived)
+
+
+class Run:
+    """A trainer of three ranks and its engines, each a worker, on threads."""
+
+    def __init__(self, timeout_s: float = 10.0) -> None:
+        self.state = {name: torch.randn(3, 5) for name in OWNERS}
+        self.trainers = [Trainer(rank, self.state) for rank in range(3)]
+        self.senders = [WeightSender(cast(TrainStrategy, trainer), trainer.rank) for trainer in self.trainers]
+        self.exports = [sender.plan(1 << 20) for sender in self.senders]
+        self.port = self.senders[0].host("127.0.0.1", timeout_s)
+        self.timeout_s = timeout_s
+        self.pool = ThreadPoolExecutor(8)
+
+    def connect(self, epoch: int, engines: Mapping[int, Worker]) -> TransferPlan:
+        plan = plan_transfers(self.exports[0], dict.fromkeys(engines, 1))
+        membership = plan.membership(epoch, "gloo", "127.0.0.1", self.port, self.timeout_s)
+        joining = [self.pool.submit(sender.join, plan, membership) for sender in self.senders]
+        joining += [
+            self.pool.submit(worker.receiver.join, membership.plain(), plan.first_member(number)) for number, worker in engines.items()
+        ]
+        for future in joining:
+            future.result(20)
+        return plan
+
+    def push(self, plan: TransferPlan, engines: Mapping[int, Worker]) -> None:
+        new = fresh(self.state)
+        self.state.update(new)
+        receiving = [self.pool.submit(worker.update, plan) for worker in engines.values()]
+        for future in [*(self.pool.submit(sender.send) for sender in self.senders), *receiving]:
+            future.result(20)
+        for worker in engines.values():
+            assert_equal(worker.model, new)
+
+
+def test_an_engine_takes_the_place_of_another_between_two_updates() -> None:
+    run = Run()
+    engines = {0: Worker(), 1: Worker()}
+    plan = run.connect(1, engines)
+    for _ in range(2):
+        run.push(plan, engines)
+    assert all(trainer.gathered == [0, 1, 2] * 2 for trainer in run.trainers)  # a collective: also the rank that owns nothing
+    gone = engines.pop(1)
+    engines[2] = Worker()
+    again = run.connect(2, engines)
+    run.push(again, engines)
+    assert engines[0].begun == 3 and engines[2].begun == 1
+    with pytest.raises(StaleEpoch, match="engine 1 worker 0 belongs to epoch 1"):
+        gone.update(plan)
+    assert gone.begun == 2 and not gone.receiver.touched  # its weights are whole
+
+
+def test_an_update_that_breaks_off_is_known_to_have_begun() -> None:
+    run = Run(timeout_s=0.5)
+    engines = {0: Worker()}
+    plan = run.connect(1, engines)
+    first, second, _ = by_bucket(plan.routes)
+    worker = engines[0]
+    sending = [run.pool.submit(run.senders[rank]._half.send, route, run.state) for rank, route in zip((0, 2), first, strict=True)]  # type: ignore[union-attr]
+    worker.receiver.load([route.plain() for route in first], worker.begin, worker.model_update)
+    for future in sending:
+        future.result(20)
+    assert worker.receiver.touched and worker.begun == 1
+    with pytest.raises(TransferError, match="trainer rank 2 did not take part"):
+        worker.receiver.load([route.plain() for route in second], worker.begin, worker.model_update)
+    assert worker.receiver.touched
+
+
+def test_a_worker_that_has_not_joined_says_so() -> None:
+    worker = Worker()
+    with pytest.raises(RuntimeError, match="connect_weights comes first"):
+        worker.receiver.load([], worker.begin, worker.model_update)
+    assert not worker.receiver.touched
+
+
+def test_checksums_of_all_ranks_are_those_of_the_model() -> None:
+    run = Run()
+    sent: dict[str, str] = {}
+    for sender in run.senders:
+        sent |= sender.checksums()
+    held = {name: checksum(tensor) for name, tensor in run.state.items()}
+    assert sent == held
+    require_equal(sent, held, engine=1, version=3)
+    with pytest.raises(RuntimeError, match="engine 1 does not hold version 3 after its update: 1 of 4 tensors differ, among them b"):
+        require_equal(sent, held | {"b": "other"}, engine=1, version=3)
