@@ -224,12 +224,12 @@ class ScriptedEngine(InferenceStrategy):
 
     async def receive_bucket(self, routes: Sequence[Route]) -> None:
         tensors = tensors_of(routes)
-        self._life.require_update(Event.RECEIVE).check(tensors)
+        self._life.require_update().check(tensors)
         self._life.receive().arrived.update(tensor.name for tensor in tensors)
         self._freeze_all()
 
     async def finish_weight_update(self, version: int) -> None:
-        self._life.require_update(Event.FINISH_UPDATE).require_complete()
+        self._life.require_update().require_complete()
         self._life.finish_update(version)
         now = asyncio.get_running_loop().time()
         for run in self._running.values():

@@ -250,10 +250,10 @@ class EngineStrategy(InferenceStrategy):
 
     async def receive_bucket(self, routes: Sequence[Route]) -> None:
         """From the first bucket on the engine is frozen, until the update is finished."""
-        self._require_update(Event.RECEIVE)
+        self._require_update()
         async with self._order:
             tensors = tensors_of(routes)
-            self._require_update(Event.RECEIVE).check(tensors)
+            self._require_update().check(tensors)
             update = self._life.receive()
             try:
                 await self._settle()
@@ -279,9 +279,9 @@ class EngineStrategy(InferenceStrategy):
             await self._settle()
 
     async def finish_weight_update(self, version: int) -> None:
-        self._require_update(Event.FINISH_UPDATE)
+        self._require_update()
         async with self._order:
-            update = self._require_update(Event.FINISH_UPDATE)
+            update = self._require_update()
             update.require_complete()
             try:
                 await self.make.call_workers("roll_lite_put_in_place")
@@ -330,9 +330,9 @@ class EngineStrategy(InferenceStrategy):
     def _require_alive(self) -> None:
         self._require(Event.RESUME)  # which only an engine that does not run refuses
 
-    def _require_update(self, event: Event) -> WeightUpdate:
+    def _require_update(self) -> WeightUpdate:
         self._check()
-        return self._life.require_update(event)
+        return self._life.require_update()
 
     def _give_up(self, why: str) -> None:
         """From now on nothing is served; what runs comes back as failed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from enum import StrEnum
 
@@ -47,62 +47,62 @@ class Event(StrEnum):
 
 
 _S, _E = EngineState, Event
-_AWAKE = frozenset({_S.SERVING, _S.PAUSED})
-_AWAY = frozenset({_S.CACHE_OFFLOADED, _S.WEIGHTS_OFFLOADED})
+_AWAKE = {_S.SERVING, _S.PAUSED}
+_AWAY = {_S.CACHE_OFFLOADED, _S.WEIGHTS_OFFLOADED}
 
-TRANSITIONS: Mapping[EngineState, Mapping[Event, frozenset[EngineState]]] = {
-    _S.STARTING: {_E.START: frozenset({_S.SERVING}), _E.DIE: frozenset({_S.DEAD})},
+TRANSITIONS: Mapping[EngineState, Mapping[Event, Set[EngineState]]] = {
+    _S.STARTING: {_E.START: {_S.SERVING}, _E.DIE: {_S.DEAD}},
     _S.SERVING: {
-        _E.PAUSE: frozenset({_S.PAUSED}),
-        _E.RESUME: frozenset({_S.SERVING}),
-        _E.CONNECT: frozenset({_S.SERVING}),
-        _E.BEGIN_UPDATE: frozenset({_S.SERVING}),
-        _E.RECEIVE: frozenset({_S.UPDATING}),
-        _E.READ_WEIGHTS: frozenset({_S.SERVING}),
+        _E.PAUSE: {_S.PAUSED},
+        _E.RESUME: {_S.SERVING},
+        _E.CONNECT: {_S.SERVING},
+        _E.BEGIN_UPDATE: {_S.SERVING},
+        _E.RECEIVE: {_S.UPDATING},
+        _E.READ_WEIGHTS: {_S.SERVING},
         _E.OFFLOAD: _AWAY,
-        _E.LOAD: frozenset({_S.SERVING}),
-        _E.DIE: frozenset({_S.DEAD}),
+        _E.LOAD: {_S.SERVING},
+        _E.DIE: {_S.DEAD},
     },
     _S.PAUSED: {
-        _E.PAUSE: frozenset({_S.PAUSED}),
-        _E.RESUME: frozenset({_S.SERVING}),
-        _E.CONNECT: frozenset({_S.PAUSED}),
-        _E.BEGIN_UPDATE: frozenset({_S.PAUSED}),
-        _E.RECEIVE: frozenset({_S.UPDATING}),
-        _E.READ_WEIGHTS: frozenset({_S.PAUSED}),
+        _E.PAUSE: {_S.PAUSED},
+        _E.RESUME: {_S.SERVING},
+        _E.CONNECT: {_S.PAUSED},
+        _E.BEGIN_UPDATE: {_S.PAUSED},
+        _E.RECEIVE: {_S.UPDATING},
+        _E.READ_WEIGHTS: {_S.PAUSED},
         _E.OFFLOAD: _AWAY,
-        _E.LOAD: frozenset({_S.PAUSED}),
-        _E.DIE: frozenset({_S.DEAD}),
+        _E.LOAD: {_S.PAUSED},
+        _E.DIE: {_S.DEAD},
     },
     _S.UPDATING: {
-        _E.PAUSE: frozenset({_S.UPDATING}),
-        _E.RESUME: frozenset({_S.UPDATING}),
-        _E.RECEIVE: frozenset({_S.UPDATING}),
+        _E.PAUSE: {_S.UPDATING},
+        _E.RESUME: {_S.UPDATING},
+        _E.RECEIVE: {_S.UPDATING},
         _E.BREAK_OFF: _AWAKE | {_S.CACHE_OFFLOADED},
         _E.FINISH_UPDATE: _AWAKE | {_S.CACHE_OFFLOADED},
-        _E.LOAD: frozenset({_S.UPDATING}),
-        _E.DIE: frozenset({_S.DEAD}),
+        _E.LOAD: {_S.UPDATING},
+        _E.DIE: {_S.DEAD},
     },
     _S.CACHE_OFFLOADED: {
-        _E.PAUSE: frozenset({_S.CACHE_OFFLOADED}),
-        _E.RESUME: frozenset({_S.CACHE_OFFLOADED}),
-        _E.CONNECT: frozenset({_S.CACHE_OFFLOADED}),
-        _E.BEGIN_UPDATE: frozenset({_S.CACHE_OFFLOADED}),
-        _E.RECEIVE: frozenset({_S.UPDATING}),
-        _E.READ_WEIGHTS: frozenset({_S.CACHE_OFFLOADED}),
+        _E.PAUSE: {_S.CACHE_OFFLOADED},
+        _E.RESUME: {_S.CACHE_OFFLOADED},
+        _E.CONNECT: {_S.CACHE_OFFLOADED},
+        _E.BEGIN_UPDATE: {_S.CACHE_OFFLOADED},
+        _E.RECEIVE: {_S.UPDATING},
+        _E.READ_WEIGHTS: {_S.CACHE_OFFLOADED},
         _E.OFFLOAD: _AWAY,
         _E.LOAD: _AWAKE | {_S.CACHE_OFFLOADED},
-        _E.DIE: frozenset({_S.DEAD}),
+        _E.DIE: {_S.DEAD},
     },
     _S.WEIGHTS_OFFLOADED: {
-        _E.PAUSE: frozenset({_S.WEIGHTS_OFFLOADED}),
-        _E.RESUME: frozenset({_S.WEIGHTS_OFFLOADED}),
-        _E.CONNECT: frozenset({_S.WEIGHTS_OFFLOADED}),
-        _E.OFFLOAD: frozenset({_S.WEIGHTS_OFFLOADED}),
+        _E.PAUSE: {_S.WEIGHTS_OFFLOADED},
+        _E.RESUME: {_S.WEIGHTS_OFFLOADED},
+        _E.CONNECT: {_S.WEIGHTS_OFFLOADED},
+        _E.OFFLOAD: {_S.WEIGHTS_OFFLOADED},
         _E.LOAD: _AWAKE | _AWAY,
-        _E.DIE: frozenset({_S.DEAD}),
+        _E.DIE: {_S.DEAD},
     },
-    _S.DEAD: {_E.DIE: frozenset({_S.DEAD})},
+    _S.DEAD: {_E.DIE: {_S.DEAD}},
 }
 """What is not here is refused. Where several states may follow, it is the parts that are away and the callers' last word that decide:
 pausing and resuming are remembered in every state."""
@@ -165,10 +165,9 @@ class EngineLife:
             raise RuntimeError("the engine's weights are offloaded: load them first")
         raise RuntimeError("no weight update is under way")
 
-    def require_update(self, event: Event) -> WeightUpdate:
-        """The one that has been announced."""
-        if self.state is not EngineState.UPDATING or event not in TRANSITIONS[EngineState.UPDATING]:
-            self.require(Event.RECEIVE)
+    def require_update(self) -> WeightUpdate:
+        """The one that has been announced, in a state in which its buckets may come."""
+        self.require(Event.RECEIVE)
         if self.update is None:
             raise RuntimeError("no weight update has begun: begin_weight_update comes first")
         return self.update
@@ -199,7 +198,7 @@ class EngineLife:
             self.update = update
 
     def receive(self) -> WeightUpdate:
-        update = self.require_update(Event.RECEIVE)
+        update = self.require_update()
         with self._changes(Event.RECEIVE):
             self.receiving = True
         return update
