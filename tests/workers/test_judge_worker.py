@@ -83,6 +83,18 @@ def test_the_servers_arguments() -> None:
     assert "--gpu-memory-utilization" in on_gpus and "mp" in on_gpus and "--no-enforce-eager" in on_gpus
 
 
+def test_what_a_judge_does_not_get_as_it_was_set_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from roll_lite.distributed.strategy.vllm.compat.judge_server import command
+
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    strategy = VllmStrategyConfig(max_model_len=64, max_batched_tokens=16, max_running_requests=16)
+    words = command(config(strategy=strategy), "127.0.0.1", 80, "main", cuda=False)
+    assert words[words.index("--max-num-batched-tokens") + 1] == "64"
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in told] == ["judges.main"] * 2
+    assert "max_batched_tokens is 64 instead of 16" in told[0] and "VLLM_WORKER_MULTIPROC_METHOD=fork is set to 'spawn'" in told[1]
+
+
 HEALTHY = """
 import http.server, sys
 class Handler(http.server.BaseHTTPRequestHandler):

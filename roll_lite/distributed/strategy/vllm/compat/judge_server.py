@@ -16,7 +16,7 @@ from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.schema import JudgeServerConfig
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host
 from roll_lite.distributed.strategy.inference.settings import kv_cache_mb
-from roll_lite.distributed.strategy.vllm.compat.settings import batched_tokens, check_version
+from roll_lite.distributed.strategy.vllm.compat.settings import batched_tokens, check_version, engine_environment, notes
 
 OWN_ARGUMENTS = ("host", "port", "uds", "fd", "served_model_name", "api_key", "api_server_count", "root_path", "ssl_certfile")
 """Arguments of a judge's server that no configuration may set."""
@@ -26,6 +26,8 @@ SAGEMAKER = "model_hosting_container_standards"
 def command(config: JudgeServerConfig, host: str, port: int, name: str, cuda: bool) -> list[str]:
     """`name`: what the model is called in requests."""
     check_version()
+    for note in notes(config.strategy, _longest(config, cuda), cuda, engine_environment(config.threads, cuda)):
+        sys.stderr.write(f"judges.{name}: {note}\n")
     arguments = server_arguments(config, cuda) | {"host": host, "port": port, "served_model_name": name}
     return [sys.executable, "-m", __name__, *(word for key, value in arguments.items() for word in _words(key, value))]
 
@@ -33,7 +35,7 @@ def command(config: JudgeServerConfig, host: str, port: int, name: str, cuda: bo
 def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
     strategy = config.strategy
     megabytes = kv_cache_mb(strategy.kv_cache_mb, cuda)
-    longest = strategy.max_model_len or (None if cuda else _positions(config))
+    longest = _longest(config, cuda)
     arguments: dict[str, Any] = {
         "model": str(config.path),
         "dtype": config.dtype,
@@ -52,7 +54,10 @@ def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
     return {key: value for key, value in arguments.items() if value is not None} | strategy.engine_args
 
 
-def _positions(config: JudgeServerConfig) -> int | None:
+def _longest(config: JudgeServerConfig, cuda: bool) -> int | None:
+    """Of prompt and response; None where vLLM finds out."""
+    if config.strategy.max_model_len is not None or cuda:
+        return config.strategy.max_model_len
     try:
         return read_model_shape(config.path).max_positions
     except ValueError:  # a model that roll_lite cannot train; vLLM knows better
