@@ -16,6 +16,7 @@ import yaml
 
 from roll_lite.config.arithmetic import roles
 from roll_lite.config.checkpoint_files import CONFIG_FILE, resumption
+from roll_lite.config.problems import first_line
 from roll_lite.config.schema import RunConfig
 from roll_lite.distributed.liveness import WATCH
 from roll_lite.distributed.ray_session import ray_session
@@ -131,7 +132,7 @@ class RunEnd:
 
     def _fail(self, error: Exception) -> None:
         report_failure(error, self._journal.folder, "cleaning up failed" if self._closed else "the run failed")
-        self._close(f"failed: {first_line(error)}", FAILED)
+        self._close(f"failed: {first_line(error).removesuffix(' ends with:')}", FAILED)
 
     def _close(self, exit_state: str, code: int) -> None:
         if self._closed:
@@ -144,11 +145,6 @@ class RunEnd:
         if code != COMPLETED:
             with suppress(ValueError):  # there is none
                 console.message(f"go on from its last checkpoint with checkpoint.resume={resumption(self._journal.folder).checkpoint}")
-
-
-def first_line(error: BaseException) -> str:
-    line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return line.removesuffix(" ends with:")
 
 
 def report_failure(error: Exception, folder: Path, what: str) -> None:
