@@ -11,7 +11,7 @@ from roll_lite.pipeline.build import QUIET, Starter
 
 
 def environment() -> dict[str, str]:
-    starter: Any = SimpleNamespace(session=SimpleNamespace(log_folder=None))
+    starter: Any = SimpleNamespace(session=SimpleNamespace(log_folder=None), config=SimpleNamespace(limits=SimpleNamespace(other=0.0)))
     return dict(Starter.spec(starter, "actor_infer", []).env)
 
 
