@@ -89,7 +89,7 @@ class Dataflow:
         from roll_lite.config.schema import ScriptedStrategyConfig as Scripted
         from roll_lite.distributed.cluster import ClusterSpec, start_cluster
         from roll_lite.distributed.placement import anywhere
-        from roll_lite.distributed.strategy.engines import EngineSpec
+        from roll_lite.distributed.strategy.base import EngineSpec
         from roll_lite.workers.infer import InferWorker
         from roll_lite.workers.rollout import RolloutSpec
 
