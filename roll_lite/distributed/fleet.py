@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
+from roll_lite.config.problems import first_line
+
 ASK_SECONDS = 10.0
 SILENCE_SECONDS = 30.0
 """Of a member that has nothing to do; generous, for machines that are busy otherwise."""
@@ -316,7 +318,3 @@ async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[
 def cause_of(error: BaseException, name: str) -> str:
     """In one line. What is not told as a loss is told as an error of `name`."""
     return error.cause if isinstance(error, MemberLost) else f"{name}: {type(error).__name__}: {first_line(error)}"
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from roll_lite.config.problems import first_line
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import GenerationRequest
 from roll_lite.data.stable_hash import derived_seed
-from roll_lite.distributed.fleet import MemberLost, first_line
+from roll_lite.distributed.fleet import MemberLost
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
 from roll_lite.distributed.strategy.engines import build_engine
 from roll_lite.distributed.weight_sync.plan import Membership, Route

@@ -17,9 +17,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from roll_lite.config.problems import first_line
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy, SlowStart, first_line, until_silent
+from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy, SlowStart, until_silent
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.batch_scorer import BatchScorer, Scored, slow_start, time_out
 from roll_lite.rewards.code import walls_of

@@ -11,8 +11,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+from roll_lite.config.problems import first_line
 from roll_lite.config.schema import HfStrategyConfig, RewardModelConfig
-from roll_lite.distributed.fleet import MemberLost, cause_of, first_line, until_silent
+from roll_lite.distributed.fleet import MemberLost, cause_of, until_silent
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.rewards.model import ScoredText
 from roll_lite.workers.reward_model import NotInitialized
