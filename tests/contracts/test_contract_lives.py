@@ -43,8 +43,8 @@ def expected_checksums(engine: Harness, seed: int) -> dict[str, str]:
 
 OTHER_MODELS = [
     pytest.param("vllm", "llama", False, id="vllm-llama-untied"),
-    pytest.param("vllm", "qwen3", True, id="vllm-qwen3-tied"),
-    pytest.param("sglang", "llama", False, id="sglang-llama-untied"),
+    pytest.param("vllm", "qwen3", True, id="vllm-qwen3-tied", marks=pytest.mark.nightly),
+    pytest.param("sglang", "llama", False, id="sglang-llama-untied", marks=pytest.mark.nightly),
     pytest.param("sglang", "qwen3", True, id="sglang-qwen3-tied"),
 ]
 
@@ -66,6 +66,7 @@ async def test_numbers_of_other_models(make: Make, family: Family, tied: bool, t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("make", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)], indirect=True, scope="session")
 async def test_bfloat16_is_held_bit_for_bit_and_a_busy_engine_leaves_nothing_behind(make: Make, tmp: Path) -> None:
     """Other kernels, other packed layouts than in float32."""
     with nothing_left_behind(tmp / "t") as traces:
@@ -88,7 +89,8 @@ async def shuts_down_while_requests_run(engine: Harness) -> None:
 
 
 @pytest.mark.slow
-async def test_two_engines_are_independent_and_a_third_takes_the_place_of_one_that_is_killed(make: Make, tmp: Path) -> None:
+async def test_two_engines_live_and_die_alone_and_a_third_takes_the_place_of_the_first(make: Make, tmp: Path) -> None:
+    """The first is killed, the second loses its trainer in the middle of an update."""
     first, second = [await Harness.start(tmp / name, max_model_len=MANY, make=make) for name in ("a", "b")]
     first.version = 6  # it has been updated before
     try:
@@ -99,6 +101,7 @@ async def test_two_engines_are_independent_and_a_third_takes_the_place_of_one_th
         await dies_noticed(first, first.processes()[0])
         await serves_reference(second)
         assert (await second.strategy.health()).alive
+        await ends_with_an_update_that_breaks_off(second)
     finally:
         await first.stop()
         await second.stop()
@@ -113,6 +116,25 @@ async def test_two_engines_are_independent_and_a_third_takes_the_place_of_one_th
         await serves_reference(third)
     finally:
         await third.stop()
+
+
+async def ends_with_an_update_that_breaks_off(engine: Harness) -> None:
+    """Weights half old, half new must never generate."""
+    engine.sender = SenderProcess()  # its own: it dies here
+    await engine.sender.call("ping")
+    await engine.connect(timeout_s=5.0)
+    assert engine.plan is not None
+    await engine.strategy.begin_weight_update(engine.tensors)
+    await engine.transfer(0, seed=1)
+    waiting = asyncio.create_task(engine.one(4))
+    engine.sender.process.kill()
+    with pytest.raises(TransferError, match=r"trainer rank 0 did not take part in bucket 1"):
+        await engine.strategy.receive_bucket(engine.plan.routes[1:2])
+    assert "neither the old nor the new weights" in ((await asyncio.wait_for(waiting, NOTICED_S)).error or "")
+    health = await engine.strategy.health()
+    assert not health.alive and "half-way" in health.details["failure"]
+    psutil.wait_procs(engine.processes(), timeout=NOTICED_S)
+    assert not running(engine.processes())
 
 
 async def dies_noticed(engine: Harness, victim: psutil.Process) -> None:
@@ -168,30 +190,6 @@ def running(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.slow
-async def test_an_update_that_breaks_off_ends_the_engine(make: Make, tmp: Path) -> None:
-    """Weights half old, half new must never generate."""
-    engine = await Harness.start(tmp / "m", make=make)
-    try:
-        engine.sender = SenderProcess()  # its own: it dies here
-        await engine.sender.call("ping")
-        await engine.connect(timeout_s=5.0)
-        assert engine.plan is not None
-        await engine.strategy.begin_weight_update(engine.tensors)
-        await engine.transfer(0, seed=1)
-        waiting = asyncio.create_task(engine.one(4))
-        engine.sender.process.kill()
-        with pytest.raises(TransferError, match=r"trainer rank 0 did not take part in bucket 1"):
-            await engine.strategy.receive_bucket(engine.plan.routes[1:2])
-        assert "neither the old nor the new weights" in ((await asyncio.wait_for(waiting, NOTICED_S)).error or "")
-        health = await engine.strategy.health()
-        assert not health.alive and "half-way" in health.details["failure"]
-        psutil.wait_procs(engine.processes(), timeout=NOTICED_S)
-        assert not running(engine.processes())
-    finally:
-        await engine.stop()
-
-
 _HOST = """
 import asyncio, sys
 from pathlib import Path
@@ -209,7 +207,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "workers"), [("vllm", 1), ("vllm", 2), ("sglang", 2)])
+@pytest.mark.parametrize(("make", "workers"), [pytest.param("vllm", 1, marks=pytest.mark.nightly), ("vllm", 2), ("sglang", 2)])
 def test_no_process_outlives_a_killed_host(make: Make, tmp: Path, workers: int) -> None:
     require(make)
     script = tmp / "host.py"
