@@ -41,6 +41,7 @@ def test_rank_environment_is_there_before_the_process_starts(adders: Cluster[Add
 
 
 def test_the_first_answer_does_not_wait_for_the_others(adders: Cluster[Adder], grid: Cluster[Grid]) -> None:
+    grid.all(Grid.who)  # its start may take longer than the sleep
     slow, fast = adders.start_all(Adder.sleep, 2.0), grid.start_all(Grid.who)
     assert first_done([slow, fast]) == [fast] and not slow.done
     assert fast.result() == [0, 1, 2, 3]

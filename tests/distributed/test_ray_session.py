@@ -265,6 +265,7 @@ def test_auto_without_a_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     private = "raylet --gcs-address=127.0.0.1:7001 --session=/tmp/rl-abc/session"
     monkeypatch.setattr(module, "_raylets", lambda: [(psutil.Process(), private)])
     monkeypatch.setattr(module.ray._private.utils, "read_ray_address", lambda: None)
+    monkeypatch.setattr(module.ray, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(ConnectionError, match=r"RAY_ADDRESS. is auto, .* none runs on this machine: start one .ray start --head"):
         with ray_session(RayConfig(), None):
