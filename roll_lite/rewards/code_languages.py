@@ -35,7 +35,7 @@ LANGUAGES: dict[str, Language] = {
 }
 NEEDS = {"bash": "bash", "javascript": "node", "c": "gcc", "c++": "g++", "perl": "perl", "ruby": "ruby"}
 ALIASES = {"py": "python", "python3": "python", "sh": "bash", "shell": "bash", "js": "javascript", "node": "javascript", "cpp": "c++"}
-OPENING = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<tag>[\w+#.-]*)[^`\n]*$")
+OPENING = re.compile(r"^(?P<indent>[ \t]*+)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<tag>[\w+#.-]*+)[^`\n]*+$")
 LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 

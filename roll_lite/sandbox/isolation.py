@@ -195,10 +195,10 @@ def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -
 
 def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Sequence[str]) -> None:
     """In the forked program, before any line of it: its own walls and limits. OSError where one of them does not hold."""
+    os.setsid()  # signals to the own process group pass through pid namespaces
     if walls.kind == "namespaces":
         _own_namespaces(walls, limits)
     else:
-        os.setsid()
         os.chdir(folder)
     _set_limits(limits, 0 if walls.kind == "namespaces" else _threads_of(NOBODY if "users" in walls.held else os.getuid()))
     if walls.kind == "none":
@@ -231,6 +231,8 @@ def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
     )
     try:
         kernel.mount("proc", "/proc", "proc", safe | kernel.MS_NOEXEC)
+        kernel.mount("/proc/sys", "/proc/sys", None, kernel.MS_BIND)
+        kernel.make_read_only("/proc/sys")  # settings of the outer namespaces, which the next program would find
     except OSError:  # a container that hides parts of its own /proc
         kernel.mount("tmpfs", "/proc", "tmpfs", safe | kernel.MS_RDONLY, "size=4k")
     os.chdir(filesystem.WORK)

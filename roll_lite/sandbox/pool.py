@@ -211,11 +211,17 @@ class Sandbox:
             self._process = None
 
     def _ensure_started(self) -> None:
+        """SandboxTrouble, too, where one that is started again has lost a wall that it had."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
+        before = self.protections
         for attempt in range(START_ATTEMPTS):
             try:
-                self.start()
+                now = self.start()
+                if before is not None and (lost := [name for name in now.missing if name not in before.missing]):
+                    self.close()
+                    self.protections = before
+                    raise SandboxTrouble(f"the sandbox was started again without protections that it had: {', '.join(lost)}")
                 return
             except SandboxTrouble:
                 if attempt == START_ATTEMPTS - 1:

@@ -12,6 +12,7 @@ import importlib
 import json
 import linecache
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -84,6 +85,7 @@ def _exec(order: dict[str, Any]) -> None:
         with open(PEER, "rb", closefd=False) as source, open(order["artifact"], "wb", opener=_executable) as target:
             source.seek(0)
             target.write(source.read())
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `yes | head -n1` ends by it
     os.set_inheritable(RESULT, bool(order.get("keeps_result")))
     os.execvp(order["command"][0], order["command"])
 

@@ -27,6 +27,8 @@ LONGEST_NAME = 200
 MOST_ITEMS = 100_000
 CONTROL = (StopIteration, StopAsyncIteration)
 """Exceptions that would end a loop of the tests, and with it what they check."""
+RUNNERS = ("unittest", "doctest", "pytest", "_pytest", "nose")
+"""Modules whose exceptions tell a test runner to skip or to stop."""
 
 
 class Cannot(BaseException):
@@ -41,7 +43,7 @@ class Wire:
     def __init__(self, file: int, names: Sequence[str], source: str) -> None:
         """`names`: those of the program that the tests use; `source`: the tests."""
         others = [name for name in names if name != SOLUTION]
-        self._uses_classes = any(name.lstrip("_")[:1].isupper() for name in others)
+        self._uses_classes = any(name.lstrip("_")[:1].isupper() and not _is_caught(name, source) for name in others)
         self._uses_helpers = len(others) > 1
         self._source = source
         self._incoming = open(file, "rb", closefd=False)  # noqa: SIM115
@@ -145,7 +147,8 @@ class Wire:
         for name in names:
             module, _, plain = name.rpartition(".")
             kind = self._exceptions.get(name) or getattr(sys.modules.get(module), plain, None)
-            if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, CONTROL):
+            is_control = isinstance(kind, type) and (issubclass(kind, CONTROL) or kind.__module__.partition(".")[0] in RUNNERS)
+            if isinstance(kind, type) and issubclass(kind, Exception) and not is_control:
                 return kind
         return RuntimeError
 
@@ -220,6 +223,12 @@ class StandIn:
         return bool(plain[0] == other) if plain else False
 
     __hash__ = object.__hash__
+
+
+def _is_caught(name: str, source: str) -> bool:
+    """The tests name it as an exception and never make one: no object of the program that they would need."""
+    caught = re.search(rf"\b(?:except|raises|assertRaises(?:Regex)?)\b[^:\n]*\b{re.escape(name)}\b", source)
+    return caught is not None and re.search(rf"\b{re.escape(name)}\s*\(", source) is None
 
 
 def _refused(name: str) -> Any:

@@ -30,6 +30,12 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
 NAMED = {kind.__name__: kind for kind in STANDARD}
 MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
 """Their content as it has to be: a number or a range would make much of little, in the process that reads it."""
+MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
+"""As above, of every argument: Fraction("1e99999999") would be computed."""
+LONGEST_NUMBER = 10_000
+"""Characters of a Decimal."""
+SAME_HASH = 100
+"""Most items of a set or dict that may share a hash: finding one of them takes as long as there are others."""
 FROM_PROGRAM = "solution"
 """The module that a program is."""
 
@@ -100,16 +106,29 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         name, args = inner[0], decode(inner[1], find)
         if type(args[0]) is not MADE_OF.get(name, type(args[0])):
             raise TypeError(f"{name} of {type(args[0]).__name__}")
-        return NAMED[name](*args)
+        part = MADE_OF_PARTS.get(name)
+        if part is not None and not all(type(one) is part and (part is int or len(one) <= LONGEST_NUMBER) for one in args):
+            raise TypeError(f"{name} of other than {part.__name__}")
+        return NAMED[name](*(_spread(args[0]) if name == "frozenset" and place == 0 else one for place, one in enumerate(args)))
     read: dict[str, Callable[[Any], Any]] = {
         "i": lambda text: int(text, 16),
         "f": float,
         "c": lambda parts: complex(float(parts[0]), float(parts[1])),
         "b": bytes.fromhex,
         "t": lambda ones: tuple(decode(one, find) for one in ones),
-        "s": lambda ones: {decode(one, find) for one in ones},
-        "d": lambda pairs: {decode(key, find): decode(one, find) for key, one in pairs},
+        "s": lambda ones: set(_spread([decode(one, find) for one in ones])),
+        "d": lambda pairs: dict(
+            zip(_spread([decode(key, find) for key, _ in pairs]), (decode(one, find) for _, one in pairs), strict=True)
+        ),
         "n": lambda ones: iter(decode(ones, find)),
         "a": lambda array: decode(array[1], find),
     }
     return read[kind](inner)
+
+
+def _spread(items: list[Any]) -> list[Any]:
+    """Items for a set or the keys of a dict; ValueError where a program has made too many of them collide."""
+    hashes = sorted(map(hash, items))
+    if any(one == other for one, other in zip(hashes, hashes[SAME_HASH:], strict=False)) and len(set(map(id, items))) > SAME_HASH:
+        raise ValueError(f"more than {SAME_HASH} items of one hash")
+    return items

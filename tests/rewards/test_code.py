@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
@@ -324,6 +325,13 @@ def test_fences_in_lists_and_longer_ones() -> None:
     assert extract_code(listed, "auto") == ('def f():\n    return """a\nb"""\n', "python")
     assert extract_code("    ```python\ndef f():\n    return 1\n```", "auto") == ("def f():\n    return 1\n", "python")
     assert extract_code("````python\n```\nx\n````", "auto") == ("```\nx\n", "python")
+
+
+@pytest.mark.parametrize("text", ["```" + " " * 60_000 + "`", "~~~" + "a" * 60_000 + "`", "`" * 60_000 + " x `"])
+def test_no_fence_takes_long_to_read(text: str) -> None:
+    started = time.process_time()
+    extract_code(text, "auto", ["python"])
+    assert time.process_time() - started < 1
 
 
 def test_a_program_stands_after_the_thinking() -> None:

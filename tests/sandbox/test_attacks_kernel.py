@@ -6,11 +6,12 @@ import os
 import platform
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from sandbox.running import PATIENT, said
+from sandbox.running import PATIENT, run, said
 
 from roll_lite.rewards.code_languages import LANGUAGES
 from roll_lite.sandbox.pool import Program, Sandbox
@@ -100,3 +101,36 @@ def test_a_compiled_program_still_runs(sandbox: Sandbox) -> None:
     assert compiled.exit == 0, compiled
     order = {"kind": "exec", "files": {}, "command": language.run, "artifact": language.artifact}
     assert sandbox.run(Program(order, artifact=compiled.result, limits=PATIENT)).stdout == b"compiled\n"
+
+
+@pytest.mark.parametrize("call", ["os.kill(0, 9)", "os.killpg(0, 9)", "os.killpg(os.getpgid(0), 19)"])
+def test_signals_to_the_own_group_reach_nobody_else(sandbox: Sandbox, call: str) -> None:
+    assert run(sandbox, f"import os\n{call}", replace(PATIENT, wall_s=3.0)).stopped in ("", "wall")
+
+
+def test_the_group_that_started_the_sandbox_keeps_its_priority(sandbox: Sandbox) -> None:
+    run(sandbox, "import os; os.setpriority(os.PRIO_PGRP, 0, 19)")
+    assert os.getpriority(os.PRIO_PROCESS, 0) < 19
+
+
+def test_settings_of_the_kernel_cannot_be_written(sandbox: Sandbox) -> None:
+    source = """
+import os
+written = []
+for folder, _, names in os.walk("/proc/sys"):
+    for name in names:
+        path = os.path.join(folder, name)
+        try:
+            os.close(os.open(path, os.O_WRONLY))
+            written.append(path)
+        except OSError:
+            pass
+print(written)
+"""
+    assert said(sandbox, source) == "[]\n"
+
+
+def test_a_pipe_that_nobody_reads_ends_its_writer(sandbox: Sandbox) -> None:
+    command = ["sh", "-c", "while true; do echo y; done | head -n1"]
+    outcome = sandbox.run(Program({"kind": "exec", "files": {}, "command": command}, limits=replace(PATIENT, cpu_s=5.0)))
+    assert (outcome.stdout, outcome.stopped) == (b"y\n", "")

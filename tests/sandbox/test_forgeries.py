@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
 
 import pytest
 from sandbox.running import LIMITS, run, said
 
 from roll_lite.sandbox.pool import Pair, Program, Sandbox, SandboxPool
+from roll_lite.sandbox.values import decode, encode
 
 pytestmark = pytest.mark.usefixtures("works_after")
 
@@ -73,3 +79,56 @@ def test_forged_verdicts(pool: SandboxPool, cheat: str) -> None:
 
     assert b"true" not in judged(CHEATS[cheat])
     assert judged("def f(x): return 2 * x + 2") == b'{"value": true}'
+
+
+@pytest.mark.parametrize(
+    "raised", ["import unittest\ndef f(x): raise unittest.SkipTest", "import unittest.case\ndef f(x): raise unittest.case._ShouldStop"]
+)
+def test_no_exception_of_a_program_tells_a_test_runner_to_skip(pool: SandboxPool, raised: str) -> None:
+    tests = """
+import unittest
+class T(unittest.TestCase):
+    def test(self):
+        self.assertEqual(f(1), 4)
+result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))
+assert result.wasSuccessful() and not result.skipped
+"""
+    judge = Program({"kind": "judge", "source": tests, "names": ["f"]}, limits=LIMITS)
+    outcome = pool.run_pair(Pair(Program({"kind": "serve", "source": raised}, limits=LIMITS), judge))
+    assert b'"value": false' in outcome.result and b"cannot" not in outcome.result
+
+
+def test_a_program_cannot_choose_to_be_left_out_where_the_tests_name_an_exception(pool: SandboxPool) -> None:
+    source = "class OwnError(Exception): pass\nclass E:\n    def __eq__(self, o): raise OwnError\ndef f(x): return E()"
+    tests = "try:\n    assert f(1) == 4\nexcept OwnError:\n    pass"
+    judge = Program({"kind": "judge", "source": tests, "names": ["f", "OwnError"]}, limits=LIMITS)
+    outcome = pool.run_pair(Pair(Program({"kind": "serve", "source": source}, limits=LIMITS), judge))
+    assert b'"value": false' in outcome.result and b"cannot" not in outcome.result
+
+
+COLLIDING = [k * (2**61 - 1) for k in range(1, 40_000)]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"o": ["Fraction", ["1e99999999"]]},
+        {"o": ["Fraction", ["1e99999999", 1]]},
+        {"o": ["range", ["9", 1, 1]]},
+        {"o": ["Decimal", ["9" * 1_000_000]]},
+        {"s": [{"i": hex(number)} for number in COLLIDING]},
+        {"d": [[{"i": hex(number)}, 0] for number in COLLIDING]},
+        {"o": ["frozenset", [[{"i": hex(number)} for number in COLLIDING]]]},
+    ],
+    ids=["fraction of a text", "fraction of a text and a number", "range of texts", "long decimal", "set", "dict", "frozenset"],
+)
+def test_no_value_takes_long_to_read(sent: Any) -> None:
+    started = time.process_time()
+    with pytest.raises(ValueError):
+        decode(sent)
+    assert time.process_time() - started < 2
+
+
+def test_plain_values_are_read() -> None:
+    for value in (Fraction(1, 3), Decimal("1.5"), range(3), {1, 2}, frozenset({1}), {"a": [1]}, set(range(5000)), Counter("aab")):
+        assert decode(encode(value)) == value
