@@ -107,9 +107,9 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         if type(args[0]) is not MADE_OF.get(name, type(args[0])):
             raise TypeError(f"{name} of {type(args[0]).__name__}")
         part = MADE_OF_PARTS.get(name)
-        if part is not None and not all(type(one) is part and (part is int or len(one) <= LONGEST_NUMBER) for one in args):
-            raise TypeError(f"{name} of other than {part.__name__}")
-        return NAMED[name](*(_spread(args[0]) if name == "frozenset" and place == 0 else one for place, one in enumerate(args)))
+        if part is not None and not all(type(one) is part and not (isinstance(one, str) and len(one) > LONGEST_NUMBER) for one in args):
+            raise TypeError(f"{name} of other than {part.__name__}, or of too long ones")
+        return NAMED[name](*([_spread(args[0])] if name == "frozenset" else args))
     read: dict[str, Callable[[Any], Any]] = {
         "i": lambda text: int(text, 16),
         "f": float,
