@@ -117,11 +117,13 @@ def token_block(records: Sequence[TokenRecord], kept_ids: bool) -> DataProto:
 def in_blocks(records: Sequence[TokenRecord]) -> Iterator[list[TokenRecord]]:
     """In order, cut where a block has enough tokens."""
     block: list[TokenRecord] = []
+    tokens = 0
     for record in records:
         block.append(record)
-        if sum(map(len, block)) >= BLOCK_TOKENS:
+        tokens += len(record)
+        if tokens >= BLOCK_TOKENS:
             yield block
-            block = []
+            block, tokens = [], 0
     if block:
         yield block
 
