@@ -82,6 +82,8 @@ class Policy:
 class MemberState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
+    LOST = "lost"
+    """About to be started again."""
     DOWN = "down"
     """Its restarts are used up."""
 
@@ -98,6 +100,10 @@ class _Seat(Generic[M]):
     state: MemberState = MemberState.STARTING
     restarts: int = 0
     at_work: int = 0
+
+    @property
+    def rests(self) -> bool:
+        return not self.at_work and self.state is not MemberState.STARTING
 
 
 class Fleet(Generic[M]):
@@ -194,10 +200,11 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Inside, nobody is at work or being started, and nobody begins; what is under way is waited for."""
+        """Inside, nobody is at work or being started, and nobody begins; what is under way is waited for. A member that is lost inside
+        is started again afterwards."""
         self._drains += 1
         try:
-            await self._until(lambda: all(not seat.at_work and seat.state is not MemberState.STARTING for seat in self._seats.values()))
+            await self._until(lambda: self.end is not None or all(seat.rests for seat in self._seats.values()))
             yield
         finally:
             self._drains -= 1
@@ -211,7 +218,7 @@ class Fleet(Generic[M]):
             while True:
                 if cause is None:
                     cause = await self._until_lost(seat)
-                    self._enter(seat, MemberState.STARTING)
+                    self._enter(seat, MemberState.LOST)
                     if self._lost is not None:
                         self._lost(seat.member, cause)
                 cause = await self._replace(seat, cause)
@@ -221,6 +228,7 @@ class Fleet(Generic[M]):
                         self._finish(cause, seat.place)
                     return
         except Exception as error:  # a bug, here or in what the fleet was given: the end, told as one, instead of waiting for ever
+            self._enter(seat, MemberState.DOWN)
             self._finish(cause_of(error, self.name), seat.place)
 
     async def _until_lost(self, seat: _Seat[M]) -> str:
@@ -247,6 +255,8 @@ class Fleet(Generic[M]):
         failure: str | None = None
         for _ in range(policy.attempts):
             seat.member.kill()
+            await self._until(lambda: not self._drains)
+            self._enter(seat, MemberState.STARTING)
             failure = await self._try_to_start(seat)
             if failure is None:
                 seat.restarts += 1

@@ -7,6 +7,7 @@ drivers that have lost its head for a minute. The thread then has the run's end 
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -56,10 +57,9 @@ class Watchdog:
 
     @contextmanager
     def limit(self, phase: str, seconds: float | None, setting: str | None = None) -> Iterator[None]:
-        """For the whole block. `seconds`: None or 0, no limit. `setting`: that of the phase where absent."""
-        if not seconds:
-            yield
-            return
+        """For the whole block. `seconds`: None or 0, no limit, which counts as one that never passes. `setting`: that of the phase where
+        absent."""
+        seconds = seconds or math.inf
         limit = Limit(phase, seconds, f"limits.{phase}" if setting is None else setting, time.monotonic() + seconds)
         self._limits.append(limit)
         try:

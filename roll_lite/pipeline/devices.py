@@ -45,7 +45,7 @@ class Movable(Protocol):
 
 
 @dataclass(frozen=True)
-class Turn(Generic[R]):
+class DeviceTurn(Generic[R]):
     """Work for one role, started once its state is there."""
 
     role: Movable
@@ -64,7 +64,7 @@ def loaded(role: Movable, parts: Sequence[Any]) -> Iterator[None]:
     _offload([role], parts)
 
 
-def take_turns(turns: Sequence[Turn[R]], parts: Sequence[Any]) -> list[R]:
+def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
     """Results in the order of `turns`. Each starts as soon as nothing that it has to wait for is at work."""
     waiting = list(range(len(turns)))
     working: dict[int, Pending[R]] = {}

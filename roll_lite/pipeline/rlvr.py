@@ -18,7 +18,7 @@ from roll_lite.pipeline.agreement import Agreement
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Model
-from roll_lite.pipeline.devices import FORWARD, TRAIN, Turn, take_turns
+from roll_lite.pipeline.devices import FORWARD, TRAIN, DeviceTurn, take_turns
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.shaping import RewardShaping
 from roll_lite.pipeline.weights import WeightSync
@@ -121,7 +121,7 @@ class RLVRPipeline:
     def compute_log_probs(self, batch: Batch) -> None:
         """Every model adds the columns that credit and losses want of it: side by side, or in turns on shared devices."""
         wanted = [(model, self.wanted_of(model)) for model in self.clusters.models]
-        turns = [Turn(model, partial(model.start_forward, batch, columns)) for model, columns in wanted if columns]
+        turns = [DeviceTurn(model, partial(model.start_forward, batch, columns)) for model, columns in wanted if columns]
         for blocks in take_turns(turns, FORWARD):
             batch.add(block for block in blocks if block is not None)
 
@@ -133,7 +133,7 @@ class RLVRPipeline:
         reports = actor.ranks.heads_scatter(ActorWorker.assign_credit, actor.shards(batch, self.credit_columns), kl_coef)
         batch.add(report.block for report in reports)
         self.journal.credit(reports, kl_coef)
-        self.kl_in_reward.step(per_token([report.sums for report in reports], "credit/kl_in_reward", "credit/tokens"), len(batch))
+        self.kl_in_reward.step(per_token([report.sums for report in reports], "credit/kl_in_reward", "credit/tokens"), training_rows(batch))
 
     @phase("write_batch")
     def write_batch(self, batch: Batch) -> None:
@@ -146,18 +146,18 @@ class RLVRPipeline:
         """Actor and critic, each through all mini-batches of all epochs in one call: side by side, or in turns on shared devices."""
         mini_batches, kl_coef = self.cut(batch), self.kl_in_loss.coef
         actor, critic = self.clusters.actor, self.clusters.critic
-        turns: dict[str, Turn[list[list[Update]]]] = {}
+        turns: dict[str, DeviceTurn[list[list[Update]]]] = {}
         if self.steps_done >= self.algorithm.critic_warmup_steps:
             own = actor.shares(batch, self.actor_columns, mini_batches)
-            turns["actor"] = Turn(actor, partial(actor.ranks.start_scatter, ActorWorker.train, own, kl_coef))
+            turns["actor"] = DeviceTurn(actor, partial(actor.ranks.start_scatter, ActorWorker.train, own, kl_coef))
         if critic is not None:
             own = critic.shares(batch, self.critic_columns, mini_batches)
-            turns["critic"] = Turn(critic, partial(critic.ranks.start_scatter, CriticWorker.train, own))
+            turns["critic"] = DeviceTurn(critic, partial(critic.ranks.start_scatter, CriticWorker.train, own))
         updates = dict(zip(turns, take_turns(list(turns.values()), TRAIN), strict=True))
         self.version += "actor" in updates
         self.journal.updates(self.steps_done + 1, updates, kl_coef)
         sums = [update.result.metrics for update in updates.get("actor", [[]])[0] if not update.result.skipped]
-        self.kl_in_loss.step(per_token(sums, "actor/kl_ref", "actor/tokens"), len(batch) if sums else 0)
+        self.kl_in_loss.step(per_token(sums, "actor/kl_ref", "actor/tokens"), training_rows(batch) if sums else 0)
 
     # ---------------------------------------------------------------- between steps
 
@@ -224,6 +224,10 @@ class RLVRPipeline:
             constant=aggregation_constant(self.config),
             seed=derived_seed(self.config.seed, "mini_batches", self.steps_done + 1),
         )
+
+
+def training_rows(batch: Batch) -> int:
+    return int((batch.rows.tensor("train_weight") > 0).sum())
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:

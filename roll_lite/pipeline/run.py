@@ -78,7 +78,6 @@ class Interruption:
 
     def __call__(self, _signal: int, _frame: FrameType | None) -> None:
         if not self._is_deaf:
-            self._is_deaf = True
             raise KeyboardInterrupt
 
     @contextmanager

@@ -25,12 +25,13 @@ ABORT_PATIENCE_S = 10.0
 class RequestFailed(Exception):
     """One generation request failed; another attempt may succeed."""
 
-    def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False) -> None:
-        """`partial`: what was generated before, if anything."""
+    def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False, began: bool = False) -> None:
+        """`partial`: what was generated before, if anything and if it is known. `began`: something was, or may have been."""
         super().__init__(cause)
         self.cause = cause
         self.partial = partial
         self.timed_out = timed_out
+        self.began = began or partial is not None
 
 
 class NoEngineLeft(RuntimeError):
@@ -187,6 +188,7 @@ class Router:
         except asyncio.CancelledError:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
+                self._send_waiting()
             elif not waiting.engine.cancelled() and waiting.engine.exception() is None:
                 self._free(waiting.engine.result())
             raise
@@ -198,6 +200,9 @@ class Router:
     def _send_waiting(self) -> None:
         while self._waiting:
             waiting = self._waiting[0]
+            if waiting.engine.done():  # cancelled, and on its way out
+                self._waiting.popleft()
+                continue
             try:
                 engine = self._choose(waiting.request)
             except NoEngineLeft as error:
@@ -256,7 +261,8 @@ class Router:
         if turn is not None and turn.error is None and turn.finish_reason is not FinishReason.ABORT:
             return turn
         partial = turn if turn is not None and turn.length else None
-        raise RequestFailed(f"time-out: no response within {self._timeout_s:g} s", partial, timed_out=True)
+        # An engine that does not say how far it has come may have come far.
+        raise RequestFailed(f"time-out: no response within {self._timeout_s:g} s", partial, timed_out=True, began=turn is None)
 
 
 def _prompt_length(request: GenerationRequest) -> int:

@@ -77,7 +77,7 @@ class SampleRunner:
             except RequestFailed as failure:
                 cause, timed_out = f"generation: {failure.cause}", failure.timed_out
                 partial = conversation.transcript()
-                if timed_out and partial.policy_tokens:
+                if timed_out and (failure.began or partial.policy_tokens):
                     # Starting over would keep a response only where it comes out shorter.
                     return Sample(sample_id, prompt, partial, Outcome.FAILED, failure=cause, timed_out=True)
                 continue

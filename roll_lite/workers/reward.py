@@ -21,6 +21,7 @@ from roll_lite.config.problems import first_line
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy, SlowStart, until_silent
+from roll_lite.distributed.liveness import kill_stopped
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.batch_scorer import BatchScorer, Scored, slow_start, time_out
 from roll_lite.rewards.code import walls_of
@@ -71,6 +72,10 @@ class RewardWorker:
     def process_id(self) -> int:
         return os.getpid()
 
+    def place(self) -> tuple[str, int]:
+        """Node and number of this process."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
 
 @dataclass
 class _Waiting:
@@ -80,7 +85,7 @@ class _Waiting:
     """Was in a batch whose worker hung or died: scored on its own next, so that the right sample is blamed."""
 
 
-class RewardProcess:
+class PooledWorker:
     """A reward worker as a member of its pool."""
 
     is_async = False
@@ -91,17 +96,20 @@ class RewardProcess:
     def __init__(self, config: RewardConfig, path: str) -> None:
         self.name = f"reward {config.type}"
         self.actor: Any = None
+        self._place: tuple[str, int] | None = None
         self.under_way: dict[int, _Waiting] = {}
         """By the numbers that the worker knows them by."""
         self._config = config
         self._path = path
 
     async def start(self) -> None:
+        self._place = None
         self.actor = ray.remote(RewardWorker).options(num_cpus=0).remote(self._config, self._path)
         try:
             self.is_async, self.is_batched, self.note = await self.actor.prepare.remote()
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, ValueError) else error from None
+        self._place = await self.actor.place.remote()
 
     async def until_lost(self) -> str:
         try:
@@ -112,6 +120,8 @@ class RewardProcess:
     def kill(self) -> None:
         if self.actor is not None:
             ray.kill(self.actor)
+        if self._place is not None:
+            kill_stopped(*self._place)
 
     def died(self, error: RayActorError) -> str:
         return f"{self.name}: its process died: {first_line(error)}"
@@ -136,7 +146,7 @@ class RewardPool:
         self._idle = 0
         self._seconds_per_sample: float | None = None
         self._lost_in_a_row = 0
-        members = [RewardProcess(config, self._path) for _ in range(config.workers)]
+        members = [PooledWorker(config, self._path) for _ in range(config.workers)]
         policy = Policy(config.start_timeout_s, path=self._path)
         self._fleet = Fleet(f"{self._path}.workers", members, policy, self._serve, self._lost, self._down)
 
@@ -179,13 +189,13 @@ class RewardPool:
 
     # ------------------------------------------------------------ workers
 
-    async def _serve(self, member: RewardProcess) -> None:
+    async def _serve(self, member: PooledWorker) -> None:
         numbers = itertools.count()
         while True:
             batch = self._join(member.under_way) if member.under_way else await self._take(member)
             await self._call(member, dict(zip(numbers, batch, strict=False)))
 
-    async def _call(self, member: RewardProcess, batch: dict[int, _Waiting]) -> None:
+    async def _call(self, member: PooledWorker, batch: dict[int, _Waiting]) -> None:
         """Samples that are done are under way no more. MemberLost where the worker is of no use any more."""
         member.under_way |= batch
         try:
@@ -206,7 +216,7 @@ class RewardPool:
             if scored.interrupted:
                 raise MemberLost(f"{member.name}: it was interrupted somewhere inside")
 
-    def _lost(self, member: RewardProcess, cause: str) -> None:
+    def _lost(self, member: PooledWorker, cause: str) -> None:
         """What was under way is tried elsewhere, or to blame."""
         self._blame(member.under_way, cause)
         self._lost_in_a_row += 1
@@ -224,7 +234,7 @@ class RewardPool:
 
     # ------------------------------------------------------------ samples
 
-    async def _take(self, member: RewardProcess) -> list[_Waiting]:
+    async def _take(self, member: PooledWorker) -> list[_Waiting]:
         self._idle += 1
         try:
             while not self._queue:
@@ -248,7 +258,7 @@ class RewardPool:
             batch.append(self._queue.popleft())
         return batch
 
-    def _batch_limit(self, member: RewardProcess) -> int:
+    def _batch_limit(self, member: PooledWorker) -> int:
         share = math.ceil(len(self._queue) / self._idle)
         if member.is_async:
             return min(MOST_SAMPLES, share)
@@ -257,7 +267,7 @@ class RewardPool:
         seconds = self._config.timeout_s / 2 if member.is_batched else BATCH_SECONDS  # a list's samples share one time limit
         return max(1, min(MOST_SAMPLES, share, int(seconds / max(self._seconds_per_sample, 1e-6))))
 
-    def _answer(self, member: RewardProcess, scored: Scored, given: int) -> None:
+    def _answer(self, member: PooledWorker, scored: Scored, given: int) -> None:
         """`given`: how many samples the call was for."""
         results = scored.results if not scored.interrupted else dict.fromkeys(member.under_way) | scored.results
         done = 0

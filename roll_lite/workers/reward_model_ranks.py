@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from roll_lite.config.problems import first_line
 from roll_lite.config.schema import HfStrategyConfig, RewardModelConfig
 from roll_lite.distributed.fleet import MemberLost, cause_of, until_silent
+from roll_lite.distributed.liveness import kill_stopped
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
 from roll_lite.rewards.model import ScoredText
 from roll_lite.workers.reward_model import NotInitialized
@@ -68,6 +69,7 @@ class Ranks:
         self.guilty: Copy | None = None
         """Whose failure took the others along, where it is known."""
         self._actors = list(actors)
+        self._places: list[tuple[str, int]] = []
         self._are_connected = not isinstance(config.strategy, HfStrategyConfig)
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
@@ -92,10 +94,11 @@ class Ranks:
                 self.copies = copies_of(self._actors, await asyncio.gather(*(actor.layout.remote() for actor in self._actors)))
         except Exception as error:
             raise MemberLost(self.cause(error)) from error
+        self._places = await asyncio.gather(*(actor.place.remote() for actor in self._actors))
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Whether they are alive: those that are connected stand and fall together."""
+        """Asks all ranks whether they are there: the first that is not is the end of all."""
 
         async def ask() -> list[int]:
             return list(await asyncio.gather(*(actor.process_id.remote() for actor in self._actors)))
@@ -111,6 +114,8 @@ class Ranks:
         self._is_gone = False
         for actor in self._actors if self._was_killed else ():
             ray.kill(actor, no_restart=False)
+        for place in self._places if self._was_killed else ():
+            kill_stopped(*place)
 
     def cause(self, error: BaseException) -> str:
         """In one line, and noted where it is the death of a process."""

@@ -339,6 +339,42 @@ def test_draining_waits_for_those_that_are_started_again_and_for_each_other() ->
     virtual(main())
 
 
+def test_a_member_that_is_lost_while_the_fleet_is_drained_is_started_again_afterwards() -> None:
+    async def main() -> None:
+        desk = Desk()
+        member = Scripted("a", (0.0, 3.0), (1.0, NEVER))
+        fleet = desk.staffed_with(member)
+        await fleet.start()
+        await asyncio.sleep(1.0)
+        async with fleet.drained():
+            await asyncio.sleep(9.0)
+            assert fleet.state(member) is MemberState.LOST and member.log[-1] == "3 killed"
+        await asyncio.sleep(2.0)
+        assert member.log[-2:] == ["10 starts", "11 serves"]
+        fleet.close()
+
+    virtual(main())
+
+
+def test_nobody_waits_for_a_fleet_that_ended_through_a_bug() -> None:
+    async def main() -> None:
+        desk = Desk()
+        fleet = desk.staffed_with(Scripted("a", (0.0, 1.0)))
+
+        def broken(member: Scripted, cause: str) -> None:
+            raise LookupError("a bug")
+
+        fleet._lost = broken
+        await fleet.start()
+        await asyncio.sleep(2.0)
+        assert fleet.end is not None and "a bug" in str(fleet.end)
+        async with asyncio.timeout(1.0), fleet.drained():
+            pass
+        fleet.close()
+
+    virtual(main())
+
+
 @pytest.mark.parametrize("when", [0.5, 2.5, 6.5])
 def test_closing_ends_members_whatever_they_do(when: float) -> None:
     """While they start, serve, and are started again."""

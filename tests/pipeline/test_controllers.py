@@ -36,7 +36,9 @@ def pipeline(config: RunConfig, checkpoints: Any = None, **parts: Any) -> RLVRPi
 
 
 def batch(samples: int) -> Batch:
-    return Batch(DataProto({"sample": torch.arange(samples)}))
+    """So many that train, and five that do not: nothing was measured on those."""
+    weights = torch.cat([torch.ones(samples), torch.zeros(5)])
+    return Batch(DataProto({"sample": torch.arange(samples + 5), "train_weight": weights}))
 
 
 def test_mistake_11_the_controller_of_the_reward_is_stepped_once_per_step_over_all_domains_and_ranks(config: RunConfig) -> None:

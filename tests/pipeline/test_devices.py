@@ -10,7 +10,7 @@ import pytest
 
 from roll_lite.distributed.cluster import ClusterDead
 from roll_lite.pipeline import devices as module
-from roll_lite.pipeline.devices import Turn, loaded, take_turns
+from roll_lite.pipeline.devices import DeviceTurn, loaded, take_turns
 
 
 @dataclass(eq=False)
@@ -40,14 +40,14 @@ class Role:
         self.log.append(f"{self.name} out")
         return Answer(self.name, self.log)
 
-    def turn(self, error: BaseException | None = None) -> Turn[Any]:
+    def turn(self, error: BaseException | None = None) -> DeviceTurn[Any]:
         def start() -> Answer:
             self.log.append(f"{self.name} works")
             if error is not None:
                 raise error
             return Answer(self.name, self.log)
 
-        return Turn(self, start)  # type: ignore[arg-type]
+        return DeviceTurn(self, start)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from roll_lite.pipeline.run import Interruption
+
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0
 
@@ -112,3 +114,17 @@ def test_a_stopped_rank_is_noticed(tmp: Path) -> None:
     assert "actor_train rank 0 failed in sleep: nothing was heard of its process for 3 s (limits.silence)" in said
     assert f"its process {rank.pid} is stopped, as by SIGSTOP, and can say nothing" in said
     assert "actor_train rank 0" in summary(tmp)["exit"] and gone(processes)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_got_lost_leaves_nobody_deaf() -> None:
+    """Python drops an exception that is raised in a __del__."""
+
+    class Dropping:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    with Interruption().handled():
+        Dropping()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)

@@ -175,6 +175,53 @@ def test_an_engine_that_does_not_answer_an_abort_is_not_waited_for_long() -> Non
     assert (seconds, left) == (pytest.approx(15.0), 0)
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [0, 2]])
+def test_requests_that_leave_in_whatever_order_leave_no_place_taken(order: list[int]) -> None:
+    """Also where the one in flight leaves before the one that would have taken its place."""
+
+    async def main() -> None:
+        engine = Held(None)
+        router = Router([engine], 60.0, engine_slots=1)
+        tasks = [asyncio.create_task(router.generate("a", request(f"r{i}"))) for i in range(5)]
+        await asyncio.sleep(0.1)
+        for number in order:
+            tasks[number].cancel()
+        await asyncio.sleep(0.1)
+        assert all(tasks[number].cancelled() for number in order)
+        assert router.engines[0].requests == min(2, 5 - len(order))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert router.engines[0].requests == 0
+
+    run_virtual(main())
+
+
+def test_a_sample_whose_engine_does_not_say_how_far_it_came_is_not_started_over() -> None:
+    """Its long answer would be replaced by whatever comes out shorter."""
+
+    async def main() -> RolloutResult:
+        slow: set[str] = set()
+
+        def script(request: GenerationRequest) -> Response:
+            if not slow:
+                slow.add(request.request_id)
+                return Response(1, 1000.0)
+            return Response(3, 1.0)
+
+        service, _, strategies = make_service([make_domain("a", samples=2)], [script], slots=4, timeout_s=15.0, retries=3, engine_slots=4)
+        for strategy in strategies:
+            strategy.abort = never  # type: ignore[method-assign]
+        return await service.next_batch(1)
+
+    async def never(request_ids: Sequence[str] | None = None) -> None:
+        await asyncio.sleep(1e6)
+
+    result = run_virtual(main())
+    stats = result.stats.domains["a"]
+    assert (stats.failed, stats.timed_out_groups) == (1, 1) and not stats.retries
+
+
 def test_those_who_wait_hear_of_the_last_engines_death_and_may_leave() -> None:
     async def main() -> None:
         engine = Held(None)
