@@ -170,6 +170,13 @@ def of_tokens(distribution: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------- formulas
 
+LARGEST_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this (docs/algorithms.md, "Where clamps bite")."""
+
+
+def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
 
 def kl_value(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
     values: dict[str, Callable[[], torch.Tensor]] = {
@@ -201,7 +208,7 @@ def policy_loss(
 ) -> torch.Tensor:
     """[B, T-1]"""
     name, log_ratio = settings["name"], new - old
-    ratio = log_ratio.exp()
+    ratio = clamped(log_ratio).exp()
     if name == "ppo":
         loss = surrogate(ratio, advantages, settings["clip_low"], settings["clip_high"])
         if settings["dual_clip"] is not None:
@@ -209,13 +216,13 @@ def policy_loss(
         return loss
     if name == "gspo":
         return surrogate(
-            mean_of_row(log_ratio, mask).exp(), mean_of_row(advantages, mask), settings["clip_low"], settings["clip_high"]
+            clamped(mean_of_row(log_ratio, mask)).exp(), mean_of_row(advantages, mask), settings["clip_low"], settings["clip_high"]
         ) * torch.ones_like(new)
     if name == "cispo":
         low = 0.0 if settings["clip_low"] is None else 1 - settings["clip_low"]
         return -ratio.detach().clamp(low, 1 + settings["clip_high"]) * advantages * new
     if name == "topr":
-        of_row = (log_ratio.detach() * mask).sum(1, keepdim=True).exp()
+        of_row = clamped((log_ratio.detach() * mask).sum(1, keepdim=True)).exp()
         return -torch.where(advantages > 0, of_row.clamp(*settings["positive"]), of_row.clamp(*settings["negative"])) * advantages * new
     if name == "policy_gradient":
         return -advantages * new
@@ -455,8 +462,8 @@ class Recomputation:
         loss = policy_loss(algorithm["policy_loss"], new, old, stacked(rows, "advantages"), mask)
         settings, coef = algorithm["kl_in_loss"], step.facts["kl_coefs"]["kl_in_loss"]
         if coef > 0:
-            log_ratio = (new - stacked(rows, "ref_log_probs")).detach()
-            slope = kl_slope(log_ratio, (new - old).detach(), settings["estimator"], settings["unbiased_gradient"])
+            log_ratio = clamped((new - stacked(rows, "ref_log_probs")).detach())
+            slope = kl_slope(log_ratio, clamped((new - old).detach()), settings["estimator"], settings["unbiased_gradient"])
             loss = loss + coef * (kl_value(log_ratio, settings["estimator"]) + slope * (new - new.detach()))
         if algorithm["entropy_coef"] > 0:
             loss = loss + algorithm["entropy_coef"] * (distribution.exp() * distribution).sum(-1)

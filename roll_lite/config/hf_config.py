@@ -101,11 +101,15 @@ def read_hf_config(folder: Path, key: str = "model.path") -> HfConfig:
         return _of_fields(raw, rope)
     except KeyError as error:
         raise ValueError(f"{key}: {file} has no {error.args[0]!r}") from error
+    except ValueError as error:
+        raise ValueError(f"{key}: {file}: {error}") from error
 
 
 def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
     """What is missing is what transformers takes for it."""
-    family, heads = raw["model_type"], raw["num_attention_heads"]
+    family, heads, norm_eps = raw["model_type"], raw["num_attention_heads"], raw.get("rms_norm_eps", 1e-6)
+    if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float) or not 0 < norm_eps < 1:
+        raise ValueError(f"rms_norm_eps is {norm_eps!r}; it must be a small positive number")
     return HfConfig(
         family=family,
         vocab_size=raw["vocab_size"],
@@ -113,10 +117,10 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
         feed_forward=raw["intermediate_size"],
         layers=raw["num_hidden_layers"],
         heads=heads,
-        key_value_heads=raw.get("num_key_value_heads") or heads,
+        key_value_heads=raw.get("num_key_value_heads", heads if family == "llama" else 32) or heads,
         head_dim=raw.get("head_dim") or (128 if family == "qwen3" else raw["hidden_size"] // heads),
         max_positions=raw.get("max_position_embeddings", 2048 if family == "llama" else 32768),
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        norm_eps=float(norm_eps),
         tied_embeddings=raw.get("tie_word_embeddings", False),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",

@@ -109,6 +109,9 @@ def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     transformers 5 writes rope_parameters; before, rope_theta stood beside rope_scaling.
     """
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    for name, given in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{name} is {given!r}; it must be a dictionary or null")
     if new and old and _filled(new, raw) != _filled(old, raw):
         raise ValueError(
             f"rope_parameters is {new!r} and rope_scaling is {old!r}: transformers and the engines would drop the first; write one "
@@ -135,8 +138,9 @@ def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     for field, value in _LLAMA3.items() if kind == "llama3" else ():
         if fields.get(field) != value:
             raise ValueError(f"RoPE scaling llama3 with {field} {fields.get(field)!r}; only {value!r} is supported")
-    if kind != "default" and not isinstance(fields.get("factor"), int | float):
-        raise ValueError(f"RoPE scaling {kind} needs a factor, got {fields.get('factor')!r}")
+    factor = fields.get("factor")
+    if kind != "default" and (isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1):
+        raise ValueError(f"RoPE scaling {kind} needs a factor of at least 1, got {factor!r}")
     return fields
 
 

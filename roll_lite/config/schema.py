@@ -810,7 +810,7 @@ class LimitsConfig(Section):
     answer, and where it stood. 0 or null: no limit. Work that only takes long needs a larger number, nothing else."""
 
     start: TimeLimit = 3600.0
-    """From the start of Ray until all models and engines are ready."""
+    """Until all models and engines are ready, from when Ray runs (for which it has 300 s)."""
     sync_weights: TimeLimit = 3600.0
     """New weights to all engines; weight_sync.timeout_s is the limit for one transfer."""
     generate: TimeLimit = 14400.0

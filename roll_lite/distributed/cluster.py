@@ -20,6 +20,7 @@ from roll_lite.distributed.liveness import RankGroup, log_file
 from roll_lite.distributed.pending import Call, Pending, first_done, gather
 from roll_lite.distributed.placement import Slot
 from roll_lite.distributed.strategy.base import RankLayout
+from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.distributed.worker import LOG_FILE, ROLE, AsyncWorker, Worker
 
 W = TypeVar("W", bound=Worker)
@@ -219,9 +220,10 @@ class Cluster(Generic[W_co]):
         """Before the first call: wait for all constructors, and tell every rank where rank 0 listens."""
         if self.group.started:
             return
-        address = self._call(Worker.rendezvous, {0: ()}, {}, _only, "start").result(START_SECONDS)
-        self._call(Worker.meet_at, dict.fromkeys(range(self.world_size), (address,)), {}, list, "start").result(START_SECONDS)
-        places = self._call(Worker.place, dict.fromkeys(range(self.world_size), ()), {}, list, "start").result(START_SECONDS)
+        limit = None if WATCHDOG.nearest is not None else START_SECONDS  # a phase has its own
+        address = self._call(Worker.rendezvous, {0: ()}, {}, _only, "start").result(limit)
+        self._call(Worker.meet_at, dict.fromkeys(range(self.world_size), (address,)), {}, list, "start").result(limit)
+        places = self._call(Worker.place, dict.fromkeys(range(self.world_size), ()), {}, list, "start").result(limit)
         for pulse, place in zip(self.group.pulses, places, strict=False):  # ranks that are not watched have none
             pulse.node, pulse.pid = place
         self.group.started = True

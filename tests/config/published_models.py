@@ -254,5 +254,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         LLAMA_2_7B | {"logits_scaling": 8.0, "embedding_multiplier": 12.0},
         "logits_scaling is 8.0.*embedding_multiplier is",
     ),
+    "scaling that is a list": (LLAMA_2_7B | {"rope_scaling": [1]}, "rope_scaling is .1.; it must be a dictionary"),
+    "a factor of nothing": (LLAMA_2_7B | {"rope_scaling": {"type": "linear", "factor": 0}}, "needs a factor of at least 1, got 0"),
+    "a factor that is none": (LLAMA_2_7B | {"rope_scaling": {"type": "linear", "factor": True}}, "needs a factor of at least 1, got True"),
+    "no epsilon": (LLAMA_2_7B | {"rms_norm_eps": None}, "rms_norm_eps is None; it must be a small positive number"),
+    "an epsilon in words": (LLAMA_2_7B | {"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
     "no number of heads": (without(LLAMA_2_7B, "num_attention_heads"), "has no 'num_attention_heads'"),
 }

@@ -19,8 +19,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 @dataclass
 class WeightUpdate:
     tensors: Sequence[ExportedTensor]
-    opened: bool = False
-    """Buckets are coming in. From here on the engine stands still until the update is finished."""
     arrived: set[str] = field(default_factory=set)
 
     def check(self, tensors: Sequence[ExportedTensor]) -> None:
