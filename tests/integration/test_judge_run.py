@@ -13,7 +13,7 @@ KEY = "sk-a-key-that-nobody-may-see"
 JUDGE = "judges={main: {path: examples/models/tiny, dtype: float32, strategy: {max_model_len: 64, max_running_requests: 16}}}"
 ARGS = (
     "{server: main, api: completions, template: '{prompt}{response}', pattern: '^.*?(7|$)', "
-    "choices: {'7': 1, '': 0}, max_tokens: 4, api_key_env: JUDGE_KEY}"
+    "choices: {'7': 1, '': 0}, max_tokens: 32, api_key_env: JUDGE_KEY}"
 )
 
 

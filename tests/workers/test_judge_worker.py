@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ ARGS = {
     "template": "{prompt}{response}",
     "pattern": "^.*?(7|$)",
     "choices": {"7": 1, "": 0},
-    "max_tokens": 4,
+    "max_tokens": 32,
 }
 
 
@@ -184,6 +185,9 @@ async def test_the_real_server_judges_comes_back_after_its_death_and_leaves_noth
         os.kill(before, signal.SIGKILL)
         again = build_reward(with_addresses(RewardConfig(type="judge", args={**ARGS, "template": "{response}"}), {"main": address}))
         assert (await until_scored(again, sample)) in (0.0, 1.0)
+        deadline = time.monotonic() + 10  # it serves a moment before the fleet sees that
+        while servers.one(JudgeWorker.restarts) == 0 and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
         assert servers.one(JudgeWorker.restarts) == 1
         after = servers.one(JudgeWorker.server_process)
         assert after != before
