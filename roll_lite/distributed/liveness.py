@@ -214,7 +214,7 @@ def stopped(groups: Sequence[RankGroup]) -> list[psutil.Process]:
 
 def kill_stopped(node: str, pid: int) -> None:
     """What ray.kill leaves of a process on this node: it asks a process to end, which a stopped one does not hear."""
-    if node != ray.get_runtime_context().get_node_id():
+    if not ray.is_initialized() or node != ray.get_runtime_context().get_node_id():
         return
     try:
         process = psutil.Process(pid)

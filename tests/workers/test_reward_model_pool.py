@@ -61,6 +61,7 @@ class FakeRank:
         self.kills = 0
         self.layout, self.score = Method(self._layout), Method(self._score)
         self.process_id, self.initialize = Method(self._process_id), Method(self._initialize)
+        self.place = Method(self._place)
         self.rendezvous, self.meet_at = Method(self._rendezvous), Method(self._meet_at)
         self.load, self.offload = Method(self._loaded), Method(self._offloaded)
 
@@ -72,6 +73,9 @@ class FakeRank:
             self.dies_idle = False
             raise ActorDiedError
         return 1
+
+    async def _place(self) -> tuple[str, int]:
+        return "another node", 1
 
     async def _rendezvous(self) -> str:
         return "here"
