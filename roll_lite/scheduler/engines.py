@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from roll_lite.data.samples import GenerationRequest, Turn
 
@@ -29,8 +29,9 @@ class EngineClient(Protocol):
 
     name: str
 
-    async def generate(self, request: GenerationRequest) -> Turn:
-        """The finished response. A failure of the request is in its `error`; raises EngineLost when the engine is gone."""
+    async def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Turn:
+        """The finished response. A failure of the request is in its `error`; raises EngineLost when the engine is gone. `began` is set
+        when the engine is known to have generated something of it."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -41,8 +42,15 @@ class EngineClient(Protocol):
 @dataclass(frozen=True)
 class Collected:
     turns: list[Turn]
+    began: list[str] = field(default_factory=list)
+    """Requests, by id, of which something has been generated since."""
     dead: str | None = None
     """Why the engine cannot go on; its unanswered requests are lost."""
+
+
+class _Asked(NamedTuple):
+    began: asyncio.Future[None] | None
+    answer: asyncio.Future[Turn]
 
 
 class BatchedEngine(ABC):
@@ -52,7 +60,7 @@ class BatchedEngine(ABC):
         self.name = name
         self._frozen_admission = frozen_admission
         self._outbox: list[GenerationRequest] = []
-        self._answers: dict[str, asyncio.Future[Turn]] = {}
+        self._asked: dict[str, _Asked] = {}
         self._collector: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[None]] = set()
         self._dead: str | None = None
@@ -66,26 +74,26 @@ class BatchedEngine(ABC):
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...
 
-    async def generate(self, request: GenerationRequest) -> Turn:
+    async def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Turn:
         if self._dead is not None:
             raise EngineLost(self.name, self._dead)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Turn] = loop.create_future()
-        self._answers[request.request_id] = answer
+        self._asked[request.request_id] = _Asked(began, answer)
         if not self._outbox:
             loop.call_soon(self._flush)
         self._outbox.append(request)
         try:
             return await answer
         finally:
-            self._answers.pop(request.request_id, None)
+            self._asked.pop(request.request_id, None)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if self._dead is None:
             self._in_background(lambda: self._abort(list(request_ids)))
 
     def _flush(self) -> None:
-        requests, self._outbox = [request for request in self._outbox if request.request_id in self._answers], []
+        requests, self._outbox = [request for request in self._outbox if request.request_id in self._asked], []
         if not requests:
             return
         if self._frozen_admission:
@@ -107,22 +115,29 @@ class BatchedEngine(ABC):
 
     async def _collect_all(self) -> None:
         try:
-            while self._answers:
+            while self._asked:
                 collected = await self._collect()
+                for request_id in collected.began:
+                    self._note_begun(request_id)
                 for turn in collected.turns:
                     if collected.dead is not None and turn.error is not None:
                         continue  # failed because the engine died: has another chance elsewhere
-                    answer = self._answers.pop(turn.request_id, None)
-                    if answer is not None and not answer.done():
-                        answer.set_result(turn)
+                    asked = self._asked.pop(turn.request_id, None)
+                    if asked is not None and not asked.answer.done():
+                        asked.answer.set_result(turn)
                 if collected.dead is not None:
                     self._die(collected.dead)
                     return
         except Exception as failure:
             self._die(f"{type(failure).__name__}: {failure}")
 
+    def _note_begun(self, request_id: str) -> None:
+        asked = self._asked.get(request_id)
+        if asked is not None and asked.began is not None and not asked.began.done():
+            asked.began.set_result(None)
+
     def _die(self, cause: str) -> None:
         self._dead = self._dead or cause
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(EngineLost(self.name, self._dead))
+        for asked in self._asked.values():
+            if not asked.answer.done():
+                asked.answer.set_exception(EngineLost(self.name, self._dead))

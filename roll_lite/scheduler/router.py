@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, Turn
 from roll_lite.data.stable_hash import stable_hash
@@ -89,43 +89,17 @@ class WaveGate:
                 place.set_result(None)
 
 
-class RunningSlots:
-    """Which of an engine's requests it runs: the first `count` unanswered ones, in the order in which they were sent. None: all."""
-
-    def __init__(self, count: int | None) -> None:
-        self._free = count
-        self._queued: deque[asyncio.Future[None]] = deque()
-
-    def queue(self) -> asyncio.Future[None]:
-        """Done when the engine can begin with the request."""
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._free is None:
-            place.set_result(None)
-        elif self._free > 0:
-            self._free -= 1
-            place.set_result(None)
-        else:
-            self._queued.append(place)
-        return place
-
-    def leave(self, place: asyncio.Future[None]) -> None:
-        """The request is answered, or nobody waits for it any more."""
-        if not place.done():
-            self._queued.remove(place)
-        elif self._queued:
-            self._queued.popleft().set_result(None)
-        elif self._free is not None:
-            self._free += 1
-
-
 @dataclass
 class EngineLoad:
     client: EngineClient
-    slots: RunningSlots = field(default_factory=lambda: RunningSlots(None))
     tokens: float = 0.0
     """Prompt tokens plus expected response tokens of the requests in flight."""
     requests: int = 0
     """In flight, or about to be."""
+    generating: int = 0
+    """Requests that it is known to have begun and not to have ended."""
+    last_sign: float = 0.0
+    """When it was last heard to have begun or ended one."""
     served: int = 0
     dead: str | None = None
     """Cause."""
@@ -140,14 +114,15 @@ class _Waiting:
 class Router:
     """Sends each request to the engine with the fewest tokens in flight. `deterministic`: by a hash of the request's id, in waves.
 
-    `engine_slots`: how many requests an engine runs at a time. What is in flight to an engine is limited by it, the rest waits here; and
-    a request's time, `timeout_s`, runs from when the engine can begin with it: waiting costs a sample nothing, here or there.
+    `engine_slots`: how many requests an engine runs at a time at most. What is in flight to an engine is limited by it, the rest waits
+    here. A request's time, `timeout_s`, runs from when the engine is known to have begun with it: waiting costs a sample nothing, here
+    or there. Only where an engine generates nothing at all for as long does what waits there fail.
     """
 
     def __init__(
         self, engines: Sequence[EngineClient], timeout_s: float, deterministic: bool = False, engine_slots: int | None = None
     ) -> None:
-        self.engines = [EngineLoad(client, RunningSlots(engine_slots)) for client in engines]
+        self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate() if deterministic else None
         self._alive = list(self.engines)
         self._timeout_s = timeout_s
@@ -235,25 +210,44 @@ class Router:
 
     async def _ask(self, engine: EngineLoad, request: GenerationRequest, tokens: float) -> Turn:
         engine.tokens += tokens
-        answer = asyncio.ensure_future(engine.client.generate(request))
-        place = engine.slots.queue()
+        began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        answer = asyncio.ensure_future(engine.client.generate(request, began))
         try:
-            if not place.done():
-                await asyncio.wait((answer, place), return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait((answer,), timeout=self._timeout_s)
-            return answer.result() if answer.done() else await self._cut_off(engine, request, answer)
+            await self._until_begun(engine, began, answer)
+            if began.done():
+                await self._until_ended(engine, answer)
+            return answer.result() if answer.done() else await self._cut_off(engine, request, began, answer)
         except EngineLost as loss:
             self._take_out(engine, loss)
             raise
         finally:
-            engine.slots.leave(place)
             engine.tokens -= tokens
             if not answer.done():
                 answer.cancel()
                 engine.client.abort([request.request_id])
             self._free(engine)
 
-    async def _cut_off(self, engine: EngineLoad, request: GenerationRequest, answer: asyncio.Future[Turn]) -> Turn:
+    async def _until_begun(self, engine: EngineLoad, began: asyncio.Future[None], answer: asyncio.Future[Turn]) -> None:
+        """Or answered, or the engine has stood still for as long as a request may take."""
+        clock = asyncio.get_running_loop().time
+        sent, still = clock(), 0.0
+        while still < self._timeout_s and not (began.done() or answer.done()):
+            await asyncio.wait((began, answer), timeout=self._timeout_s - still, return_when=asyncio.FIRST_COMPLETED)
+            still = 0.0 if engine.generating else clock() - max(sent, engine.last_sign)
+        engine.last_sign = clock() if began.done() or answer.done() else engine.last_sign
+
+    async def _until_ended(self, engine: EngineLoad, answer: asyncio.Future[Turn]) -> None:
+        """Or the request's time is up."""
+        engine.generating += 1
+        try:
+            await asyncio.wait((answer,), timeout=self._timeout_s)
+        finally:
+            engine.generating -= 1
+            engine.last_sign = asyncio.get_running_loop().time()
+
+    async def _cut_off(
+        self, engine: EngineLoad, request: GenerationRequest, began: asyncio.Future[None], answer: asyncio.Future[Turn]
+    ) -> Turn:
         """The time is up. What there is of the response by now goes with the failure; one that just ended is no failure."""
         engine.client.abort([request.request_id])
         await asyncio.wait((answer,), timeout=ABORT_PATIENCE_S)
@@ -261,8 +255,9 @@ class Router:
         if turn is not None and turn.error is None and turn.finish_reason is not FinishReason.ABORT:
             return turn
         partial = turn if turn is not None and turn.length else None
-        # An engine that does not say how far it has come may have come far.
-        raise RequestFailed(f"time-out: no response within {self._timeout_s:g} s", partial, timed_out=True, began=turn is None)
+        what = "no response" if began.done() else "the engine began with nothing"
+        # One that has begun and does not say how far it has come may have come far.
+        raise RequestFailed(f"time-out: {what} within {self._timeout_s:g} s", partial, timed_out=True, began=began.done() and turn is None)
 
 
 def _prompt_length(request: GenerationRequest) -> int:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from typing import Any
 
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, TokenRow, Turn
 from roll_lite.distributed.strategy.base import InferenceStrategy, PauseMode
 from roll_lite.scheduler.engines import BatchedEngine, Collected
 from roll_lite.workers.token_blocks import TokenRecord, TokensInProcess, TokenStore, in_blocks, token_block
+
+BEGUN_POLL_S = 1.0
+"""So late it may be noticed that an engine has begun with a request."""
 
 
 class CompletionPump:
@@ -22,30 +26,34 @@ class CompletionPump:
         self._finished: list[tuple[Completion, list[TokenRecord]]] = []
         self._before: dict[str, list[TokenRecord]] = {}
         """What each outstanding request starts from."""
+        self._entering: set[str] = set()
+        """Outstanding, but not in the engine yet."""
+        self._not_begun: set[str] = set()
+        self._begun: list[str] = []
+        self._looking: asyncio.Task[None] | None = None
         self._kept_ids = False
         self._changed = asyncio.Event()
         self._dead: str | None = None
-        self._consumers: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def submit(self, requests: Sequence[GenerationRequest], frozen: bool, kept_ids: bool = False) -> None:
         """`frozen`: let the engine see all requests before it starts on the first, so that its batches come out the same every time.
         `kept_ids`: blocks have that column."""
         self._kept_ids = kept_ids
-        prompts = [prompt for request in requests if (prompt := await self._begin(request)) is not None]
+        self._before |= {request.request_id: [TokenRecord.given(request.prompt_ids)] for request in requests}
+        self._entering.update(request.request_id for request in requests)
+        prompts = [prompt for request in requests if (prompt := await self._whole_prompt(request)) is not None]
         if not prompts:
             return
         if frozen:
             await self._strategy.pause(PauseMode.KEEP)
-        consumer = asyncio.get_running_loop().create_task(self._consume(prompts))
-        self._consumers.add(consumer)
-        consumer.add_done_callback(self._consumers.discard)
+        consumer = self._run(self._consume(prompts))
         if frozen:
             await self._until_admitted(len(prompts), consumer)
             await self._strategy.resume()
 
-    async def _begin(self, request: GenerationRequest) -> GenerationRequest | None:
-        """With the whole prompt. None where a part of it is gone, with the process that wrote it: a failure of this request."""
-        before = self._before[request.request_id] = [TokenRecord.given(request.prompt_ids)]
+    async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
+        """None where a part of it is gone, with the process that wrote it, which is a failure of this request."""
         if request.context is None:
             return request
         try:
@@ -53,8 +61,15 @@ class CompletionPump:
         except Exception as error:
             self._push(Completion(request.request_id, error=f"the tokens of its earlier turns are lost: {type(error).__name__}: {error}"))
             return None
-        before.insert(0, earlier)
+        if request.request_id in self._before:  # not aborted meanwhile
+            self._before[request.request_id].insert(0, earlier)
         return replace(request, prompt_ids=(*earlier.ids.tolist(), *request.prompt_ids), context=None)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _until_admitted(self, requests: int, consumer: asyncio.Task[None]) -> None:
         while not consumer.done():
@@ -64,7 +79,12 @@ class CompletionPump:
             await asyncio.sleep(0.001)
 
     async def _consume(self, requests: Sequence[GenerationRequest]) -> None:
+        requests = [request for request in requests if request.request_id in self._before]  # the others were aborted on the way
         unanswered = {request.request_id for request in requests}
+        self._entering -= unanswered
+        self._not_begun |= unanswered
+        if self._looking is None or self._looking.done():
+            self._looking = self._run(self._look_for_begun())
         error = "the engine ended without an answer"
         try:
             async for completion in self._strategy.generate(requests):
@@ -78,9 +98,29 @@ class CompletionPump:
         for request_id in unanswered:
             self._push(Completion(request_id, error=error))
 
+    async def _look_for_begun(self) -> None:
+        """While there is a request that has neither begun nor ended."""
+        while self._not_begun and self._dead is None:
+            begun = self._strategy.begun(self._not_begun)
+            if begun:
+                self._begun += sorted(begun)
+                self._changed.set()
+                self._not_begun.difference_update(begun)
+            await asyncio.sleep(BEGUN_POLL_S)
+
     def _push(self, completion: Completion) -> None:
-        self._finished.append((completion, self._before.pop(completion.request_id)))
-        self._changed.set()
+        before = self._before.pop(completion.request_id, None)
+        if before is not None:  # not answered before, by an abort
+            self._finished.append((completion, before))
+            self._entering.discard(completion.request_id)
+            self._not_begun.discard(completion.request_id)
+            self._changed.set()
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Those that the engine has end with the tokens that they have there."""
+        for request_id in list(self._entering if request_ids is None else self._entering.intersection(request_ids)):
+            self._push(Completion(request_id, finish_reason=FinishReason.ABORT))
+        await self._strategy.abort(request_ids)
 
     async def _look_after_engine(self, error: str) -> None:
         """A request failed: is it the request, or the engine?"""
@@ -89,18 +129,19 @@ class CompletionPump:
             self._changed.set()
 
     async def collect(self, max_wait_s: float) -> Collected:
-        """Everything that finished since the last call; waits for the first, and a moment longer for its neighbours."""
-        if not self._finished and self._dead is None:
+        """Everything that finished, and what began, since the last call; waits for the first, and a moment longer for its neighbours."""
+        if not self._finished and not self._begun and self._dead is None:
             self._changed.clear()
             try:
                 async with asyncio.timeout(max_wait_s):
                     await self._changed.wait()
             except TimeoutError:
                 return Collected([])
-        if self._before and self._dead is None:
+        if self._before and self._finished and self._dead is None:
             await asyncio.sleep(self._linger_s)
         finished, self._finished = self._finished, []
-        return Collected(self._stored(finished), self._dead)
+        begun, self._begun = self._begun, []
+        return Collected(self._stored(finished), begun, self._dead)
 
     def _stored(self, finished: Sequence[tuple[Completion, list[TokenRecord]]]) -> list[Turn]:
         records = {
@@ -144,4 +185,4 @@ class LocalEngine(BatchedEngine):
         return await self._pump.collect(max_wait_s=60.0)
 
     async def _abort(self, request_ids: list[str]) -> None:
-        await self._strategy.abort(request_ids)
+        await self._pump.abort(request_ids)

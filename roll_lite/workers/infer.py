@@ -74,7 +74,7 @@ class InferWorker(AsyncWorker):
         return await self._pump.collect(max_wait_s)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        await self._strategy.abort(request_ids)
+        await self._pump.abort(request_ids)
 
     # ------------------------------------------------------------ weights
 

@@ -182,6 +182,22 @@ async def test_leaving_the_stream_aborts_the_rest(engine: Harness) -> None:
     assert (await engine.one(4)).error is None
 
 
+async def test_what_has_begun_is_told_and_what_waits_is_not(engine: Harness) -> None:
+    """Requests beyond what the engine runs at a time wait; the others have begun, soon after their first token."""
+    slots = engine.strategy.options.max_running_requests
+    requests = [engine.request(LONG, min_tokens=LONG) for _ in range(slots + 2)]
+    ids = [request.request_id for request in requests]
+    assert not engine.strategy.begun(ids)
+    task = asyncio.create_task(engine.all(requests))
+    async with asyncio.timeout(60):
+        while len(engine.strategy.begun(ids)) < slots:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert sorted(engine.strategy.begun(ids)) == sorted(ids[:slots])
+    await engine.strategy.abort(ids)
+    await task
+    assert not engine.strategy.begun(ids)
+
+
 # ---------------------------------------------------------------- pause
 
 

@@ -27,8 +27,10 @@ class HeldEngine:
         self.held: dict[str, asyncio.Future[Turn]] = {}
         self.aborted: list[str] = []
 
-    async def generate(self, request: GenerationRequest) -> Turn:
+    async def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Turn:
         self.held[request.request_id] = asyncio.get_running_loop().create_future()
+        if began is not None:
+            began.set_result(None)
         return await self.held[request.request_id]
 
     def abort(self, request_ids: Sequence[str]) -> None:

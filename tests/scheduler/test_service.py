@@ -244,7 +244,7 @@ def test_a_request_that_takes_too_long_is_a_failure() -> None:
     result, wall, running = run_virtual(main())
     assert wall == pytest.approx(60.0)
     assert running == 0
-    assert result.stats.domains["a"].retries == {"generation: time-out: no response within 50 s": 2}
+    assert result.stats.domains["a"].retries == {"generation: time-out: the engine began with nothing within 50 s": 2}
 
 
 def test_the_last_engines_death_ends_the_batch_with_its_cause() -> None:

@@ -40,6 +40,38 @@ def test_a_long_queue_causes_no_time_out(deterministic: bool) -> None:
     assert (stats.domains["a"].accepted, stats.domains["a"].failed, stats.domains["a"].timed_out_groups) == (100, 0, 0)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_waiting_inside_an_engine_that_runs_fewer_than_it_was_told_costs_nothing(deterministic: bool) -> None:
+    """Its cache is too short for the four that it is sent: two run, and each of them takes 10 of its 15 s."""
+
+    async def main() -> RolloutResult:
+        service, _, _ = make_service(
+            [make_domain("a")], [by_tokens(10, 1.0)], slots=2, timeout_s=15.0, retries=0, deterministic=deterministic, engine_slots=4
+        )
+        return await service.next_batch(8)
+
+    stats = run_virtual(main()).stats
+    assert (stats.domains["a"].accepted, stats.domains["a"].failed, stats.domains["a"].timed_out_groups) == (32, 0, 0)
+
+
+def test_what_waits_in_an_engine_that_stands_still_is_tried_again() -> None:
+    async def main() -> RolloutResult:
+        service, _, (strategy,) = make_service([make_domain("a", samples=2)], [by_tokens(5, 1.0)], slots=0, timeout_s=20.0, retries=1)
+
+        def go_on() -> None:
+            strategy._slots = None
+            strategy._admit()
+
+        asyncio.get_running_loop().call_later(30.0, go_on)
+        return await service.next_batch(1)
+
+    result = run_virtual(main())
+    assert result.stats.wall_s == pytest.approx(35.0)
+    stats = result.stats.domains["a"]
+    assert (stats.accepted, stats.failed, stats.timed_out_groups) == (2, 0, 0)
+    assert stats.retries == {"generation: time-out: the engine began with nothing within 20 s": 2}
+
+
 def test_no_long_answer_is_lost_to_queueing() -> None:
     """Two slots, and a limit that the longest response just keeps: what is delivered has the lengths that the policy drew."""
 
@@ -148,8 +180,10 @@ class Held:
         self.answer = answer
         self.held: dict[str, asyncio.Future[Turn]] = {}
 
-    async def generate(self, request: GenerationRequest) -> Turn:
+    async def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Turn:
         self.held[request.request_id] = asyncio.get_running_loop().create_future()
+        if began is not None:
+            began.set_result(None)
         return await self.held[request.request_id]
 
     def abort(self, request_ids: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from roll_lite.distributed.strategy.scripted import LOG_PROB, Response, Scripted
 from roll_lite.scheduler.engines import Collected, EngineLost
 from roll_lite.scheduler.simulate import run_virtual
 from roll_lite.workers.completions import CompletionPump, LocalEngine
-from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokensInProcess
+from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, TokensInProcess, token_block
 
 
 def request(name: str) -> GenerationRequest:
@@ -40,6 +41,7 @@ def test_collect_comes_back_empty_after_its_time() -> None:
     async def main() -> tuple[Collected, float]:
         pump = CompletionPump(ScriptedEngine(lambda r: Response(1, 100.0)), TokensInProcess())
         await pump.submit([request("slow")], frozen=False)
+        assert await pump.collect(5.0) == Collected([], ["slow"])
         return await pump.collect(5.0), asyncio.get_running_loop().time()
 
     assert run_virtual(main()) == (Collected([]), 5.0)
@@ -189,6 +191,34 @@ def test_a_failed_request_and_an_empty_abort_have_no_tokens_and_a_partial_one_ha
     assert isinstance(begun.tokens, TokenRow) and begun.tokens.length == 6
 
 
+class Slow(TokensInProcess):
+    async def get(self, reference: Any) -> DataProto:
+        await asyncio.sleep(10.0)
+        return await super().get(reference)
+
+
+def test_an_abort_that_comes_while_earlier_turns_are_fetched_is_not_lost() -> None:
+    async def main() -> tuple[list[Turn], float, int]:
+        strategy, store = ScriptedEngine(lambda r: Response(100, 1.0)), Slow()
+        pump = CompletionPump(strategy, store)
+        reference = store.put(token_block([TokenRecord.given((1, 2, 3))], False))
+        late = replace(request("late"), context=TokenRow(reference, 0, 3))
+        entering = asyncio.create_task(pump.submit([late, request("fresh")], frozen=False))
+        await asyncio.sleep(5.0)
+        await pump.abort(["late"])
+        (turn,) = (await pump.collect(1.0)).turns
+        await entering
+        await asyncio.sleep(1.0)
+        await pump.abort()
+        assert (await pump.collect(1.0)).began == ["fresh"]
+        return [turn, *(await pump.collect(1.0)).turns], asyncio.get_running_loop().time(), (await strategy.health()).running
+
+    (late, fresh), seconds, running = run_virtual(main())
+    assert (late.request_id, late.finish_reason, late.length) == ("late", FinishReason.ABORT, 0)
+    assert (fresh.request_id, fresh.finish_reason, fresh.length) == ("fresh", FinishReason.ABORT, 1)
+    assert seconds < 12.0 and running == 0
+
+
 class Forgetful(TokensInProcess):
     async def get(self, reference: object) -> DataProto:  # type: ignore[override]
         raise ConnectionError("its owner has died")
@@ -199,8 +229,9 @@ def test_a_request_whose_earlier_turns_are_lost_fails_alone() -> None:
         pump = CompletionPump(ScriptedEngine(lambda r: Response(1, 1.0)), Forgetful())
         late = replace(request("late"), context=TokenRow("a reference", 0, 5))
         await pump.submit([late, request("fresh")], frozen=False)
-        collected = await pump.collect(10.0)
-        return [*collected.turns, *(await pump.collect(10.0)).turns]
+        collected = [await pump.collect(10.0) for _ in range(3)]
+        assert [one.began for one in collected] == [["fresh"], [], []]
+        return [turn for one in collected for turn in one.turns]
 
     late, fresh = run_virtual(main())
     assert late.error == "the tokens of its earlier turns are lost: ConnectionError: its owner has died"

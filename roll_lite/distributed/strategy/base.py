@@ -7,7 +7,7 @@ a spawned process), an inference strategy wherever an asyncio loop runs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -222,6 +222,10 @@ class InferenceStrategy(ABC):
     @abstractmethod
     def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         """Completions in the order in which they finish, one for each request, also for failed and aborted ones."""
+
+    @abstractmethod
+    def begun(self, request_ids: Collection[str]) -> Collection[str]:
+        """Those in flight of which the engine has generated something, as far as it is known; perhaps a moment late."""
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:

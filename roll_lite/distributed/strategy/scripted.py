@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roll_lite.config.schema import ScriptedStrategyConfig
@@ -75,8 +75,11 @@ class _Running:
     def duration(self) -> float:
         return self.response.delay_s + self.length * self.response.seconds_per_token
 
+    def elapsed_at(self, now: float) -> float:
+        return self.elapsed + (now - self.since if self.since is not None else 0.0)
+
     def produced(self, now: float) -> int:
-        elapsed = self.elapsed + (now - self.since if self.since is not None else 0.0)
+        elapsed = self.elapsed_at(now)
         if elapsed >= self.duration:
             return self.length
         # A hair more, so that a token whose time is up to rounding is counted.
@@ -175,6 +178,11 @@ class ScriptedEngine(InferenceStrategy):
         self._waiting.clear()
 
     # ------------------------------------------------------------ control
+
+    def begun(self, request_ids: Collection[str]) -> Collection[str]:
+        """Those whose first token is on its way."""
+        now = asyncio.get_running_loop().time()
+        return [one for one in request_ids if (run := self._running.get(one)) is not None and run.elapsed_at(now) >= run.response.delay_s]
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         wanted = None if request_ids is None else set(request_ids)

@@ -6,7 +6,7 @@ Where the engine stands is `life.py`; what a make of engine adds is `make.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +148,9 @@ class EngineStrategy(InferenceStrategy):
             if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:
                 return f"{what} a token outside the vocabulary of {self._vocabulary}"
         return keep_mask_available(sampling, self._vocabulary) if sampling.keep_mask and sampling.temperature > 0 else None
+
+    def begun(self, request_ids: Collection[str]) -> Collection[str]:
+        return self.make.begun(request_ids) if self._check() is None else ()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         asked = None if request_ids is None else set(request_ids)

@@ -49,6 +49,7 @@ class SglangEngine:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         """Futures of requests and of calls, by number."""
         self._request_ids: dict[int, str] = {}
+        self._begun: set[str] = set()
         self._scratch: Scratch | None = None
         self._channel: Channel | None = None
         self._server: subprocess.Popen[bytes] | None = None
@@ -132,7 +133,10 @@ class SglangEngine:
             self._send(("abort", [number]))
             raise
         finally:
-            del self._request_ids[number]
+            self._begun.discard(self._request_ids.pop(number))
+
+    def begun(self, request_ids: Collection[str]) -> Collection[str]:
+        return self._begun.intersection(request_ids)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)
@@ -194,6 +198,9 @@ class SglangEngine:
         with contextlib.suppress(Closed):
             while True:
                 kind, number, *answer = await self._channel.receive()
+                if kind == "begun":
+                    self._begun.update(self._request_ids[one] for one in number if one in self._request_ids)
+                    continue
                 future = self._waiting.get(number)
                 if future is not None and not future.done():
                     future.set_result(answer[0] if kind == "completion" else tuple(answer))

@@ -89,6 +89,11 @@ class Manager:
 
         self._manager._send_one_request = send_and_tell
 
+    def has_begun(self, rid: str) -> bool:
+        """SGLang's scheduler speaks of a request that is not streamed every 50 tokens, for the first time with the first."""
+        state = self._manager.rid_to_state.get(rid)
+        return state is not None and state.time_stats.first_token_time > 0
+
     def abort(self, rid: str) -> None:
         self._manager.abort_request(rid)
 

@@ -28,6 +28,7 @@ from roll_lite.distributed.strategy.sglang.compat.settings import keep_files_in
 
 _FLUSH_POLL_S = 0.01
 _FLUSH_TIMEOUT_S = 30.0
+_BEGUN_POLL_S = 0.5
 
 
 @dataclass
@@ -37,6 +38,7 @@ class _Running:
     number: int
     request: GenerationRequest
     aborted: bool = False
+    begun: bool = False
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
     """SGLang's scheduler has it, or it has ended."""
 
@@ -71,6 +73,7 @@ class EngineServer:
 
     async def serve(self) -> None:
         """Until the host is gone."""
+        self._start(self._tell_begun())
         while True:
             command, *arguments = await self._channel.receive()
             if command == "generate":
@@ -128,6 +131,15 @@ class EngineServer:
         for running in list(self._running.values()):
             if running.rid not in held:
                 await running.dispatched.wait()
+
+    async def _tell_begun(self) -> None:
+        while True:
+            begun = [one for one in self._running.values() if not one.begun and self._manager.has_begun(one.rid)]
+            for running in begun:
+                running.begun = True
+            if begun:
+                self._channel.send(("begun", [running.number for running in begun]))
+            await asyncio.sleep(_BEGUN_POLL_S)
 
     async def abort(self, numbers: set[int]) -> None:
         for running in [running for running in self._running.values() if running.number in numbers]:

@@ -139,6 +139,14 @@ class VllmEngine:
             return None
         return keep_mask_width(sampling, self._vocabulary) if sampling.temperature > 0 else 0
 
+    def begun(self, request_ids: Collection[str]) -> Collection[str]:
+        """vLLM knows requests by ids of its own."""
+        known = self._llm.output_processor
+        states = (
+            (request_id, known.request_states.get(own)) for request_id in request_ids for own in known.external_req_ids.get(request_id, ())
+        )
+        return [request_id for request_id, state in states if state is not None and not state.is_prefilling]
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._llm.abort(list(request_ids))
 
