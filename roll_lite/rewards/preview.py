@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ from roll_lite.data.samples import FinishReason, Prompt, RewardInput
 from roll_lite.data.sources import Row, read_rows
 from roll_lite.data.templates import RowError, Template, Tokenizer, load_tokenizer
 from roll_lite.data.user_function import did_you_mean
-from roll_lite.rewards.preview_table import Looked, render
+from roll_lite.rewards.preview_table import Looked, render, render_references
 from roll_lite.rewards.references import no_response, reference_response
 from roll_lite.rewards.reward_process import RewardProcess
+from roll_lite.rewards.unreadable import READ_FIRST, References, read_references
 
 RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
 INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`), or --column NAME for a column of the data with right ones"
 WITHIN_A_RUN = ("model",)
 """Types that are scored by processes which only a run starts."""
+REFERENCES_S = 30.0
+"""How long references are read, of all the split's prompts, where not everything is looked at."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,13 @@ def preview(config: RunConfig, look: Look) -> int:
     try:
         name = _domain(config, look)
         domain = config.domains[name]
-        tries = _tries(name, domain, config, look)
+        prompts, tries = _tries(name, domain, config, look)
         with RewardProcess(domain.reward, f"domains.{name}.reward") as reward:
             for one in tries:
                 score, seconds = reward.score(_sample(one))
                 looked.append(Looked(one.prompt, one.response, score, seconds))
                 _progress(len(looked), len(tries))
+        references = _references(name, domain, prompts, look)
     except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_USE
@@ -68,9 +73,12 @@ def preview(config: RunConfig, look: Look) -> int:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
     render(looked, _title(look))
+    if references is not None:
+        render_references(references, shows_all=look.limit is None)
     failed = any(isinstance(one.score, str) for one in looked)
-    wrong = look.responses is None and any(not isinstance(one.score, str) and not one.score.is_correct for one in looked)
-    return WRONG_ANSWERS if failed or wrong else RIGHT
+    wrong = any(not isinstance(one.score, str) and not one.score.is_correct for one in looked)
+    unreadable = references is not None and bool(references.unreadable)
+    return WRONG_ANSWERS if failed or (look.responses is None and (wrong or unreadable)) else RIGHT
 
 
 def _title(look: Look) -> str:
@@ -89,20 +97,32 @@ def _domain(config: RunConfig, look: Look) -> str:
     return name
 
 
-def _tries(name: str, domain: DomainConfig, config: RunConfig, look: Look) -> list[_Try]:
+def _references(name: str, domain: DomainConfig, prompts: PromptSet, look: Look) -> References | None:
+    """None where the type does not say."""
+    if domain.reward.type not in READ_FIRST:
+        return None
+    seconds = None if look.limit is None else REFERENCES_S
+    return read_references(domain.reward, f"domains.{name}.reward", prompts, seconds, lambda read: _progress(read, len(prompts)))
+
+
+def _tries(name: str, domain: DomainConfig, config: RunConfig, look: Look) -> tuple[PromptSet, list[_Try]]:
+    """All prompts of the split, where their references will be read, and what is to be scored."""
     tokenizer = load_tokenizer(config.model.path)
+    reads_all = domain.reward.type in READ_FIRST
     if look.responses is None:
-        limit = 1 if (nothing := _nothing_to_score(name, domain, look)) else look.limit
+        nothing = _nothing_to_score(name, domain, look)
+        limit = 1 if nothing else None if reads_all else look.limit
         prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, limit)
         if nothing:
             own = (domain.data.prompt, domain.data.answer)
             columns = [column for column, value in prompts[0].columns.items() if isinstance(value, str) and column not in own]
             there_are = f"; there are {', '.join(columns)}" if columns else ""
             raise ValueError(f"{nothing}; give {INSTEAD}{there_are}")
-        return [_reference(prompt, domain, look) for prompt in prompts]
+        return prompts, [_reference(prompt, domain, look) for prompt in islice(prompts, look.limit)]
     given = _Given(name, domain, look)
-    prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, given.prompts_needed)
-    return given.tries(prompts, tokenizer)
+    needed = None if reads_all else given.prompts_needed
+    prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, needed)
+    return prompts, given.tries(prompts, tokenizer)
 
 
 def _nothing_to_score(name: str, domain: DomainConfig, look: Look) -> str | None:

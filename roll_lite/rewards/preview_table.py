@@ -14,10 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from roll_lite.data.samples import Prompt, Score
+from roll_lite.rewards.unreadable import References
 
 PLAIN_WIDTH = 140
 LONGEST_CELL = 160
 LONGEST_CAUSE = 300
+REFERENCES_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,32 @@ class Looked:
 
 def render(looked: Sequence[Looked], title: str, stream: TextIO | None = None) -> None:
     """`stream`: standard output where absent."""
-    console = Console(file=stream, highlight=False, emoji=False, markup=False)
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
+    console = _console(stream)
     console.print(_table(looked))
     for cause, prompts in _causes(looked).items():
         more = ", ..." if len(prompts) > 5 else ""
         listed = ", ".join(map(str, prompts[:5]))
         console.print(Text(f"failed {len(prompts)} x (prompt {listed}{more}): {cause}", style="red"), soft_wrap=True)
     console.print(Text(summary(looked, title)), soft_wrap=True)
+
+
+def render_references(references: References, shows_all: bool, stream: TextIO | None = None) -> None:
+    """The share that cannot be read, and which."""
+    console = _console(stream)
+    style = "red" if references.unreadable else "green"
+    console.print(Text(references.summary(), style=style), soft_wrap=True)
+    shown = list(references.unreadable.items())[: None if shows_all else REFERENCES_SHOWN]
+    for uid, cause in shown:
+        console.print(Text(f"  prompt {uid}: {cause[:LONGEST_CAUSE]}"), soft_wrap=True)
+    if len(shown) < len(references.unreadable):
+        console.print(Text(f"  and {len(references.unreadable) - len(shown)} more; --limit 0 lists them all"), soft_wrap=True)
+
+
+def _console(stream: TextIO | None) -> Console:
+    console = Console(file=stream, highlight=False, emoji=False, markup=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
 
 
 def summary(looked: Sequence[Looked], title: str) -> str:

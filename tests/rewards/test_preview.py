@@ -16,8 +16,10 @@ import pytest
 
 from roll_lite.cli import main
 from roll_lite.config.schema import RewardConfig
+from roll_lite.data.prompts import PromptSet
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.reward_process import RewardProcess
+from roll_lite.rewards.unreadable import read_references
 
 ROOT = Path(__file__).resolve().parents[2]
 FUNCTIONS = """
@@ -91,6 +93,55 @@ def test_wrong_references_are_an_error(project: Path, capfd: pytest.CaptureFixtu
     shown = capfd.readouterr().out
     assert "FAILED" in shown and "failed 1 x (prompt 1): reward math: the reference answer ''" in shown
     assert "2 reference answers: 1 correct (50%), 0 wrong, 1 failed" in shown
+
+
+def test_references_that_cannot_be_read_are_counted_in_all_of_the_data(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever the limit: the share is that of the prompts that will train."""
+    answers = [str(i) for i in range(28)] + ["\\frac{", "", "7"]
+    lines({"prompt": f"p{i}", "answer": answer} for i, answer in enumerate(answers)).to(project / "train.jsonl")
+    assert look("--limit", "2", *MATH) == 1, "a prompt that cannot be learnt is a mistake in the data"
+    shown = capfd.readouterr().out
+    assert "2 reference answers: 2 correct" in shown
+    assert "references: 2 of 31 cannot be read (6.45%)\n  prompt 28: reward math: the reference answer '\\\\frac{'" in shown
+    assert "\n  prompt 29: reward math: the reference answer ''" in shown
+    lines({"prompt": f"p{i}", "answer": str(i)} for i in range(9)).to(project / "train.jsonl")
+    assert look("--limit", "2", *MATH) == 0
+    assert "references: all 9 can be read" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("reward", "row"),
+    [
+        ("choice", {"answer": "Z", "options": ["a", "b"]}),
+        ("exact", {"answer": {"no": "text"}}),
+        ("code", {"answer": "{not json"}),
+        ("instruction", {"answer": "", "instruction_id_list": ["punctuation:no_such"], "kwargs": [{}]}),
+    ],
+)
+def test_every_type_that_reads_references_says_which_it_cannot(
+    project: Path, capfd: pytest.CaptureFixture[str], reward: str, row: dict[str, Any]
+) -> None:
+    lines([{"prompt": "p0", **row}]).to(project / "train.jsonl")
+    file = lines([{"prompt_uid": 0, "response": "A"}]).to(project / "given.jsonl")
+    look("--responses", str(file), f"domains.sums.reward.type={reward}", "domains.sums.reward.timeout_s=60")
+    assert f"references: 1 of 1 cannot be read (100.00%)\n  prompt 0: reward {reward}: " in capfd.readouterr().out
+
+
+def test_functions_of_users_are_not_called_for_references(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert look("domains.sums.reward.type=preview_functions.moody") == 0
+    assert "references:" not in capfd.readouterr().out
+
+
+def test_many_references_are_read_as_long_as_there_is_time() -> None:
+    prompts = PromptSet("sums")
+    for number in range(1200):
+        prompts.add(f"p{number}", [1], "" if number % 10 == 0 else str(number))
+    config, counts = RewardConfig(type="math", timeout_s=60), []
+    everything = read_references(config, "domains.sums.reward", prompts, None, counts.append)
+    assert everything.read == everything.total == 1200 and counts == list(range(1, 1201))
+    assert list(everything.unreadable) == list(range(0, 1200, 10)) and "120 of 1200 cannot be read (10.00%)" in everything.summary()
+    some = read_references(config, "domains.sums.reward", prompts, 0.0, counts.append)
+    assert some.read < 1200 and "looked at, spread over all 1200 (--limit 0 looks at every one)" in some.summary()
 
 
 def test_why_a_response_is_wrong(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
