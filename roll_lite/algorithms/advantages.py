@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from roll_lite.algorithms import kernels
+from roll_lite.algorithms.kernels import Whitening
 
 STD_OFFSET = 1e-6
 """Added to a group's standard deviation."""
@@ -59,21 +60,20 @@ def gae(
     lam_critic: float | None = None,
     bootstrap: torch.Tensor | None = None,
     at_end: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    whitening: Whitening | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation: A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t.
 
     (advantages with lam, returns), all [B, T-1]; returns are values + the advantages with lam_critic, lam where that is None.
     lam may be one number per row, [B]. at_end [B] is added to the reward of each row's last policy token, in float64; bootstrap [B] is
-    the value after that token. token_rewards may be None where no token has a reward of its own. dtype: of the advantages, the values'
-    by default.
+    the value after that token. token_rewards may be None where no token has a reward of its own.
     """
     rows = mask.shape[0]
     of_actor = lam if isinstance(lam, torch.Tensor) else torch.full((rows,), lam, dtype=torch.float64)
     of_critic = of_actor if lam_critic is None else torch.full((rows,), lam_critic, dtype=torch.float64)
     nothing = torch.zeros(rows, dtype=torch.float64)
     end, value_of_end = (nothing if x is None else x for x in (at_end, bootstrap))
-    return kernels.gae(token_rewards, end, values, mask, gamma, of_actor, of_critic, value_of_end, dtype or values.dtype)
+    return kernels.gae(token_rewards, end, values, mask, gamma, of_actor, of_critic, value_of_end, whitening)
 
 
 def length_adaptive_lambda(policy_tokens: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -86,21 +86,17 @@ def reinforce(
     mask: torch.Tensor,
     gamma: float,
     at_end: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    whitening: Whitening | None = None,
 ) -> torch.Tensor:
-    """Discounted returns: what the row's policy tokens earn from here on. [B, T-1] -> [B, T-1], of the rewards' dtype by default.
-
-    at_end [B] and token_rewards as in `gae`.
-    """
+    """Discounted returns: what the row's policy tokens earn from here on. [B, T-1] -> [B, T-1]. at_end and token_rewards as in `gae`."""
     end = torch.zeros(mask.shape[0], dtype=torch.float64) if at_end is None else at_end
-    default = torch.float32 if token_rewards is None else token_rewards.dtype
-    return kernels.discounted_returns(token_rewards, end, mask, gamma, dtype or default)
+    return kernels.discounted_returns(token_rewards, end, mask, gamma, whitening)
 
 
-def spread_over_tokens(advantages: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """One advantage per sample, given to each of its policy tokens. [B], [B, T-1] -> [B, T-1], of the advantages' dtype by default."""
+def spread_over_tokens(advantages: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """One advantage per sample, given to each of its policy tokens. [B], [B, T-1] -> [B, T-1]."""
     assert advantages.shape == mask.shape[:1], f"a row tensor {list(advantages.shape)} beside a mask {list(mask.shape)}"
-    spread = kernels.empty(mask, dtype or advantages.dtype)
+    spread = kernels.empty(mask.shape, dtype)
     return torch.where(mask, advantages.detach().to(spread.dtype)[:, None], torch.zeros((), dtype=spread.dtype), out=spread)
 
 
@@ -199,15 +195,8 @@ def remax(rewards: torch.Tensor, baseline_scores: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- whitening
-
-
-def masked_moments(x: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """(count, sum, sum of squared deviations from their mean) of the unmasked entries as one float64 tensor [3].
-
-    rows [B] bool: count these rows only.
-    """
-    moments = kernels.row_moments(x, mask)
-    return merged_moments(moments if rows is None else moments[rows])
+#
+# Over the policy tokens of the whole global batch: moments are (count, sum, sum of squared deviations from the mean), in float64.
 
 
 def merged_moments(parts: torch.Tensor) -> torch.Tensor:
@@ -218,12 +207,19 @@ def merged_moments(parts: torch.Tensor) -> torch.Tensor:
     return torch.stack([count, total, (squares + counts * shifts.square()).sum()])
 
 
-def mean_and_variance(moments: torch.Tensor) -> tuple[float, float]:
-    """Of moments [3]; the variance has ddof 1 and is 0 for fewer than two entries."""
+def mean_and_scale(moments: torch.Tensor) -> tuple[float, float]:
+    """(mean, 1 / standard deviation) of moments [3]; the variance has ddof 1 and is 0 for fewer than two entries."""
     count, total, squares = moments.tolist()
-    return total / max(1.0, count), squares / max(1.0, count - 1.0)
+    return total / max(1.0, count), (squares / max(1.0, count - 1.0) + VARIANCE_OFFSET) ** -0.5
 
 
-def whiten(x: torch.Tensor, mask: torch.Tensor, mean: float, var: float, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """(x - mean) / standard deviation with moments taken over the whole global batch. [B, T-1] -> [B, T-1], of x's dtype by default."""
-    return kernels.shift_and_scale(x, mask, mean, (var + VARIANCE_OFFSET) ** -0.5, dtype or x.dtype)
+def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor, whitening: Whitening) -> torch.Tensor:
+    """[B, T-1] -> [B, T-1] float32."""
+    return kernels.shift_and_scale(advantages, mask, *whitening(kernels.row_moments(advantages, mask)))
+
+
+def whiten_samples(advantages: torch.Tensor, policy_tokens: torch.Tensor, whitening: Whitening) -> torch.Tensor:
+    """Of advantages that every policy token of its sample has. [B], [B] -> [B] float64."""
+    exact, counts = advantages.double(), policy_tokens.double()
+    mean, scale = whitening(torch.stack([counts, counts * exact, torch.zeros_like(exact)], dim=1))
+    return (exact - mean) * scale

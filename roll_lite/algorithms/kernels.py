@@ -7,7 +7,7 @@ other and are split over torch.get_num_threads() threads; what comes out does no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
@@ -31,6 +31,10 @@ def compiled(function: Callable[..., None]) -> Any:
         return njit(nogil=True)(function)
 
 
+Whitening = Callable[[torch.Tensor], tuple[float, float]]
+"""What is taken off every token's number, and what the rest is multiplied by, from the `row_moments` of these rows."""
+
+
 def gae(
     token_rewards: torch.Tensor | None,
     at_end: torch.Tensor,
@@ -40,14 +44,14 @@ def gae(
     lam: torch.Tensor,
     lam_critic: torch.Tensor,
     bootstrap: torch.Tensor,
-    dtype: torch.dtype,
+    whitening: Whitening | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages with lam, of that dtype, returns with lam_critic, of the values'), [B, T-1]. at_end, lam, lam_critic [B]: at_end is
-    added to the reward of the last policy token; bootstrap [B] is the value after it."""
-    advantages, returns = empty(mask, dtype), empty(mask, values.dtype)
-    tokens = _rewards(token_rewards, mask), _tokens(values, mask), _mask(mask)
-    rows = _rows(at_end, mask), _rows(lam, mask), _rows(lam_critic, mask), _rows(bootstrap, mask)
-    _over_rows(_gae, mask.shape, *tokens, float(gamma), *rows, advantages.numpy(), returns.numpy())
+    """(advantages with lam, returns with lam_critic), [B, T-1] of the values' dtype. at_end, lam, lam_critic [B]: at_end is added to the
+    reward of the last policy token; bootstrap [B] is the value after it."""
+    inputs = [_rewards(token_rewards, mask), _tokens(values, mask), _mask(mask), float(gamma)]
+    inputs += [_rows(x, mask) for x in (at_end, lam, lam_critic, bootstrap)]
+    advantages, returns = empty(mask.shape, values.dtype), empty(mask.shape, values.dtype)
+    _recur(_gae, mask, inputs, [advantages.numpy(), returns.numpy()], whitening)
     return advantages, returns
 
 
@@ -63,13 +67,18 @@ def _gae(
     lam: Any,
     lam_critic: Any,
     bootstrap: Any,
+    shift: float,
+    scale: float,
     out: Any,
     returns: Any,
+    moments: Any,
 ) -> None:
-    paid = rewards.size > 0
+    """Into moments or, where that has no rows, into out and returns."""
+    paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, at_end[row]
         decay, decay_critic = gamma * lam[row], gamma * lam_critic[row]
+        count, origin, total, squares = 0, 0.0, 0.0, 0.0
         for t in range(mask.shape[1] - 1, -1, -1):
             if mask[row, t]:
                 value = np.float64(values[row, t])
@@ -78,38 +87,78 @@ def _gae(
                 delta = reward + gamma * following - value
                 reward = 0.0
                 advantage = delta + decay * advantage
-                critic = delta + decay_critic * critic
                 following = value
-                out[row, t] = advantage
-                returns[row, t] = critic + value
-            else:
+                if measured:
+                    origin = origin if count else advantage
+                    count += 1
+                    total += advantage - origin
+                    squares += (advantage - origin) ** 2
+                else:
+                    critic = delta + decay_critic * critic
+                    out[row, t] = (advantage - shift) * scale
+                    returns[row, t] = critic + value
+            elif not measured:
                 out[row, t] = 0.0
                 returns[row, t] = 0.0
+        if measured:
+            _put_moments(moments, row, count, origin, total, squares)
 
 
 def discounted_returns(
-    token_rewards: torch.Tensor | None, at_end: torch.Tensor, mask: torch.Tensor, gamma: float, dtype: torch.dtype
+    token_rewards: torch.Tensor | None, at_end: torch.Tensor, mask: torch.Tensor, gamma: float, whitening: Whitening | None
 ) -> torch.Tensor:
-    """G_t = r_t + gamma * G of the row's next policy token; at_end [B] is added to the last one's reward. [B, T-1] -> [B, T-1]."""
-    out = empty(mask, dtype)
-    _over_rows(_discounted_returns, mask.shape, _rewards(token_rewards, mask), _mask(mask), float(gamma), _rows(at_end, mask), out.numpy())
+    """G_t = r_t + gamma * G of the row's next policy token; at_end [B] is added to the last one's reward. [B, T-1] -> [B, T-1], of the
+    rewards' dtype."""
+    inputs = [_rewards(token_rewards, mask), _mask(mask), float(gamma), _rows(at_end, mask)]
+    out = empty(mask.shape, torch.float32 if token_rewards is None else token_rewards.dtype)
+    _recur(_discounted_returns, mask, inputs, [out.numpy()], whitening)
     return out
 
 
 @compiled
-def _discounted_returns(first: int, stop: int, rewards: Any, mask: Any, gamma: float, at_end: Any, out: Any) -> None:
-    paid = rewards.size > 0
+def _discounted_returns(
+    first: int, stop: int, rewards: Any, mask: Any, gamma: float, at_end: Any, shift: float, scale: float, out: Any, moments: Any
+) -> None:
+    """Into moments or, where that has no rows, into out."""
+    paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = at_end[row]
+        count, origin, total, squares = 0, 0.0, 0.0, 0.0
         for t in range(mask.shape[1] - 1, -1, -1):
             if mask[row, t]:
-                total = carried
+                sum_from_here = carried
                 if paid:
-                    total += rewards[row, t]
-                carried = gamma * total
-                out[row, t] = total
-            else:
+                    sum_from_here += rewards[row, t]
+                carried = gamma * sum_from_here
+                if measured:
+                    origin = origin if count else sum_from_here
+                    count += 1
+                    total += sum_from_here - origin
+                    squares += (sum_from_here - origin) ** 2
+                else:
+                    out[row, t] = (sum_from_here - shift) * scale
+            elif not measured:
                 out[row, t] = 0.0
+        if measured:
+            _put_moments(moments, row, count, origin, total, squares)
+
+
+def _recur(kernel: Any, mask: torch.Tensor, inputs: list[Any], outputs: list[np.ndarray], whitening: Whitening | None) -> None:
+    """To whiten, the recurrence runs once more, for the moments alone: what is common to all is taken off before anything is rounded to
+    float32, and a second run costs less than the memory of a float64 tensor."""
+    moments, shift, scale = empty((len(mask), 3), torch.float64), 0.0, 1.0
+    if whitening is not None:
+        _over_rows(kernel, mask.shape, *inputs, shift, scale, *outputs, moments.numpy())
+        shift, scale = whitening(moments)
+    _over_rows(kernel, mask.shape, *inputs, shift, scale, *outputs, moments.numpy()[:0])
+
+
+@compiled
+def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
+    """From sums of distances from one of the row's own entries, which lose no spread to an offset that all entries share."""
+    moments[row, 0] = count
+    moments[row, 1] = total + count * origin
+    moments[row, 2] = max(0.0, squares - total * total / max(count, 1))
 
 
 def row_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -140,9 +189,9 @@ def _row_moments(first: int, stop: int, x: Any, mask: Any, out: Any) -> None:
         out[row, 2] = squares
 
 
-def shift_and_scale(x: torch.Tensor, mask: torch.Tensor, shift: float, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """(x - shift) * scale. [B, T-1] -> [B, T-1]."""
-    out = empty(mask, dtype)
+def shift_and_scale(x: torch.Tensor, mask: torch.Tensor, shift: float, scale: float) -> torch.Tensor:
+    """(x - shift) * scale. [B, T-1] -> [B, T-1] float32."""
+    out = empty(mask.shape, torch.float32)
     _over_rows(_shift_and_scale, mask.shape, _tokens(x, mask), _mask(mask), float(shift), float(scale), out.numpy())
     return out
 
@@ -155,10 +204,10 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
             out[row, t] = scaled if mask[row, t] else 0.0
 
 
-def empty(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the mask's shape to be written to, from numpy: it asks the kernel for huge pages, without which the first touch of the
-    memory takes longer than any of these loops."""
-    return torch.from_numpy(np.empty(mask.shape, dtype=str(dtype).removeprefix("torch.")))
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """To be written to; from numpy, which asks the operating system for huge pages: without them the first touch of the memory takes
+    longer than any of these loops."""
+    return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
 def _rewards(token_rewards: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:

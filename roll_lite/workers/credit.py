@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from roll_lite.algorithms import advantages as of
-from roll_lite.algorithms.kernels import row_moments
+from roll_lite.algorithms.kernels import Whitening, row_moments
 from roll_lite.algorithms.kl import full_kl, kl_estimate
 from roll_lite.algorithms.token_metrics import Peaks, mismatch_of_tokens, sums_by_domain
 from roll_lite.config.schema import AlgorithmConfig
@@ -43,8 +44,6 @@ class Credit:
     """KL(policy || reference) of each token before its coefficient, where it is part of the reward."""
     rewards_per_row: torch.Tensor
     """[B] float64: the reward minus what the sample pays for KL."""
-    policy_tokens: torch.Tensor
-    """[B] int64."""
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
@@ -74,19 +73,22 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
     """Of rows with the columns of credit_columns."""
-    mask, config = rows.mask, algorithm.advantage
+    config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
-    # Whitening takes off what may be large and common to all: what is left has to be there before anything is rounded to float32.
-    task = _Task(rows, kl, kl_coef, of.policy_token_counts(mask), data_rank, gather, torch.float64 if whitened else torch.float32)
+    task = _Task(rows, kl, kl_coef, data_rank, gather, _whitening(rows, gather) if whitened else None)
     advantages, returns = ESTIMATORS[config.name](task, **config.parameters)
-    if advantages.dim() == 1:
-        advantages = of.spread_over_tokens(advantages, mask, task.dtype)
-    if whitened:
-        mine = of.masked_moments(advantages, mask, rows.columns["train_weight"] > 0)
-        moments = of.merged_moments(torch.cat(gather(mine[None])))
-        advantages = of.whiten(advantages, mask, *of.mean_and_variance(moments), torch.float32)
-    return Credit(advantages, returns, kl, task.rewards, task.policy_tokens)
+    return Credit(advantages, returns, kl, task.rewards)
+
+
+def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
+    """Over the tokens of the global batch that train."""
+
+    def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
+        mine = of.merged_moments(moments[rows.columns["train_weight"] > 0])
+        return of.mean_and_scale(of.merged_moments(torch.cat(gather(mine[None]))))
+
+    return of_global_batch
 
 
 def _kl(rows: MicroBatch, algorithm: AlgorithmConfig) -> torch.Tensor:
@@ -102,6 +104,10 @@ def _kl(rows: MicroBatch, algorithm: AlgorithmConfig) -> torch.Tensor:
     return kl.masked_fill(~mask, 0.0)
 
 
+Estimate = tuple[torch.Tensor, torch.Tensor | None]
+"""(advantages [B, T-1] float32, the critic's targets)"""
+
+
 class _Task:
     """What the estimators choose from. The reward of a row and what its tokens pay for KL stay apart until float64 sums are formed:
     one may be millions of times the other."""
@@ -111,22 +117,26 @@ class _Task:
         rows: MicroBatch,
         kl: torch.Tensor | None,
         kl_coef: float,
-        policy_tokens: torch.Tensor,
         data_rank: int,
         gather: Gather,
-        dtype: torch.dtype,
+        whitening: Whitening | None,
     ) -> None:
-        self.mask, self.columns, self.policy_tokens = rows.mask, rows.columns, policy_tokens
+        self.mask, self.columns = rows.mask, rows.columns
         self.score = rows.columns["reward"].double()
         """[B], KL not included."""
         self.kl_rewards = None if kl is None else kl * -kl_coef
         """[B, T-1] float32."""
         self.rewards = self.score if kl is None else self.score - kl_coef * row_moments(kl, rows.mask)[:, 1]
         """[B], KL included."""
-        self.dtype = dtype
-        """Of token advantages."""
+        self.whitening = whitening
+        """None: the advantages stay as they are."""
         self.groups = rows.columns["group"].long()
         self._data_rank, self._gather = data_rank, gather
+
+    @cached_property
+    def policy_tokens(self) -> torch.Tensor:
+        """[B] int64."""
+        return of.policy_token_counts(self.mask)
 
     def everyone(self, rewards: torch.Tensor) -> RowTable:
         """A group's rows may sit on several ranks: every rank gets the table of all rows. Numbers of groups fit into a float64."""
@@ -136,10 +146,14 @@ class _Task:
         together, groups, policy_tokens = torch.cat(parts).unbind(1)
         return RowTable(together, groups.long(), policy_tokens.long(), slice(before, before + len(mine)))
 
+    def of_samples(self, advantages: torch.Tensor) -> Estimate:
+        """Of advantages [B]."""
+        if self.whitening is not None:
+            advantages = of.whiten_samples(advantages, self.policy_tokens, self.whitening)
+        return of.spread_over_tokens(advantages, self.mask, torch.float32), None
 
-# ---------------------------------------------------------------- estimators: (advantages [B] or [B, T-1], the critic's targets)
 
-Estimate = tuple[torch.Tensor, torch.Tensor | None]
+# ---------------------------------------------------------------- estimators
 
 
 def _gae(
@@ -149,11 +163,11 @@ def _gae(
     of_actor = lam if length_adaptive is None else of.length_adaptive_lambda(task.policy_tokens, length_adaptive)
     of_critic = lam if lam_critic is None else lam_critic
     bootstrap = torch.where(columns["truncated"].bool(), columns["final_value"], 0.0) if bootstrap_truncated else None
-    return of.gae(task.kl_rewards, columns["values"], task.mask, gamma, of_actor, of_critic, bootstrap, task.score, task.dtype)
+    return of.gae(task.kl_rewards, columns["values"], task.mask, gamma, of_actor, of_critic, bootstrap, task.score, task.whitening)
 
 
 def _reinforce(task: _Task, gamma: float) -> Estimate:
-    return of.reinforce(task.kl_rewards, task.mask, gamma, task.score, task.dtype), None
+    return of.reinforce(task.kl_rewards, task.mask, gamma, task.score, task.whitening), None
 
 
 def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
@@ -162,32 +176,32 @@ def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
     if baseline == "group":
         everyone = task.everyone(score)
         score = of.minus_group_mean(everyone.rewards, everyone.groups)[everyone.local]
-    return of.reinforce(task.kl_rewards, task.mask, gamma, score, task.dtype), None
+    return of.reinforce(task.kl_rewards, task.mask, gamma, score, task.whitening), None
 
 
 def _grpo(task: _Task, normalize_std: bool) -> Estimate:
     everyone = task.everyone(task.rewards)
     before_kl = None if task.kl_rewards is None else task.everyone(task.score).rewards
-    return of.grpo(everyone.rewards, everyone.groups, normalize_std, before_kl)[everyone.local], None
+    return task.of_samples(of.grpo(everyone.rewards, everyone.groups, normalize_std, before_kl)[everyone.local])
 
 
 def _rloo(task: _Task) -> Estimate:
     everyone = task.everyone(task.rewards)
-    return of.rloo(everyone.rewards, everyone.groups)[everyone.local], None
+    return task.of_samples(of.rloo(everyone.rewards, everyone.groups)[everyone.local])
 
 
 def _opo(task: _Task) -> Estimate:
     everyone = task.everyone(task.rewards)
-    return of.opo(everyone.rewards, everyone.groups, everyone.policy_tokens)[everyone.local], None
+    return task.of_samples(of.opo(everyone.rewards, everyone.groups, everyone.policy_tokens)[everyone.local])
 
 
 def _gpg(task: _Task) -> Estimate:
     everyone = task.everyone(task.rewards)
-    return of.gpg(everyone.rewards, everyone.groups)[everyone.local], None
+    return task.of_samples(of.gpg(everyone.rewards, everyone.groups)[everyone.local])
 
 
 def _remax(task: _Task) -> Estimate:
-    return of.remax(task.rewards, task.columns["baseline_score"]), None
+    return task.of_samples(of.remax(task.rewards, task.columns["baseline_score"]))
 
 
 def _custom(task: _Task, function: str, args: dict[str, Any]) -> Estimate:
@@ -203,7 +217,10 @@ def _custom(task: _Task, function: str, args: dict[str, Any]) -> Estimate:
         train_weight=columns["train_weight"],
         everyone=task.everyone(task.rewards),
     )
-    return users_advantages(inputs, function, args, task.dtype)
+    if task.whitening is None:
+        return users_advantages(inputs, function, args, torch.float32)
+    advantages, returns = users_advantages(inputs, function, args, torch.float64)
+    return of.whiten_tokens(advantages, task.mask, task.whitening), returns
 
 
 ESTIMATORS: dict[str, Callable[..., Estimate]] = {

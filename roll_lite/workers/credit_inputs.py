@@ -75,7 +75,7 @@ def _per_token(result: object, what: str, mask: torch.Tensor, name: str, dtype: 
             f"or {list(mask.shape)}, one per token"
         )
     found = result.detach().cpu().to(dtype)
-    tokens = spread_over_tokens(found, mask) if found.dim() == 1 else found.masked_fill(~mask, 0.0)
+    tokens = spread_over_tokens(found, mask, dtype) if found.dim() == 1 else found.masked_fill(~mask, 0.0)
     bad = (~torch.isfinite(tokens)).any(1).nonzero().flatten().tolist()
     if bad:
         raise ValueError(f"{WHERE}: {name} returned NaN or infinite {what} for rows {bad[:10]} of {mask.shape[0]}")

@@ -13,14 +13,14 @@ from roll_lite.algorithms import kernels
 from roll_lite.algorithms.advantages import (
     gae,
     length_adaptive_lambda,
-    masked_moments,
-    mean_and_variance,
+    mean_and_scale,
     merged_moments,
     policy_token_counts,
     reinforce,
     spread_over_tokens,
     token_rewards,
-    whiten,
+    whiten_samples,
+    whiten_tokens,
 )
 
 NAN = math.nan
@@ -192,7 +192,8 @@ def test_a_reward_at_the_end_is_that_of_the_last_policy_token() -> None:
     for some, whole in ((rewards, written), (None, token_rewards(end, mask))):
         for mine, expected in zip(gae(some, values, mask, 0.9, 0.8, at_end=end), gae(whole, values, mask, 0.9, 0.8), strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(reinforce(some, mask, 0.9, end, torch.float64), reinforce(whole, mask, 0.9), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(reinforce(rewards, mask, 0.9, end), reinforce(written, mask, 0.9), rtol=1e-12, atol=1e-12)
+    assert torch.equal(reinforce(None, mask, 0.9, end), reinforce(token_rewards(end, mask), mask, 0.9).float())
     assert torch.equal(gae(None, values, mask, 0.9, 0.8)[0], gae(nothing, values, mask, 0.9, 0.8)[0])
 
 
@@ -218,7 +219,7 @@ def test_reinforce_equals_the_definition(rows: int, columns: int, gamma: float, 
 
 def test_spread_over_tokens() -> None:
     mask = torch.tensor([[False, True, True], [True, False, False], [False, False, False]])
-    spread = spread_over_tokens(torch.tensor([2.0, -1.0, NAN]), mask)
+    spread = spread_over_tokens(torch.tensor([2.0, -1.0, NAN]), mask, torch.float32)
     assert spread.tolist() == [[0.0, 2.0, 2.0], [-1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     assert spread_over_tokens(torch.zeros(3, dtype=torch.float64), mask, torch.float32).dtype == torch.float32
 
@@ -226,42 +227,69 @@ def test_spread_over_tokens() -> None:
 # ---------------------------------------------------------------- whitening
 
 
+def alone(moments: torch.Tensor) -> tuple[float, float]:
+    """Whitening over these rows, as if they were the whole global batch."""
+    return mean_and_scale(merged_moments(moments))
+
+
 def test_whiten_by_hand_over_two_ranks() -> None:
     # Unmasked 1, 2 | 3, 6: mean 3, variance (4 + 1 + 0 + 9) / 3 = 14/3.
     first, second = torch.tensor([[1.0, 2.0, NAN]]), torch.tensor([[3.0, NAN, 6.0]])
     masks = torch.tensor([[True, True, False]]), torch.tensor([[True, False, True]])
-    ranks = torch.stack([masked_moments(first, masks[0]), masked_moments(second, masks[1]), torch.zeros(3, dtype=torch.float64)])
-    mean, var = mean_and_variance(merged_moments(ranks))
-    assert mean == 3.0 and var == pytest.approx(14 / 3)
+    rows = [merged_moments(kernels.row_moments(x, mask)) for x, mask in ((first, masks[0]), (second, masks[1]))]
+    mean, scale = mean_and_scale(merged_moments(torch.stack([*rows, torch.zeros(3, dtype=torch.float64)])))
     root = math.sqrt(14 / 3)
-    torch.testing.assert_close(whiten(first, masks[0], mean, var), torch.tensor([[-2 / root, -1 / root, 0.0]]))
-    torch.testing.assert_close(whiten(second, masks[1], mean, var), torch.tensor([[0.0, 0.0, 3 / root]]))
-    assert whiten(first.double(), masks[0], mean, var, torch.float32).dtype == torch.float32
+    assert mean == 3.0 and scale == pytest.approx(1 / root)
+    for x, mask, expected in ((first, masks[0], [-2 / root, -1 / root, 0.0]), (second, masks[1], [0.0, 0.0, 3 / root])):
+        torch.testing.assert_close(whiten_tokens(x, mask, lambda _: (mean, scale)), torch.tensor([expected]))
+        assert whiten_tokens(x.double(), mask, lambda _: (mean, scale)).dtype == torch.float32
 
 
-def test_moments_of_chosen_rows() -> None:
-    x = torch.tensor([[1.0, 2.0], [NAN, 3.0], [4.0, NAN]])
-    mask = torch.tensor([[True, True], [False, True], [True, False]])
-    assert masked_moments(x, mask, torch.tensor([True, False, True])).tolist() == [3.0, 7.0, pytest.approx(14 / 3)]  # 1, 2, 4
-    assert masked_moments(x, mask, torch.tensor([False, False, False])).tolist() == [0.0, 0.0, 0.0]
+def test_whiten_samples_counts_every_policy_token() -> None:
+    # 1 three times, 5 once, 7 of a row without tokens: mean 2, variance (3 * 1 + 9) / 3 = 4.
+    whitened = whiten_samples(torch.tensor([1.0, 5.0, 7.0]), torch.tensor([3, 1, 0]), alone)
+    torch.testing.assert_close(whitened[:2], torch.tensor([-0.5, 1.5], dtype=torch.float64))
 
 
 def test_whitening_constants_or_nothing_gives_zeros() -> None:
     for value in (0.0, 0.6, 1e6):
         x, mask = torch.full((4, 5), value), torch.ones(4, 5, dtype=torch.bool)
-        assert whiten(x, mask, *mean_and_variance(masked_moments(x, mask))).abs().max() < 1e-5
+        assert whiten_tokens(x, mask, alone).abs().max() < 1e-5
+        assert whiten_samples(x[:, 0], mask.sum(1), alone).abs().max() < 1e-5
+        assert reinforce(None, mask, 1.0, at_end=x[:, 0], whitening=alone).abs().max() < 1e-5
     for shape in ((2, 3), (0, 1), (2, 0)):
         x, empty = torch.full(shape, NAN), torch.zeros(shape, dtype=torch.bool)
-        assert (whiten(x, empty, *mean_and_variance(masked_moments(x, empty))) == 0).all()
+        assert (whiten_tokens(x, empty, alone) == 0).all()
+        assert (reinforce(x, empty, 1.0, whitening=alone) == 0).all() and (gae(x, x, empty, 1.0, 1.0, whitening=alone)[0] == 0).all()
 
 
 def test_moments_survive_a_large_offset() -> None:
     """0 to 9 over and over, variance 8.25 and a little: of squares of 1e9 float64 keeps no more than the hundreds."""
     x = (torch.arange(1000, dtype=torch.float64) % 10 + 1e9).view(10, 100)
-    mean, var = mean_and_variance(masked_moments(x, torch.ones_like(x, dtype=torch.bool)))
-    assert mean == 1e9 + 4.5 and var == pytest.approx(8.25 * 1000 / 999, rel=1e-9)
-    halves = torch.stack([masked_moments(part, torch.ones_like(part, dtype=torch.bool)) for part in (x[:3], x[3:])])
-    assert mean_and_variance(merged_moments(halves)) == pytest.approx((mean, var), rel=1e-9)
+    ones = torch.ones_like(x, dtype=torch.bool)
+    expected = (1e9 + 4.5, pytest.approx((8.25 * 1000 / 999) ** -0.5, rel=1e-8))
+    assert alone(kernels.row_moments(x, ones)) == expected
+    halves = [merged_moments(kernels.row_moments(part, torch.ones_like(part, dtype=torch.bool))) for part in (x[:3], x[3:])]
+    assert alone(torch.stack(halves)) == expected
+    seen = []
+    reinforce(x, ones, 0.0, whitening=lambda moments: seen.append(alone(moments)) or seen[0])
+    assert seen == [expected]
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e9])
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_whitened_recurrences_are_whitened_tensors_of_them(gamma: float, offset: float) -> None:
+    """In float64, whose tensors the recurrences do without; whatever the offset, and with a row of one token and one of none."""
+    rewards, values, mask = ragged(9, 60, 0.5, 3)
+    mask[2], mask[4] = False, mask[4] & (mask[4].cumsum(0) == 1)
+    values = values + offset
+    end = torch.linspace(-2, 2, 9, dtype=torch.float64) + offset
+    advantages, returns = gae(rewards, values, mask, gamma, 0.9, 1.0, end / 2, end)
+    whitened, same_returns = gae(rewards, values, mask, gamma, 0.9, 1.0, end / 2, end, alone)
+    torch.testing.assert_close(whitened.float(), whiten_tokens(advantages, mask, alone), rtol=1e-6, atol=1e-6)
+    assert torch.equal(returns, same_returns)
+    plain = reinforce(rewards, mask, gamma, end)
+    torch.testing.assert_close(reinforce(rewards, mask, gamma, end, alone).float(), whiten_tokens(plain, mask, alone), rtol=1e-6, atol=1e-6)
 
 
 # ---------------------------------------------------------------- how the loops run
@@ -273,10 +301,10 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
     results = []
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        moments = masked_moments(rewards, mask)
         row_sums = kernels.row_moments(rewards, mask)
-        outcome = [*gae(rewards, values, mask, 0.9, 0.8), reinforce(rewards, mask, 0.9), moments, row_sums, policy_token_counts(mask)]
-        outcome += [whiten(rewards, mask, 0.1, 2.0), spread_over_tokens(values[:, 0].nan_to_num(), mask)]
+        outcome = [*gae(rewards, values, mask, 0.9, 0.8), reinforce(rewards, mask, 0.9), row_sums, policy_token_counts(mask)]
+        outcome += [whiten_tokens(rewards, mask, alone), spread_over_tokens(values[:, 0].nan_to_num(), mask, torch.float32)]
+        outcome += [*gae(rewards, values, mask, 0.9, 0.8, whitening=alone), reinforce(rewards, mask, 0.9, whitening=alone)]
         results.append(outcome)
     for other in results[1:]:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], other, strict=True))
@@ -301,7 +329,7 @@ def test_shapes_that_do_not_fit_are_refused_before_compiled_code_reads_past_an_e
     with pytest.raises(AssertionError, match=r"\[2, 4\] beside a mask \[2, 3\]"):
         reinforce(torch.zeros(2, 4), mask, 1.0)
     with pytest.raises(AssertionError, match=r"\[3\] beside a mask \[2, 3\]"):
-        spread_over_tokens(torch.zeros(3), mask)
+        spread_over_tokens(torch.zeros(3), mask, torch.float32)
     with pytest.raises(AssertionError, match=r"expected bool"):
         reinforce(torch.zeros(2, 3), torch.ones(2, 3), 1.0)
 

@@ -111,7 +111,7 @@ def test_how_rows_are_split_over_ranks_changes_nothing(advantage: dict[str, Any]
     together = assign_credit(rows, 0, config, coef, alone)
     parts = [part(rows, 0, 5), empty_rows(), part(rows, 5, 6), part(rows, 6, 24), empty_rows()]
     credits = on_ranks(parts, lambda mine, rank, exchange: assign_credit(mine, rank, config, coef, exchange))
-    for name in ("advantages", "returns", "kl", "rewards_per_row", "policy_tokens"):
+    for name in ("advantages", "returns", "kl", "rewards_per_row"):
         expected = getattr(together, name)
         found = [getattr(credit, name) for credit in credits]
         if expected is None:
@@ -144,7 +144,7 @@ def test_reward_lands_on_the_last_policy_token() -> None:
     rows = make_rows([1.0, 2.0, 3.0, 4.0], [[0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [1, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
     credit = assign_credit(rows, 0, algorithm({"name": "reinforce", "gamma": 0.5}), 0.0, alone)
     assert credit.advantages.tolist() == [[0, 0, 0.25, 0.5, 1], [0, 1, 2, 0, 0], [1.5, 0, 3, 0, 0], [0, 0, 0, 0, 0]]
-    assert credit.rewards_per_row.tolist() == [1, 2, 3, 4] and credit.policy_tokens.tolist() == [3, 2, 2, 0]
+    assert credit.rewards_per_row.tolist() == [1, 2, 3, 4]
 
 
 def test_kl_in_the_reward_by_hand() -> None:
@@ -298,7 +298,7 @@ def test_advantages_of_what_trains_by_domain() -> None:
         "domain_number": torch.tensor([0, 1, 1, 1]),
         "rollout_log_probs": torch.zeros(4, 3),
     }
-    credit = Credit(advantages, None, None, torch.tensor([1.0, 2.0, 3.0, 4.0]).double(), mask.sum(1))
+    credit = Credit(advantages, None, None, torch.tensor([1.0, 2.0, 3.0, 4.0]).double())
     found, peaks = credit_metrics(MicroBatch(columns, mask), credit, "current", 2)
     assert found["credit/tokens#0"] == 2 and found["credit/tokens#1"] == 1
     assert found["credit/advantage_mean#0"] == 2 and found["credit/advantage_square#1"] == 4
