@@ -7,12 +7,13 @@ import atexit
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.http_client import KeyVariable, Service, shared
+from roll_lite.rewards.sandbox_fusion import answer_of, request_of
 from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
 
 
@@ -21,6 +22,8 @@ class RemoteBackend(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    kind: Literal["roll_lite", "sandbox_fusion"] = "roll_lite"
+    """Whose protocol: ours (examples/sandbox_server.py), or SandboxFusion's `/run_code`."""
     url: str | tuple[str, ...]
     """One or several: the least busy is asked."""
     api_key_env: KeyVariable = None
@@ -35,11 +38,13 @@ class Backend(Protocol):
 
 
 class RemoteSandbox:
-    """POST {"job": ...} -> {"outcome": ...} or {"trouble": "..."}, see docs/rewards.md and examples/sandbox_server.py."""
+    """POST {"job": ...} -> {"outcome": ...} or {"trouble": "..."}, see docs/rewards.md and examples/sandbox_server.py; or as
+    SandboxFusion has it."""
 
     def __init__(self, remote: RemoteBackend) -> None:
         urls = (remote.url,) if isinstance(remote.url, str) else remote.url
         self._service = Service("code", urls, remote.api_key_env, "Authorization", remote.concurrency, remote.timeout_s, remote.retries)
+        self._is_fusion = remote.kind == "sandbox_fusion"
         self._runner: asyncio.Runner | None = None
 
     def run_many(self, jobs: Sequence[Program | Pair]) -> list[Ended]:
@@ -51,10 +56,12 @@ class RemoteSandbox:
 
     async def _one(self, job: Program | Pair) -> Ended:
         try:
-            answer, url = await shared(self._service).post({"job": job_to_json(job)})
+            plain = job_to_json(job)
+            answer, url = await shared(self._service).post(request_of(plain) if self._is_fusion else {"job": plain})
         except RewardFailed as failure:
             return SandboxTrouble(failure.cause)
         try:
+            answer = answer_of(answer) if self._is_fusion else answer
             return SandboxTrouble(f"{url}: {answer['trouble']}") if "trouble" in answer else outcome_from_json(answer["outcome"])
         except (KeyError, TypeError, ValueError) as error:
             return SandboxTrouble(f"{url} answered with no outcome: {type(error).__name__}: {error}")

@@ -53,7 +53,7 @@ ARGUMENTS = {
         "readable": "Folders that programs may read.",
         "python_path": "Folders that Python programs may import from.",
         "commands": "Further languages: how their programs are compiled and run.",
-        "backend": "A sandbox elsewhere: {url, api_key_env, concurrency, timeout_s, retries}.",
+        "backend": "A sandbox elsewhere: {kind: roll_lite or sandbox_fusion, url, api_key_env, concurrency, timeout_s, retries}.",
         "allow_unprotected": "Run programs also where they cannot be isolated.",
     },
     "choice": {
@@ -157,7 +157,10 @@ So a program decides no comparison and cannot forge a verdict. What follows from
   helper of the program (`assert f(1) == 5`), a value of more than 8 MB.
 
 A sandbox elsewhere (`backend`) gets `POST {"job": ...}` and answers `{"outcome": ...}`, or `{"trouble": cause}` where it could not run the
-job; `job_from_json` and `outcome_to_json` in `roll_lite/rewards/code_backends.py` read the one and write the other.""",
+job; `job_from_json` and `outcome_to_json` in `roll_lite/rewards/code_backends.py` read the one and write the other. With `kind: sandbox_fusion` the URL is the `/run_code` of a
+[SandboxFusion](https://github.com/bytedance/SandboxFusion) server: programs, calls, asserts and all languages mean the same there, as long
+as its image has Python 3.10 or later and the languages' compilers. The program and its tests are processes of one sandbox there, so that
+a program that is made to attack the tests is held off less well than here.""",
     "model": """A process of a reward model that dies is started again: with `hf` that one, on Megatron all of the model's. What it was
 scoring fails with the cause and is tried again (`retries`); other copies go on, and where there is none, samples wait, without their
 `timeout_s` running, until the model is back. The number of replaced processes is `reward/workers_replaced`.""",
