@@ -157,7 +157,9 @@ So a program decides no comparison and cannot forge a verdict. What follows from
   helper of the program (`assert f(1) == 5`), a value of more than 8 MB.
 
 A sandbox elsewhere (`backend`) gets `POST {"job": ...}` and answers `{"outcome": ...}`, or `{"trouble": cause}` where it could not run the
-job; `job_from_json` and `outcome_to_json` in `roll_lite/rewards/code_backends.py` read the one and write the other. With `kind: sandbox_fusion` the URL is the `/run_code` of a
+job; `job_from_json` and `outcome_to_json` in `roll_lite/rewards/code_backends.py` read the one and write the other.
+
+With `kind: sandbox_fusion` the URL is the `/run_code` of a
 [SandboxFusion](https://github.com/bytedance/SandboxFusion) server: programs, calls, asserts and all languages mean the same there, as long
 as its image has Python 3.10 or later and the languages' compilers. The program and its tests are processes of one sandbox there, so that
 a program that is made to attack the tests is held off less well than here.""",
