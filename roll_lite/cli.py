@@ -15,6 +15,7 @@ from roll_lite.config.arithmetic import derive, render
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema import RunConfig
+from roll_lite.config.shipped import CONFIGS, found
 from roll_lite.distributed.strategy.engines import own_arguments_set
 
 WRONG_CONFIGURATION = 2
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        config = load_config(parsed.config_name, Path(parsed.config_path), [*parsed.overrides, *rest], further=[own_arguments_set])
+        config = load_config(parsed.config_name, found(parsed.config_path), [*parsed.overrides, *rest], further=[own_arguments_set])
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
@@ -72,7 +73,8 @@ def _reward(config: RunConfig, parsed: argparse.Namespace) -> int:
         from roll_lite.rewards.preview import Look, preview
     except KeyboardInterrupt:
         return INTERRUPTED
-    return preview(config, Look(parsed.domain, parsed.split, parsed.limit or None, parsed.responses, parsed.column))
+    responses = found(parsed.responses) if parsed.responses else None
+    return preview(config, Look(parsed.domain, parsed.split, parsed.limit or None, responses, parsed.column))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,9 +87,13 @@ def _parser() -> argparse.ArgumentParser:
         ("reward", "score reference answers or given responses with a domain's reward and show them; nothing trains"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("--config-name", "--config_name", required=True, help="a YAML file in the configuration folder, without .yaml")
+        command.add_argument("--config-name", "--config_name", required=True, help="a YAML file of yours or a shipped one, without .yaml")
         command.add_argument(
-            "--config-path", "--config_path", default="examples/configs", help="the configuration folder (default: %(default)s)"
+            "--config-path",
+            "--config_path",
+            type=Path,
+            default=CONFIGS,
+            help="a configuration folder of your own, beside the shipped ones (%(default)s)",
         )
         if name == "reward":
             _reward_options(command)

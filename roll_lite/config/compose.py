@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -16,15 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from roll_lite.config.overrides import Override, apply_override, parse_override
 from roll_lite.config.problems import Path, Problem, did_you_mean, dotted, first_line
+from roll_lite.config.shipped import CONFIGS
 from roll_lite.config.short_form import spell_out
 from roll_lite.config.yaml_source import parse_yaml
 
 _PACKAGE_HEADER = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 _ENTRY = re.compile(r"(?:(?P<keyword>optional|override)\s+)?(?P<group>[^@\s]+)(?:@(?P<package>\S+))?")
-
-
-SHIPPED = FilePath("examples/configs")
-"""From the folder that a run is started in."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,7 @@ class _Composer:
     broken: set[Path] = field(default_factory=set)
 
     def find(self, name: str) -> FilePath:
-        """In the configuration folder, else among the shipped ones, so that a folder of one's own can build on them."""
-        own = self.folder / f"{name}.yaml"
-        shipped = SHIPPED / f"{name}.yaml"
-        return own if own.is_file() or not shipped.is_file() else shipped
+        return find_config(name, self.folder)
 
     def add_file(self, name: str, package: str, stack: tuple[str, ...]) -> None:
         """Append the layers of a file, its defaults in their order; by default the file itself comes last and so wins."""
@@ -144,20 +139,27 @@ class _Composer:
         if name in stack:
             self.problems.append(Problem(entry.place, f"loads itself: {' -> '.join([*stack, name])}"))
         elif ".." in name.split("/"):
-            message = "names are looked up in the configuration folder, then in examples/configs; write the name without a path"
+            message = "names are looked up in the configuration folder, then among the shipped ones; write the name without a path"
             self.problems.append(Problem(entry.place, message, name))
         elif self.find(name).is_file():
             self.add_file(name, _package_below(parent_package, stack[-1].rpartition("/")[0], entry), stack)
         elif not entry.optional:
             group_folder = self.folder / entry.group
-            names = config_names(group_folder)
-            self.problems.append(
-                Problem(entry.place, f"no file {group_folder / entry.option}.yaml; {did_you_mean(entry.option, names)}", entry.option)
-            )
+            near = suggestion(entry.option, group_folder, CONFIGS / entry.group)
+            self.problems.append(Problem(entry.place, f"no file {group_folder / entry.option}.yaml; {near}", entry.option))
 
 
-def config_names(folder: FilePath) -> list[str]:
-    return sorted(path.stem for path in folder.glob("*.yaml"))
+def find_config(name: str, folder: FilePath) -> FilePath:
+    """In the configuration folder, else among the shipped ones, so that a folder of one's own can build on them."""
+    own, shipped = folder / f"{name}.yaml", CONFIGS / f"{name}.yaml"
+    return own if own.is_file() or not shipped.is_file() else shipped
+
+
+def suggestion(name: str, folder: FilePath, shipped: FilePath = CONFIGS) -> str:
+    """What was meant, of either folder; where nothing comes near, what there is in one's own."""
+    own = {path.stem for path in folder.glob("*.yaml")}
+    every = own | {path.stem for path in shipped.glob("*.yaml")}
+    return did_you_mean(name, every if get_close_matches(name, every) or not own else own)
 
 
 def compose(name: str, folder: FilePath, overrides: Sequence[str]) -> Composed:

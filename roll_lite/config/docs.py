@@ -21,8 +21,8 @@ INTRODUCTION = """# Configuration reference
 
 Generated from `roll_lite/config/schema.py` by `python -m roll_lite.config.docs`. Do not edit.
 
-A configuration is a YAML file in the folder named by `--config-path` (`examples/configs` by default). It may build on others, of the
-same folder or of `examples/configs`:
+A configuration is a YAML file in the folder named by `--config-path`, or one of those that the package ships (`examples/configs`). It may
+build on others of either:
 
 ```yaml
 defaults: [tiny_base, _self_]     # tiny_base.yaml first, then this file; without _self_ the file comes last as well

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path as FilePath
 
 from roll_lite.config.checks import Check, check
-from roll_lite.config.compose import compose, config_names
-from roll_lite.config.problems import ConfigError, Path, Problem, did_you_mean
+from roll_lite.config.compose import compose, find_config, suggestion
+from roll_lite.config.problems import ConfigError, Path, Problem
 from roll_lite.config.schema import RunConfig
 from roll_lite.config.validation import validate
 
@@ -15,10 +15,10 @@ from roll_lite.config.validation import validate
 def load_config(
     name: str, folder: FilePath, overrides: Sequence[str] = (), *, allow_scripted: bool = False, further: Sequence[Check] = ()
 ) -> RunConfig:
-    """`name` is a file in `folder`, with or without .yaml. `allow_scripted` admits the scripted engine, for tests and simulations.
-    `further`: see `check`."""
+    """`name` is a file in `folder` or a shipped one, with or without .yaml. `allow_scripted` admits the scripted engine, for tests and
+    simulations. `further`: see `check`."""
     name = name.removesuffix(".yaml")
-    if not (folder / f"{name}.yaml").is_file():
+    if not folder.is_dir() or not find_config(name, folder).is_file():
         raise ConfigError(name, [_no_such_config(name, folder)])
     composed = compose(name, folder, overrides)
     validated = validate(composed.data, composed.broken)
@@ -32,7 +32,7 @@ def load_config(
 def _no_such_config(name: str, folder: FilePath) -> Problem:
     if not folder.is_dir():
         return Problem("--config-path", f"no such folder: {folder.absolute()}", str(folder))
-    return Problem("--config-name", f"no {name}.yaml in {folder.absolute()}; {did_you_mean(name, config_names(folder))}", name)
+    return Problem("--config-name", f"no {name}.yaml in {folder.absolute()}; {suggestion(name, folder)}", name)
 
 
 def _with_source(problem: Problem, origins: dict[Path, str]) -> Problem:

@@ -11,10 +11,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from roll_lite.config.shipped import found
+
 
 def from_current_folder(path: Path) -> Path:
-    """The one rule for paths, the shell's: relative to the folder the run is started in. Absolute from then on, so that workers agree."""
-    return path.expanduser().absolute()
+    """The one rule for paths, the shell's: relative to the folder the run is started in. Absolute from then on, so that workers agree.
+    What the package ships is found from everywhere."""
+    return found(path)
 
 
 PositiveInt = Annotated[int, Field(gt=0)]

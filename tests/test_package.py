@@ -1,0 +1,96 @@
+"""What is installed suffices: configurations, model, data and rewards are found from any folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roll_lite.cli import main
+from roll_lite.config.loading import load_config
+from roll_lite.config.problems import ConfigError
+from roll_lite.config.shipped import CONFIGS, EXAMPLES
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml"))
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return folder
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configurations_are_right_from_anywhere(elsewhere: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config-name", name]) == 0, capsys.readouterr().err
+    config = load_config(name, CONFIGS)
+    assert config.model.path == ROOT / "examples/models/tiny"
+    assert config.domains["add"].data.train == ROOT / "examples/data/add_train.jsonl"
+    assert config.run_dir == elsewhere / "runs"
+
+
+def test_the_example_of_a_domain_works_from_anywhere(elsewhere: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--config-path", "examples/domains", "--config-name", "words"]
+    assert main(["check", *words]) == 0
+    responses = ["--domain", "reverse", "--responses", "examples/domains/reverse_responses.jsonl"]
+    assert main(["reward", *words, *responses, "domains.reverse.reward.timeout_s=60"]) == 0
+    assert "4 responses: 2 correct" in capfd.readouterr().out
+
+
+def test_a_folder_of_ones_own_adds_to_the_shipped_ones(elsewhere: Path) -> None:
+    (elsewhere / "mine.yaml").write_text("defaults: [tiny_grpo]\nsteps: 3\n")
+    assert load_config("mine", elsewhere).steps == 3
+    assert load_config("tiny_ppo", elsewhere).critic is not None, "shipped ones are still there"
+    (elsewhere / "tiny_ppo.yaml").write_text("defaults: [tiny_grpo]\nsteps: 4\n")
+    assert load_config("tiny_ppo", elsewhere).critic is None, "one's own comes first"
+    with pytest.raises(ConfigError, match="did you mean .*'tiny_dapo'"):
+        load_config("tiny_dopa", elsewhere)
+
+
+def test_a_file_in_the_current_folder_comes_first(elsewhere: Path) -> None:
+    own = elsewhere / "examples/data/add_train.jsonl"
+    own.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "examples/data/add_validation.jsonl", own)
+    data = load_config("tiny_grpo", CONFIGS).domains["add"].data
+    assert data.train == own and data.validation == EXAMPLES / "data/add_validation.jsonl"
+    with pytest.raises(ConfigError, match=f"{elsewhere}/examples/data/none.jsonl"):
+        load_config("tiny_grpo", CONFIGS, ["domains.add.data.train=examples/data/none.jsonl"])
+
+
+@pytest.mark.slow
+def test_a_wheel_has_everything(elsewhere: Path, tmp_path: Path) -> None:
+    source, site = tmp_path / "source", tmp_path / "site"
+    caches = shutil.ignore_patterns("__pycache__")
+    for folder in ("roll_lite", "examples"):
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=caches)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    shutil.rmtree(source)
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-P", "-m", "roll_lite.cli", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(site)}
+        done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    config = yaml.safe_load(run("check", "--config-name", "tiny_raft").split("\nrole ", 1)[0])
+    assert config["model"]["path"] == str(site / "roll_lite/examples/models/tiny")
+    shown = run("reward", "--config-path", "examples/domains", "--config-name", "words", "--domain", "upper", "--limit", "2")
+    assert "2 reference answers: 2 correct" in shown
+    shipped = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    installed = {str(path.relative_to(site / "roll_lite")) for path in (site / "roll_lite/examples").rglob("*") if path.is_file()}
+    assert not shipped - installed
