@@ -311,6 +311,7 @@ _LIMITS = {
     "cpu": "time limit: too much computing",
     "wall": "time limit: did not end",
     "memory": "memory limit",
+    "processes": "limit of processes",
     "output": "output limit",
 }
 

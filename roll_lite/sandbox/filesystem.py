@@ -5,12 +5,17 @@ Where no mount namespace gives that folder a limited size and an end, it is meas
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from roll_lite.sandbox.kernel import (
     MS_BIND,
@@ -27,7 +32,9 @@ from roll_lite.sandbox.kernel import (
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+"""Not /dev/zero: mapped, it is memory that nobody's books show."""
+CLAIM_S = 60.0
 BLOCK = 512
 """Bytes that `st_blocks` counts in."""
 WORK = "/sandbox"
@@ -96,12 +103,15 @@ def _place(path: str, target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """A program may be at work in it meanwhile: what has gone does not count."""
+    """A program may be at work in it meanwhile: what has gone does not count. What cannot be looked into does not fit."""
     taken = seen = 0
     waiting = [folder]
+    if most_bytes < 0:
+        return False
     while waiting:
+        place = waiting.pop()
         try:
-            with os.scandir(waiting.pop()) as entries:
+            with _entries(place) as entries:
                 for entry in entries:
                     seen += 1
                     if entry.is_dir(follow_symlinks=False):
@@ -110,14 +120,54 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
                         taken += entry.stat(follow_symlinks=False).st_blocks * BLOCK
                     if seen > most_files or taken > most_bytes:
                         return False
-        except OSError:
+        except FileNotFoundError:
             continue
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return False
     return True
 
 
+def _entries(folder: str) -> Any:
+    """A program may have made a folder that its own user is not to read."""
+    try:
+        return os.scandir(folder)
+    except PermissionError:
+        os.chmod(folder, 0o700)  # noqa: PTH101
+        return os.scandir(folder)
+
+
 def remove_folder(folder: str) -> None:
-    """Also one nested more deeply than Python recurses. Nothing where there is none."""
+    """Also one nested more deeply than Python recurses, or that its own user is not to read. Nothing where there is none."""
     try:
         shutil.rmtree(folder, ignore_errors=True)
+        if os.path.isdir(folder):  # noqa: PTH112
+            for place, names, _ in os.walk(folder):
+                for name in names:
+                    with contextlib.suppress(OSError):
+                        os.chmod(os.path.join(place, name), 0o700, follow_symlinks=False)  # noqa: PTH101, PTH118
+            shutil.rmtree(folder, ignore_errors=True)
     except RecursionError:
         subprocess.run(["rm", "-rf", folder], check=False)
+
+
+def claim(folder: str) -> int:
+    """An open file that says, for as long as somebody has it open, that the folder is in use."""
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return held
+
+
+def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
+    """Folders of ours that whoever made them has left behind. A new one has a minute to be claimed."""
+    for name in os.listdir(parent):  # noqa: PTH208
+        path = f"{parent}/{name}"
+        with contextlib.suppress(OSError):
+            if not name.startswith(prefix) or os.lstat(path).st_uid != os.getuid() or time.time() - os.lstat(path).st_mtime < CLAIM_S:
+                continue
+            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield path
+            finally:
+                os.close(held)

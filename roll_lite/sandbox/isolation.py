@@ -15,6 +15,10 @@ from typing import Any
 from roll_lite.sandbox import filesystem, kernel, landlock, process_tree, seccomp
 
 NOBODY = 65534
+FIRST_OF_OWN = 2_000_000_000
+"""Users that nobody else is, one for each sandbox: its processes can be counted and signalled without meeting others."""
+NEIGHBOURS = 512
+"""How many more processes of the same user may start elsewhere before a program cannot start its own."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 BEHIND_OTHER_WALLS = 47
 """Exit status of a stage whose walls cannot be built."""
@@ -41,6 +45,8 @@ class Walls:
     why_not: list[str]
     own_users: bool = False
     filter: bytes = b""
+    user: int = NOBODY
+    """As whom programs run where root starts them without a user namespace."""
 
 
 def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
@@ -132,10 +138,10 @@ def _may_use_another_user() -> bool:
     return kernel.has_capabilities(kernel.FOR_ANOTHER_USER) and _works(_change_user)
 
 
-def _change_user() -> None:
+def _change_user(user: int = NOBODY) -> None:
     os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
 
 
 def _as_nobody() -> None:
@@ -165,7 +171,9 @@ def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
         why_not.append(f"seccomp: {error}")
     abi = landlock.landlock_abi()
     if os.getuid() == 0 and _may_use_another_user():
-        walls.held["users"] = f"user {NOBODY}, no capability but to read what landlock shows"
+        own = FIRST_OF_OWN + os.getpid()
+        walls.user = own if _works(lambda: _change_user(own)) else NOBODY
+        walls.held["users"] = f"user {walls.user}, no capability but to read what landlock shows"
     elif os.getuid() == 0:
         why_not.append(f"users: this root may not start, kill and clean up after processes of user {NOBODY}")
     if walls.filter and (abi >= landlock.TRUNCATE_ABI or (abi and "users" in walls.held)):
@@ -200,7 +208,8 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
         _own_namespaces(walls, limits)
     else:
         os.chdir(folder)
-    _set_limits(limits, 0 if walls.kind == "namespaces" else _threads_of(NOBODY if "users" in walls.held else os.getuid()))
+    alone = walls.kind == "namespaces" or ("users" in walls.held and walls.user != NOBODY)
+    _set_limits(limits, 0 if alone else NEIGHBOURS + _threads_of(NOBODY if "users" in walls.held else os.getuid()))
     if walls.kind == "none":
         return
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -213,12 +222,13 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
         if few_files:  # an interpreter below root's home; landlock says what may be read
             kept = kernel.CAP_DAC_READ_SEARCH
             kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
-        _change_user()
+        _change_user(walls.user)
     kernel.drop_capabilities(kept)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # last: a change of user takes it back
     if walls.filter:
-        seccomp.install_filter(walls.filter if walls.kind == "namespaces" else seccomp.build_filter(os.getpid()))
+        signals_stay = landlock.landlock_abi() >= landlock.SCOPE_ABI or ("users" in walls.held and walls.user != NOBODY)
+        seccomp.install_filter(walls.filter if walls.kind == "namespaces" else seccomp.build_filter(os.getpid(), signals_stay))
 
 
 def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from roll_lite.sandbox.cgroup import remove_group
 from roll_lite.sandbox.protections import Protections, refuse_unprotected
 
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -80,7 +81,7 @@ class Outcome:
     exit: int
     """Its exit status, negative for a signal."""
     stopped: str
-    """The limit that ended it: cpu, wall, memory, output; empty where none did."""
+    """The limit that ended it: cpu, wall, memory, processes, output; empty where none did."""
     stdout: bytes
     stderr: bytes
     result: bytes
@@ -109,10 +110,13 @@ class Sandbox:
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
         """`walls`: the strongest kind to try. `readable`: further folders that programs may read; `python_path`: those to import from."""
-        self._settings = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path), "root": ROOT}
+        self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
+        self._settings |= {"root": ROOT, "control_group": True}
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._running: tuple[Program, list[int], float] | None = None
+        self._group = ""
+        """Its programs' control group; it cannot remove that itself from behind its walls."""
         self.protections: Protections | None = None
 
     def start(self) -> Protections:
@@ -144,7 +148,8 @@ class Sandbox:
                 said.seek(0)
                 last = said.read().decode(errors="replace").strip().rpartition("\n")[2]
                 raise SandboxTrouble(f"the sandbox does not start: {'; '.join(filter(None, [str(trouble), last]))}") from trouble
-        self.protections = Protections(hello["kind"], hello["held"], tuple(hello["why_not"]))
+        self.protections = Protections(hello["kind"], hello["held"], tuple(hello["why_not"]), tuple(hello["counted"]))
+        self._group = hello["group"]
         return self.protections
 
     def begin(self, program: Program, peer: int = -1) -> None:
@@ -209,6 +214,9 @@ class Sandbox:
                 self._process.kill()
                 self._process.wait()
             self._process = None
+        if self._group:
+            remove_group(self._group)
+            self._group = ""
 
     def _ensure_started(self) -> None:
         """SandboxTrouble, too, where one that is started again has lost a wall that it had."""

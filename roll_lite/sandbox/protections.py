@@ -18,6 +18,8 @@ class Protections:
     kind: str
     held: dict[str, str]
     why_not: tuple[str, ...] = ()
+    counted: tuple[str, ...] = ()
+    """What the kernel counts in a control group; the rest is looked at from outside, some twenty times a second."""
 
     @property
     def missing(self) -> list[str]:
@@ -27,7 +29,8 @@ class Protections:
         holds = "; ".join(f"{name}: {by}" for name, by in self.held.items())
         lacks = "; ".join(f"{name} ({what})" for name, what in {**REQUIRED, **OPTIONAL}.items() if not self.held.get(name))
         reasons = f" [{'; '.join(self.why_not)}]" if self.why_not else ""
-        return f"holds: {holds or 'nothing'}; limits: {ALWAYS}. missing: {lacks or 'nothing'}{reasons}"
+        counted = f" ({', '.join(self.counted)} by a control group)" if self.counted else ""
+        return f"holds: {holds or 'nothing'}; limits: {ALWAYS}{counted}. missing: {lacks or 'nothing'}{reasons}"
 
 
 def refuse_unprotected(protections: Protections, allowed: bool) -> None:

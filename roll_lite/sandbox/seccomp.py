@@ -7,7 +7,7 @@ import errno
 import platform
 import struct
 
-from roll_lite.sandbox.kernel import PR_SET_SECCOMP, prctl
+from roll_lite.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_SECCOMP, prctl
 
 DENIED = {
     "socket": (41, 198),
@@ -40,6 +40,8 @@ DENIED = {
     "semget": (64, 190),
     "msgget": (68, 186),
     "mq_open": (240, 180),
+    "io_setup": (206, 0),
+    "vmsplice": (278, 75),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -72,12 +74,15 @@ DENIED = {
     "personality": (135, 92),
 }
 SIGNALS = {
-    # To others; where there is no pid namespace that hides them.
+    # To others; where neither a pid namespace hides them nor landlock or a user of its own keeps them inside.
     "kill": (62, 129),
     "tkill": (200, 130),
     "tgkill": (234, 131),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
+}
+OF_OTHERS = {
+    # As above, whether or not signals are kept inside.
     "prlimit64": (302, 261),
     "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119),
@@ -110,15 +115,22 @@ ATTRIBUTES = {
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
     "pidfd_open": (434, 434),
+    "sendmsg": (46, 211),  # an open file on its way in a socket is in no process's books
+    "sendmmsg": (307, 269),
 }
 CLONE = (56, 220)
+MMAP = (9, 222)
+PRCTL = (157, 167)
+SOCKETPAIR = (53, 199)
+SHARED, ANONYMOUS = 0x01, 0x20
+STREAM, PACKETS_IN_ORDER = 1, 5
 CLONE3 = (435, 435)
 NEW_NAMESPACES = 0x7E020000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
 """Numbers everywhere: of x86_64, of aarch64, -1 where it has none."""
 
-LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 
 
@@ -126,9 +138,9 @@ def _refuse(number: int) -> int:
     return 0x00050000 | number
 
 
-def build_filter(own_pid: int | None = None) -> bytes:
-    """The filter; OSError where the machine is of another kind. With `own_pid`, for a program that no namespaces keep apart:
-    signals go to no other process, attributes stay as they are."""
+def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
+    """The filter; OSError where the machine is of another kind. With `own_pid`, for a program that no namespaces keep apart: attributes
+    stay as they are, and signals go to no other process, unless `signals_stay` among the program's own anyway."""
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
@@ -140,24 +152,28 @@ def build_filter(own_pid: int | None = None) -> bytes:
     for number in (numbers[column] for numbers in denied.values() if numbers[column] >= 0):
         code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, _refuse(errno.EPERM))]
     code += [(JUMP_EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, _refuse(errno.ENOSYS))]
-    for numbers in SIGNALS.values() if own_pid is not None else ():
-        # 0 is the process itself, or its group, which is its own.
-        code += [
-            (JUMP_EQUAL, 0, 5, numbers[column]),
-            (LOAD, 0, 0, 16),
-            (JUMP_EQUAL, 2, 0, 0),
-            (JUMP_EQUAL, 1, 0, own_pid or 0),
-            (RETURN, 0, 0, _refuse(errno.EPERM)),
-            (RETURN, 0, 0, ALLOW),
-        ]
-    code += [
-        (JUMP_EQUAL, 0, 3, CLONE[column]),
-        (LOAD, 0, 0, 16),
-        (JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES),
-        (RETURN, 0, 0, _refuse(errno.EPERM)),
-        (RETURN, 0, 0, ALLOW),
-    ]
+    if own_pid is not None:
+        code += _only_own(own_pid, OF_OTHERS if signals_stay else {**SIGNALS, **OF_OTHERS}, column)
+        # A socket for single messages can send one to any other by its name.
+        code += _where(SOCKETPAIR[column], 1, [(AND, 0, 0, 0xF), (JUMP_EQUAL, 2, 0, STREAM), (JUMP_EQUAL, 1, 0, PACKETS_IN_ORDER)])
+    code += _where(CLONE[column], 0, [(JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES)])
+    # Memory that is shared and in no file stays, in nobody's books, as long as one page of it is mapped.
+    code += _where(MMAP[column], 3, [(JUMP_ANY_BIT, 0, 2, ANONYMOUS), (JUMP_ANY_BIT, 0, 1, SHARED)])
+    code += _where(PRCTL[column], 0, [(JUMP_EQUAL, 0, 1, PR_SET_DUMPABLE)])
+    code += [(RETURN, 0, 0, ALLOW)]
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
+
+
+def _only_own(own_pid: int, calls: dict[str, tuple[int, int]], column: int) -> list[tuple[int, int, int, int]]:
+    """Whose first argument is a process: 0 is the process itself, or its group, which is its own."""
+    tests = [(JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, own_pid)]
+    return [one for numbers in calls.values() for one in _where(numbers[column], 0, tests)]
+
+
+def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """Refuses the call where the tests of its argument fall through; they jump one further where they do not."""
+    block = [(LOAD, 0, 0, 16 + 8 * argument), *tests, (RETURN, 0, 0, _refuse(errno.EPERM)), (RETURN, 0, 0, ALLOW)]
+    return [(JUMP_EQUAL, 0, len(block), number), *block]
 
 
 def install_filter(code: bytes) -> None:

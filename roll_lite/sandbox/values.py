@@ -33,7 +33,7 @@ MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict
 MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
 """As above, of every argument: Fraction("1e99999999") would be computed."""
 LONGEST_NUMBER = 10_000
-"""Characters of a Decimal."""
+"""Digits of what other numbers are made of, such as the parts of a Fraction, which are reduced."""
 SAME_HASH = 100
 """Most items of a set or dict that may share a hash: finding one of them takes as long as there are others."""
 FROM_PROGRAM = "solution"
@@ -107,8 +107,10 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         if type(args[0]) is not MADE_OF.get(name, type(args[0])):
             raise TypeError(f"{name} of {type(args[0]).__name__}")
         part = MADE_OF_PARTS.get(name)
-        if part is not None and not all(type(one) is part and not (isinstance(one, str) and len(one) > LONGEST_NUMBER) for one in args):
+        if part is not None and not all(type(one) is part and _digits(one) <= LONGEST_NUMBER for one in args):
             raise TypeError(f"{name} of other than {part.__name__}, or of too long ones")
+        if name == "OrderedDict":
+            _spread([key for key, _ in args[0]])
         return NAMED[name](*([_spread(args[0])] if name == "frozenset" else args))
     read: dict[str, Callable[[Any], Any]] = {
         "i": lambda text: int(text, 16),
@@ -124,6 +126,10 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         "a": lambda array: decode(array[1], find),
     }
     return read[kind](inner)
+
+
+def _digits(number: Any) -> int:
+    return len(number) if isinstance(number, str) else number.bit_length() // 3
 
 
 def _spread(items: list[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -25,10 +26,12 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from roll_lite.sandbox import kernel
-from roll_lite.sandbox.filesystem import WORK, fits, remove_folder
+from roll_lite.sandbox.cgroup import Group, make_group
+from roll_lite.sandbox.filesystem import WORK, claim, claimed_by_none, remove_folder
 from roll_lite.sandbox.isolation import Walls, build_outer_walls, go_inside, reset_signals
 from roll_lite.sandbox.process_tree import descendants, kill_descendants
 from roll_lite.sandbox.programs import run_program
+from roll_lite.sandbox.usage import Usage
 
 WARM = [
     "array",
@@ -67,19 +70,23 @@ WARM = [
     "textwrap",
 ]
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
+"""Before the first look at a program; between others on average: one that knew when could be idle then."""
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
-PAGE = os.sysconf("SC_PAGE_SIZE")
-TICKS = os.sysconf("SC_CLK_TCK")
+FOLDER = "code-"
 
 
 def main(control: int, settings: dict[str, Any]) -> None:
     """Go behind the walls, say what holds, serve until the other end of the socket closes."""
     line = socket.socket(fileno=control)
+    group = make_group() if settings["control_group"] else None
     walls = build_outer_walls(settings["readable"], settings["walls"])
     folder = ""
     if walls.kind != "namespaces":
-        folder = tempfile.mkdtemp(prefix="code-")
+        for old in claimed_by_none(tempfile.gettempdir(), FOLDER):
+            remove_folder(old)
+        folder = tempfile.mkdtemp(prefix=FOLDER)
+        claim(folder)
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     if pid := os.fork():
         line.close()
@@ -100,9 +107,10 @@ def main(control: int, settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     gc.collect()
     gc.freeze()
-    line.sendall(json.dumps({"kind": walls.kind, "held": walls.held, "why_not": walls.why_not}).encode() + b"\n")
+    counted = {"counted": list(group.counts), "group": group.folder} if group is not None else {"counted": [], "group": ""}
+    line.sendall(json.dumps({"kind": walls.kind, "held": walls.held, "why_not": walls.why_not, **counted}).encode() + b"\n")
     try:
-        Zygote(line, walls, settings["readable"], folder).serve()
+        Zygote(line, walls, settings["readable"], folder, group).serve()
     finally:
         remove_folder(folder)
 
@@ -120,20 +128,15 @@ def _clean_up_after(zygote: int, folder: str) -> NoReturn:
 
 
 class Zygote:
-    def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str) -> None:
+    def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None) -> None:
         """`folder`: for those of the programs, where they get none by namespaces."""
         self._line = line
         self._walls = walls
         self._readable = readable
         self._place = folder
-        self._seen: dict[tuple[int, int], float] = {}
-        """Computing time of each process of the program when last looked at: where nobody waits for a child, its time counts nowhere."""
         self._namespaces = walls.kind == "namespaces"
-        with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
-            self._own_pages = int(stream.read().split()[1])
-            """Shared with the programs, and not to be counted for each of their processes."""
-        with socket.socketpair()[0] as one:
-            self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        self._group = group
+        self._usage = Usage(group, self._namespaces)
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if self._namespaces else -1
 
     def serve(self) -> None:
@@ -164,6 +167,7 @@ class Zygote:
             if self._namespaces:  # the next child is the first of a namespace that dies with it
                 kernel.setns(self._own_pids, kernel.CLONE_NEWPID)
                 kernel.unshare(kernel.CLONE_NEWPID)
+            self._usage.begin(limits)
             ready, say_ready = os.pipe()
             started = time.monotonic()
             pid = os.fork()
@@ -186,7 +190,7 @@ class Zygote:
             return
         folder = tempfile.mkdtemp(dir=self._place)
         if "users" in self._walls.held:
-            os.chown(folder, 65534, 65534)
+            os.chown(folder, self._walls.user, self._walls.user)
         try:
             yield folder
         finally:
@@ -198,6 +202,8 @@ class Zygote:
             try:
                 reset_signals()
                 self._line.detach()
+                if self._group is not None:
+                    self._group.enter()
                 high = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 64) for file in (*own, order, say_ready)]
                 order, say = len(own), len(own) + 1
                 for number, file in enumerate(high):
@@ -227,49 +233,23 @@ class Zygote:
         poller.register(handle, select.POLLIN)
         poller.register(self._line.fileno(), 0)
         stopped, pause = "", FIRST_LOOK_S
-        self._seen.clear()
         try:
             while not (events := poller.poll(pause * 1000)) or handle not in dict(events):
                 if events:  # whoever wanted to know is gone
                     sys.exit()
-                pause = LOOK_S
-                stopped = self._passed(limits, time.monotonic() - started, pid, folder)
+                pause = LOOK_S * random.uniform(0.5, 1.5)
+                late = time.monotonic() - started > limits["wall_s"]
+                stopped = "wall" if late else self._usage.passed(limits, pid, self._members(pid), folder)
                 if stopped:
                     os.kill(pid, signal.SIGKILL)
                     break
         finally:
             os.close(handle)
         _, status, usage = os.wait4(pid, 0)
-        cpu_s = max(usage.ru_utime + usage.ru_stime, sum(self._seen.values()))
-        if not stopped and cpu_s > limits["cpu_s"]:
-            stopped = "cpu"
+        cpu_s = max(usage.ru_utime + usage.ru_stime, self._usage.cpu_s())
+        if not stopped:
+            stopped = "cpu" if cpu_s > limits["cpu_s"] else "memory" if self._usage.out_of_memory() else ""
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s, "memory_bytes": usage.ru_maxrss * 1024}
-
-    def _passed(self, limits: dict[str, Any], seconds: float, pid: int, folder: str) -> str:
-        if seconds > limits["wall_s"]:
-            return "wall"
-        if not self._namespaces and not fits(folder, limits["folder_bytes"], limits["folder_files"]):
-            return "output"
-        cpu, memory = 0.0, float(self._in_sockets())
-        for process in self._members(pid):
-            try:
-                with open(f"/proc/{process}/stat", "rb") as stream:  # noqa: PTH123
-                    fields = stream.read().rpartition(b")")[2].split()
-            except OSError:
-                continue
-            used = [int(fields[place]) / TICKS for place in (11, 12, 13, 14)]
-            cpu += sum(used)
-            self._seen[process, int(fields[19])] = used[0] + used[1]
-            memory += max(0, int(fields[21]) - self._own_pages) * PAGE
-        cpu = max(cpu, sum(self._seen.values()))
-        return "cpu" if cpu > limits["cpu_s"] else "memory" if memory > limits["memory_bytes"] else ""
-
-    def _in_sockets(self) -> int:
-        """Bytes that sockets may hold, which no process's memory shows. Only behind namespaces are they the program's alone."""
-        if not self._namespaces:
-            return 0
-        with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
-            return int(stream.readline().split()[2]) * self._socket_bytes
 
     def _members(self, pid: int) -> list[int]:
         """All processes of the program."""

@@ -119,8 +119,20 @@ COLLIDING = [k * (2**61 - 1) for k in range(1, 40_000)]
         {"s": [{"i": hex(number)} for number in COLLIDING]},
         {"d": [[{"i": hex(number)}, 0] for number in COLLIDING]},
         {"o": ["frozenset", [[{"i": hex(number)} for number in COLLIDING]]]},
+        {"o": ["OrderedDict", [[{"t": [{"i": hex(number)}, 0]} for number in COLLIDING]]]},
+        {"o": ["Fraction", [{"i": "0x" + "f" * 4_000_000}, {"i": "0x" + "e" * 3_000_001}]]},
     ],
-    ids=["fraction of a text", "fraction of a text and a number", "range of texts", "long decimal", "set", "dict", "frozenset"],
+    ids=[
+        "fraction of a text",
+        "fraction of a text and a number",
+        "range of texts",
+        "long decimal",
+        "set",
+        "dict",
+        "frozenset",
+        "ordered dict",
+        "fraction",
+    ],
 )
 def test_no_value_takes_long_to_read(sent: Any) -> None:
     started = time.process_time()

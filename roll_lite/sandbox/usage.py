@@ -1,0 +1,134 @@
+"""What a program and all that it starts take of the machine, counted from outside. Where the kernel counts in a control group, that too."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from roll_lite.sandbox.cgroup import Group
+from roll_lite.sandbox.filesystem import BLOCK, fits
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+TICKS = os.sysconf("SC_CLK_TCK")
+BESIDE_RESIDENT = ("VmPTE:", "VmSwap:")
+"""Lines of a process's status, in kB."""
+
+
+class Usage:
+    """Of one program at a time."""
+
+    def __init__(self, group: Group | None, namespaces: bool) -> None:
+        self._group = group
+        self._namespaces = namespaces
+        self._seen: dict[tuple[int, int], float] = {}
+        """Computing time of each process when last looked at: where nobody waits for a child, its time counts nowhere."""
+        self._unseen_s = 0.0
+        """An estimate of what processes took that began and ended between two looks."""
+        self._looked = 0.0
+        with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
+            self._own_pages = int(stream.read().split()[1])
+            """Shared with the programs, and not to be counted for each of their processes."""
+        with socket.socketpair()[0] as one:
+            self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+    def begin(self, limits: dict[str, Any]) -> None:
+        self._seen.clear()
+        self._unseen_s, self._looked = 0.0, time.monotonic()
+        if self._group is not None:
+            self._group.begin(limits)
+
+    def passed(self, limits: dict[str, Any], first: int, members: Iterable[int], folder: str) -> str:
+        """The limit that is passed, if one is. `first`: the process that was started."""
+        now = time.monotonic()
+        since, self._looked = now - self._looked, now
+        cpu, memory, threads = 0.0, self._in_sockets(), 0
+        for process in members:
+            try:
+                fields = _content(process, "stat").rpartition(b")")[2].split()
+                status = _content(process, "status").decode(errors="replace")
+            except OSError:  # gone meanwhile
+                continue
+            memory += max(0, int(fields[21]) - self._own_pages) * PAGE + _beside_resident(status)
+            threads += _threads(status)
+            used = [int(fields[place]) / TICKS for place in (11, 12, 13, 14)]
+            cpu += sum(used)
+            key = process, int(fields[19])
+            if key not in self._seen and process != first and fields[0] == b"R":
+                self._unseen_s += max(0.0, since - used[0] - used[1]) * _share(process)
+            self._seen[key] = used[0] + used[1]
+        if max(cpu, self.cpu_s()) > limits["cpu_s"]:
+            return "cpu"
+        if memory > limits["memory_bytes"]:
+            return "memory"
+        if self._namespaces:
+            return ""
+        if threads > limits["processes"] + 1:
+            return "processes"
+        room = limits["folder_bytes"] - _deleted_bytes(members, folder, limits["file_bytes"])
+        return "" if fits(folder, room, limits["folder_files"]) else "output"
+
+    def cpu_s(self) -> float:
+        """Of the processes that have been seen, and of those that have not."""
+        seen = sum(self._seen.values())
+        return seen + self._unseen_s if self._group is None else max(seen, self._group.cpu_s())
+
+    def out_of_memory(self) -> bool:
+        """The kernel ended it for what it took."""
+        return self._group is not None and self._group.out_of_memory()
+
+    def _in_sockets(self) -> int:
+        """Bytes that sockets may hold, which no process's memory shows. Only behind namespaces are they the program's alone."""
+        if not self._namespaces:
+            return 0
+        with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
+            return int(stream.readline().split()[2]) * self._socket_bytes
+
+
+def _content(process: int, name: str) -> bytes:
+    with open(f"/proc/{process}/{name}", "rb") as stream:  # noqa: PTH123
+        return stream.read()
+
+
+def _beside_resident(status: str) -> int:
+    lines = [line.split() for line in status.splitlines() if line.startswith(BESIDE_RESIDENT)]
+    return sum(int(words[1]) << 10 for words in lines)
+
+
+def _threads(status: str) -> int:
+    return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("Threads:")), 1)
+
+
+def _share(process: int) -> float:
+    """Of the time that a process could compute, what it did: others compute as well."""
+    with contextlib.suppress(OSError, ValueError):
+        running, waiting, *_ = map(int, _content(process, "schedstat").split())
+        return running / (running + waiting) if running + waiting else 1.0
+    return 1.0
+
+
+def _deleted_bytes(members: Iterable[int], folder: str, largest: int) -> int:
+    """Of files that have no name any more but are open, or mapped, and so still on the disk."""
+    device, found = os.stat(folder).st_dev, dict[int, int]()  # noqa: PTH116
+    for process in members:
+        try:
+            for line in _content(process, "maps").decode(errors="replace").splitlines():
+                words = line.split(maxsplit=5)
+                if len(words) == 6 and words[5].startswith(f"{folder}/") and words[5].endswith(" (deleted)"):
+                    found.setdefault(int(words[4]), largest)  # of which no more than a page may be mapped
+            for name in os.listdir(f"/proc/{process}/fd"):  # noqa: PTH208
+                with contextlib.suppress(FileNotFoundError):
+                    seen = os.stat(f"/proc/{process}/fd/{name}")  # noqa: PTH116
+                    if seen.st_dev == device and seen.st_nlink == 0 and stat.S_ISREG(seen.st_mode):
+                        found[seen.st_ino] = seen.st_blocks * BLOCK
+        except PermissionError:
+            if os.getuid() != 0:  # it has hidden what it holds
+                found[0] = sys.maxsize
+        except OSError:  # gone meanwhile
+            continue
+    return sum(found.values())
