@@ -208,7 +208,7 @@ def _weighted(terms: PolicyTerms, ratio: torch.Tensor, weight: torch.Tensor, lim
 
 
 def unclipped(loss: torch.Tensor, terms: PolicyTerms) -> PolicyLoss:
-    """Of a loss that looks at no ratio."""
+    """The result of a policy loss that has no ratio to clip."""
     never = torch.zeros_like(terms.mask)
     return PolicyLoss(loss, terms.ratio.detach(), never, never)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,6 @@ from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.ragged import Index, Ragged, as_index, from_numpy, same_tensor, to_numpy
 
 Column = torch.Tensor | Ragged | np.ndarray
-Fact = int | float | str | bool
 
 FORMAT = "roll_lite.DataProto/1"
 
@@ -38,12 +37,9 @@ def object_column(items: Iterable[object]) -> np.ndarray:
 @dataclass(frozen=True, eq=False)
 class DataProto:
     """Columns of equally many rows: ROW columns are tensors [rows], TOKENS and TRANSITIONS ragged, OBJECT columns numpy object arrays.
-
-    `meta_info` holds plain facts about the batch, never commands. Columns may lie in Ray's object store: never write to them.
-    """
+    They may lie in Ray's object store: never write to them."""
 
     columns: Mapping[str, Column]
-    meta_info: Mapping[str, Fact] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, column in self.columns.items():
@@ -51,11 +47,7 @@ class DataProto:
         sizes = {name: len(column) for name, column in self.columns.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"columns of different numbers of rows: {sizes}")
-        for name, fact in self.meta_info.items():
-            if not isinstance(fact, int | float | str | bool):
-                raise ValueError(f"meta_info[{name!r}] must be a number, a string or a bool, got {type(fact).__name__}")
         object.__setattr__(self, "columns", MappingProxyType(dict(self.columns)))
-        object.__setattr__(self, "meta_info", MappingProxyType(dict(self.meta_info)))
         self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -120,25 +112,18 @@ class DataProto:
     # ------------------------------------------------------------ columns
 
     def select(self, names: Iterable[str]) -> DataProto:
-        return DataProto({name: self[name] for name in names}, self.meta_info)
-
-    def drop(self, names: Iterable[str]) -> DataProto:
-        unwanted = set(names)
-        return DataProto({name: column for name, column in self.columns.items() if name not in unwanted}, self.meta_info)
+        return DataProto({name: self[name] for name in names})
 
     def with_columns(self, **columns: Column) -> DataProto:
         """These columns added or put in place of old ones."""
-        return DataProto({**self.columns, **columns}, self.meta_info)
-
-    def with_meta(self, **facts: Fact) -> DataProto:
-        return DataProto(self.columns, {**self.meta_info, **facts})
+        return DataProto({**self.columns, **columns})
 
     def union(self, other: DataProto) -> DataProto:
         """The columns of both, row by row; what both have must be the same."""
         for name in self.columns:
             if name in other and not _same_column(self[name], other[name]):
                 raise ValueError(f"union: both batches have a column {name!r}, with different contents")
-        return DataProto({**self.columns, **other.columns}, _merged_facts([self, other], "union"))
+        return DataProto({**self.columns, **other.columns})
 
     # ------------------------------------------------------------ rows
 
@@ -150,7 +135,7 @@ class DataProto:
             name: column.take(rows) if isinstance(column, Ragged) else column[rows] if isinstance(column, torch.Tensor) else column[numbers]
             for name, column in self.columns.items()
         }
-        return DataProto(taken, self.meta_info)
+        return DataProto(taken)
 
     def slice(self, start: int, stop: int) -> DataProto:
         """Consecutive rows, without a copy of tokens."""
@@ -159,7 +144,7 @@ class DataProto:
         cut = {
             name: column.slice(start, stop) if isinstance(column, Ragged) else column[start:stop] for name, column in self.columns.items()
         }
-        return DataProto(cut, self.meta_info)
+        return DataProto(cut)
 
     def split(self, sizes: Sequence[int]) -> list[DataProto]:
         """Consecutive pieces of these sizes, which may differ and be 0."""
@@ -170,7 +155,7 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """The rows of all parts, which must have the same columns and agree on meta_info."""
+        """The rows of all parts, which must have the same columns."""
         if not parts:
             raise ValueError("concat: no batches given")
         for number, part in enumerate(parts):
@@ -178,14 +163,7 @@ class DataProto:
                 odd = sorted(set(part.columns) ^ set(parts[0].columns))
                 raise ValueError(f"concat: batches 0 and {number} do not have the same columns, one lacks {', '.join(odd)}")
         joined = {name: _concat_columns(name, [part[name] for part in parts]) for name in parts[0].columns}
-        return DataProto(joined, _merged_facts(parts, "concat"))
-
-    def repeat(self, n: int, interleave: bool = True) -> DataProto:
-        """Every row n times: 0 0 1 1 where interleaved, else 0 1 0 1."""
-        if n < 0:
-            raise ValueError(f"repeat: {n} times")
-        rows = torch.arange(len(self))
-        return self.take(rows.repeat_interleave(n) if interleave else rows.repeat(n))
+        return DataProto(joined)
 
     def group_by(self, key: str) -> dict[Hashable, DataProto]:
         """Rows with the same value of a ROW or OBJECT column, in order of first appearance."""
@@ -197,23 +175,10 @@ class DataProto:
             members.setdefault(value, []).append(row)
         return {value: self.take(rows) for value, rows in members.items()}
 
-    def pad_to_multiple(self, n: int) -> tuple[DataProto, int]:
-        """Rows from the front appended until n divides their number, and how many. For forward passes: a loss would count them twice."""
-        if n < 1:
-            raise ValueError(f"pad_to_multiple: {n} is not a positive number")
-        count = -len(self) % n
-        if count == 0:
-            return self, 0
-        return self.take(torch.arange(len(self) + count) % len(self)), count
-
-    def unpad(self, count: int) -> DataProto:
-        """Without the last `count` rows."""
-        return self.slice(0, len(self) - count)
-
     # ------------------------------------------------------------ storage
 
     def save(self, path: Path | str) -> None:
-        """As safetensors, which loading cannot make execute anything; OBJECT columns and meta_info go to its header as JSON."""
+        """As safetensors, which loading cannot make execute anything; OBJECT columns go to its header as JSON."""
         from safetensors.torch import save_file
 
         tensors: dict[str, torch.Tensor] = {}
@@ -226,7 +191,7 @@ class DataProto:
             else:
                 objects[name] = column.tolist()
         try:
-            header = {"format": FORMAT, "objects": json.dumps(objects), "meta_info": json.dumps(dict(self.meta_info))}
+            header = {"format": FORMAT, "objects": json.dumps(objects)}
         except TypeError as error:
             raise ValueError(f"save: an object column holds something that JSON cannot express: {error}") from error
         target = Path(path)
@@ -251,20 +216,19 @@ class DataProto:
                     columns[name] = Ragged(file.get_tensor(f"{name}.values"), file.get_tensor(f"{name}.offsets"))
                 else:
                     columns[name] = file.get_tensor(name)
-            return DataProto(columns, json.loads(header["meta_info"]))
+            return DataProto(columns)
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = {name: to_numpy(column) if isinstance(column, torch.Tensor) else column for name, column in self.columns.items()}
-        return _rebuild, (columns, dict(self.meta_info))
+        return _rebuild, (columns,)
 
 
-def _rebuild(columns: dict[str, Ragged | np.ndarray], meta_info: dict[str, Fact]) -> DataProto:
+def _rebuild(columns: dict[str, Ragged | np.ndarray]) -> DataProto:
     return DataProto(
         {
             name: column if isinstance(column, Ragged) or KEYS[name].kind is Kind.OBJECT else from_numpy(column)
             for name, column in columns.items()
-        },
-        meta_info,
+        }
     )
 
 
@@ -305,12 +269,3 @@ def _concat_columns(name: str, columns: list[Column]) -> Column:
     if isinstance(columns[0], torch.Tensor):
         return torch.cat([column for column in columns if isinstance(column, torch.Tensor)])
     return np.concatenate([column for column in columns if isinstance(column, np.ndarray)])
-
-
-def _merged_facts(parts: Sequence[DataProto], verb: str) -> dict[str, Fact]:
-    merged: dict[str, Fact] = {}
-    for part in parts:
-        for name, fact in part.meta_info.items():
-            if merged.setdefault(name, fact) != fact:
-                raise ValueError(f"{verb}: the batches disagree on meta_info[{name!r}]: {merged[name]!r} and {fact!r}")
-    return merged

@@ -18,7 +18,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
-class Outcome(StrEnum):
+class SampleOutcome(StrEnum):
     """What became of a sample. Every sample of every prompt ends in exactly one of these."""
 
     ACCEPTED = "accepted"
@@ -40,7 +40,7 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)
     """The whole row, for rewards that need more of it."""
     weight: float = 1.0
-    """Of its samples in the loss."""
+    """Factor of its samples' weight in the loss."""
     question: Any = None
     """The prompt's column as the data has it: a text, or chat messages."""
 
@@ -167,9 +167,9 @@ class Transcript:
 
     segments: tuple[Segment, ...] = ()
     text: str = ""
-    """Of the policy's segments."""
+    """What the policy wrote, all its responses together."""
     finish_reason: FinishReason | None = None
-    """Of the last one."""
+    """Why the last response ended."""
     tokens: TokenRow | None = None
 
     @property
@@ -241,10 +241,10 @@ class Sample:
     id: SampleId
     prompt: Prompt
     transcript: Transcript
-    outcome: Outcome
+    outcome: SampleOutcome
     score: Score | None = None
     failure: str | None = None
-    """Cause, for Outcome.FAILED."""
+    """Cause, for SampleOutcome.FAILED."""
     timed_out: bool = False
     """Failed because its generation took too long; the transcript is what there was by then."""
 

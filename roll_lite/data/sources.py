@@ -11,7 +11,7 @@ from roll_lite.config.data_files import Shard, arrow_reader, shards_of
 from roll_lite.config.problems import first_line
 
 ROWS_AT_ONCE = 1024
-"""Of a parquet file, which is read in columns."""
+"""How many rows of a parquet file are read at once; the file stores columns."""
 
 
 class Row(NamedTuple):

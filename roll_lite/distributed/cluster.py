@@ -1,8 +1,8 @@
 """A role's workers as one object. Calls name the method itself, so that going to its definition works across the process boundary:
 `cluster.scatter(ActorWorker.train, shards)`.
 
-Verbs: `all` every rank, `one` rank 0, `heads` the ranks that return results (one per data-parallel rank), `scatter` one shard for
-every data-parallel rank, `heads_scatter` the same to the heads only. Each has a `start_` twin that does not wait.
+Verbs: `all` every rank, `one` rank 0, `scatter` one shard for every data-parallel rank, `heads_scatter` the same to the heads only, the
+ranks that return results (one per data-parallel rank). Each has a `start_` twin that does not wait.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import ray
 
 from roll_lite.distributed.failures import ClusterDead, RankFailed, RankTimeout
-from roll_lite.distributed.liveness import RankGroup, log_file
 from roll_lite.distributed.pending import Call, Pending, first_done, gather
 from roll_lite.distributed.placement import Slot
+from roll_lite.distributed.rank_group import RankGroup, log_file
 from roll_lite.distributed.strategy.base import RankLayout
 from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.distributed.worker import LOG_FILE, ROLE, AsyncWorker, Worker
@@ -144,10 +144,6 @@ class Cluster(Generic[W_co]):
         """On rank 0."""
         return self.start_one(method, *args, **kwargs).result()
 
-    def heads(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """On the head ranks; results in data-rank order."""
-        return self.start_heads(method, *args, **kwargs).result()
-
     def scatter(self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Shard i to every rank of data rank i, empty ones too; results of the heads in data-rank order."""
         return self.start_scatter(method, shards, *args, **kwargs).result()
@@ -177,9 +173,6 @@ class Cluster(Generic[W_co]):
     def start_one(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
     def start_one(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending[Any]:
         return self._start(method, {0: args}, kwargs, _only)
-
-    def start_heads(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[list[R]]:
-        return self._start(method, dict.fromkeys(self._head_ranks(), args), kwargs, list)
 
     def start_scatter(
         self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs

@@ -68,7 +68,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Shard:
+class BatchShard:
     """One data-parallel rank's part of a batch: small, whatever the length of its texts."""
 
     rows: DataProto
@@ -149,7 +149,7 @@ class Batch:
             self._blocks.append(block)
             self._refs += block.refs
 
-    def shards(self, parts: Sequence[np.ndarray], keys: Sequence[str]) -> list[Shard]:
+    def shards(self, parts: Sequence[np.ndarray], keys: Sequence[str]) -> list[BatchShard]:
         """`parts`: row numbers for each data-parallel rank, possibly none. A shard always has `sample`, which its results are joined by."""
         wanted = tuple(dict.fromkeys([SAMPLE, *keys]))
         self._check_keys(parts, wanted)
@@ -157,7 +157,7 @@ class Batch:
 
     # ------------------------------------------------------------ inside
 
-    def _shard(self, part: np.ndarray, keys: tuple[str, ...]) -> Shard:
+    def _shard(self, part: np.ndarray, keys: tuple[str, ...]) -> BatchShard:
         together: dict[tuple[bytes, bytes], list[str]] = {}
         for key in keys:
             if key not in self.rows:
@@ -166,7 +166,7 @@ class Batch:
                 named = (held[part].tobytes(), row[part].tobytes()) if len(part) else (str(self._first_object(key)).encode(), b"")
                 together.setdefault(named, []).append(key)
         rows = self.rows.select([key for key in keys if key in self.rows]).take(part)
-        return Shard(rows, keys, tuple(self._piece(part, tuple(names)) for names in together.values()))
+        return BatchShard(rows, keys, tuple(self._piece(part, tuple(names)) for names in together.values()))
 
     def _piece(self, part: np.ndarray, keys: tuple[str, ...]) -> Piece:
         held, row = self._where[keys[0]]

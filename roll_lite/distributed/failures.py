@@ -56,7 +56,7 @@ def may_be_aftermath(error: BaseException) -> bool:
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
 
 
-def describe(error: BaseException, log_file: Path | None) -> str:
+def failure_text(error: BaseException, log_file: Path | None) -> str:
     """One line that says what happened, then the remote traceback, or the last lines that a dead process wrote."""
     text = UNDERLINES.sub("", ANSI_COLOURS.sub("", str(error))).strip()
     if isinstance(error, RayTaskError):

@@ -56,7 +56,7 @@ class FleetDown(RuntimeError):
         super().__init__(fleet, place, cause)
         self.fleet = fleet
         self.place = place
-        """Of the member whose loss was the end."""
+        """Number of the member whose loss was the end."""
         self.cause = cause
 
     def __str__(self) -> str:
@@ -65,14 +65,14 @@ class FleetDown(RuntimeError):
 
 @dataclass(frozen=True)
 class Policy:
-    """What the loss of a member costs."""
+    """How members are started, and started again when they are lost."""
 
     start_timeout_s: float | None
-    """None: without limit."""
+    """For one attempt to start; None: without limit."""
     restarts: int | None = None
     """How often each member is started again; None: without limit."""
     attempts: int = 3
-    """At each restart."""
+    """How often a restart is tried before the member is given up."""
     all_needed: bool = False
     """A member that cannot be replaced is the end of the fleet; else only the last one is."""
     path: str = ""
@@ -83,9 +83,9 @@ class MemberState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     LOST = "lost"
-    """About to be started again."""
+    """It is gone, and about to be started again."""
     DOWN = "down"
-    """Its restarts are used up."""
+    """It is gone for good: its restarts are used up."""
 
 
 M = TypeVar("M", bound=Member)

@@ -9,9 +9,9 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 import ray
 from ray.exceptions import RayTaskError
 
-from roll_lite.distributed.failures import RankFailed, RankTimeout, describe, may_be_aftermath
+from roll_lite.distributed.failures import RankFailed, RankTimeout, failure_text, may_be_aftermath
 from roll_lite.distributed.fleet import FleetDown
-from roll_lite.distributed.liveness import WATCH, RankGroup, stopped_ones
+from roll_lite.distributed.rank_group import WATCH, RankGroup, stopped_ones
 from roll_lite.distributed.watchdog import WATCHDOG, Limit
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
 
 
 def _fail(group: RankGroup, rank: int, phase: str, error: BaseException, note: str = "") -> NoReturn:
-    failure = RankFailed(group.name, rank, phase, describe(error, group.log_file(rank)) + note)
+    failure = RankFailed(group.name, rank, phase, failure_text(error, group.log_file(rank)) + note)
     group.fail(failure)
     raise failure from None
 

@@ -16,6 +16,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from roll_lite.config.arithmetic import device_numbers
+from roll_lite.config.schema import Devices
+
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 USABLE_SHARE = 0.9
@@ -46,16 +49,11 @@ class Device:
     gpu: str | None = None
 
 
-def device_numbers(devices: int | Sequence[int]) -> list[int]:
-    """As a role's `devices` says: a number n means devices 0 to n-1."""
-    return list(range(devices)) if isinstance(devices, int) else list(devices)
-
-
 class Placement:
     """The devices of all roles of a run, reserved together."""
 
-    def __init__(self, roles: Mapping[str, int | Sequence[int]], timeout_s: float) -> None:
-        self.roles = {role: device_numbers(devices) for role, devices in roles.items()}
+    def __init__(self, roles: Mapping[str, Devices], timeout_s: float) -> None:
+        self.roles = {role: list(device_numbers(devices)) for role, devices in roles.items()}
         numbers = sorted({number for devices in self.roles.values() for number in devices})
         gpus = ray.cluster_resources().get("GPU", 0) > 0
         bundle = {"GPU": 1.0} if gpus else {"CPU": _cpu_slot(len(numbers))}

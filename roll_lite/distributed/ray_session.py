@@ -26,7 +26,7 @@ import ray._private.utils
 from roll_lite.config.schema import RayConfig
 from roll_lite.distributed import session_guard
 from roll_lite.distributed.child_processes import keep_exit_codes
-from roll_lite.distributed.liveness import WATCH
+from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG, status_of
 
 logger = logging.getLogger(__name__)

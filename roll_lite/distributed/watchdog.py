@@ -45,7 +45,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._limits: list[Limit] = []
         self._processes: dict[psutil.Process, str] = {}
-        """With the names that they had while they lived."""
+        """Watched processes and their names, which cannot be asked of dead ones."""
         self._stopped_s: dict[int, float] = {}
         self._lost: str | None = None
         self._lost_at = 0.0

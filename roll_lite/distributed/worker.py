@@ -80,7 +80,7 @@ class Worker:
         if torch.cuda.is_available():
             torch.cuda.set_device(self.local_rank)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        store = open_store(address, self.world_size, self._listener, timeout_s)
+        store = process_group_store(address, self.world_size, self._listener, timeout_s)
         self._listener = None
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=timeout_s))
 
@@ -133,7 +133,7 @@ class AsyncWorker(Worker):
         return f"{other_stacks()}\n{task_stacks()}"
 
 
-def open_store(address: Address, world_size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
+def process_group_store(address: Address, world_size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
     """`listener`: rank 0's socket, which the store takes over; None on other ranks."""
     # torch takes seconds to import; workers without a process group never need it
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -43,7 +43,7 @@ class Cell:
     width: int
     style: str = ""
     gap: int = 2
-    """Blanks before it."""
+    """Blanks before the column."""
 
 
 class _LastingConsole(Console):

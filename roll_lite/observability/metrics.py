@@ -20,8 +20,8 @@ def metric_of(name: str) -> Metric:
 
 Series = tuple[str, str | None]
 
-OVERALL = ""
-"""A label that no domain has."""
+NO_DOMAIN = ""
+"""The label, which no domain has, of what all domains have together."""
 
 
 def flat_name(series: Series) -> str:
@@ -40,9 +40,9 @@ class MetricSums:
 
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None) -> None:
         """Means: `value` is the sum over `count` items. `label`: the domain or phase, for metrics that have one (and only those);
-        OVERALL for what was measured over all domains together and does not follow from theirs."""
+        NO_DOMAIN for what was measured over all domains together and does not follow from theirs."""
         metric = metric_of(name)
-        if label == OVERALL and metric.by == "domain":
+        if label == NO_DOMAIN and metric.by == "domain":
             self._put((name, None), float(value), count)
             return
         if (label is None) != (metric.by is None):

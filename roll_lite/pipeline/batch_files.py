@@ -102,7 +102,7 @@ def _as_table(mini_batches: Sequence[MiniBatch]) -> pa.Table:
 
 
 def most_tokens(config: RunConfig) -> int:
-    """Of a step."""
+    """The most tokens that a step can have."""
     return (
         config.rollout.prompts_per_step * max(group_size(config, domain) for domain in config.domains.values()) * longest_sequence(config)
     )

@@ -15,7 +15,7 @@ from roll_lite.config.schema import ForwardRoleConfig, InferRoleConfig, RewardMo
 from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch, balanced_partition, spread
 from roll_lite.distributed.cluster import Cluster, Pending
-from roll_lite.distributed.dataflow import Batch, Block, Shard
+from roll_lite.distributed.dataflow import Batch, BatchShard, Block
 from roll_lite.distributed.strategy.base import EngineMemory, StateGroup
 from roll_lite.pipeline.devices import loaded
 from roll_lite.workers.actor import ActorWorker
@@ -55,7 +55,7 @@ class Model(Generic[W]):
     def loaded(self, parts: Sequence[StateGroup]) -> AbstractContextManager[None]:
         return loaded(self, parts)
 
-    def shards(self, batch: Batch, columns: Columns) -> list[Shard]:
+    def shards(self, batch: Batch, columns: Columns) -> list[BatchShard]:
         """The batch, cut for the data-parallel ranks so that each has about as many tokens."""
         parts = balanced_partition(lengths(batch), self.ranks.data_size)
         return batch.shards(parts, columns.of(batch.keys()))

@@ -17,7 +17,7 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
 from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
-from roll_lite.observability.metrics import OVERALL, MetricSums
+from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
 from roll_lite.observability.report import accuracy_change, write_summary
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import HistoryTracker, Trackers, build_trackers
@@ -99,7 +99,7 @@ class Journal:
             self._tokens["response"] += domain.response_tokens
         for domain_name, own in rows.group_by("domain").items():
             self._samples(str(domain_name), own)
-        self._length_quantiles(OVERALL, rows.tensor("response_length"))
+        self._length_quantiles(NO_DOMAIN, rows.tensor("response_length"))
         staleness = version - rows.tensor("min_version")
         add("rollout/staleness", float(staleness.sum()), len(rows))
         add("rollout/staleness_max", float(staleness.max()))
@@ -192,7 +192,7 @@ class Journal:
         if not counts:
             return
         by_domain = np.sum(counts, axis=0)
-        for label, own in [*zip(self._domains, by_domain, strict=True), (OVERALL, by_domain.sum(0))]:
+        for label, own in [*zip(self._domains, by_domain, strict=True), (NO_DOMAIN, by_domain.sum(0))]:
             for name, value in zip(("p01", "p50", "p99"), ratio_quantiles(own, (0.01, 0.5, 0.99)), strict=True):
                 if value == value:
                     self._sums.add(f"actor/ratio_{name}", value, label=label)

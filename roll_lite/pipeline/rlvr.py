@@ -231,6 +231,6 @@ def training_rows(batch: Batch) -> int:
 
 
 def per_token(parts: Sequence[Mapping[str, float]], name: str, tokens: str) -> float:
-    """Of sums by domain, the mean over all."""
+    """Mean over all domains, from the sums of each."""
     total, count = (sum(value for part in parts for key, value in part.items() if key.startswith(f"{what}#")) for what in (name, tokens))
     return total / max(count, 1.0)

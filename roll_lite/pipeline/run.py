@@ -18,7 +18,7 @@ from roll_lite.config.arithmetic import roles
 from roll_lite.config.checkpoint_files import CONFIG_FILE, resumption
 from roll_lite.config.problems import first_line
 from roll_lite.config.schema import RunConfig
-from roll_lite.distributed.liveness import WATCH
+from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.watchdog import WATCHDOG
 from roll_lite.observability.run_folder import create_run_folder, point_latest

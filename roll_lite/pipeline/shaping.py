@@ -34,7 +34,7 @@ class Shaped:
     rows: DataProto
     """All rows, those that are left out too, for metrics."""
     masked: Masked
-    """Of all rows."""
+    """Which of all rows were masked, and why."""
 
 
 class RewardShaping:

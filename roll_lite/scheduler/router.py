@@ -95,14 +95,14 @@ class EngineLoad:
     tokens: float = 0.0
     """Prompt tokens plus expected response tokens of the requests in flight."""
     requests: int = 0
-    """In flight, or about to be."""
+    """Number of requests in flight, or given to it and about to be."""
     generating: int = 0
     """Requests that it is known to have begun and not to have ended."""
     last_sign: float = 0.0
     """When it was last heard to have begun or ended one."""
     served: int = 0
     dead: str | None = None
-    """Cause."""
+    """Why it cannot serve any more."""
 
 
 @dataclass
@@ -237,7 +237,7 @@ class Router:
         engine.last_sign = clock() if began.done() or answer.done() else engine.last_sign
 
     async def _until_ended(self, engine: EngineLoad, answer: asyncio.Future[Turn]) -> None:
-        """Or the request's time is up."""
+        """Until the engine has answered, or the request's time is up."""
         engine.generating += 1
         try:
             await asyncio.wait((answer,), timeout=self._timeout_s)

@@ -7,7 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from roll_lite.data.samples import GenerationRequest, Outcome, Prompt, RewardInput, Sample, SampleId, Sampling, Score, Transcript, Turn
+from roll_lite.data.samples import (
+    GenerationRequest,
+    Prompt,
+    RewardInput,
+    Sample,
+    SampleId,
+    SampleOutcome,
+    Sampling,
+    Score,
+    Transcript,
+    Turn,
+)
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.scheduler.episode import Conversation, Episode, one_response
@@ -79,10 +90,10 @@ class SampleRunner:
                 partial = conversation.transcript()
                 if timed_out and (failure.began or partial.policy_tokens):
                     # Starting over would keep a response only where it comes out shorter.
-                    return Sample(sample_id, prompt, partial, Outcome.FAILED, failure=cause, timed_out=True)
+                    return Sample(sample_id, prompt, partial, SampleOutcome.FAILED, failure=cause, timed_out=True)
                 continue
             return await self._score(sample_id, prompt, conversation.transcript(), recorder)
-        return Sample(sample_id, prompt, Transcript(), Outcome.FAILED, failure=cause, timed_out=timed_out)
+        return Sample(sample_id, prompt, Transcript(), SampleOutcome.FAILED, failure=cause, timed_out=timed_out)
 
     def _conversation(self, sample_id: SampleId, sampling: Sampling, recorder: Recorder) -> Conversation:
         async def ask(request: GenerationRequest) -> Turn:
@@ -120,5 +131,5 @@ class SampleRunner:
             recorder.last_score = clock()
             recorder.domains[self._domain].reward_s += recorder.last_score - asked
             recorder.domains[self._domain].scored += 1
-            return Sample(sample_id, prompt, transcript, Outcome.ACCEPTED, score=score)
-        return Sample(sample_id, prompt, transcript, Outcome.FAILED, failure=cause)
+            return Sample(sample_id, prompt, transcript, SampleOutcome.ACCEPTED, score=score)
+        return Sample(sample_id, prompt, transcript, SampleOutcome.FAILED, failure=cause)

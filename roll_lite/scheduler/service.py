@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from roll_lite.data.samples import Outcome, SampleGroup, SampleId
+from roll_lite.data.samples import SampleGroup, SampleId, SampleOutcome
 from roll_lite.scheduler.domain import Domain, DomainFailed, DomainScheduler
 from roll_lite.scheduler.episode import Episode, one_response
 from roll_lite.scheduler.mix import DomainMix
@@ -158,5 +158,5 @@ class RolloutService:
 
 def accepted(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
     """The groups without their failed samples; groups that have none left are dropped."""
-    kept = [replace(group, samples=tuple(s for s in group.samples if s.outcome is Outcome.ACCEPTED)) for group in groups]
+    kept = [replace(group, samples=tuple(s for s in group.samples if s.outcome is SampleOutcome.ACCEPTED)) for group in groups]
     return [group for group in kept if group.samples]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from roll_lite.data.samples import Outcome, SampleGroup
+from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 
 @dataclass
@@ -14,7 +14,7 @@ class DomainStats:
     requested: int = 0
     """Groups that the batch asked for."""
     delivered: int = 0
-    """Groups that it got."""
+    """Groups that the batch got."""
     lost_groups: int = 0
     """Groups without a surviving sample or without their greedy baseline, each replaced by another prompt."""
     timed_out_groups: int = 0
@@ -39,8 +39,9 @@ class DomainStats:
     reward_s: float = 0.0
     """Sum over scored samples of the time between asking for the score and getting it."""
     requested_share: float = 0.0
+    """The domain's weight among all domains."""
     realised_share: float = 0.0
-    """Of all groups delivered in the run so far."""
+    """The domain's share of all groups delivered in the run so far."""
 
 
 @dataclass
@@ -87,7 +88,7 @@ class Recorder:
     def group(self, group: SampleGroup) -> None:
         """A group is finished: count its samples by outcome."""
         domain = self.domains[group.domain]
-        failures = [sample.failure or "unknown" for sample in group.samples if sample.outcome is Outcome.FAILED]
+        failures = [sample.failure or "unknown" for sample in group.samples if sample.outcome is SampleOutcome.FAILED]
         lost = loss_of(group)
         if lost is None:
             domain.delivered += 1
@@ -95,7 +96,7 @@ class Recorder:
         else:
             domain.lost_groups += 1
         domain.timed_out_groups += group.timed_out
-        if group.baseline is not None and group.baseline.outcome is Outcome.FAILED:
+        if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
             failures.append(f"greedy baseline: {group.baseline.failure or 'unknown'}")
         domain.failed += len(failures)
         domain.failures.update(failures)
@@ -103,8 +104,8 @@ class Recorder:
 
 def loss_of(group: SampleGroup) -> str | None:
     """Why a group cannot train, if it cannot. Without its baseline it cannot be judged: a missing score is not a score of 0."""
-    if group.baseline is not None and group.baseline.outcome is Outcome.FAILED:
+    if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
-    if all(sample.outcome is Outcome.FAILED for sample in group.samples):
+    if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):
         return group.samples[0].failure or "unknown"
     return None

@@ -16,7 +16,7 @@ from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import padded
 from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import Ragged
-from roll_lite.distributed.dataflow import Block, Shard, put_block
+from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.weight_sync.endpoints import WeightSender
 from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, TransferPlan
 from roll_lite.workers.credit import assign_credit, compared_before_training, credit_metrics
@@ -63,7 +63,7 @@ class ActorWorker(ModelWorker):
         measured = ["kept_ids", "ref_log_probs", *(() if compared_before_training(algorithm) else ("rollout_log_probs",))]
         return training_columns(actor_loss(algorithm, 1).columns, measured)
 
-    def assign_credit(self, shard: Shard, kl_coef: float) -> CreditReport:
+    def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
         """Advantages (and the critic's targets) of this rank's rows. Called on the head ranks, all of them."""
         batch = shard.materialize()
         rows = padded(batch)  # the whole shard: a few numbers per token, no activations
@@ -75,7 +75,7 @@ class ActorWorker(ModelWorker):
         sums, peaks = credit_metrics(rows, credit, self.algorithm.old_log_probs, self.domains)
         return CreditReport(put_block(DataProto(columns)), sums, peaks)
 
-    def write_rows(self, shard: Shard, folder: Path) -> None:
+    def write_rows(self, shard: BatchShard, folder: Path) -> None:
         """This rank's rows of the batch, into a file of their own. Called on the head ranks."""
         write_columns(folder / f"rows_{self.strategy.layout.data_rank:04d}.parquet", shard.materialize())
 

@@ -72,7 +72,7 @@ def _old_column(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, kl_coef: float, gather: Gather) -> Credit:
-    """Of rows with the columns of credit_columns."""
+    """Advantages and what belongs to them. `rows` have the columns of credit_columns."""
     config = algorithm.advantage
     kl = _kl(rows, algorithm) if kl_coef > 0 else None
     whitened = algorithm.whiten_advantages or config.name in ALWAYS_WHITENED
@@ -147,7 +147,7 @@ class _Task:
         return RowTable(together, groups.long(), policy_tokens.long(), slice(before, before + len(mine)))
 
     def of_samples(self, advantages: torch.Tensor) -> Estimate:
-        """Of advantages [B]."""
+        """From one advantage per sample, [B]."""
         if self.whitening is not None:
             advantages = of.whiten_samples(advantages, self.policy_tokens, self.whitening)
         return of.spread_over_tokens(advantages, self.mask, torch.float32), None

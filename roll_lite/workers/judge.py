@@ -110,7 +110,7 @@ class JudgeServer:
         return f"{self.name} {cause}"
 
     def kill(self) -> None:
-        """With everything that it started."""
+        """The server, and every process that it started."""
         if self.process is None:
             return
         with suppress(ProcessLookupError):
@@ -149,9 +149,6 @@ class JudgeWorker(AsyncWorker):
 
     async def restarts(self) -> int:
         return self._fleet.replaced
-
-    async def server_process(self) -> int | None:
-        return self._server.process.pid if self._server.process is not None else None
 
     async def shutdown(self) -> None:
         self._fleet.close()

@@ -18,7 +18,7 @@ from roll_lite.data.microbatch import MicroBatchPlanner, RowsAtATime
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import from_numpy
-from roll_lite.distributed.dataflow import Block, Shard, put_block
+from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.strategy.base import LossFn, ModelSpec, RankLayout, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.models import build_model
 from roll_lite.distributed.worker import Worker
@@ -38,7 +38,7 @@ class ModelRole:
 
     @property
     def model_spec(self) -> ModelSpec:
-        """For the strategy."""
+        """What the strategy is built from."""
         value_init = self.config.init if isinstance(self.config, CriticRoleConfig) else None
         return ModelSpec(
             self.model,
@@ -65,7 +65,7 @@ class ModelRole:
 class TrainShare:
     """One data-parallel rank's part of a step: the rows it will need, shipped once, and its share of every mini-batch."""
 
-    shard: Shard
+    shard: BatchShard
     mini_batches: list[MiniBatch]
 
 
@@ -119,13 +119,13 @@ class ModelWorker(Worker):
         self.strategy.load_checkpoint(folder)
 
     def file_records(self, folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
-        """Of this rank's share of the files."""
+        """Size and checksum of this rank's share of the files: every world_size-th."""
         return {name: record(folder / name) for name in names[self.rank :: self.world_size]}
 
     def save_hf(self, folder: Path) -> None:
         self.strategy.save_hf(folder)
 
-    def compute(self, shard: Shard, columns: Sequence[str]) -> Block | None:
+    def compute(self, shard: BatchShard, columns: Sequence[str]) -> Block | None:
         """Some of the columns that the role computes, of this rank's rows; on head ranks."""
         batch = shard.materialize()
         wanted = [self.computes[name] for name in columns]

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import math
 import os
-import sys
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from roll_lite.config.problems import first_line
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy, SlowStart, until_silent
-from roll_lite.distributed.liveness import kill_stopped
+from roll_lite.distributed.rank_group import kill_stopped
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.batch_scorer import BatchScorer, Scored, slow_start, time_out
 from roll_lite.rewards.code import walls_of
@@ -33,7 +32,7 @@ BATCH_SECONDS = 0.05
 SLICE_SECONDS = 0.5
 """A call comes back after this time with what it has: a hanging sample is noticed by its own time-out, whatever else is in its batch."""
 MOST_SAMPLES = 64
-"""In one call, and under way in one worker."""
+"""The most samples in one call, and under way in one worker."""
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
 """Workers of one pool, without a single score in between: whoever waits is told that nothing is scored there, instead of waiting for
@@ -64,10 +63,6 @@ class RewardWorker:
     def score(self, items: dict[int, RewardInput]) -> Scored:
         """By numbers. What is under way comes back from a later call, with or without further items."""
         return self._scorer(items, SLICE_SECONDS)
-
-    def loaded_modules(self) -> list[str]:
-        """Top-level modules of this process: what its start costs."""
-        return sorted({name.partition(".")[0] for name in sys.modules})
 
     def process_id(self) -> int:
         return os.getpid()

@@ -33,7 +33,7 @@ class RewardModelSpec:
 
     @property
     def model_spec(self) -> ModelSpec:
-        """For the strategy."""
+        """What the strategy is built from."""
         return ModelSpec(
             ModelConfig(path=self.config.path, dtype=self.config.dtype),
             self.config.strategy,
@@ -121,7 +121,7 @@ class TextTokens:
         self._padding = raw.get("pad_token_id")
 
     def of(self, text: ScoredText) -> list[int] | str:
-        """Or what is wrong with the text."""
+        """Its token ids, or what is wrong with the text."""
         try:
             ids = self._encode(text)
         except Exception as error:  # whatever the model's own chat template objects to

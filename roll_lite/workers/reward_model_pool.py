@@ -88,7 +88,7 @@ class RewardModelClient:
 
     @property
     def restarts(self) -> int:
-        """Of ranks that were lost, since the start."""
+        """How often lost ranks were started again, since the start."""
         return self._fleet.replaced
 
     def close(self) -> None:

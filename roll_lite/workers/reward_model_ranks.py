@@ -12,10 +12,11 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from roll_lite.config.problems import first_line
-from roll_lite.config.schema import HfStrategyConfig, RewardModelConfig
+from roll_lite.config.schema import RewardModelConfig
 from roll_lite.distributed.fleet import MemberLost, cause_of, until_silent
-from roll_lite.distributed.liveness import kill_stopped
+from roll_lite.distributed.rank_group import kill_stopped
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup
+from roll_lite.distributed.strategy.models import STRATEGIES
 from roll_lite.rewards.model import ScoredText
 from roll_lite.workers.reward_model import NotInitialized
 
@@ -70,11 +71,11 @@ class Ranks:
         """Whose failure took the others along, where it is known."""
         self._actors = list(actors)
         self._places: list[tuple[str, int]] = []
-        self._are_connected = not isinstance(config.strategy, HfStrategyConfig)
+        self._are_connected = STRATEGIES[config.strategy.name].connects_ranks
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """By the driver, the first time."""
+        """The model is loaded: the first time by the driver, after a loss by `start`."""
         self._is_gone = False
         self._was_killed = False
         self._at_work = 0
@@ -82,7 +83,7 @@ class Ranks:
     @staticmethod
     def of(model: str, actors: Sequence[Any], config: RewardModelConfig) -> list[Ranks]:
         """`actors`: all of the model's, in rank order."""
-        parts = [[actor] for actor in actors] if isinstance(config.strategy, HfStrategyConfig) else [actors]
+        parts = [actors] if STRATEGIES[config.strategy.name].connects_ranks else [[actor] for actor in actors]
         return [Ranks(model, part, config) for part in parts]
 
     async def start(self) -> None:

@@ -49,7 +49,7 @@ class RolloutSpec:
     greedy_baseline: bool = False
     """One more, greedy response to every prompt (ReMax)."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """By name."""
+    """The reward models that rewards may ask, by name."""
 
 
 @dataclass(frozen=True)

@@ -89,12 +89,12 @@ def write_samples(path: Path, groups: Iterable[SampleGroup]) -> None:
 
 def _described(group: SampleGroup) -> Iterator[dict[str, Any]]:
     for sample in group.samples:
-        yield describe(sample)
+        yield sample_record(sample)
     if group.baseline is not None:
-        yield describe(group.baseline, baseline=True)
+        yield sample_record(group.baseline, baseline=True)
 
 
-def describe(sample: Sample, baseline: bool = False) -> dict[str, Any]:
+def sample_record(sample: Sample, baseline: bool = False) -> dict[str, Any]:
     score, transcript = sample.score, sample.transcript
     return {
         "domain": sample.id.domain,

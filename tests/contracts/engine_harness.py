@@ -29,7 +29,7 @@ from roll_lite.distributed.strategy.base import EngineSpec, ModelSpec, PauseMode
 from roll_lite.distributed.strategy.engines import build_engine
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
 from roll_lite.distributed.weight_sync.gloo import GlooSender
-from roll_lite.distributed.weight_sync.group import TransferGroup, open_store
+from roll_lite.distributed.weight_sync.group import TransferGroup, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, plan_transfers, tensors_of
 
 Make = Literal["vllm", "sglang"]
@@ -255,7 +255,7 @@ class Harness:
             await self.sender.call("ping")  # it may still be starting, which is not what time-outs are about
         export = export_plan(random_state(self.family, self.tied, 0, self.dtype))
         self.plan = plan_transfers(export, {0: self.strategy.options.tensor_parallel})
-        store = open_store("127.0.0.1")
+        store = rendezvous_store("127.0.0.1")
         self.stores.append(store)
         membership = self.plan.membership(1, "gloo", "127.0.0.1", store.port, timeout_s)
         joining = self.sender.call("join", membership, 0)

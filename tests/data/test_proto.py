@@ -39,7 +39,7 @@ def plain_rows(draw: st.DrawFn, min_size: int = 0) -> list[Row]:
     ]
 
 
-def batch_of(rows: list[Row], **meta: Any) -> DataProto:
+def batch_of(rows: list[Row]) -> DataProto:
     columns: dict[str, Column] = {}
     for name in ("sample", "score", "domain", "input_ids", "values"):
         entries, key = [row[name] for row in rows], KEYS[name]
@@ -49,7 +49,7 @@ def batch_of(rows: list[Row], **meta: Any) -> DataProto:
             columns[name] = torch.tensor(entries, dtype=key.dtype)
         else:
             columns[name] = Ragged.from_rows([torch.tensor(entry, dtype=key.dtype) for entry in entries], key.dtype)
-    return DataProto(columns, meta)
+    return DataProto(columns)
 
 
 def rows_of(batch: DataProto) -> list[Row]:
@@ -85,20 +85,12 @@ def test_take(rows: list[Row], data: st.DataObject) -> None:
 def test_uneven_split_and_concat(rows: list[Row], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
     sizes = [b - a for a, b in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
-    batch = batch_of(rows, step=3)
+    batch = batch_of(rows)
     parts = batch.split(sizes)
     assert [len(part) for part in parts] == sizes
     joined = DataProto.concat(parts)
     assert rows_of(joined) == rows
-    assert joined.keys() == batch.keys() and joined.meta_info == {"step": 3}
-
-
-@properties
-@given(plain_rows(), st.integers(0, 3))
-def test_repeat(rows: list[Row], n: int) -> None:
-    batch = batch_of(rows)
-    assert rows_of(batch.repeat(n)) == [row for row in rows for _ in range(n)]
-    assert rows_of(batch.repeat(n, interleave=False)) == rows * n
+    assert joined.keys() == batch.keys()
 
 
 @properties
@@ -111,32 +103,21 @@ def test_group_by(rows: list[Row], key: str) -> None:
 
 
 @properties
-@given(plain_rows(), st.integers(1, 5))
-def test_pad_to_multiple_and_back(rows: list[Row], n: int) -> None:
-    batch = batch_of(rows)
-    padded, count = batch.pad_to_multiple(n)
-    assert len(padded) % n == 0 and len(padded) == len(rows) + count and 0 <= count < n
-    assert rows_of(padded.unpad(count)) == rows
-
-
-@properties
 @given(plain_rows())
 def test_save_and_load(tmp_path_factory: pytest.TempPathFactory, rows: list[Row]) -> None:
     path = tmp_path_factory.mktemp("batch") / "batch.safetensors"
-    batch = batch_of(rows, step=3, temperature=0.7, name="a", final=True)
+    batch = batch_of(rows)
     batch.save(path)
     loaded = DataProto.load(path)
     assert rows_of(loaded) == rows
-    assert loaded.keys() == batch.keys() and loaded.meta_info == batch.meta_info
+    assert loaded.keys() == batch.keys()
     assert [column.dtype for column in loaded.columns.values()] == [column.dtype for column in batch.columns.values()]
 
 
 @properties
 @given(plain_rows())
 def test_pickle_round_trip(rows: list[Row]) -> None:
-    batch = batch_of(rows, step=1)
-    copy = pickle.loads(pickle.dumps(batch))
-    assert rows_of(copy) == rows and copy.meta_info == {"step": 1}
+    assert rows_of(pickle.loads(pickle.dumps(batch_of(rows)))) == rows
 
 
 def example() -> DataProto:
@@ -176,12 +157,12 @@ def test_a_batch_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
         batch.columns["score"] = torch.zeros(4)  # type: ignore[index]
     with pytest.raises(AttributeError):
-        batch.meta_info = {}  # type: ignore[misc]
+        batch.columns = {}  # type: ignore[misc]
 
 
 def test_union_wants_shared_columns_to_be_the_same() -> None:
     batch = example()
-    left, right = batch.select(["sample", "input_ids"]), batch.drop(["input_ids"])
+    left, right = batch.select(["sample", "input_ids"]), batch.select(["sample", "score", "domain", "values"])
     assert rows_of(left.union(right).select(batch.keys())) == rows_of(batch)
     with pytest.raises(ValueError, match="'score', with different contents"):
         batch.union(batch.with_columns(score=torch.zeros(4)))
@@ -189,8 +170,6 @@ def test_union_wants_shared_columns_to_be_the_same() -> None:
         batch.union(batch.with_columns(domain=object_column(["math", "math", "math", "code"])))
     nans = batch.with_columns(score=torch.full((4,), float("nan")))
     assert len(nans.union(nans)) == 4
-    with pytest.raises(ValueError, match=r"disagree on meta_info\['step'\]: 1 and 2"):
-        batch.with_meta(step=1).union(batch.with_meta(step=2))
 
 
 def test_undeclared_and_mistyped_columns_are_refused() -> None:
@@ -206,8 +185,6 @@ def test_undeclared_and_mistyped_columns_are_refused() -> None:
         DataProto({"domain": np.array(["math"])})
     with pytest.raises(ValueError, match=r"must be \[rows\]"):
         DataProto({"score": torch.zeros(2, 2)})
-    with pytest.raises(ValueError, match=r"meta_info\['plan'\] must be a number, a string or a bool, got list"):
-        DataProto({}, {"plan": []})  # type: ignore[dict-item]
 
 
 def test_lengths_that_do_not_fit_are_refused() -> None:
@@ -229,7 +206,7 @@ def test_mistakes_in_calls_are_refused() -> None:
     with pytest.raises(ValueError, match="must add up to the 4 rows"):
         batch.split([1, 2])
     with pytest.raises(ValueError, match="one lacks score"):
-        DataProto.concat([batch, batch.drop(["score"])])
+        DataProto.concat([batch, batch.select(["sample", "domain", "input_ids", "values"])])
     with pytest.raises(ValueError, match="several entries per row"):
         batch.group_by("input_ids")
     with pytest.raises(IndexError):

@@ -62,12 +62,8 @@ def test_methods_run_on_one_thread(adders: Cluster[Adder]) -> None:
     assert len({thread for thread, _ in threads}) == 1
 
 
-def test_heads_return_in_data_rank_order(grid: Cluster[Grid]) -> None:
-    assert grid.all(Grid.who) == [0, 1, 2, 3]
-    assert grid.heads(Grid.who) == [3, 1]
-
-
 def test_scatter_sends_a_shard_to_every_rank_of_its_data_rank(grid: Cluster[Grid]) -> None:
+    assert grid.all(Grid.who) == [0, 1, 2, 3]
     assert grid.scatter(Grid.total, [[1, 2, 3, 4], []], 100) == [(3, 110), (1, 100)]
     assert grid.all(Grid.last_total) == [100, 100, 110, 110]
 

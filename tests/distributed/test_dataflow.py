@@ -13,7 +13,7 @@ from ray import cloudpickle
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
-from roll_lite.distributed.dataflow import Batch, Block, Shard, put_block
+from roll_lite.distributed.dataflow import Batch, BatchShard, Block, put_block
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.worker import Worker
 
@@ -115,7 +115,7 @@ class Producer(Worker):
     def produce(self, samples: list[int], length: int) -> Block:
         return tokens_of(samples, length)
 
-    def look(self, shard: Shard) -> tuple[int, Block]:
+    def look(self, shard: BatchShard) -> tuple[int, Block]:
         rows = shard.materialize()
         values = Ragged(
             torch.zeros(int((rows.lengths - 1).sum())), torch.cat([torch.zeros(1, dtype=torch.int64), (rows.lengths - 1).cumsum(0)])

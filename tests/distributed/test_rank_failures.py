@@ -13,8 +13,8 @@ import pytest
 from cluster_workers import Adder, Collective, MainThreadAdder, Service, Unbuildable
 
 from roll_lite.distributed.cluster import ClusterDead, ClusterSpec, RankFailed, RankTimeout, gather, start_cluster
-from roll_lite.distributed.liveness import WATCH
 from roll_lite.distributed.placement import anywhere
+from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
 
 SECONDS = 5.0

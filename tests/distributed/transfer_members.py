@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from roll_lite.distributed.weight_sync.endpoints import TRANSPORTS
-from roll_lite.distributed.weight_sync.group import TransferGroup, open_store
+from roll_lite.distributed.weight_sync.group import TransferGroup, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, TransferPlan, plan_transfers
 
 
@@ -40,7 +40,7 @@ class Members:
         store: Any = None,
     ) -> None:
         self.plan = plan
-        self.store = store or open_store("127.0.0.1")
+        self.store = store or rendezvous_store("127.0.0.1")
         self.pool = ThreadPoolExecutor(16)
         self.membership = plan.membership(epoch, transport, "127.0.0.1", self.store.port, timeout_s)
         self.joining: dict[str, Future[Any]] = {

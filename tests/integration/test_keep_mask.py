@@ -99,7 +99,8 @@ def trainers_log_probs(
     found = {}
     for name, batch in batches.items():
         chosen = torch.cat([mask[1:] for mask in batch.ragged("response_mask").rows()])
-        outs = [forward(strategy, each, ["log_probs"], TEMPERATURE, 3) for each in (batch, batch.drop(["kept_ids"]))]
+        without = batch.select([name for name in batch.columns if name != "kept_ids"])
+        outs = [forward(strategy, each, ["log_probs"], TEMPERATURE, 3) for each in (batch, without)]
         found[name] = tuple(out.ragged("log_probs").values[chosen] for out in outs if out is not None)
     return found if strategy.layout.is_head else None  # type: ignore[return-value]
 

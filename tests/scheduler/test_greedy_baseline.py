@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_support import Prompts, TimedReward, attempt_of, make_domain, make_service, prompt_of, tokens_of
 
-from roll_lite.data.samples import GenerationRequest, Outcome, RewardInput, Sample, SampleGroup, Sampling
+from roll_lite.data.samples import GenerationRequest, RewardInput, Sample, SampleGroup, SampleOutcome, Sampling
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, Script
 from roll_lite.scheduler.domain import DomainFailed, greedy
@@ -53,7 +53,7 @@ def test_every_prompt_gets_one_more_sample_which_is_not_among_its_samples() -> N
     assert sorted(seen) == sorted([("0", 1.0), ("1", 1.0), ("2", 1.0), ("3", 0.0)] * 2)
     for group in result.groups:
         assert [sample.id.index for sample in group.samples] == [0, 1, 2]
-        assert (baseline_of(group).id.index, baseline_of(group).outcome) == (3, Outcome.ACCEPTED)
+        assert (baseline_of(group).id.index, baseline_of(group).outcome) == (3, SampleOutcome.ACCEPTED)
         assert baseline_of(group).prompt == group.samples[0].prompt
         assert baseline_of(group).score is not None
     assert all(group.baseline is not None for group in accepted(result.groups))
@@ -209,7 +209,7 @@ def test_a_prompt_in_flight_gets_its_greedy_sample_again_after_a_resume() -> Non
     state = run_virtual(interrupted())
     groups = run_virtual(resumed(state)).groups
     assert [(group.samples[0].id.epoch, group.samples[0].id.prompt_uid) for group in groups] == state["domains"]["a"]["unfinished"]
-    assert all(baseline_of(group).outcome is Outcome.ACCEPTED for group in groups)
+    assert all(baseline_of(group).outcome is SampleOutcome.ACCEPTED for group in groups)
 
 
 @settings(max_examples=30, deadline=None)
@@ -240,9 +240,9 @@ def test_every_prompt_ends_once_and_every_delivered_group_has_its_baseline(
                 lost += result.stats.domains["a"].lost_groups
                 delivered.update((group.samples[0].id.epoch, group.samples[0].id.prompt_uid) for group in result.groups)
                 for group in result.groups:
-                    assert (baseline_of(group).outcome, baseline_of(group).id.index) == (Outcome.ACCEPTED, 2)
+                    assert (baseline_of(group).outcome, baseline_of(group).id.index) == (SampleOutcome.ACCEPTED, 2)
                     assert baseline_of(group).score is not None
-                    assert any(sample.outcome is Outcome.ACCEPTED for sample in group.samples)
+                    assert any(sample.outcome is SampleOutcome.ACCEPTED for sample in group.samples)
         except DomainFailed:
             service.close()
             return

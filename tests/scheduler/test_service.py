@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler_support import Prompts, TimedReward, attempt_of, by_tokens, make_domain, make_service, prompt_of, tokens_of
 
 from roll_lite.data.prompts import PromptOrder
-from roll_lite.data.samples import GenerationRequest, Outcome, RewardInput
+from roll_lite.data.samples import GenerationRequest, RewardInput, SampleOutcome
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, Script
 from roll_lite.scheduler.domain import DomainFailed
@@ -110,9 +110,9 @@ def test_every_prompt_ends_once_whatever_fails(
                 lost += sum(domain.lost_groups for domain in result.stats.domains.values())
                 samples = [sample for group in result.groups for sample in group.samples]
                 for sample in samples:
-                    assert (sample.score is not None) == (sample.outcome is Outcome.ACCEPTED)
-                    assert (sample.failure is not None) == (sample.outcome is Outcome.FAILED)
-                assert all(any(s.outcome is Outcome.ACCEPTED for s in group.samples) for group in result.groups)
+                    assert (sample.score is not None) == (sample.outcome is SampleOutcome.ACCEPTED)
+                    assert (sample.failure is not None) == (sample.outcome is SampleOutcome.FAILED)
+                assert all(any(s.outcome is SampleOutcome.ACCEPTED for s in group.samples) for group in result.groups)
         except DomainFailed:
             service.close()
             return
@@ -146,7 +146,7 @@ def test_a_retry_is_a_new_attempt_with_another_seed() -> None:
     assert len({seed for _, seed in seen}) == 3
     assert None not in {seed for _, seed in seen}
     (sample,) = result.groups[0].samples
-    assert (sample.id.attempt, sample.outcome, sample.transcript.response_length) == (2, Outcome.ACCEPTED, 5)
+    assert (sample.id.attempt, sample.outcome, sample.transcript.response_length) == (2, SampleOutcome.ACCEPTED, 5)
     assert result.stats.domains["a"].retries == {"generation: out of cache": 2}
 
 
@@ -175,7 +175,7 @@ def test_failed_samples_are_reported_and_never_train_as_zeros() -> None:
 
     result = run_virtual(main())
     group = result.groups[0]
-    assert [sample.outcome for sample in group.samples] == [Outcome.ACCEPTED, Outcome.FAILED] * 2
+    assert [sample.outcome for sample in group.samples] == [SampleOutcome.ACCEPTED, SampleOutcome.FAILED] * 2
     assert group.samples[1].failure == "generation: bad luck"
     assert group.samples[1].score is None
     training = accepted(result.groups)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from scheduler_support import by_tokens, make_domain, make_service
 
-from roll_lite.data.samples import FinishReason, GenerationRequest, Outcome, Sampling, Turn
+from roll_lite.data.samples import FinishReason, GenerationRequest, SampleOutcome, Sampling, Turn
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.engines import EngineLost
@@ -135,7 +135,7 @@ def test_a_timed_out_sample_keeps_its_tokens_and_does_not_start_over() -> None:
     (group,) = result.groups
     lost = group.samples[3]
     assert result.stats.wall_s == pytest.approx(30.5)
-    assert (lost.outcome, lost.failure) == (Outcome.FAILED, "generation: time-out: no response within 30.5 s")
+    assert (lost.outcome, lost.failure) == (SampleOutcome.FAILED, "generation: time-out: no response within 30.5 s")
     assert lost.transcript.finish_reason is FinishReason.ABORT
     assert lost.transcript.policy_tokens == 30
     place = lost.transcript.tokens

@@ -14,9 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from roll_lite.config.schema import JudgeServerConfig, RewardConfig, RewardTermConfig, VllmStrategyConfig
 from roll_lite.data.samples import RewardInput
+from roll_lite.distributed.cluster import Cluster
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy
 from roll_lite.distributed.strategy.vllm.compat import judge_server
 from roll_lite.rewards.base import RewardFailed
@@ -179,8 +181,7 @@ async def test_the_real_server_judges_comes_back_after_its_death_and_leaves_noth
         with pytest.raises(RewardFailed, match="answered 404 Not Found: .*`other` does not exist"):
             await unknown.score(sample)
 
-        before = servers.one(JudgeWorker.server_process)
-        assert before is not None
+        before = server_process(servers)
         family = [psutil.Process(before), *psutil.Process(before).children(recursive=True)]
         os.kill(before, signal.SIGKILL)
         again = build_reward(with_addresses(RewardConfig(type="judge", args={**ARGS, "template": "{response}"}), {"main": address}))
@@ -189,13 +190,18 @@ async def test_the_real_server_judges_comes_back_after_its_death_and_leaves_noth
         while servers.one(JudgeWorker.restarts) == 0 and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         assert servers.one(JudgeWorker.restarts) == 1
-        after = servers.one(JudgeWorker.server_process)
+        after = server_process(servers)
         assert after != before
         assert running(family) == []
         family = [psutil.Process(after), *psutil.Process(after).children(recursive=True)]
     finally:
         servers.shutdown()
     assert running(family) == []
+
+
+def server_process(servers: Cluster[JudgeWorker]) -> int:
+    pid: int = ray.get(servers.actors[0].__ray_call__.remote(lambda worker: worker._server.process.pid))
+    return pid
 
 
 def running(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -13,11 +13,11 @@ from roll_lite.data.keys import KEYS
 from roll_lite.data.samples import (
     Author,
     FinishReason,
-    Outcome,
     Prompt,
     Sample,
     SampleGroup,
     SampleId,
+    SampleOutcome,
     Score,
     Segment,
     TokenRow,
@@ -32,7 +32,7 @@ def sample(group: int, index: int, prompt: tuple[int, ...], response: int, score
     segments = (Segment(Author.PROMPT, len(prompt)), Segment(Author.POLICY, response, versions))
     sample_id = SampleId("maths", ids.get("uid", 11), ids.get("epoch", 2), group, index, ids.get("attempt", 0))
     transcript = Transcript(segments, "text", FinishReason.STOP, TokenRow(*where, len(prompt) + response))
-    return Sample(sample_id, Prompt("maths", sample_id.prompt_uid, "a b", prompt), transcript, Outcome.ACCEPTED, score)
+    return Sample(sample_id, Prompt("maths", sample_id.prompt_uid, "a b", prompt), transcript, SampleOutcome.ACCEPTED, score)
 
 
 GROUPS = [
@@ -106,7 +106,7 @@ def test_what_the_driver_gets_does_not_grow_with_the_responses() -> None:
 
 def test_a_sample_without_a_score_is_refused() -> None:
     whole = GROUPS[0].samples[0]
-    failed = Sample(whole.id, whole.prompt, whole.transcript, Outcome.FAILED, failure="time-out")
+    failed = Sample(whole.id, whole.prompt, whole.transcript, SampleOutcome.FAILED, failure="time-out")
     with pytest.raises(AssertionError, match="score"):
         rows_of([SampleGroup(0, "maths", (failed,))])
 
@@ -136,16 +136,16 @@ def test_every_row_has_its_groups_baseline_and_the_baseline_has_no_row() -> None
     with pytest.raises(AssertionError, match="group 4 has no scored greedy baseline"):
         rows_of([groups[0], GROUPS[1]])
     with pytest.raises(AssertionError, match="group 3 has no scored"):
-        rows_of([replace(GROUPS[0], baseline=replace(greedy, score=None, outcome=Outcome.FAILED, failure="time-out"))])
+        rows_of([replace(GROUPS[0], baseline=replace(greedy, score=None, outcome=SampleOutcome.FAILED, failure="time-out"))])
 
 
 def test_every_sample_is_one_line_failed_ones_too(tmp_path: Path) -> None:
     prompt = Prompt("toy", 4, "2 + 2 =", (1, 2, 3), answer={"value": 4})
     transcript = Transcript((Segment(Author.PROMPT, 3), Segment(Author.POLICY, 2, (VersionSpan(0, 3),))), "vier\n✓", FinishReason.STOP)
-    good = Sample(SampleId("toy", 4, 0, 9, 0), prompt, transcript, Outcome.ACCEPTED, Score(0.5, True, {"format": 1.0}))
-    bad = Sample(SampleId("toy", 4, 0, 9, 1, attempt=2), prompt, Transcript(), Outcome.FAILED, failure="generation: time-out")
+    good = Sample(SampleId("toy", 4, 0, 9, 0), prompt, transcript, SampleOutcome.ACCEPTED, Score(0.5, True, {"format": 1.0}))
+    bad = Sample(SampleId("toy", 4, 0, 9, 1, attempt=2), prompt, Transcript(), SampleOutcome.FAILED, failure="generation: time-out")
     path = tmp_path / "samples" / "step_000012.jsonl"
-    greedy = Sample(SampleId("toy", 4, 0, 9, 2), prompt, transcript, Outcome.ACCEPTED, Score(1.0, format_ok=True))
+    greedy = Sample(SampleId("toy", 4, 0, 9, 2), prompt, transcript, SampleOutcome.ACCEPTED, Score(1.0, format_ok=True))
     write_samples(path, [SampleGroup(9, "toy", (good, bad), greedy)])
     first, second, third = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     assert (first["prompt"], first["response"], first["answer"]) == ("2 + 2 =", "vier\n✓", {"value": 4})
@@ -163,6 +163,6 @@ def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
     """A program's own error text may hold one: what a model writes must not end the run."""
     prompt = Prompt("toy", 4, "2 + 2 =", (1,))
     score = Score(0.0, False, {"error": "ValueError: \ud800"})
-    sample = Sample(SampleId("toy", 4, 0, 9, 0), prompt, Transcript(), Outcome.ACCEPTED, score)
+    sample = Sample(SampleId("toy", 4, 0, 9, 0), prompt, Transcript(), SampleOutcome.ACCEPTED, score)
     write_samples(tmp_path / "step.jsonl", [SampleGroup(9, "toy", (sample,))])
     assert json.loads((tmp_path / "step.jsonl").read_text(encoding="utf-8"))["details"]["error"] == "ValueError: \ud800"

@@ -10,7 +10,7 @@ from roll_lite.config.schema import AlgorithmConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, RowsAtATime
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.proto import DataProto
-from roll_lite.data.samples import Author, GenerationRequest, Outcome, Prompt, RewardInput, Sampling, Score, Segment, VersionSpan
+from roll_lite.data.samples import Author, GenerationRequest, Prompt, RewardInput, SampleOutcome, Sampling, Score, Segment, VersionSpan
 from roll_lite.distributed.strategy.scripted import LOG_PROB, Response, ScriptedEngine
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.episode import Conversation, Episode
@@ -134,6 +134,6 @@ def test_max_tokens_holds_for_all_turns_together() -> None:
 def test_a_time_out_in_the_second_turn_keeps_both() -> None:
     """Turns of 2 and 3 s; sample 0's second one is cut off after 2.5."""
     first, second = run_virtual(rollout(two_turns, timeout_s=2.5)).groups[0].samples
-    assert (first.outcome, first.timed_out, second.outcome) == (Outcome.FAILED, True, Outcome.ACCEPTED)
+    assert (first.outcome, first.timed_out, second.outcome) == (SampleOutcome.FAILED, True, SampleOutcome.ACCEPTED)
     assert [segment.length for segment in first.transcript.segments] == [3, 2, 2, 2]
     assert first.transcript.tokens is not None and first.transcript.tokens.length == 9

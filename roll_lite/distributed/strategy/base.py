@@ -180,9 +180,6 @@ class Capabilities:
 
     keep_mask: bool
     """Can return which tokens survived truncation; for which sampling says config.keep_mask."""
-    frees_memory: bool
-    """offload really gives memory back."""
-    pause_modes: frozenset[PauseMode]
 
 
 @dataclass(frozen=True)

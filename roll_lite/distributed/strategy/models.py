@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from roll_lite.distributed.strategy.base import ForwardStrategy, ModelSpec
 
@@ -19,10 +20,17 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
     return HfRewardStrategy(spec)
 
 
-STRATEGIES: Mapping[str, Callable[[ModelSpec], ForwardStrategy]] = {"megatron": _megatron, "hf": _hf}
-"""Each is imported only where it runs."""
+@dataclass(frozen=True)
+class ModelStrategy:
+    build: Callable[[ModelSpec], ForwardStrategy]
+    """Imports the strategy, which happens only where it runs."""
+    connects_ranks: bool
+    """A process group spans all ranks, so that none of them can be replaced alone."""
+
+
+STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
 
 
 def build_model(spec: ModelSpec) -> ForwardStrategy:
     """The one place where the strategy is chosen."""
-    return STRATEGIES[spec.strategy.name](spec)
+    return STRATEGIES[spec.strategy.name].build(spec)

@@ -20,7 +20,7 @@ from roll_lite.distributed.strategy.base import (
     InferenceStrategy,
     PauseMode,
 )
-from roll_lite.distributed.strategy.inference.life import EngineLife, EngineState, Event
+from roll_lite.distributed.strategy.inference.life import EngineEvent, EngineLife, EngineState
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
 from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors
 
@@ -90,7 +90,7 @@ class _Running:
 class ScriptedEngine(InferenceStrategy):
     """Runs up to `slots` requests at a time, in the order in which they come; the rest wait."""
 
-    capabilities = Capabilities(keep_mask=False, frees_memory=False, pause_modes=frozenset(PauseMode))
+    capabilities = Capabilities(keep_mask=False)
 
     def __init__(
         self,
@@ -222,10 +222,10 @@ class ScriptedEngine(InferenceStrategy):
 
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
         """No weights travel here."""
-        self._life.require(Event.CONNECT)
+        self._life.require(EngineEvent.CONNECT)
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
-        self._life.require(Event.BEGIN_UPDATE)
+        self._life.require(EngineEvent.BEGIN_UPDATE)
         if self._weights is not None:
             check_tensors(tensors, self._weights)
         self._life.begin_update(WeightUpdate(tensors))
@@ -246,7 +246,7 @@ class ScriptedEngine(InferenceStrategy):
 
     async def weight_checksums(self) -> dict[str, str]:
         """There are no weights to sum."""
-        self._life.require(Event.READ_WEIGHTS)
+        self._life.require(EngineEvent.READ_WEIGHTS)
         return {}
 
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
@@ -255,7 +255,7 @@ class ScriptedEngine(InferenceStrategy):
 
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
         """There is nothing to free, but requests end and wait as they would."""
-        self._life.require(Event.OFFLOAD)
+        self._life.require(EngineEvent.OFFLOAD)
         leaving = set(parts)
         if leaving:
             self._life.offload(leaving)

@@ -10,7 +10,7 @@ import torch
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.gloo import GlooReceiver, GlooSender
-from roll_lite.distributed.weight_sync.group import TransferGroup, open_store
+from roll_lite.distributed.weight_sync.group import TransferGroup, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, Route, TransferPlan, by_bucket
 from roll_lite.distributed.weight_sync.transport import Transport, TransportReceiver, TransportSender
 
@@ -34,7 +34,7 @@ class WeightSender:
 
     def host(self, address: str, timeout_s: float) -> int:
         """Keep the rendezvous of the transfer group on this rank. Its port."""
-        self._store = open_store(address, timeout_s)
+        self._store = rendezvous_store(address, timeout_s)
         return self._store.port
 
     def join(self, plan: TransferPlan, membership: Membership) -> None:

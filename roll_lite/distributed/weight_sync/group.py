@@ -54,7 +54,7 @@ Moment = Literal["here", "done"]
 sender's buffer any more."""
 
 
-def open_store(host: str, timeout_s: float = 300.0) -> TCPStore:
+def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
     """A rendezvous on a port that the system has just given out; its number is `store.port`.
 
     The store is the server: keep it for as long as the group is used.

@@ -101,7 +101,7 @@ class TransferPlan:
     """Members: trainers that own tensors, in the order of their ranks, then the workers of each engine."""
 
     routes: tuple[Route, ...]
-    """In the order in which all members take them."""
+    """What is sent from whom to whom; all members go through them in this order."""
     trainers: tuple[int, ...]
     """Trainer ranks; the place in the tuple is the member's number."""
     engines: Mapping[int, int]
@@ -143,7 +143,7 @@ def plan_transfers(export: ExportPlan, engines: Mapping[int, int]) -> TransferPl
 
 
 def by_bucket(routes: Iterable[Route]) -> list[list[Route]]:
-    """In the order in which buckets come first."""
+    """Routes of the same bucket together, buckets in the order of their first route."""
     grouped: dict[int, list[Route]] = {}
     for route in routes:
         grouped.setdefault(route.bucket, []).append(route)

@@ -13,7 +13,7 @@ from roll_lite.distributed.weight_sync.plan import ExportedTensor
 _SHOWN = 5
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""By Hugging Face name."""
+"""Shapes of tensors by their Hugging Face names."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ import time
 import pytest
 from transfer_members import Members, assert_equal, fresh, half, make_plan
 
-from roll_lite.distributed.weight_sync.group import TransferError, TransferTimeout, open_store
+from roll_lite.distributed.weight_sync.group import TransferError, TransferTimeout, rendezvous_store
 
 
 def test_every_engine_worker_gets_every_bucket() -> None:
@@ -36,7 +36,7 @@ def test_missing_member_is_named_while_joining() -> None:
 
 def test_no_rendezvous() -> None:
     plan, _ = make_plan(owners=1, engines={0: 1})
-    store = open_store("127.0.0.1")
+    store = rendezvous_store("127.0.0.1")
     membership = plan.membership(1, "gloo", "127.0.0.1", store.port, 1.0)
     del store
     with pytest.raises(TransferTimeout, match=f"trainer rank 0 found no rendezvous at 127.0.0.1:{membership.port} within 1 s"):
@@ -84,5 +84,5 @@ def test_rendezvous_that_goes_away_is_noticed() -> None:
 
 
 def test_ports_are_the_systems_choice() -> None:
-    stores = [open_store("127.0.0.1") for _ in range(3)]
+    stores = [rendezvous_store("127.0.0.1") for _ in range(3)]
     assert len({store.port for store in stores}) == 3

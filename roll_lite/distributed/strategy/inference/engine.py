@@ -21,7 +21,7 @@ from roll_lite.distributed.strategy.base import (
     InferenceStrategy,
     PauseMode,
 )
-from roll_lite.distributed.strategy.inference.life import EngineLife, EngineState, Event
+from roll_lite.distributed.strategy.inference.life import EngineEvent, EngineLife, EngineState
 from roll_lite.distributed.strategy.inference.make import EngineMake
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.weight_sync.endpoints import TRANSPORTS
@@ -70,7 +70,7 @@ class EngineStrategy(InferenceStrategy):
     # ------------------------------------------------------------ life
 
     async def initialize(self) -> None:
-        self._life.require(Event.START)
+        self._life.require(EngineEvent.START)
         self.make.check_version()
         config = read_hf_config(self._model.path)
         self._vocabulary = config.vocab_size
@@ -163,11 +163,11 @@ class EngineStrategy(InferenceStrategy):
 
     async def pause(self, mode: PauseMode) -> None:
         """An engine that an update or missing memory holds up has nothing to wait for: there WAIT freezes, as KEEP does."""
-        self._require(Event.PAUSE)
+        self._require(EngineEvent.PAUSE)
         if mode is PauseMode.ABORT:
             await self.abort()  # which also ends an earlier WAIT
         async with self._order:
-            self._require(Event.PAUSE)
+            self._require(EngineEvent.PAUSE)
             if self._life.held_up:
                 if mode is PauseMode.ABORT:
                     await self.abort()
@@ -177,9 +177,9 @@ class EngineStrategy(InferenceStrategy):
 
     async def resume(self) -> None:
         """Takes back what callers have paused: an engine that an update or missing memory holds up goes on after that."""
-        self._require(Event.RESUME)
+        self._require(EngineEvent.RESUME)
         async with self._order:
-            self._require(Event.RESUME)
+            self._require(EngineEvent.RESUME)
             self._life.resume()
             await self._settle()
 
@@ -211,9 +211,9 @@ class EngineStrategy(InferenceStrategy):
     # ------------------------------------------------------------ memory
 
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        self._require(Event.LOAD)
+        self._require(EngineEvent.LOAD)
         async with self._order:
-            self._require(Event.LOAD)
+            self._require(EngineEvent.LOAD)
             coming = self._life.away & set(parts)
             if coming:
                 await self.make.load(coming)
@@ -221,12 +221,12 @@ class EngineStrategy(InferenceStrategy):
                 await self._settle()
 
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        self._require(Event.OFFLOAD)
+        self._require(EngineEvent.OFFLOAD)
         leaving = set(parts)
         if leaving and not self._life.away:
             await self.abort()  # which also ends a WAIT
         async with self._order:
-            self._require(Event.OFFLOAD)
+            self._require(EngineEvent.OFFLOAD)
             leaving -= self._life.away
             if not leaving:
                 return
@@ -240,14 +240,14 @@ class EngineStrategy(InferenceStrategy):
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
         if membership.transport not in TRANSPORTS:
             raise ValueError(f"transport {membership.transport!r} is unknown here; there are {', '.join(TRANSPORTS)}")
-        self._require(Event.CONNECT)
+        self._require(EngineEvent.CONNECT)
         async with self._order:
-            self._require(Event.CONNECT)
+            self._require(EngineEvent.CONNECT)
             await self.make.call_workers("roll_lite_connect", first_member=first_member, membership=membership.plain())
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
         """Until the first bucket has arrived the old weights stay in place, and beginning again starts over."""
-        self._require(Event.BEGIN_UPDATE)
+        self._require(EngineEvent.BEGIN_UPDATE)
         check_tensors(tensors, self._shapes)
         self._life.begin_update(WeightUpdate(tensors))
 
@@ -303,9 +303,9 @@ class EngineStrategy(InferenceStrategy):
         In the dtype of the last update's tensors (before the first one, in the engine's): where the engine keeps fewer bits than it
         was sent, the checksums differ.
         """
-        self._require(Event.READ_WEIGHTS)
+        self._require(EngineEvent.READ_WEIGHTS)
         async with self._order:
-            self._require(Event.READ_WEIGHTS)
+            self._require(EngineEvent.READ_WEIGHTS)
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             sums: dict[str, str] = (await self.make.call_workers("roll_lite_checksums", dtypes=self._dtypes, shapes=shapes))[0]
         assert sums.keys() == self._shapes.keys(), f"held and checkpoint differ: {sorted(sums.keys() ^ self._shapes.keys())[:5]}"
@@ -326,12 +326,12 @@ class EngineStrategy(InferenceStrategy):
         assert self._life.failure is not None
         self._fail(self._life.failure)
 
-    def _require(self, event: Event) -> None:
+    def _require(self, event: EngineEvent) -> None:
         self._check()
         self._life.require(event)
 
     def _require_alive(self) -> None:
-        self._require(Event.RESUME)  # which only an engine that does not run refuses
+        self._require(EngineEvent.RESUME)  # which only an engine that does not run refuses
 
     def _require_update(self) -> WeightUpdate:
         self._check()

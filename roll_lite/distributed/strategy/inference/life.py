@@ -20,22 +20,23 @@ class EngineState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     PAUSED = "paused"
-    """By its callers."""
+    """By `pause`: it generates nothing until `resume`, and holds everything that it needs to."""
     UPDATING = "updating"
     """It holds parts of two sets of weights."""
     CACHE_OFFLOADED = "cache offloaded"
+    """The KV cache alone; the weights are on the device."""
     WEIGHTS_OFFLOADED = "weights offloaded"
-    """And perhaps the cache."""
+    """The weights are in host memory; the KV cache may be offloaded as well."""
     DEAD = "dead"
 
 
-class Event(StrEnum):
+class EngineEvent(StrEnum):
     START = "start"
     PAUSE = "pause"
     RESUME = "resume"
     CONNECT = "connect"
     BEGIN_UPDATE = "begin update"
-    """Announced: nothing has arrived, and beginning again starts over."""
+    """An update is announced. Nothing has arrived yet; another announcement takes its place."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
     """The first bucket did not come: the old weights are still whole."""
@@ -46,11 +47,11 @@ class Event(StrEnum):
     DIE = "die"
 
 
-_S, _E = EngineState, Event
+_S, _E = EngineState, EngineEvent
 _AWAKE = {_S.SERVING, _S.PAUSED}
 _AWAY = {_S.CACHE_OFFLOADED, _S.WEIGHTS_OFFLOADED}
 
-TRANSITIONS: Mapping[EngineState, Mapping[Event, Set[EngineState]]] = {
+TRANSITIONS: Mapping[EngineState, Mapping[EngineEvent, Set[EngineState]]] = {
     _S.STARTING: {_E.START: {_S.SERVING}, _E.DIE: {_S.DEAD}},
     _S.SERVING: {
         _E.PAUSE: {_S.PAUSED},
@@ -124,15 +125,15 @@ class EngineLife:
         self.failure = failure
         """Why it cannot serve."""
         self.paused = False
-        """By its callers."""
+        """`pause` was called, and `resume` not yet."""
         self.away: set[EngineMemory] = set()
-        """Offloaded."""
+        """What is offloaded."""
         self.update: WeightUpdate | None = None
-        """That has been announced."""
+        """The weight update that was announced and is not finished."""
         self.receiving = False
-        """Buckets of it have come in."""
+        """Buckets of that update have come in."""
         self.version = 0
-        """Of the weights that generate."""
+        """Version of the weights that generate."""
 
     @property
     def state(self) -> EngineState:
@@ -146,16 +147,16 @@ class EngineLife:
 
     @property
     def held_up(self) -> bool:
-        """By more than its callers."""
+        """It could not generate now even if nobody had paused it."""
         return self.state not in _AWAKE
 
     # ------------------------------------------------------------ what is allowed
 
-    def require(self, event: Event) -> None:
+    def require(self, event: EngineEvent) -> None:
         state = self.state
         if event in TRANSITIONS[state]:
             return
-        if event is Event.START:
+        if event is EngineEvent.START:
             raise RuntimeError(f"{self._make} engine: a strategy starts its engine once; make a new strategy for another")
         if state in (EngineState.STARTING, EngineState.DEAD):
             raise EngineDead(f"{self._make} engine: {self.failure}")
@@ -167,7 +168,7 @@ class EngineLife:
 
     def require_update(self) -> WeightUpdate:
         """The one that has been announced, in a state in which its buckets may come."""
-        self.require(Event.RECEIVE)
+        self.require(EngineEvent.RECEIVE)
         if self.update is None:
             raise RuntimeError("no weight update has begun: begin_weight_update comes first")
         return self.update
@@ -175,50 +176,50 @@ class EngineLife:
     # ------------------------------------------------------------ what happens
 
     @contextmanager
-    def _changes(self, event: Event) -> Iterator[None]:
+    def _changes(self, event: EngineEvent) -> Iterator[None]:
         self.require(event)
         following = TRANSITIONS[self.state][event]
         yield
         assert self.state in following, f"{event} leads to {self.state}"
 
     def start(self) -> None:
-        with self._changes(Event.START):
+        with self._changes(EngineEvent.START):
             self.failure = None
 
     def pause(self) -> None:
-        with self._changes(Event.PAUSE):
+        with self._changes(EngineEvent.PAUSE):
             self.paused = True
 
     def resume(self) -> None:
-        with self._changes(Event.RESUME):
+        with self._changes(EngineEvent.RESUME):
             self.paused = False
 
     def begin_update(self, update: WeightUpdate) -> None:
-        with self._changes(Event.BEGIN_UPDATE):
+        with self._changes(EngineEvent.BEGIN_UPDATE):
             self.update = update
 
     def receive(self) -> WeightUpdate:
         update = self.require_update()
-        with self._changes(Event.RECEIVE):
+        with self._changes(EngineEvent.RECEIVE):
             self.receiving = True
         return update
 
     def break_off(self) -> None:
-        with self._changes(Event.BREAK_OFF):
+        with self._changes(EngineEvent.BREAK_OFF):
             self.receiving = False
 
     def finish_update(self, version: int) -> None:
-        with self._changes(Event.FINISH_UPDATE):
+        with self._changes(EngineEvent.FINISH_UPDATE):
             self.update, self.receiving, self.version = None, False, version
 
     def offload(self, parts: Iterable[EngineMemory]) -> None:
-        with self._changes(Event.OFFLOAD):
+        with self._changes(EngineEvent.OFFLOAD):
             self.away |= set(parts)
 
     def load(self, parts: Iterable[EngineMemory]) -> None:
-        with self._changes(Event.LOAD):
+        with self._changes(EngineEvent.LOAD):
             self.away -= set(parts)
 
     def die(self, why: str) -> None:
-        with self._changes(Event.DIE):
+        with self._changes(EngineEvent.DIE):
             self.failure = why

@@ -18,7 +18,7 @@ class EngineMake(Protocol):
 
     @property
     def name(self) -> str:
-        """In messages."""
+        """What messages call it."""
         ...
 
     @property

@@ -43,12 +43,6 @@ class StateMover:
         missing = [group for group in groups if group in self._away]
         assert not missing, f"{', '.join(missing)} are offloaded: load them first"
 
-    def resident_bytes(self, group: StateGroup) -> int:
-        """Device memory that the group's storages take."""
-        if group in self._away:
-            return sum(storage.nbytes() for storage, _, _ in self._away[group])
-        return sum(storage.nbytes() for storage in self._storages(group))
-
     def _empty(self, storage: torch.UntypedStorage, keep: bool) -> tuple[torch.UntypedStorage, int, torch.Tensor | None]:
         size = storage.nbytes()
         kept = None

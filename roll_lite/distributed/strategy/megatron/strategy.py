@@ -38,7 +38,7 @@ from roll_lite.distributed.strategy.megatron.parallel import check_layout, join_
 from roll_lite.distributed.weight_sync.plan import ExportPlan
 
 SAVE_BUCKET_BYTES = 4 << 30
-"""Size of a safetensors file."""
+"""The most bytes in one safetensors file."""
 LOSS = ""
 """Name under which the loss travels with the metrics; no metric can have it."""
 

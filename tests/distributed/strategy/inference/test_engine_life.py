@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from roll_lite.distributed.strategy.base import EngineMemory
-from roll_lite.distributed.strategy.inference.life import TRANSITIONS, EngineDead, EngineLife, EngineState, Event
+from roll_lite.distributed.strategy.inference.life import TRANSITIONS, EngineDead, EngineEvent, EngineLife, EngineState
 from roll_lite.distributed.weight_sync.plan import ExportedTensor
 from roll_lite.distributed.weight_sync.update import WeightUpdate
 
 WEIGHTS, CACHE = EngineMemory.WEIGHTS, EngineMemory.KV_CACHE
 BOTH = (WEIGHTS, CACHE)
-S, E = EngineState, Event
+S, E = EngineState, EngineEvent
 
 ALLOWED = {
     S.STARTING: "start die",
@@ -68,7 +68,7 @@ WAYS: dict[EngineState, Callable[[], EngineLife]] = {
     S.DEAD: lambda: life(start, lambda one: one.die("power cut")),
 }
 
-DOES: dict[Event, Callable[[EngineLife], Any]] = {
+DOES: dict[EngineEvent, Callable[[EngineLife], Any]] = {
     E.START: EngineLife.start,
     E.PAUSE: EngineLife.pause,
     E.RESUME: EngineLife.resume,
@@ -84,16 +84,16 @@ DOES: dict[Event, Callable[[EngineLife], Any]] = {
 }
 
 
-def allowed(state: EngineState) -> set[Event]:
-    return {Event[name.upper()] for name in ALLOWED[state].split()}
+def allowed(state: EngineState) -> set[EngineEvent]:
+    return {EngineEvent[name.upper()] for name in ALLOWED[state].split()}
 
 
 def test_the_table_is_what_it_is_meant_to_be() -> None:
     assert {state: set(row) for state, row in TRANSITIONS.items()} == {state: allowed(state) for state in EngineState}
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(EngineState, Event)), ids=str)
-def test_every_event_in_every_state(state: EngineState, event: Event) -> None:
+@pytest.mark.parametrize(("state", "event"), list(itertools.product(EngineState, EngineEvent)), ids=str)
+def test_every_event_in_every_state(state: EngineState, event: EngineEvent) -> None:
     one = WAYS[state]()
     assert one.state is state
     if event is E.RECEIVE and one.update is None and event in allowed(state):
@@ -156,7 +156,7 @@ def test_where_several_states_may_follow(one: EngineLife, step: Callable[[Engine
         (S.SERVING, E.FINISH_UPDATE, "no weight update is under way"),
     ],
 )
-def test_a_refusal_says_what_to_do(state: EngineState, event: Event, message: str) -> None:
+def test_a_refusal_says_what_to_do(state: EngineState, event: EngineEvent, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         DOES[event](WAYS[state]())
 

@@ -32,7 +32,7 @@ class Recorder:
     """A make that runs, is paused, is told; a request that runs on an offloaded engine or on half its weights is a failure of the test."""
 
     name = "recorded"
-    capabilities = Capabilities(keep_mask=False, frees_memory=False, pause_modes=frozenset(PauseMode))
+    capabilities = Capabilities(keep_mask=False)
     notes = ()
 
     def __init__(self) -> None:

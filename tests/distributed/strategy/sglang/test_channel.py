@@ -7,12 +7,12 @@ import socket
 
 import pytest
 
-from roll_lite.distributed.strategy.sglang.compat.channel import Channel, Closed
+from roll_lite.distributed.strategy.sglang.compat.channel import Closed, PickleChannel
 
 
-async def pair() -> tuple[Channel, Channel]:
+async def pair() -> tuple[PickleChannel, PickleChannel]:
     first, second = socket.socketpair()
-    return await Channel.over(first), await Channel.over(second)
+    return await PickleChannel.over(first), await PickleChannel.over(second)
 
 
 async def test_messages_arrive_whole_and_in_order() -> None:

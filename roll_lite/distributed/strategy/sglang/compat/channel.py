@@ -28,7 +28,7 @@ class Closed(ConnectionError):
     """The other end is gone."""
 
 
-class Channel:
+class PickleChannel:
     """One end, on this process's event loop. One task receives; any may send."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -36,7 +36,7 @@ class Channel:
         self._writer = writer
 
     @classmethod
-    async def over(cls, end: socket.socket) -> Channel:
+    async def over(cls, end: socket.socket) -> PickleChannel:
         return cls(*await asyncio.open_connection(sock=end))
 
     def send(self, message: Any) -> None:

@@ -24,7 +24,7 @@ from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineProcesses, group, kill_all
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.sglang.compat import settings
-from roll_lite.distributed.strategy.sglang.compat.channel import Channel, Closed, Start
+from roll_lite.distributed.strategy.sglang.compat.channel import Closed, PickleChannel, Start
 from roll_lite.distributed.strategy.sglang.compat.settings import logged_error
 from roll_lite.distributed.weight_sync.group import TransferError
 
@@ -44,14 +44,14 @@ class SglangEngine:
         environment = settings.engine_environment(spec.threads, self._cuda, spec.strategy.tensor_parallel)
         self._variables = environment.variables()
         self.notes = environment.notes()
-        self.capabilities = Capabilities(keep_mask=True, frees_memory=self._cuda, pause_modes=frozenset(PauseMode))
+        self.capabilities = Capabilities(keep_mask=True)
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         """Futures of requests and of calls, by number."""
         self._request_ids: dict[int, str] = {}
         self._begun: set[str] = set()
         self._scratch: Scratch | None = None
-        self._channel: Channel | None = None
+        self._channel: PickleChannel | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._listening: asyncio.Task[None] | None = None
         self._given_up: str | None = None
@@ -72,7 +72,7 @@ class SglangEngine:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._channel = await Channel.over(ours)
+        self._channel = await PickleChannel.over(ours)
         self._channel.send(Start(self._spec, self._cuda, scratch.path))
         try:
             state, answer = await self._channel.receive()

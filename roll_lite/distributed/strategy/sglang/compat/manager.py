@@ -135,7 +135,7 @@ class Manager:
         return bool((await self._manager.flush_cache()).success)
 
     async def offload(self, parts: Collection[EngineMemory]) -> None:
-        """Of an engine whose cache has been cleared."""
+        """Release the memory of these parts. The cache has to be cleared before."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[_TAGS[part] for part in parts]), None)

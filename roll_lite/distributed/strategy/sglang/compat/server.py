@@ -22,7 +22,7 @@ from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host_or_leader
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH, clear, name_semaphores
-from roll_lite.distributed.strategy.sglang.compat.channel import Channel, Closed, Start
+from roll_lite.distributed.strategy.sglang.compat.channel import Closed, PickleChannel, Start
 from roll_lite.distributed.strategy.sglang.compat.manager import Manager
 from roll_lite.distributed.strategy.sglang.compat.settings import keep_files_in
 
@@ -50,7 +50,7 @@ class _Running:
 class EngineServer:
     """The hosting process's commands, carried out on one engine."""
 
-    def __init__(self, manager: Manager, seed: int, channel: Channel) -> None:
+    def __init__(self, manager: Manager, seed: int, channel: PickleChannel) -> None:
         self._manager = manager
         self._channel = channel
         self._seeds = random.Random(seed)
@@ -212,14 +212,14 @@ def _stop(manager: Manager, scratch: str) -> NoReturn:
     os._exit(0)  # without the wait for sockets on which nobody listens
 
 
-async def _serve(channel: Channel, start: Start, manager: Manager) -> None:
+async def _serve(channel: PickleChannel, start: Start, manager: Manager) -> None:
     await manager.freeze_gc()
     channel.send(("ready", manager.process_ids()))
     await EngineServer(manager, start.spec.seed, channel).serve()
 
 
-async def _first_message(end: socket.socket) -> tuple[Channel, Start]:
-    channel = await Channel.over(end)
+async def _first_message(end: socket.socket) -> tuple[PickleChannel, Start]:
+    channel = await PickleChannel.over(end)
     return channel, await channel.receive()
 
 

@@ -42,7 +42,7 @@ class VllmEngine:
         self._cuda = torch.cuda.is_available()
         environment = settings.engine_environment(spec.threads, self._cuda)
         self._variables = environment.variables()
-        self.capabilities = Capabilities(keep_mask=True, frees_memory=self._cuda, pause_modes=frozenset(PauseMode))
+        self.capabilities = Capabilities(keep_mask=True)
         self.notes = settings.notes(self._strategy, spec.max_model_len, self._cuda, environment)
         self._scratch: Scratch | None = None
         self._running: AsyncLLM | None = None

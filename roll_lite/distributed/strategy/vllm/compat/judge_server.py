@@ -80,7 +80,7 @@ def _stand_in_for_sagemaker() -> None:
         return
 
     def unchanged(first: Any = None, *_: Any, **__: Any) -> Any:
-        """As a decorator, with arguments or without."""
+        """A decorator that changes nothing, usable with arguments or without."""
         return first if callable(first) else unchanged
 
     package, module = ModuleType(SAGEMAKER), ModuleType(f"{SAGEMAKER}.sagemaker")

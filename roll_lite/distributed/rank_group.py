@@ -1,4 +1,5 @@
-"""The ranks of a cluster live together and die together, and whoever waits for anything notices the death or the silence of any of them."""
+"""RankGroup: the ranks of one cluster, which live and die together. WATCH: all groups of this process, of whose deaths and silence
+whoever waits for anything is told."""
 
 from __future__ import annotations
 
