@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-slow test-runs test-parts test-nightly lint format docs recipes bench clean
+.PHONY: help install demo test test-processes test-plain test-slow test-runs test-parts test-nightly lint format docs recipes bench clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -30,7 +30,17 @@ demo: $(STAMP)  ## Train the shipped tiny model; minutes later it has learned
 	@$(VENV)/bin/python examples/start_rlvr_pipeline.py --config-name tiny_grpo
 
 test: $(STAMP)  ## The fast tests (at most 15 minutes on 2 cores)
-	@$(VENV)/bin/python -m pytest -q -m "not slow and not nightly and not gpu"
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-processes test-plain
+
+# About half of them: what starts Ray, engines or ranks.
+PROCESSES := $(addprefix tests/,contracts distributed examples integration pipeline workers)
+FAST := "not slow and not nightly and not gpu"
+
+test-processes: $(STAMP)
+	@$(VENV)/bin/python -m pytest -q -m $(FAST) $(PROCESSES)
+
+test-plain: $(STAMP)
+	@$(VENV)/bin/python -m pytest -q -m $(FAST) $(PROCESSES:%=--ignore=%)
 
 test-slow: $(STAMP)  ## What takes longer: whole runs, and the rest beside them (at most 35 minutes)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-runs test-parts
