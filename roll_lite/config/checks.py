@@ -16,6 +16,7 @@ from roll_lite.config.check_files import DOMAIN_FILE_CHECKS, FILE_CHECKS
 from roll_lite.config.check_layout import LAYOUT_CHECKS, ROLE_CHECKS
 from roll_lite.config.check_reward_models import DOMAIN_MODEL_CHECKS, REWARD_MODEL_CHECKS
 from roll_lite.config.check_rewards import REWARD_CHECKS
+from roll_lite.config.check_trackers import TRACKER_CHECKS
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema import (
     LEAST_TEMPERATURE,
@@ -180,13 +181,6 @@ def _validation_has_data(config: RunConfig) -> Iterator[Problem]:
         yield Problem("validation.enabled", message, True)
 
 
-def _trackers_differ(config: RunConfig) -> Iterator[Problem]:
-    types = [tracker.type for tracker in config.trackers]
-    for index, name in enumerate(types):
-        if name in types[:index]:
-            yield Problem(f"trackers.{index}.type", f"trackers.{types.index(name)} is {name} too; keep one", name)
-
-
 def _max_model_len(config: RunConfig) -> Iterator[Problem]:
     given = getattr(config.actor_infer.strategy, "max_model_len", None)
     longest = longest_sequence(config)
@@ -219,7 +213,7 @@ RUN_CHECKS = (
     _one_temperature,
     _validation_temperature,
     _validation_has_data,
-    _trackers_differ,
+    *TRACKER_CHECKS,
     _max_model_len,
 )
 

@@ -795,8 +795,10 @@ class BatchFilesConfig(Section):
 
 
 class TrackerConfig(Section):
-    type: Literal["jsonl", "tensorboard"]
-    """Where metrics are written."""
+    type: str
+    """jsonl, tensorboard, wandb, mlflow, swanlab, or the dotted path to a class of your own, package.module.Class."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Of `wandb.init` or `swanlab.init`; mlflow's tracking_uri, experiment_name and run_name; those of your class."""
 
 
 class WeightSyncConfig(Section):

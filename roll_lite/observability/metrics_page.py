@@ -14,6 +14,24 @@ Generated from `roll_lite/observability/metric_table.py` by `python -m roll_lite
 A *mean* is a sum over a count of everything the step saw (samples, tokens, optimizer steps), never an average of averages;
 *last* is the newest value. A metric by domain appears as `domain/<domain>/<name>` and, but for *last*, over all domains as
 `<name>`. One by phase appears as `<name>/<phase>`. The losses and their gradients are explained in [algorithms.md](algorithms.md).
+
+## Where they go
+
+```yaml
+trackers:
+  - {type: jsonl}                                     # metrics.jsonl in the run's folder
+  - {type: tensorboard}                               # tensorboard/ there
+  - {type: wandb, args: {project: mine, mode: offline}}            # args of wandb.init
+  - {type: mlflow, args: {tracking_uri: "sqlite:///mlflow.db"}}    # and experiment_name, run_name
+  - {type: swanlab, args: {project: mine, mode: local}}            # args of swanlab.init
+  - {type: my_package.my_module.MyTracker, args: {}}  # a subclass of roll_lite.observability.trackers.Tracker, made with (run, **args)
+```
+
+The three services are optional dependencies: `roll_lite[wandb]`, `roll_lite[mlflow]`, `roll_lite[swanlab]`. They get the metrics and the
+configuration. Values of environment variables whose names say that they are secrets are taken out of it, and no command line, source,
+console output or machine data is collected (`settings` among wandb's args changes that). A resumed run goes on in the tracker's run of
+the one before it: `trackers.json` in the run's folder keeps the ids. A tracker that cannot start ends the run at once; one that fails
+later is told and left out, and the run goes on.
 """
 
 

@@ -1,57 +1,80 @@
-"""Where metrics are written. A tracker gets flat names and numbers once per step."""
+"""Where metrics are written. A tracker gets flat names and numbers once per step; `TRACKERS` and a user's own class are made alike."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from roll_lite.config.schema import TrackerConfig
 
 METRICS_FILE = "metrics.jsonl"
+IDS_FILE = "trackers.json"
+"""What each tracker calls this run, by type: a run that goes on from it goes on there."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told when it is made."""
+
+    folder: Path
+    experiment: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The configuration, without secrets."""
+    id: str | None = None
+    """Where the run goes on from another one: what this tracker called that."""
 
 
 class Tracker(ABC):
+    """A class of your own is made with a `TrackedRun` and the `args` of its entry in the configuration."""
+
+    run_id: str | None = None
+    """What it calls the run, where it can go on with it later."""
+
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """May be called more than once for a step, with different names."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Safe to call twice."""
+    def close(self, exit_state: str = "completed") -> None:
+        """Safe to call twice. `exit_state`: completed, interrupted, or failed: <cause>."""
 
 
 class JsonlTracker(Tracker):
     """`metrics.jsonl`: one object per call, on disk when the call returns. Numbers that JSON lacks (NaN, infinities) become null."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
+    def __init__(self, run: TrackedRun) -> None:
+        self._file = (run.folder / METRICS_FILE).open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         record = {"step": step} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, exit_state: str = "completed") -> None:
         self._file.close()
 
 
 class TensorBoardTracker(Tracker):
     """Event files under `tensorboard/`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         # Imported here: it takes a second that runs without this tracker need not spend.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10)
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, exit_state: str = "completed") -> None:
         self._writer.close()
 
 
@@ -64,28 +87,88 @@ class HistoryTracker(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.records.setdefault(step, {}).update(metrics)
 
-    def close(self) -> None:
+    def close(self, exit_state: str = "completed") -> None:
         pass
 
 
 class Trackers(Tracker):
-    """Several as one."""
+    """Several as one. One that fails on the way costs the run its metrics there, not the run."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
+    def __init__(self, trackers: Sequence[Tracker], tell: Callable[[str], None] = lambda _: None) -> None:
         self._trackers = list(trackers)
+        self._tell = tell
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.log(step, metrics)
+        self._each(lambda tracker: tracker.log(step, metrics))
 
-    def close(self) -> None:
-        for tracker in self._trackers:
-            tracker.close()
+    def close(self, exit_state: str = "completed") -> None:
+        self._each(lambda tracker: tracker.close(exit_state))
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                call(tracker)
+            except Exception as error:  # a process edge: a service or a user's code, any of whose failures is told
+                self._trackers.remove(tracker)
+                self._tell(f"{type(tracker).__name__} failed and gets nothing more: {type(error).__name__}: {error}")
 
 
-TRACKERS: dict[str, Callable[[Path], Tracker]] = {"jsonl": JsonlTracker, "tensorboard": TensorBoardTracker}
+LOCAL: dict[str, Callable[[TrackedRun], Tracker]] = {"jsonl": JsonlTracker, "tensorboard": TensorBoardTracker}
+"""Without arguments."""
+SERVICES = {
+    "wandb": "roll_lite.observability.tracking_services.WandbTracker",
+    "mlflow": "roll_lite.observability.tracking_services.MlflowTracker",
+    "swanlab": "roll_lite.observability.tracking_services.SwanLabTracker",
+}
+"""Imported where they are wanted."""
 
 
-def build_trackers(configs: Sequence[TrackerConfig], folder: Path) -> list[Tracker]:
-    """Those that the configuration names, writing under the run's folder."""
-    return [TRACKERS[config.type](folder) for config in configs]
+SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
+SHORTEST_SECRET = 6
+
+
+def without_secrets(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """As trackers may have them: the name of an environment variable for its value, where the name says that it is a secret; and not
+    what trackers themselves are given."""
+    secrets = {value: name for name, value in environment.items() if SECRET.search(name) and len(value) >= SHORTEST_SECRET}
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: shown(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [shown(one) for one in value]
+        for secret, name in secrets.items() if isinstance(value, str) else ():
+            value = value.replace(secret, f"${{oc.env:{name}}}")
+        return value
+
+    return {key: shown(value) for key, value in settings.items() if key != "trackers"}
+
+
+def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, goes_on_from: Path | None = None) -> list[Tracker]:
+    """Those that the configuration names. `goes_on_from`: the folder of the run that this one resumes."""
+    known = _ids(goes_on_from) if goes_on_from is not None else {}
+    built = [_built(config, replace(run, id=known.get(config.type)), f"trackers.{index}") for index, config in enumerate(configs)]
+    ids = {config.type: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}
+    if ids:
+        (run.folder / IDS_FILE).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
+    return built
+
+
+def _built(config: TrackerConfig, run: TrackedRun, path: str) -> Tracker:
+    if config.type in LOCAL:
+        return LOCAL[config.type](run)
+    module, _, name = SERVICES.get(config.type, config.type).rpartition(".")
+    try:
+        tracker = getattr(import_module(module), name)(run, **config.args)
+    except Exception as error:  # a process edge: as above
+        raise ValueError(f"{path}: {config.type}: {type(error).__name__}: {error}") from error
+    if not isinstance(tracker, Tracker):
+        raise ValueError(f"{path}.type: {config.type} is {type(tracker).__name__}, no {Tracker.__module__}.{Tracker.__name__}")
+    return tracker
+
+
+def _ids(folder: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads((folder / IDS_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # another folder than a run's, or a run without any
+        return {}

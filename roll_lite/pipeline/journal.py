@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from roll_lite.algorithms.rewards import Masked
 from roll_lite.algorithms.token_metrics import ratio_quantiles
+from roll_lite.config.checkpoint_files import resumption
 from roll_lite.config.schema import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
@@ -20,7 +22,7 @@ from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
 from roll_lite.observability.report import accuracy_change, write_summary
 from roll_lite.observability.timers import StepTimers
-from roll_lite.observability.trackers import HistoryTracker, Trackers, build_trackers
+from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Trackers, build_trackers, without_secrets
 from roll_lite.pipeline.weights import Pushed
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.actor import CreditReport
@@ -46,12 +48,20 @@ class Journal:
         self.history = HistoryTracker()
         self.console = RunConsole(list(config.domains), config.steps)
         self._config = config
-        self._trackers = Trackers([*build_trackers(config.trackers, folder), self.history])
+        self._trackers = Trackers([self.history])
         self._sums = MetricSums()
         self._domains = list(config.domains)
         self._first = self._steps = 0
         """Steps done when the run began, and by now."""
         self._tokens = {"prompt": 0, "response": 0, "trained": 0}
+
+    def connect(self) -> None:
+        """Start the trackers; ValueError for one that cannot be."""
+        config, resume = self._config, self._config.checkpoint.resume
+        settings = without_secrets(config.model_dump(mode="json"), os.environ)
+        earlier = resumption(resume).checkpoint.parent.parent if resume is not None else None
+        built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings), earlier)
+        self._trackers = Trackers([*built, self.history], self.console.message)
 
     # ---------------------------------------------------------------- a step
 
@@ -217,8 +227,7 @@ class Journal:
         self.console.validation(step, metrics)
 
     def close(self, exit_state: str) -> None:
-        """Summary, picture, table. Called once, however the run ends."""
-        self._trackers.close()
+        """Summary, picture, table, trackers. Called once, however the run ends."""
         validated = [record for _, record in sorted(self.history.records.items()) if "validation/accuracy" in record]
         accuracy = accuracy_change(
             list(self._config.domains), validated[0] if validated else {}, validated[-1] if len(validated) > 1 else {}
@@ -236,6 +245,7 @@ class Journal:
         draw_curves(self.folder / CURVES_FILE, self.history.records, list(self._config.domains), self._config.experiment)
         if validated:
             self.console.finish(accuracy, self._steps, wall["total"], self.folder, resumed_after=self._first)
+        self._trackers.close(exit_state)
 
 
 def _flat(scores: torch.Tensor) -> bool:

@@ -46,6 +46,7 @@ def run(config: RunConfig) -> int:
     # The signals too, for Ray puts its own handlers in place when it starts.
     with interruption.handled(), WATCHDOG.patrol(end.give_up), end.recorded():
         announce(config, journal)
+        journal.connect()
         with ray_session(config.ray, folder) as session, interruption.handled(), end.recorded():
             with journal.timers.phase("start"):
                 engine = config.actor_infer.strategy.name

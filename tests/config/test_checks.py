@@ -45,6 +45,13 @@ CROSS_CHECKS = {
     "validation temperature": ("validation: {temperature: 0.001}", "validation.temperature", "use 0.01 or 0"),
     "validation without data": ("domains: {add: {data: {validation: null}}}", "validation.enabled", "domains.add.data.validation"),
     "trackers": ("trackers: [{type: jsonl}, {type: tensorboard}, {type: jsonl}]", "trackers.2.type", "trackers.0 is jsonl too"),
+    "no such tracker": (
+        "trackers: [{type: wanbd}]",
+        "trackers.0.type",
+        "did you mean 'wandb' or 'swanlab'? A class of your own is a dotted path",
+    ),
+    "arguments of a file": ("trackers: [{type: jsonl, args: {project: x}}]", "trackers.0.args", "jsonl takes no arguments"),
+    "a tracker's module": ("trackers: [{type: nowhere.Tracker}]", "trackers.0.type", "nowhere"),
     "max_model_len": ("actor_infer: {strategy: {max_model_len: 40}}", "actor_infer.strategy.max_model_len", "32 + max_tokens 16 = 48"),
     "scripted engine": ("actor_infer: {strategy: {name: scripted}}", "actor_infer.strategy.name", "tests only"),
     "domain name of all domains together": (

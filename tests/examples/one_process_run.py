@@ -115,6 +115,7 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
         model("critic", CriticWorker, config.algorithm, len(config.domains)),
     )
     journal, files = Journal(config, folder), BatchFiles(config, folder)
+    journal.connect()
     files.keep_start()
     generator = torch.Generator().manual_seed(3)
     pipeline: Any = RLVRPipeline(config, clusters, None, journal, Checkpoints(config, folder), files)  # type: ignore[arg-type]

@@ -1,13 +1,28 @@
 import json
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from roll_lite.config import check_trackers
 from roll_lite.config.schema import TrackerConfig
-from roll_lite.observability.trackers import HistoryTracker, JsonlTracker, Trackers, build_trackers
+from roll_lite.observability.trackers import (
+    LOCAL,
+    SERVICES,
+    HistoryTracker,
+    JsonlTracker,
+    TrackedRun,
+    Trackers,
+    build_trackers,
+    without_secrets,
+)
 
 
 def test_jsonl_is_on_disk_after_each_step(tmp_path: Path) -> None:
-    tracker = JsonlTracker(tmp_path)
+    tracker = JsonlTracker(TrackedRun(tmp_path))
     tracker.log(1, {"reward/mean": 0.5, "critic/explained_variance": math.nan})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [{"step": 1, "reward/mean": 0.5, "critic/explained_variance": None}]
@@ -19,7 +34,7 @@ def test_jsonl_is_on_disk_after_each_step(tmp_path: Path) -> None:
 
 def test_jsonl_of_a_resumed_run_goes_on(tmp_path: Path) -> None:
     for step in (1, 2):
-        tracker = JsonlTracker(tmp_path)
+        tracker = JsonlTracker(TrackedRun(tmp_path))
         tracker.log(step, {})
         tracker.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
@@ -28,7 +43,7 @@ def test_jsonl_of_a_resumed_run_goes_on(tmp_path: Path) -> None:
 def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (tracker,) = build_trackers([TrackerConfig(type="tensorboard")], tmp_path)
+    (tracker,) = build_trackers([TrackerConfig(type="tensorboard")], TrackedRun(tmp_path))
     tracker.log(1, {"domain/math/reward/mean": 0.25})
     tracker.log(2, {"domain/math/reward/mean": 0.75})
     tracker.close()
@@ -39,9 +54,105 @@ def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
 
 def test_the_configured_trackers_are_built(tmp_path: Path) -> None:
     history = HistoryTracker()
-    trackers = Trackers([*build_trackers([TrackerConfig(type="jsonl")], tmp_path), history])
+    trackers = Trackers([*build_trackers([TrackerConfig(type="jsonl")], TrackedRun(tmp_path)), history])
     trackers.log(3, {"actor/lr": 0.1})
     trackers.log(3, {"validation/accuracy": 0.5})
     trackers.close()
     assert history.records == {3: {"actor/lr": 0.1, "validation/accuracy": 0.5}}
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+OWN = """
+import json
+from roll_lite.observability.trackers import Tracker
+
+class Notes(Tracker):
+    def __init__(self, run, file="notes.txt", broken=False):
+        if broken == "start":
+            raise RuntimeError("no room")
+        self.path, self.broken = run.folder / file, broken
+        self.run_id = run.id or "note-1"
+        self.path.write_text(json.dumps([run.experiment, run.settings, run.id]) + "\\n")
+
+    def log(self, step, metrics):
+        if self.broken:
+            raise OSError("the wall is full")
+        self.path.open("a").write(f"{step} {dict(metrics)}\\n")
+
+    def close(self, exit_state="completed"):
+        self.path.open("a").write(f"{exit_state}\\n")
+
+def nothing(run):
+    return None
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "own_trackers.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    yield tmp_path
+    sys.modules.pop("own_trackers", None)
+
+
+def notes(**args: Any) -> TrackerConfig:
+    return TrackerConfig(type="own_trackers.Notes", args=args)
+
+
+def test_a_class_of_ones_own(own: Path) -> None:
+    run = TrackedRun(own / "first", "mine", {"seed": 1})
+    trackers = Trackers(build_trackers([notes(file="own.txt")], run))
+    trackers.log(1, {"reward/mean": 0.5})
+    trackers.close("interrupted")
+    assert (own / "first/own.txt").read_text().splitlines() == ['["mine", {"seed": 1}, null]', "1 {'reward/mean': 0.5}", "interrupted"]
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_its_tracker(own: Path) -> None:
+    build_trackers([notes(), TrackerConfig(type="jsonl")], TrackedRun(own / "first"))
+    assert json.loads((own / "first/trackers.json").read_text()) == {"own_trackers.Notes": "note-1"}
+    (tracker,) = build_trackers([notes()], TrackedRun(own / "second"), goes_on_from=own / "first")
+    assert json.loads((own / "second/notes.txt").read_text())[2] == "note-1" == tracker.run_id
+    build_trackers([notes()], TrackedRun(own / "second"), goes_on_from=own)
+    assert json.loads((own / "second/notes.txt").read_text())[2] is None, "that folder knows of none"
+
+
+def test_a_tracker_that_fails_on_the_way_is_told_once_and_costs_no_more(own: Path) -> None:
+    told: list[str] = []
+    history = HistoryTracker()
+    trackers = Trackers([*build_trackers([notes(broken="later")], TrackedRun(own / "first")), history], told.append)
+    for step in (1, 2):
+        trackers.log(step, {"x": 1.0})
+    trackers.close()
+    assert told == ["Notes failed and gets nothing more: OSError: the wall is full"]
+    assert list(history.records) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (notes(broken="start"), "trackers.0: own_trackers.Notes: RuntimeError: no room"),
+        (notes(flie="x"), "trackers.0: own_trackers.Notes: TypeError"),
+        (TrackerConfig(type="own_trackers.nothing"), "trackers.0.type: own_trackers.nothing is NoneType, no roll_lite.observability"),
+        (TrackerConfig(type="no_such_module.Tracker"), "trackers.0: no_such_module.Tracker: ModuleNotFoundError"),
+    ],
+)
+def test_a_tracker_that_cannot_start_is_told_by_its_path(own: Path, config: TrackerConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_trackers([config], TrackedRun(own / "first"))
+
+
+def test_secrets_are_not_shown() -> None:
+    settings = {
+        "model": {"path": "/models/a"},
+        "domains": {"x": {"reward": {"args": {"headers": ["Bearer sk-12345678"], "api_key_env": "MY_API_KEY"}}}},
+        "trackers": [{"type": "wandb", "args": {"key": "sk-other"}}],
+    }
+    shown = without_secrets(settings, {"MY_API_KEY": "sk-12345678", "SHORT_TOKEN": "a", "HOME": "/models"})
+    assert "trackers" not in shown and shown["model"] == {"path": "/models/a"}
+    assert shown["domains"]["x"]["reward"]["args"] == {"headers": ["Bearer ${oc.env:MY_API_KEY}"], "api_key_env": "MY_API_KEY"}
+
+
+def test_the_configurations_checks_know_the_same_trackers() -> None:
+    assert tuple(LOCAL) == check_trackers.LOCAL and tuple(SERVICES) == check_trackers.SERVICES

@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
     monkeypatch.chdir(ROOT)
-    return Journal(load_config("tiny_grpo", ROOT / "examples/configs", ["trackers=[{type: jsonl}]"]), tmp_path)
+    journal = Journal(load_config("tiny_grpo", ROOT / "examples/configs", ["trackers=[{type: jsonl}]"]), tmp_path)
+    journal.connect()
+    return journal
 
 
 def update(mismatch: float, tokens: tuple[int, int, int] = (10, 0, 30), epoch: int = 0) -> Update:

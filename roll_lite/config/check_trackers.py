@@ -1,0 +1,40 @@
+"""Trackers: are they there, and each once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.reward_reference import check_function
+from roll_lite.config.schema import RunConfig
+
+LOCAL = ("jsonl", "tensorboard")
+SERVICES = ("wandb", "mlflow", "swanlab")
+"""Each the name of a package, and of an optional dependency; a test holds both against the trackers."""
+
+
+def _differ(config: RunConfig) -> Iterator[Problem]:
+    types = [tracker.type for tracker in config.trackers]
+    for index, name in enumerate(types):
+        if name in types[:index]:
+            yield Problem(f"trackers.{index}.type", f"trackers.{types.index(name)} is {name} too; keep one", name)
+
+
+def _known(config: RunConfig) -> Iterator[Problem]:
+    for index, tracker in enumerate(config.trackers):
+        path, name = f"trackers.{index}", tracker.type
+        if name in LOCAL:
+            if tracker.args:
+                yield Problem(f"{path}.args", f"{name} takes no arguments", tracker.args)
+        elif name in SERVICES:
+            if find_spec(name) is None:
+                yield Problem(f"{path}.type", f'its package is not installed: pip install "roll_lite[{name}]"', name)
+        elif "." in name:
+            yield from check_function(path, "type", name, tracker.args)
+        else:
+            near = did_you_mean(name, [*LOCAL, *SERVICES])
+            yield Problem(f"{path}.type", f"no such tracker; {near} A class of your own is a dotted path, package.module.Class", name)
+
+
+TRACKER_CHECKS = (_differ, _known)
