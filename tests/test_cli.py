@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from support_weights import tensors, write_safetensors
 
 from roll_lite.cli import main
 from roll_lite.config.schema import RunConfig
@@ -49,13 +51,20 @@ def test_the_gpu_example_asks_for_its_paths_and_is_right_with_them(capsys: pytes
     error = capsys.readouterr().err
     asked = {"model.path", "domains.math.data.train", "domains.math.data.validation"}
     assert {line.split(":")[0].removeprefix("  - ") for line in error.splitlines()[1:]} == asked
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "qwen2", "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,'
-        '"hidden_size": 3584, "intermediate_size": 18944, "vocab_size": 152064, "max_position_embeddings": 32768}'
-    )
+    shape = {
+        "model_type": "qwen2",
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "vocab_size": 152064,
+        "max_position_embeddings": 32768,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "..."}')
     (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_text("")
+    write_safetensors(tmp_path / "model.safetensors", tensors(shape))
     data = "examples/data/add_train.jsonl"
     given = [f"model.path={tmp_path}", f"domains.math.data.train={data}", f"domains.math.data.validation={data}"]
     assert main(["check", "--config-name", QWEN, *given]) == 0

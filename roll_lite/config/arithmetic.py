@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
@@ -332,8 +332,8 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def _ranges(devices: tuple[int, ...]) -> str:
-    ordered = sorted(devices)
+def _ranges(devices: Collection[int]) -> str:
+    ordered, devices = sorted(devices), frozenset(devices)
     starts = [number for number in ordered if number - 1 not in devices]
     ends = [number for number in ordered if number + 1 not in devices]
     return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))

@@ -3,133 +3,166 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from roll_lite.config.data_files import Shard, TagOwners, column_of, declared_columns, files_read, shards_of
-from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.problems import Problem, did_you_mean, show
 from roll_lite.config.schema import DataConfig, DomainConfig, RunConfig
+from roll_lite.config.text_templates import placeholders
 
-SCANNED_ROWS = 200_000
-"""Of JSON lines: a second or two. The start of the run reads all of them."""
+SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
+"""Of JSON lines, and of tables but for their tags: a second or two. The start of the run reads all of them."""
 NAMED_LINES = 5
 
 
 def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Every row has its columns; what only the tokenizer can tell is left to the start of the run."""
+    """Every row has its columns, with values of a kind that can be used; what only the tokenizer can tell is left to the start."""
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
     for split, file in (("train", data.train), ("validation", data.validation)):
         if file is None:
             continue
         place = f"{path}.data.{split}"
+        scan = _Scan(_columns(path, domain, split), data, owners)
         try:
             shards = shards_of(file)
+            rows = _lines(shards) if shards[0].kind == "jsonl" else _table_rows(shards, scan)
+            for where in islice(rows, SCANNED_ROWS):
+                scan.look(*where)
+                if len(scan.mistakes) >= NAMED_LINES:
+                    break
         except (ValueError, OSError) as error:
             yield Problem(place, str(error), str(file))
             continue
-        named = _named_columns(data, split)
-        if shards[0].kind == "jsonl":
-            yield from _lines(shards, file, place, f"{path}.data", data, named, owners)
-        else:
-            yield from _tables(shards, place, f"{path}.data", data, named, owners)
+        yield from scan.problems(place, f"{path}.data", file)
 
 
-def _named_columns(data: DataConfig, split: str) -> dict[str, str]:
-    """Setting to column. What steers the training is no matter for held-out prompts."""
-    named = {"tag": data.tag, "prompt": data.prompt, "answer": data.answer}
+@dataclass(frozen=True)
+class _Column:
+    setting: str
+    """Which names it."""
+    name: str
+    wrong: Callable[[Any], str | None]
+    """What is wrong with a value."""
+
+
+def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
+    """What steers the training is no matter for held-out prompts."""
+    data, template = domain.data, domain.template
+    columns = [_Column(f"{path}.data.prompt", data.prompt, _wrong_chat if template.type == "chat" else _wrong_text)]
+    if data.answer is not None:
+        columns.append(_Column(f"{path}.data.answer", data.answer, lambda value: "is null" if value is None else None))
+    if data.tag is not None:
+        columns.append(_Column(f"{path}.data.tag", data.tag, lambda value: None))
     if split == "train":
-        named |= {"weight": data.weight, "filter.difficulty": data.filter.difficulty}
-    return {setting: column for setting, column in named.items() if column is not None}
+        named = {"weight": data.weight, "filter.difficulty": data.filter.difficulty}
+        columns += [_Column(f"{path}.data.{setting}", name, _wrong_number) for setting, name in named.items() if name is not None]
+    if template.type == "plain":
+        with suppress(ValueError):  # told as the template's mistake
+            text = f"{path}.template.text"
+            columns += [_Column(text, name, _wrong_text) for name in placeholders(template.text) if name != "prompt"]
+    return columns
 
 
-def _tables(
-    shards: list[Shard], place: str, section: str, data: DataConfig, named: dict[str, str], owners: TagOwners | None
-) -> Iterator[Problem]:
-    """Of the rows only their tags are looked at."""
-    tags: list[tuple[Path, str, Any]] = []
-    try:
-        for shard in shards:
-            columns = declared_columns(shard)
-            for setting, column in named.items():
-                if column not in columns:
-                    yield Problem(f"{section}.{setting}", f"{shard.path} has no such column; {did_you_mean(column, columns)}", column)
-            if data.tag in columns:
-                values = column_of(shard, data.tag, SCANNED_ROWS - len(tags))
-                tags += [(shard.path, f"row {number}", value) for number, value in enumerate(values, start=1)]
-    except ValueError as error:
-        yield Problem(place, str(error), str(shard.path))
-        return
-    scan = _Scan()
-    for file, where, tag in tags:
-        _look(scan, file, where, {data.tag: tag}, data, {}, owners)
-    for (tag, file), (where, wrong) in scan.strays.items():
-        yield Problem(f"{section}.tags", f"{file}, {where}: {wrong}", tag)
-    if tags and not scan.rows and not scan.strays:
-        yield Problem(place, "no row has a tag of this domain", str(shards[0].path))
+def _wrong_text(value: Any) -> str | None:
+    if isinstance(value, list):
+        return "is a list of chat messages, which needs template.type: chat"
+    return None if isinstance(value, str | int | float) and not isinstance(value, bool) else f"is {show(value)}, not a text or a number"
+
+
+def _wrong_chat(value: Any) -> str | None:
+    parts = value if isinstance(value, list) and value else [{"role": "user", "content": value}]
+    right = all(isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str) for one in parts)
+    return None if right else f"is {show(value)}, neither a text nor a list of {{role: ..., content: ...}}"
+
+
+def _wrong_number(value: Any) -> str | None:
+    return None if isinstance(value, int | float) and not isinstance(value, bool) else f"is {show(value)}, not a number"
 
 
 @dataclass
 class _Scan:
     """What was seen of the rows that belong to the domain."""
 
+    wanted: list[_Column]
+    data: DataConfig
+    owners: TagOwners | None
     rows: int = 0
     columns: dict[str, None] = field(default_factory=dict)
     """Of all of them, in order."""
     without: dict[str, list[str]] = field(default_factory=dict)
     """Places by the column that is missing there."""
+    unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """By setting: the first place whose value cannot be used, and why."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
     """Rows that no domain would get, by tag and file: the first place, and what is wrong there."""
 
+    def look(self, file: Path, where: str, row: Any) -> None:
+        if not isinstance(row, dict):
+            self.mistakes.append(f"{where} {row}" if isinstance(row, str) else f"{where} is not a JSON object with columns")
+            return
+        self.columns |= dict.fromkeys(row)
+        tag = row.get(self.data.tag) if self.data.tag is not None else None
+        tag = None if tag is _NOT_READ else tag
+        if self.owners is not None and tag is not None and str(tag) not in self.data.tags:
+            if self.owners.owner(str(tag), file) is None and len(self.strays) < NAMED_LINES:
+                self.strays.setdefault((str(tag), file), (where, self.owners.why_nobody(str(tag), file)))
+            return
+        self.rows += 1
+        for column in self.wanted:
+            if column.name not in row:
+                self.without.setdefault(column.name, []).append(where)
+            elif row[column.name] is not _NOT_READ and (wrong := column.wrong(row[column.name])) is not None:
+                self.unfit.setdefault(column.setting, (where, wrong))
 
-def _lines(
-    shards: list[Shard], file: Path, place: str, section: str, data: DataConfig, named: dict[str, str], owners: TagOwners | None
-) -> Iterator[Problem]:
-    scan = _Scan()
-    try:
-        for path, where, row in islice(_rows(shards), SCANNED_ROWS):
-            if len(scan.mistakes) >= NAMED_LINES:
-                break
-            _look(scan, path, where, row, data, named, owners)
-    except OSError as error:
-        yield Problem(place, f"the file cannot be read: {error}", str(file))
-        return
-    if scan.mistakes or not scan.rows:
-        nothing = "no row has a tag of this domain" if scan.columns else "the file is empty"
-        yield Problem(place, "; ".join(scan.mistakes) or nothing, str(file))
-        return
-    for (tag, _), (where, wrong) in scan.strays.items():
-        yield Problem(f"{section}.tags", f"{file}, {where}: {wrong}", tag)
-    for setting, column in named.items():
-        places = scan.without.get(column, [])
-        if len(places) == scan.rows:
-            yield Problem(f"{section}.{setting}", f"{file} has no such column; {did_you_mean(column, scan.columns)}", column)
-        elif places:
-            listed = ", ".join(places[:NAMED_LINES]) + (", ..." if len(places) > NAMED_LINES else "")
-            yield Problem(place, f"{len(places)} row(s) without the column {column!r}: {listed}", str(file))
-
-
-def _look(scan: _Scan, file: Path, where: str, row: Any, data: DataConfig, named: dict[str, str], owners: TagOwners | None) -> None:
-    if not isinstance(row, dict):
-        scan.mistakes.append(f"{where} {row}" if isinstance(row, str) else f"{where} is not a JSON object with columns")
-        return
-    scan.columns |= dict.fromkeys(row)
-    tag = row.get(data.tag) if data.tag is not None else None
-    if owners is not None and tag is not None and str(tag) not in data.tags:
-        if owners.owner(str(tag), file) is None and len(scan.strays) < NAMED_LINES:
-            scan.strays.setdefault((str(tag), file), (where, owners.why_nobody(str(tag), file)))
-        return
-    scan.rows += 1
-    for column in named.values():
-        if column not in row:
-            scan.without.setdefault(column, []).append(where)
+    def problems(self, place: str, section: str, file: Path) -> Iterator[Problem]:
+        nothing = "no row has a tag of this domain" if self.columns else "the file is empty: there are no rows"
+        if self.mistakes or not self.rows:
+            yield Problem(place, "; ".join(self.mistakes) or nothing, str(file))
+        if self.mistakes or (not self.rows and file.suffix == ".jsonl"):
+            return
+        for (tag, stray), (where, wrong) in self.strays.items():
+            yield Problem(f"{section}.tags", f"{stray}, {where}: {wrong}", tag)
+        for column in self.wanted:
+            places = self.without.get(column.name, [])
+            if places and len(places) == self.rows:
+                yield Problem(column.setting, f"{file} has no such column; {did_you_mean(column.name, self.columns)}", column.name)
+            elif places:
+                listed = ", ".join(places[:NAMED_LINES]) + (", ..." if len(places) > NAMED_LINES else "")
+                yield Problem(place, f"{len(places)} row(s) without the column {column.name!r}: {listed}", str(file))
+            if column.setting in self.unfit:
+                where, wrong = self.unfit[column.setting]
+                yield Problem(column.setting, f"{file}, {where}: {wrong}", column.name)
 
 
-def _rows(shards: list[Shard]) -> Iterator[tuple[Path, str, Any]]:
+_NOT_READ = object()
+"""Stands for a table's value that nobody has looked at."""
+
+
+def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[tuple[Path, str, Any]]:
+    """Of all rows their tags, of the first ones what else is named. No row is read where a column is missing."""
+    columns = {shard.path: declared_columns(shard) for shard in shards}
+    wanted = list(dict.fromkeys(column.name for column in scan.wanted))
+    for shard in shards:
+        names = columns[shard.path]
+        rest = dict.fromkeys(names, _NOT_READ)
+        if any(name not in names for name in wanted):
+            wanted = [name for name in wanted if name in names and name == scan.data.tag]
+            if not wanted:
+                yield shard.path, "row 1", rest
+                continue
+        read = {name: column_of(shard, name, SCANNED_ROWS if name == scan.data.tag else TABLE_ROWS) for name in wanted}
+        for number, values in enumerate(zip_longest(*read.values(), fillvalue=_NOT_READ), start=1):
+            yield shard.path, f"row {number}", rest | dict(zip(read, values, strict=True))
+
+
+def _lines(shards: list[Shard]) -> Iterator[tuple[Path, str, Any]]:
     """File, place and row; in the place of one that is no JSON, what is wrong with it."""
     for shard in shards:
         file = f"{shard.path.name}, " if len(shards) > 1 else ""
@@ -140,7 +173,7 @@ def _rows(shards: list[Shard]) -> Iterator[tuple[Path, str, Any]]:
                     continue
                 try:
                     row = json.loads(text)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     yield shard.path, f"{file}line {number}", f"is not JSON: {error}"
                 else:
                     yield shard.path, f"{file}line {number}", None if isinstance(row, str) else row

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from roll_lite.config.check_reward_models import has_chat_template
-from roll_lite.config.hf_config import elsewhere
+from roll_lite.config.files import is_folder
+from roll_lite.config.hf_config import read_config
+from roll_lite.config.model_files import has_chat_template, stored_tensors
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema import DomainConfig, JudgeServerConfig, RewardConfig, RewardTermConfig, RunConfig
 
@@ -41,11 +42,11 @@ def _used(config: RunConfig, path: str, judge: JudgeServerConfig) -> Iterator[Pr
 
 
 def _model_folder(config: RunConfig, path: str, judge: JudgeServerConfig) -> Iterator[Problem]:
-    folder = judge.path
-    if not folder.is_dir():
-        yield Problem(f"{path}.path", f"no such folder: {folder}{elsewhere(folder)}", str(folder))
-    elif not (folder / "config.json").is_file():
-        yield Problem(f"{path}.path", f"no config.json in {folder}; expected a model in Hugging Face format", str(folder))
+    try:
+        read_config(judge.path)
+        stored_tensors(judge.path)
+    except ValueError as error:
+        yield Problem(f"{path}.path", str(error), str(judge.path))
 
 
 JUDGE_CHECKS = (_used, _model_folder)
@@ -76,7 +77,7 @@ def _judge_is_known(config: RunConfig, place: str, args: Mapping[str, Any]) -> I
         yield Problem(f"{place}.server", f"no such judge; {hint}", server)
         return
     folder = known[server].path
-    if args.get("api", "chat") == "chat" and folder.is_dir() and not has_chat_template(folder):
+    if args.get("api", "chat") == "chat" and is_folder(folder) and not has_chat_template(folder):
         yield Problem(f"{place}.api", f"the tokenizer in {folder} has no chat template; use completions", args.get("api", "chat"))
 
 

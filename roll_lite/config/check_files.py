@@ -2,37 +2,59 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 from roll_lite.config.check_data import DOMAIN_DATA_CHECKS
 from roll_lite.config.checkpoint_files import read_state, resumption
-from roll_lite.config.hf_config import SUPPORTED_TYPES, ModelShape, elsewhere, read_hf_config, read_model_shape
-from roll_lite.config.model_files import head_beside_tied_embeddings, largest_token_id
+from roll_lite.config.files import elsewhere, is_folder, kind_of
+from roll_lite.config.hf_config import SUPPORTED_TYPES, HfConfig, ModelShape, read_hf_config, read_model_shape
+from roll_lite.config.hf_fields import HEADS, POLICY_HEADS
+from roll_lite.config.model_files import (
+    HEAD,
+    TOKENIZER_FILES,
+    has_chat_template,
+    has_tokenizer,
+    head_beside_tied_embeddings,
+    largest_token_id,
+    stored_tensors,
+    wrong_weights,
+)
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema import DomainConfig, RunConfig
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+NO_TOKENIZER = f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})"
 
 
 def _model(config: RunConfig) -> Iterator[Problem]:
     folder = config.model.path
-    shape = yield from _readable_shape("model.path", folder)
-    if shape is None:
-        return
-    if not any(folder.glob("*.safetensors")):
-        yield Problem("model.path", "no *.safetensors in this folder; expected a model in Hugging Face format", str(folder))
-        return
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        yield Problem("model.path", f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})", str(folder))
+    shape, hf = yield from _readable("model.path", folder, POLICY_HEADS)
+    if shape is not None:
+        yield from _told("model.path", folder, lambda: None if has_tokenizer(folder) else NO_TOKENIZER)
+        yield from _told("model.path", folder, lambda: _ids_without_a_row(folder, shape))
+        yield from weights_fit("model.path", folder, hf, HEAD)
+
+
+def weights_fit(path: str, folder: Path, hf: HfConfig | None, head: str | None) -> Iterator[Problem]:
+    """Are the safetensors whole and of the shape that config.json says? That is None where only the files can be looked at."""
+
+    def wrong() -> str | None:
+        stored = stored_tensors(folder)
+        missing = wrong_weights(stored, hf, head) if hf is not None else None
+        return missing or (head_beside_tied_embeddings(folder) if hf is not None and hf.tied_embeddings and head == HEAD else None)
+
+    yield from _told(path, folder, wrong)
+
+
+def _told(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
+    """What it returns or raises."""
     try:
-        wrong = [_ids_without_a_row(folder, shape), head_beside_tied_embeddings(folder) if shape.tied_embeddings else None]
+        message = wrong()
     except ValueError as error:
-        wrong = [str(error)]
-    for message in filter(None, wrong):
-        yield Problem("model.path", message, str(folder))
+        message = str(error)
+    if message is not None:
+        yield Problem(path, message, str(folder))
 
 
 def _ids_without_a_row(folder: Path, shape: ModelShape) -> str | None:
@@ -58,28 +80,28 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
     if critic.path is None:
         yield Problem("critic.path", f"init: {critic.init} needs the checkpoint's folder", None)
         return
-    shape = yield from _readable_shape("critic.path", critic.path)
+    shape, hf = yield from _readable("critic.path", critic.path)
     actor = _quietly(config.model.path)
+    if shape is not None:
+        yield from weights_fit("critic.path", critic.path, hf, None)
     if shape is not None and actor is not None and shape.vocab_size < actor.vocab_size:
         message = f"its vocabulary ({shape.vocab_size}) is smaller than the model's ({actor.vocab_size}); both see the same tokens"
         yield Problem("critic.path", message, str(critic.path))
 
 
-def _readable_shape(path: str, folder: Path) -> Generator[Problem, None, ModelShape | None]:
+def _readable(
+    path: str, folder: Path, architectures: Sequence[str] = HEADS
+) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
+    """Both None where nothing can be said of the folder, the second where the model cannot be trained."""
+    shape = None
     try:
         shape = read_model_shape(folder)
-    except ValueError as error:
-        yield Problem(path, str(error), str(folder))
-        return None
-    if shape.model_type not in SUPPORTED_TYPES:
-        message = f"model_type {shape.model_type!r} is not supported; supported are {', '.join(SUPPORTED_TYPES)}"
-        yield Problem(path, message, str(folder))
-        return shape
-    try:
-        read_hf_config(folder, path)
+        if shape.model_type not in SUPPORTED_TYPES:
+            raise ValueError(f"model_type {shape.model_type!r} is not supported; supported are {', '.join(SUPPORTED_TYPES)}")
+        return shape, read_hf_config(folder, path, architectures)
     except ValueError as error:
         yield Problem(path, str(error).removeprefix(f"{path}: "), str(folder))
-    return shape
+        return shape, None
 
 
 def _quietly(folder: Path) -> ModelShape | None:
@@ -93,24 +115,25 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
     folder = config.checkpoint.resume
     if folder is None:
         return
-    if not folder.is_dir():
-        yield Problem("checkpoint.resume", f"no such folder: {folder}{elsewhere(folder)}", str(folder))
+    if (found := kind_of(folder)) != "folder":
+        what = f"no such folder: {folder}{elsewhere(folder)}" if found is None else f"{folder} is no folder; name a checkpoint's or a run's"
+        yield Problem("checkpoint.resume", what, str(folder))
         return
     try:
         read_state(resumption(folder).checkpoint)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         yield Problem("checkpoint.resume", str(error).removeprefix("checkpoint.resume: "), str(folder))
 
 
 def _run_folder(config: RunConfig) -> Iterator[Problem]:
     """Made only when the run starts: what exists of the path has to be a folder that can be written to."""
-    existing = next(folder for folder in (config.run_dir, *config.run_dir.parents) if folder.exists())
-    if not existing.is_dir():
+    existing = next(folder for folder in (config.run_dir, *config.run_dir.parents) if kind_of(folder))
+    if kind_of(existing) != "folder":
         yield Problem("run_dir", f"{existing} is a file; name a folder", str(config.run_dir))
     elif not os.access(existing, os.W_OK | os.X_OK) or str(existing).startswith(("/proc", "/sys")):
         yield Problem("run_dir", f"{existing} cannot be written to; name another folder", str(config.run_dir))
     link = config.run_dir / "latest"
-    if link.exists() and not link.is_symlink():
+    if not link.is_symlink() and kind_of(link):
         yield Problem("run_dir", f"{link} is not a link; it has to make room for the link to the newest run", str(config.run_dir))
 
 
@@ -119,16 +142,13 @@ FILE_CHECKS = (_model, _critic, _resume, _run_folder)
 
 def _chat_template_exists(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     folder = config.model.path
-    settings = folder / "tokenizer_config.json"
-    if domain.template.type != "chat" or not settings.is_file() or (folder / "chat_template.jinja").is_file():
+    if domain.template.type != "chat" or not is_folder(folder):
         return
     try:
-        has_template = "chat_template" in json.loads(settings.read_text(encoding="utf-8"))
+        if not has_chat_template(folder):
+            yield Problem(f"{path}.template.type", f"the tokenizer in {folder} has no chat template; use plain", "chat")
     except ValueError as error:
-        yield Problem("model.path", f"{settings} cannot be read: {error}", str(folder))
-        return
-    if not has_template:
-        yield Problem(f"{path}.template.type", f"the tokenizer in {folder} has no chat template; use plain", "chat")
+        yield Problem("model.path", str(error), str(folder))
 
 
 DOMAIN_FILE_CHECKS = (*DOMAIN_DATA_CHECKS, _chat_template_exists)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def _device_list(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
     numbers = device_numbers(role.devices)
     if not numbers:
         yield Problem(f"{name}.devices", "needs at least one device", [])
-    twice = sorted({number for number in numbers if numbers.count(number) > 1})
+    twice = sorted(number for number, count in Counter(numbers).items() if count > 1)
     if twice:
         yield Problem(
             f"{name}.devices", f"lists {', '.join(map(str, twice))} more than once; each device holds one rank of a role", list(numbers)

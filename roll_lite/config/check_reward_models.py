@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
-from roll_lite.config.hf_config import SUPPORTED_TYPES, elsewhere, read_hf_config
-from roll_lite.config.model_files import find_tensor
+from roll_lite.config.files import is_folder
+from roll_lite.config.hf_config import SUPPORTED_TYPES, read_config, read_hf_config
+from roll_lite.config.model_files import TOKENIZER_FILES, has_chat_template, has_tokenizer, stored_tensors
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema import DomainConfig, MegatronStrategyConfig, RewardModelConfig, RunConfig
+from roll_lite.config.text_templates import placeholders
 
 MODEL_REWARD = "model"
 CHAT_TEMPLATE = "chat"
 """The value of the argument `template` that stands for the reward model's own chat template."""
 HEAD = "score.weight"
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def _used(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:
@@ -34,31 +33,33 @@ def _used(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Pr
 
 def _checkpoint(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:
     folder = model.path
-    raw = _config_of(folder)
-    if isinstance(raw, str):
-        yield Problem(f"{path}.path", raw, str(folder))
+    try:
+        raw = read_config(folder)
+        stored = stored_tensors(folder)
+    except ValueError as error:
+        yield Problem(f"{path}.path", str(error), str(folder))
         return
-    architecture = str((raw.get("architectures") or ["(none)"])[0])
+    named = raw.get("architectures")
+    architecture = str(named[0] if isinstance(named, list) and named else named or "(none)")
     if not architecture.endswith("ForSequenceClassification"):
         message = f"its config.json names the architecture {architecture}; expected a reward model, ...ForSequenceClassification"
         yield Problem(f"{path}.path", message, str(folder))
         return
-    labels = len(raw["id2label"]) if raw.get("id2label") else int(raw.get("num_labels", 2))
+    labels = len(raw["id2label"]) if isinstance(raw.get("id2label"), dict) and raw["id2label"] else raw.get("num_labels", 2)
+    head = list(stored[HEAD].shape) if HEAD in stored else []
     if labels != 1:
         yield Problem(f"{path}.path", f"it has {labels} labels; a reward model has one output (num_labels 1)", str(folder))
-    elif isinstance(head := _head_shape(folder), str):
-        yield Problem(f"{path}.path", head, str(folder))
     elif head and head[0] != 1:
         yield Problem(f"{path}.path", f"its {HEAD} has the shape {head}; a reward model has one output", str(folder))
     elif not head and isinstance(model.strategy, MegatronStrategyConfig):
         yield Problem(f"{path}.path", f"its safetensors have no {HEAD}, the head that Megatron needs; use strategy.name: hf", str(folder))
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         yield Problem(f"{path}.path", f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})", str(folder))
 
 
 def _family(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:
-    raw = _config_of(model.path)
-    if isinstance(raw, str) or not isinstance(model.strategy, MegatronStrategyConfig):
+    raw = _config(model.path)
+    if raw is None or not isinstance(model.strategy, MegatronStrategyConfig):
         return
     if raw.get("model_type") not in SUPPORTED_TYPES:
         message = f"model_type {raw.get('model_type')!r} does not run on Megatron ({', '.join(SUPPORTED_TYPES)} do); use hf"
@@ -71,8 +72,7 @@ def _family(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[
 
 
 def _length(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:
-    raw = _config_of(model.path)
-    positions = None if isinstance(raw, str) else raw.get("max_position_embeddings")
+    positions = (_config(model.path) or {}).get("max_position_embeddings")
     if model.max_length is not None and isinstance(positions, int) and model.max_length > positions:
         message = f"is more than the model's {positions} positions (max_position_embeddings)"
         yield Problem(f"{path}.max_length", message, model.max_length)
@@ -109,7 +109,7 @@ def _model_template(config: RunConfig, path: str, domain: DomainConfig) -> Itera
         return
     yield from _text(f"{place}.question", question)
     model = config.reward_models.get(domain.reward.args.get("model", ""))
-    if model is not None and model.path.is_dir() and not has_chat_template(model.path):
+    if model is not None and is_folder(model.path) and not has_chat_template(model.path):
         message = f"the tokenizer in {model.path} has no chat template; write one as text, such as '{{prompt}}{{response}}'"
         yield Problem(f"{place}.template", message, CHAT_TEMPLATE)
 
@@ -124,43 +124,15 @@ def _text(place: str, template: Any, needed: str | None = None) -> Iterator[Prob
     if not isinstance(template, str):
         return
     try:
-        fields = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        if needed is not None and needed not in placeholders(template):
+            yield Problem(place, f"never shows the {needed}; put {{{needed}}} where it belongs", template)
     except ValueError as error:
-        yield Problem(place, f"is no template: {error}; write {{{{ and }}}} for braces that stay", template)
-        return
-    wrong = [name for name in fields if not name.isidentifier()]
-    if wrong:
-        yield Problem(place, f"{{{wrong[0]}}} is no placeholder; write {{{{ and }}}} for braces that stay", template)
-    elif needed is not None and needed not in fields:
-        yield Problem(place, f"never shows the {needed}; put {{{needed}}} where it belongs", template)
+        yield Problem(place, str(error), template)
 
 
-def _config_of(folder: Path) -> dict[str, Any] | str:
-    file = folder / "config.json"
-    if not folder.is_dir():
-        return f"no such folder: {folder}{elsewhere(folder)}"
-    if not file.is_file():
-        return f"no config.json in {folder}; expected a model in Hugging Face format"
+def _config(folder: Path) -> dict[str, Any] | None:
+    """None where it cannot be read, which `_checkpoint` tells."""
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return f"{file} cannot be read: {error}"
-    return raw if isinstance(raw, dict) else f"{file} holds no JSON object"
-
-
-def _head_shape(folder: Path) -> list[int] | str:
-    """Of the head; empty where no tensor has its usual name. What is wrong with the files otherwise."""
-    try:
-        head = find_tensor(folder, HEAD)
-    except ValueError as error:
-        return str(error)
-    return list(head.shape) if head is not None else []
-
-
-def has_chat_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    try:
-        return "chat_template" in json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+        return read_config(folder)
+    except ValueError:
+        return None

@@ -1,7 +1,7 @@
 """Mistakes that only show when several fields are seen together. Every check yields the problems it finds; nothing is changed.
 
-A check may meet a configuration whose fields were partly refused by the schema: reading such a field ends that check, and only that one,
-so that one mistake never hides the others nor invents new ones.
+A check may meet a configuration whose fields were partly refused by the schema: reading such a field raises Refused, which ends that
+check, and only that one, so that one mistake never hides the others nor invents new ones.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from roll_lite.config.schema import (
     KlInLossConfig,
     KlInRewardConfig,
     OptimizerConfig,
+    Refused,
     RunConfig,
     ScriptedStrategyConfig,
-    Section,
 )
+from roll_lite.config.text_templates import placeholders
 
 OVERALL = "overall"
 DOMAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
-PLACEHOLDER = re.compile(r"\{[A-Za-z_]\w*\}")
+SEARCHED = 100_000
 EXPERIMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -60,9 +61,8 @@ def _readable(problems: Iterable[Problem]) -> list[Problem]:
     try:
         for problem in problems:
             found.append(problem)
-    except AttributeError as error:
-        if not (isinstance(error.obj, Section) and error.name in type(error.obj).model_fields):
-            raise
+    except Refused:
+        return found
     return found
 
 
@@ -120,8 +120,8 @@ def _mini_batches_divide(config: RunConfig) -> Iterator[Problem]:
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:
-    below = max(one for one in range(1, wanted + 1) if number % one == 0)
-    above = min((one for one in range(wanted, number + 1) if number % one == 0), default=None)
+    below = next((one for one in range(min(wanted, number), 0, -1)[:SEARCHED] if number % one == 0), 1)
+    above = next((one for one in range(wanted, number + 1)[:SEARCHED] if number % one == 0), None)
     return f"use {below}" + (f" or {above}" if above is not None else "")
 
 
@@ -237,8 +237,11 @@ def _token_limits(config: RunConfig, path: str, domain: DomainConfig) -> Iterato
 
 def _template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     template = domain.template
-    if template.type == "plain" and not PLACEHOLDER.search(template.text):
-        yield Problem(f"{path}.template.text", "never shows the prompt; put {prompt} where it belongs", template.text)
+    try:
+        if template.type == "plain" and not placeholders(template.text):
+            yield Problem(f"{path}.template.text", "never shows the prompt; put {prompt} where it belongs", template.text)
+    except ValueError as error:
+        yield Problem(f"{path}.template.text", str(error), template.text)
     if template.type == "plain" and template.system is not None:
         yield Problem(f"{path}.template.system", "is only used by type: chat; remove it, or write it into template.text", template.system)
     if template.type == "chat" and template.text != "{prompt}":

@@ -1,28 +1,30 @@
-"""Configuration files to one tree: `defaults:` lists, groups, packages and overrides as Hydra users know them, merged by OmegaConf.
+"""Configuration files to one tree: `defaults:` lists and overrides as Hydra users know them, merged by OmegaConf.
 
 Hydra itself stops at the first mistake, and refuses keys that the schema has but the file has not; here all mistakes are collected.
 """
 
 from __future__ import annotations
 
-import re
+import os
+import posixpath
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path as FilePath
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
+from roll_lite.config.files import is_file, read_text
 from roll_lite.config.overrides import Override, apply_override, parse_override
-from roll_lite.config.problems import Path, Problem, did_you_mean, dotted, first_line
+from roll_lite.config.problems import Path, Problem, close_names, did_you_mean, dotted, first_line
 from roll_lite.config.shipped import CONFIGS
-from roll_lite.config.short_form import spell_out
-from roll_lite.config.yaml_source import parse_yaml
+from roll_lite.config.short_form import make_room, spell_out
+from roll_lite.config.yaml_source import MOST_VALUES, parse_yaml
 
-_PACKAGE_HEADER = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
-_ENTRY = re.compile(r"(?:(?P<keyword>optional|override)\s+)?(?P<group>[^@\s]+)(?:@(?P<package>\S+))?")
+DEEPEST = 50
 
 
 @dataclass(frozen=True)
@@ -32,134 +34,95 @@ class Composed:
     data: dict[str, Any]
     problems: list[Problem]
     broken: frozenset[Path]
+    """The root among them where a whole file could not be read."""
     origins: dict[Path, str]
     """Where each path was written last."""
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One line of a defaults list."""
-
-    group: str
-    option: str
-    package: str | None
-    """Where its content goes; None leaves that to the file's own header, then to its group."""
-    optional: bool
-    place: str
+    secrets: dict[Path, tuple[str, Any]]
+    """What came from the environment: as it was written, and what it is."""
 
 
 @dataclass
 class _Composer:
     folder: FilePath
-    choices: dict[str, str | None] = field(default_factory=dict)
-    """Options chosen for groups from outside the file that selects them."""
-    used: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     origins: dict[Path, str] = field(default_factory=dict)
     layers: list[DictConfig] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
+    secrets: dict[Path, tuple[str, Any]] = field(default_factory=dict)
+    values: int = 0
 
-    def find(self, name: str) -> FilePath:
-        return find_config(name, self.folder)
-
-    def add_file(self, name: str, package: str, stack: tuple[str, ...]) -> None:
+    def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
         """Append the layers of a file, its defaults in their order; by default the file itself comes last and so wins."""
-        path = self.find(name)
+        label = f"{name}.yaml"
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            self.problems.append(Problem(str(path), f"cannot be read: {error}"))
+            text = read_text(path)
+        except ValueError as error:
+            self._unreadable(label, str(error))
             return
-        header = _PACKAGE_HEADER.search(text)
-        group = name.rpartition("/")[0]
-        if header is not None:
-            package = _package_of(header.group(1), group)
-        root = tuple(package.split(".")) if package else ()
-        source = parse_yaml(text, path.name if not group else name + ".yaml", root)
+        source = parse_yaml(text, label)
         self.problems += source.problems
         self.broken |= source.broken
         if source.data is not None and not isinstance(source.data, dict):
-            self.problems.append(Problem(str(path), "has to hold a mapping of keys to values at the top"))
+            self._unreadable(label, "has to hold a mapping of keys to values at the top")
             return
-        data = spell_out(source.data or {}, root, source.lines)
-        defaults = data.pop("defaults", [])
-        label = f"{name}.yaml"
-        for entry in self._entries(defaults, group, f"{label}: defaults"):
+        data = spell_out(source.data or {}, (), source.lines)
+        for entry, where in self._entries(data.pop("defaults", []), f"{label}: defaults"):
             if entry is not None:
-                self._add_entry(entry, package, (*stack, name))
+                self._add_entry(entry, where, (*stack, path.resolve()))
                 continue
-            self.origins.update({where: f"{label}:{line}" for where, line in source.lines.items() if len(where) > len(root)})
-            for key in reversed(root):
-                data = {key: data}
+            self.origins.update({place: f"{label}:{line}" for place, line in source.lines.items() if place})
             self.layers.append(OmegaConf.create(data))
 
-    def _entries(self, defaults: Any, group: str, place: str) -> list[_Entry | None]:
-        """None stands for `_self_`. Entries that override another file's choice are noted before anything is loaded."""
-        if not isinstance(defaults, list):
-            self.problems.append(Problem(place, "has to be a list of file names and `group: option` entries", defaults))
-            return [None]
-        entries: list[_Entry | None] = []
-        for index, item in enumerate(defaults):
-            where = f"{place}[{index}]"
-            if item == "_self_":
-                entries.append(None)
-            elif isinstance(item, str):
-                name, _, package = item.partition("@")
-                own_group, _, option = _absolute(name, group).rpartition("/")
-                entries.append(_Entry(own_group, option, package or None, False, where))
-            elif isinstance(item, dict) and len(item) == 1:
-                entries += self._group_entries(*next(iter(item.items())), group, where)
+    def _unreadable(self, place: str, message: str, value: Any = None) -> None:
+        """What this file would have set is not missing."""
+        self.problems.append(Problem(place, message) if value is None else Problem(place, message, value))
+        self.broken.add(())
+
+    def _entries(self, defaults: Any, place: str) -> list[tuple[str | None, str]]:
+        """Names of files, and their places; None stands for `_self_`."""
+        items = [defaults] if isinstance(defaults, str) else defaults
+        if not isinstance(items, list):
+            self._unreadable(place, "has to be a file's name or a list of them", defaults)
+            return [(None, place)]
+        entries: list[tuple[str | None, str]] = []
+        for index, item in enumerate(items):
+            if not isinstance(item, str) or not item.strip():
+                self._unreadable(f"{place}[{index}]", "write a file's name or _self_", "" if item is None else item)
             else:
-                self.problems.append(Problem(where, "write a file's name, `group: option` or _self_", item))
-        if entries.count(None) > 1:
+                entries.append((None if item == "_self_" else item, f"{place}[{index}]"))
+        own = [entry for entry, _ in entries].count(None)
+        if own > 1:
             self.problems.append(Problem(place, "_self_ is listed twice; keep one"))
-        return entries if None in entries else [*entries, None]
+        return entries if own else [*entries, (None, place)]
 
-    def _group_entries(self, key: str, option: Any, group: str, where: str) -> list[_Entry | None]:
-        match = _ENTRY.fullmatch(key)
-        options = option if isinstance(option, list) else [option]
-        if match is None or not all(isinstance(one, str | None) for one in options):
-            self.problems.append(
-                Problem(where, "write `group: option`, `optional group: option` or `group@package: option`", {key: option})
-            )
-            return []
-        name = _absolute(match["group"], group)
-        if match["keyword"] == "override":
-            self.choices.setdefault(name, option)
-            return []
-        if name in self.choices:
-            self.used.add(name)
-            options = [self.choices[name]]
-        optional = match["keyword"] == "optional"
-        return [_Entry(name, one, match["package"], optional, where) for one in options if one is not None]
-
-    def _add_entry(self, entry: _Entry, parent_package: str, stack: tuple[str, ...]) -> None:
-        name = f"{entry.group}/{entry.option}" if entry.group else entry.option
-        name = name.removesuffix(".yaml")
-        if name in stack:
-            self.problems.append(Problem(entry.place, f"loads itself: {' -> '.join([*stack, name])}"))
-        elif ".." in name.split("/"):
+    def _add_entry(self, entry: str, where: str, stack: tuple[FilePath, ...]) -> None:
+        name = posixpath.normpath(entry.removesuffix(".yaml"))
+        if name.startswith(("/", "..")):
             message = "names are looked up in the configuration folder, then among the shipped ones; write the name without a path"
-            self.problems.append(Problem(entry.place, message, name))
-        elif self.find(name).is_file():
-            self.add_file(name, _package_below(parent_package, stack[-1].rpartition("/")[0], entry), stack)
-        elif not entry.optional:
-            group_folder = self.folder / entry.group
-            near = suggestion(entry.option, group_folder, CONFIGS / entry.group)
-            self.problems.append(Problem(entry.place, f"no file {group_folder / entry.option}.yaml; {near}", entry.option))
+            self.problems.append(Problem(where, message, entry))
+            return
+        try:
+            path = find(name, self.folder)
+            if path is None:
+                self.problems.append(Problem(where, f"no {name}.yaml in {self.folder}; {suggestion(name, self.folder)}", entry))
+            elif path.resolve() in stack:
+                chain = " -> ".join(one.stem for one in (*stack, path.resolve()))
+                self.problems.append(Problem(where, f"loads itself: {chain}", entry))
+            else:
+                self.add_file(path, name, stack)
+        except ValueError as error:
+            self._unreadable(where, str(error), entry)
 
 
-def find_config(name: str, folder: FilePath) -> FilePath:
+def find(name: str, folder: FilePath) -> FilePath | None:
     """In the configuration folder, else among the shipped ones, so that a folder of one's own can build on them."""
-    own, shipped = folder / f"{name}.yaml", CONFIGS / f"{name}.yaml"
-    return own if own.is_file() or not shipped.is_file() else shipped
+    return next((path for path in (folder / f"{name}.yaml", CONFIGS / f"{name}.yaml") if is_file(path)), None)
 
 
-def suggestion(name: str, folder: FilePath, shipped: FilePath = CONFIGS) -> str:
+def suggestion(name: str, folder: FilePath) -> str:
     """What was meant, of either folder; where nothing comes near, what there is in one's own."""
-    own = {path.stem for path in folder.glob("*.yaml")}
-    every = own | {path.stem for path in shipped.glob("*.yaml")}
-    return did_you_mean(name, every if get_close_matches(name, every) or not own else own)
+    own, shipped = ([path.stem for path in one.glob("*.yaml")] for one in (folder, CONFIGS))
+    return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 
 
 def compose(name: str, folder: FilePath, overrides: Sequence[str]) -> Composed:
@@ -167,60 +130,39 @@ def compose(name: str, folder: FilePath, overrides: Sequence[str]) -> Composed:
     composer = _Composer(folder)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
-    valid = [one for one in parsed if isinstance(one, Override)]
-    choices = {"/".join(one.path): one for one in valid if _selects_group(one, folder)}
-    composer.choices.update({group: one.value for group, one in choices.items()})
-    composer.add_file(name, "", ())
-    for group, choice in choices.items():
-        if group in composer.used:
-            continue
-        if choice.add and choice.value is not None:
-            composer._add_entry(_Entry(group, choice.value, None, False, choice.text), "", (name,))
-        else:
-            message = f"no defaults list selects an option of {group!r}; add one with +{choice.text.lstrip('+')}"
-            composer.problems.append(Problem(choice.text, message, source="command line"))
-    config = _merge(composer)
-    for override in valid:
-        if "/".join(override.path) not in choices:
-            composer.problems += apply_override(config, override)
-            composer.origins = {path: origin for path, origin in composer.origins.items() if path[: len(override.path)] != override.path}
-            composer.origins |= {
-                override.path[:depth]: "command line"
-                for depth in range(1, len(override.path) + 1)
-                if depth == len(override.path) or override.path[:depth] not in composer.origins
-            }
-    data = _resolve(config, (), composer)
-    return Composed(data, composer.problems, frozenset(composer.broken), composer.origins)
-
-
-def _selects_group(override: Override, folder: FilePath) -> bool:
-    """`group=option` picks a file where the configuration folder has a folder of that name, as in Hydra."""
-    is_choice = not override.delete and len(override.path) == 1 and isinstance(override.value, str | None)
-    return is_choice and (folder / override.path[0]).is_dir()
-
-
-def _merge(composer: _Composer) -> DictConfig:
-    merged = OmegaConf.create({})
+    composer.add_file(find(name, folder) or folder / f"{name}.yaml", name, ())
+    config = OmegaConf.create({})
     for layer in composer.layers:
-        _drop_other_kinds(merged, layer)
+        make_room(config, layer, ())
         try:
-            merged = OmegaConf.merge(merged, layer)  # type: ignore[assignment]
+            config = OmegaConf.merge(config, layer)  # type: ignore[assignment]
         except OmegaConfBaseException as error:
             composer.problems.append(Problem(str(error.full_key or "(merging)"), first_line(error)))
-    assert isinstance(merged, DictConfig)
-    return merged
+    for override in parsed:
+        if isinstance(override, Override):
+            composer.problems += apply_override(config, override)
+            _written_on_the_command_line(composer.origins, override.path)
+    data = _resolve(config, (), composer)
+    return Composed(data, composer.problems, frozenset(composer.broken), composer.origins, composer.secrets)
 
 
-def _drop_other_kinds(base: DictConfig, layer: DictConfig) -> None:
-    """A list over a section, or the other way round, replaces it; OmegaConf would refuse the whole file."""
-    for key in map(str, layer):
-        if key not in base or OmegaConf.is_interpolation(base, key) or OmegaConf.is_interpolation(layer, key) or key not in layer:
-            continue
-        old, new = base[key], layer[key]
-        if isinstance(old, DictConfig) and isinstance(new, DictConfig):
-            _drop_other_kinds(old, new)
-        elif isinstance(old, DictConfig | ListConfig) and isinstance(new, DictConfig | ListConfig) and type(old) is not type(new):
-            del base[key]
+def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:
+    for place in [place for place in origins if place[: len(path)] == path]:
+        del origins[place]
+    for depth in range(1, len(path) + 1):
+        origins.setdefault(path[:depth], "command line")
+
+
+# ---------------------------------------------------------------- interpolations
+
+_from_environment: ContextVar[list[str] | None] = ContextVar("_from_environment", default=None)
+"""Variables that were read while one value was resolved."""
+
+
+def _environment(key: str, *default: Any) -> Any:
+    if (variables := _from_environment.get()) is not None:
+        variables.append(key)
+    return oc.env(key, *default)
 
 
 def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> Any:
@@ -230,40 +172,41 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
     for key in keys:
         result[str(key)] = None
         here = (*path, str(key))
+        composer.values += 1
         if OmegaConf.is_missing(node, key):
-            composer.problems.append(Problem(dotted(here), f"has to be given, for example on the command line: {dotted(here)}=..."))
-            composer.broken.add(here)
+            _refuse(composer, here, f"has to be given, for example on the command line: {dotted(here)}=...")
             continue
+        raw = OmegaConf.to_container(node, resolve=False)[key] if OmegaConf.is_interpolation(node, key) else None  # type: ignore[index]
+        variables: list[str] = []
+        token = _from_environment.set(variables)
         try:
             value = node[key]
-        except (OmegaConfBaseException, RecursionError) as error:
-            raw = OmegaConf.to_container(node, resolve=False)
-            composer.problems.append(Problem(dotted(here), first_line(error), raw[key]))  # type: ignore[index]
-            composer.broken.add(here)
+        except (OmegaConfBaseException, RecursionError, ValueError) as error:
+            _refuse(composer, here, "cannot be resolved" if _were_set(variables) else first_line(error), raw)
             continue
-        result[str(key)] = _resolve(value, here, composer) if isinstance(value, DictConfig | ListConfig) else value
+        finally:
+            _from_environment.reset(token)
+        if isinstance(value, DictConfig | ListConfig):
+            if len(here) > DEEPEST or composer.values > MOST_VALUES:
+                _refuse(composer, here, "with its interpolations written out it holds too many values, or itself", raw)
+                return None
+            value = _resolve(value, here, composer)
+        elif variables:
+            composer.secrets[here] = (str(raw), value)
+        result[str(key)] = value
     if isinstance(node, ListConfig):
         return list(result.values())
     return {key: value for key, value in result.items() if (*path, key) not in composer.broken}
 
 
-def _package_of(text: str, group: str) -> str:
-    return {"_global_": "", "_group_": group.replace("/", ".")}.get(text, text)
+def _were_set(variables: list[str]) -> bool:
+    """The message would quote one of them."""
+    return any(variable in os.environ for variable in variables)
 
 
-def _package_below(parent_package: str, parent_group: str, entry: _Entry) -> str:
-    """An explicit package and a group below the parent's own follow the parent to where it was put."""
-    if entry.package is not None:
-        own = _package_of(entry.package, entry.group)
-        return own if entry.package == "_global_" else ".".join(part for part in (parent_package, own) if part)
-    if f"{entry.group}/".startswith(f"{parent_group}/") or not parent_group:
-        below = entry.group.removeprefix(parent_group).strip("/").replace("/", ".")
-        return ".".join(part for part in (parent_package, below) if part)
-    return entry.group.replace("/", ".")
+def _refuse(composer: _Composer, path: Path, message: str, raw: Any = None) -> None:
+    composer.problems.append(Problem(dotted(path), message) if raw is None else Problem(dotted(path), message, raw))
+    composer.broken.add(path)
 
 
-def _absolute(name: str, group: str) -> str:
-    """Names are relative to the file's own group; a leading slash starts at the configuration folder."""
-    if name.startswith("/") or not group:
-        return name.lstrip("/")
-    return f"{group}/{name}"
+OmegaConf.register_new_resolver("oc.env", _environment, replace=True)

@@ -3,7 +3,6 @@ reads the rows."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from roll_lite.config.hf_config import elsewhere
+from roll_lite.config.files import elsewhere, is_file, kind_of, listing, read_object
 from roll_lite.config.problems import first_line
 from roll_lite.config.schema import DataConfig, DomainConfig
 
@@ -40,11 +39,12 @@ def shards_of(path: Path) -> list[Shard]:
 
     What is wrong is a ValueError.
     """
-    if path.is_dir():
-        return _folder(path)
-    if not path.exists():
+    found = kind_of(path)
+    if found is None:
         raise ValueError(f"no such file: {path}{elsewhere(path)}")
-    return [_file(path)]
+    if found == "other":
+        raise ValueError(f"{path} is no plain file: its rows are read more than once")
+    return _folder(path) if found == "folder" else [_file(path)]
 
 
 def _file(path: Path) -> Shard:
@@ -55,14 +55,14 @@ def _file(path: Path) -> Shard:
 
 
 def _folder(folder: Path) -> list[Shard]:
-    if (folder / "dataset_dict.json").is_file():
-        splits = sorted(one.name for one in folder.iterdir() if (one / "state.json").is_file())
+    if is_file(folder / "dataset_dict.json"):
+        splits = [one.name for one in listing(folder) if is_file(one / "state.json")]
         raise ValueError(f"{folder} holds several splits; name the folder of one of them: {', '.join(splits) or 'it has none'}")
-    if (folder / "state.json").is_file():
+    if is_file(folder / "state.json"):
         return _saved(folder)
-    shards = [Shard(one, KINDS[one.suffix]) for one in sorted(folder.iterdir()) if one.suffix in KINDS]
+    shards = [Shard(one, KINDS[one.suffix]) for one in listing(folder) if one.suffix in KINDS and is_file(one)]
     if not shards:
-        inside = [one.name for one in sorted(folder.iterdir()) if one.is_dir() and any(inner.suffix in KINDS for inner in one.iterdir())]
+        inside = [one.name for one in listing(folder) if one.is_dir() and any(inner.suffix in KINDS for inner in listing(one))]
         hint = f"; its folder{'s' if len(inside) > 1 else ''} {', '.join(inside)} may be meant" if inside else ""
         raise ValueError(f"{folder} holds no {', '.join(KINDS)} file{hint}")
     if len({shard.kind for shard in shards}) > 1:
@@ -76,29 +76,19 @@ def _folder(folder: Path) -> list[Shard]:
 
 def _saved(folder: Path) -> list[Shard]:
     """What `Dataset.save_to_disk` wrote."""
-    state = _json(folder / "state.json")
+    state = read_object(folder / "state.json")
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise ValueError(f"{folder} was saved by an old version of `datasets` with an index beside the rows; save flatten_indices() of it")
     try:
         names = [str(one["filename"]) for one in state["_data_files"]]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / 'state.json'} names no data files, as one that was written by save_to_disk does") from error
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if not is_file(folder / name)]
     if missing:
         raise ValueError(f"{folder / 'state.json'} names files that are not there: {', '.join(missing)}")
     if not names:
         raise ValueError(f"{folder / 'state.json'} names no data files: the data set is empty")
     return [Shard(folder / name, "arrow") for name in names]
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} must be a JSON object")
-    return found
 
 
 def arrow_reader(file: Path) -> Any:

@@ -32,9 +32,9 @@ domains:
   make: {share: "${domains.add.share}"}
 ```
 
-`group: option` in the list loads `group/option.yaml` into the section `group`; `optional`, `override`, `group@section` and `# @package`
-work as in Hydra; `???` stands for a value that has to be given. Where a section is chosen by its `name`, the name alone is enough:
-`strategy: sglang` sets `strategy.name` and nothing else. On the command line, with values in YAML:
+`???` stands for a value that has to be given, `${oc.env:NAME}` for one of the environment, which is never written down. Where a section
+is chosen by its `name`, the name alone is enough: `strategy: sglang` sets `strategy.name`, and drops the keys that only the former choice
+had. On the command line, with values in YAML:
 
 | | |
 |---|---|
@@ -44,7 +44,6 @@ work as in Hydra; `???` stands for a value that has to be given. Where a section
 | `+a.b=1` | the same as `a.b=1`, for those used to it |
 | `~a.b` | delete |
 | `trackers.0.type=jsonl` | an entry of a list |
-| `group=option` | choose another option of a group in the defaults list |
 
 Relative paths count from the folder that the run is started in. Everything is checked before anything starts, and all mistakes are
 reported together: `roll-lite check --config-name NAME [key=value ...]`. A section that is left out has its defaults.

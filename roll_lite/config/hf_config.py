@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.hf_fields import refusals, rope_fields
+from roll_lite.config.files import elsewhere, kind_of, read_object
+from roll_lite.config.hf_fields import HEADS, refusals, rope_fields
 
 SUPPORTED_TYPES = ("qwen2", "qwen3", "llama")
 """`model_type`s whose weights the Megatron strategy can read and write."""
@@ -56,41 +57,63 @@ class HfConfig:
     rope: RopeConfig
 
 
-def read_model_shape(folder: Path) -> ModelShape:
-    """Raises ValueError, saying what is wrong with which file."""
-    file = folder / "config.json"
-    if not folder.is_dir():
-        raise ValueError(f"no such folder: {folder}{elsewhere(folder)}")
-    if not file.is_file():
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.json holds. ValueError, saying what is wrong with which file."""
+    if (found := kind_of(folder)) != "folder":
+        raise ValueError(f"{folder} is no folder" if found else f"no such folder: {folder}{elsewhere(folder)}")
+    if kind_of(folder / "config.json") is None:
         raise ValueError(f"no config.json in {folder}; expected a model in Hugging Face format")
+    return read_object(folder / "config.json")
+
+
+def read_model_shape(folder: Path) -> ModelShape:
+    """ValueError, saying what is wrong with which file."""
+    raw = read_config(folder)
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        heads = _size(raw, "num_attention_heads", most=_MANY)
+        if not isinstance(raw.get("model_type"), str):
+            raise ValueError(
+                f"model_type is {raw['model_type']!r:.40}; it must be a name" if "model_type" in raw else "has no 'model_type'"
+            )
         return ModelShape(
-            model_type=str(raw["model_type"]),
-            layers=int(raw["num_hidden_layers"]),
-            heads=int(raw["num_attention_heads"]),
-            kv_heads=int(raw.get("num_key_value_heads") or raw["num_attention_heads"]),
-            feed_forward=int(raw["intermediate_size"]),
-            vocab_size=int(raw["vocab_size"]),
-            max_positions=int(raw["max_position_embeddings"]) if "max_position_embeddings" in raw else None,
-            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            model_type=raw["model_type"],
+            layers=_size(raw, "num_hidden_layers", most=_MANY),
+            heads=heads,
+            kv_heads=_size(raw, "num_key_value_heads", heads),
+            feed_forward=_size(raw, "intermediate_size"),
+            vocab_size=_size(raw, "vocab_size"),
+            max_positions=_size(raw, "max_position_embeddings") if raw.get("max_position_embeddings") is not None else None,
+            tied_embeddings=raw.get("tie_word_embeddings", False) is True,
         )
-    except KeyError as error:
-        raise ValueError(f"{file} has no {error.args[0]!r}") from error
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
 
 
-def read_hf_config(folder: Path, key: str = "model.path") -> HfConfig:
+_MANY = 10_000
+
+
+def _size(raw: Mapping[str, Any], name: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+    """A positive integer; the default where it is missing or null."""
+    value = raw.get(name)
+    if value is None and default is not None:
+        return default
+    if name not in raw:
+        raise ValueError(f"has no {name!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+        raise ValueError(f"{name} is {value!r:.40}; it must be a positive integer" + (f" up to {most:,}" if most == _MANY else ""))
+    return value
+
+
+def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequence[str] = HEADS) -> HfConfig:
     """ValueError, naming the file and every field, for what cannot be trained here. `key`: where the YAML names the folder."""
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{key}: {folder} holds no config.json; it must be a model in Hugging Face format")
-    raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    family = raw.get("model_type")
+    try:
+        raw = read_config(folder)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    file, family = folder / "config.json", raw.get("model_type")
     if family not in SUPPORTED_TYPES:
         raise ValueError(f"{key}: {file}: model_type {family!r} cannot be trained; supported are {', '.join(SUPPORTED_TYPES)}")
-    refused = list(refusals(raw))
+    refused = list(refusals(raw, architectures))
     try:
         rope = rope_fields(raw)
     except ValueError as error:
@@ -99,27 +122,28 @@ def read_hf_config(folder: Path, key: str = "model.path") -> HfConfig:
         raise ValueError(f"{key}: {file}: {'; '.join(refused)}")
     try:
         return _of_fields(raw, rope)
-    except KeyError as error:
-        raise ValueError(f"{key}: {file} has no {error.args[0]!r}") from error
     except ValueError as error:
         raise ValueError(f"{key}: {file}: {error}") from error
 
 
 def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
     """What is missing is what transformers takes for it."""
-    family, heads, norm_eps = raw["model_type"], raw["num_attention_heads"], raw.get("rms_norm_eps", 1e-6)
+    family, heads, norm_eps = raw["model_type"], _size(raw, "num_attention_heads", most=_MANY), raw.get("rms_norm_eps", 1e-6)
     if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float) or not 0 < norm_eps < 1:
         raise ValueError(f"rms_norm_eps is {norm_eps!r}; it must be a small positive number")
+    if not isinstance(raw.get("tie_word_embeddings", False), bool):
+        raise ValueError(f"tie_word_embeddings is {raw['tie_word_embeddings']!r:.40}; it must be true or false")
+    hidden = _size(raw, "hidden_size")
     return HfConfig(
         family=family,
-        vocab_size=raw["vocab_size"],
-        hidden=raw["hidden_size"],
-        feed_forward=raw["intermediate_size"],
-        layers=raw["num_hidden_layers"],
+        vocab_size=_size(raw, "vocab_size"),
+        hidden=hidden,
+        feed_forward=_size(raw, "intermediate_size"),
+        layers=_size(raw, "num_hidden_layers", most=_MANY),
         heads=heads,
-        key_value_heads=raw.get("num_key_value_heads", heads if family == "llama" else 32) or heads,
-        head_dim=raw.get("head_dim") or (128 if family == "qwen3" else raw["hidden_size"] // heads),
-        max_positions=raw.get("max_position_embeddings", 2048 if family == "llama" else 32768),
+        key_value_heads=_size(raw, "num_key_value_heads", heads if "num_key_value_heads" in raw or family == "llama" else 32),
+        head_dim=_size(raw, "head_dim", 128 if family == "qwen3" else max(hidden // heads, 1)),
+        max_positions=_size(raw, "max_position_embeddings", 2048 if family == "llama" else 32768),
         norm_eps=float(norm_eps),
         tied_embeddings=raw.get("tie_word_embeddings", False),
         qkv_bias=family == "qwen2",
@@ -130,15 +154,3 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
             llama3_factor=float(rope["factor"]) if rope["rope_type"] == "llama3" else None,
         ),
     )
-
-
-def elsewhere(path: Path) -> str:
-    """A hint for a path that is right in another folder: relative paths count from the current one."""
-    current = Path.cwd()
-    if not path.is_relative_to(current):
-        return ""
-    relative = path.relative_to(current)
-    for parent in current.parents:
-        if (parent / relative).exists():
-            return f" (relative paths count from the current folder; there is {parent / relative}: start from {parent})"
-    return " (relative paths count from the current folder)"

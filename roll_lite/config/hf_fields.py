@@ -7,8 +7,8 @@ if it is for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 
 def _names(text: str) -> frozenset[str]:
@@ -67,6 +67,8 @@ OF_GENERATION = _names(
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 """Of an architecture's name, after the family's."""
+POLICY_HEADS = ("ForCausalLM",)
+"""Of a model that is to generate: for the others an engine makes another kind of model."""
 _ROPE_FIELDS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
@@ -76,18 +78,20 @@ _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_e
 """The values that Megatron-Core has built in; every Llama 3.1 to 3.3 has them."""
 
 
-def refusals(raw: Mapping[str, Any]) -> Iterator[str]:
-    """For every field that may change the numbers and is not known: its name, its value, and what to do about it."""
+def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[str]:
+    """For every field that may change the numbers and is not known: its name, its value, and what to do about it. `heads`: what an
+    architecture may be."""
     for field, value in raw.items():
         if field in ONLY:
             accepted, reason = ONLY[field]
             if value not in accepted and not (field == "attention_bias" and raw["model_type"] == "qwen2"):  # there it is no setting
                 yield f"{field} is {value!r}; only {accepted[0]!r} is supported: {reason}"
         elif field == "architectures":
-            yield from _architecture(raw["model_type"], value)
+            yield from _architecture(raw["model_type"], value, heads)
         elif field == "layer_types":
-            if value is not None and set(value) != {"full_attention"}:
-                other = next(iter(set(value) - {"full_attention"}), None)
+            others = [one for one in value if one != "full_attention"] if isinstance(value, list) else [value]
+            if value is not None and (others or not value):
+                other = others[0] if others else None
                 yield f"layer_types holds {other!r}; only 'full_attention' is supported: every layer here attends to the whole context"
         elif field == "sliding_window":
             if value is not None and raw["model_type"] == "llama":  # Qwen's has its switch, use_sliding_window
@@ -96,11 +100,12 @@ def refusals(raw: Mapping[str, Any]) -> Iterator[str]:
             yield f"{field} is {value!r:.80}, which is not known here and may change what the model computes; remove it if it does not"
 
 
-def _architecture(family: str, names: Any) -> Iterator[str]:
+def _architecture(family: str, names: Any, heads: Sequence[str]) -> Iterator[str]:
     """vLLM and SGLang choose the model's code by this name, not by model_type."""
-    for name in names or ():
-        if name.lower() not in {f"{family}{head}".lower() for head in HEADS}:
-            yield f"architectures names {name!r}; supported for {family} are {', '.join(f'{family.capitalize()}{head}' for head in HEADS)}"
+    for name in names if isinstance(names, list) else [] if names is None else [names]:
+        known = [f"{family.capitalize()}{head}" for head in heads]
+        if not isinstance(names, list) or not isinstance(name, str) or name.lower() not in map(str.lower, known):
+            yield f"architectures names {name!r:.80}; supported for {family} are {', '.join(known)}, in a list"
 
 
 def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +131,9 @@ def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     if fields.get("partial_rotary_factor", 1) != 1:
         raise ValueError("partial_rotary_factor is not supported: RoPE here turns whole heads")
     kind = fields["rope_type"]
-    if kind not in _ROPE_FIELDS:
+    if not _is_number(fields["rope_theta"]) or not 0 < fields["rope_theta"] < 1e30:
+        raise ValueError(f"rope_theta is {fields['rope_theta']!r:.40}; it must be a positive number")
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         message = f"RoPE scaling {kind!r} is not supported; supported are {', '.join(_ROPE_FIELDS)}"
         trained_on = fields.get("original_max_position_embeddings", "original")
         short = f"; where prompt and response stay within the {trained_on} positions that the model was trained on, remove it"
@@ -139,9 +146,13 @@ def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         if fields.get(field) != value:
             raise ValueError(f"RoPE scaling llama3 with {field} {fields.get(field)!r}; only {value!r} is supported")
     factor = fields.get("factor")
-    if kind != "default" and (isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1):
+    if kind != "default" and not (_is_number(factor) and 1 <= factor < 1e30):
         raise ValueError(f"RoPE scaling {kind} needs a factor of at least 1, got {factor!r}")
     return fields
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _filled(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,5 +161,5 @@ def _filled(fields: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]
     return {
         **filled,
         "rope_type": filled.get("rope_type", fields.get("type") or "default"),
-        "rope_theta": filled.get("rope_theta", raw.get("rope_theta") or 10000.0),
+        "rope_theta": filled.get("rope_theta", 10000.0 if raw.get("rope_theta") is None else raw["rope_theta"]),
     }

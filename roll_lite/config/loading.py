@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path as FilePath
 
 from roll_lite.config.checks import Check, check
-from roll_lite.config.compose import compose, find_config, suggestion
-from roll_lite.config.problems import ConfigError, Path, Problem
+from roll_lite.config.compose import Composed, compose, find, suggestion
+from roll_lite.config.files import is_folder
+from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted
 from roll_lite.config.schema import RunConfig
 from roll_lite.config.validation import validate
 
@@ -18,21 +20,41 @@ def load_config(
     """`name` is a file in `folder` or a shipped one, with or without .yaml. `allow_scripted` admits the scripted engine, for tests and
     simulations. `further`: see `check`."""
     name = name.removesuffix(".yaml")
-    if not folder.is_dir() or not find_config(name, folder).is_file():
-        raise ConfigError(name, [_no_such_config(name, folder)])
+    if (wrong := _no_such_config(name, folder)) is not None:
+        raise ConfigError(name, [wrong])
     composed = compose(name, folder, overrides)
     validated = validate(composed.data, composed.broken)
     cross = check(validated.partial, allow_scripted=allow_scripted, further=further)
     problems = [_with_source(problem, composed.origins) for problem in [*composed.problems, *validated.problems, *cross]]
     if problems:
+        problems = [_without_secrets(problem, composed) for problem in problems]
         raise ConfigError(name, list({str(problem): problem for problem in problems}.values()))
-    return RunConfig.model_validate(validated.data)
+    config = RunConfig.model_validate(validated.data)
+    config._as_written.update({path: text for path, (text, _) in composed.secrets.items()})
+    return config
 
 
-def _no_such_config(name: str, folder: FilePath) -> Problem:
-    if not folder.is_dir():
-        return Problem("--config-path", f"no such folder: {folder.absolute()}", str(folder))
+def _no_such_config(name: str, folder: FilePath) -> Problem | None:
+    try:
+        if not is_folder(folder):
+            return Problem("--config-path", f"no such folder: {folder.absolute()}", str(folder))
+        if find(name, folder) is not None:
+            return None
+    except ValueError as error:
+        return Problem("--config-name", str(error), name)
     return Problem("--config-name", f"no {name}.yaml in {folder.absolute()}; {suggestion(name, folder)}", name)
+
+
+def _without_secrets(problem: Problem, composed: Composed) -> Problem:
+    """What came from the environment stands there as it was written, in the value and in what is said of it."""
+    for path, (text, secret) in composed.secrets.items():
+        if problem.value is not NO_VALUE and problem.path == dotted(path):
+            problem = replace(problem, value=text)
+        elif isinstance(problem.value, dict | list) and dotted(path).startswith(f"{problem.path}."):
+            problem = replace(problem, value=NO_VALUE)
+        if isinstance(secret, str) and secret.strip():
+            problem = replace(problem, message=problem.message.replace(secret, text))
+    return problem
 
 
 def _with_source(problem: Problem, origins: dict[Path, str]) -> Problem:

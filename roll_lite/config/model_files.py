@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roll_lite.config.files import is_file, kind_of, read_object, unreadable
+from roll_lite.config.hf_config import HfConfig
+from roll_lite.config.problems import first_line
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LARGEST_HEADER = 100 << 20
 _BLOCK = 16 << 20
@@ -34,42 +39,102 @@ class StoredTensor:
         return all(mine == its for mine, its in zip(self.blocks(), other.blocks(), strict=True))
 
 
-def find_tensor(folder: Path, name: str) -> StoredTensor | None:
-    """None where no file holds it; ValueError where the files are broken."""
-    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """By name, from the headers of all files; ValueError where the files are broken, or are not all there."""
+    index = folder / "model.safetensors.index.json"
+    if kind_of(index) is None:
+        if kind_of(folder / "model.safetensors") is None:
+            raise ValueError(f"no model.safetensors and no {index.name} in this folder; expected a model in Hugging Face format")
+        return _header(folder / "model.safetensors")
+    files = read_object(index).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(f"{index} has no weight_map from tensors to files")
+    missing = [file for file in sorted(set(files.values())) if kind_of(folder / file) is None]
+    if missing:
+        raise ValueError(
+            f"{index.name} names {', '.join(missing[:3])}, which {'is' if len(missing) == 1 else 'are'} not there; download again"
+        )
+    headers = {file: _header(folder / file) for file in set(files.values())}
+    for name, file in files.items():
+        if name not in headers[file]:
+            raise ValueError(f"{index.name} says that {file} holds {name}; it does not")
+    return {name: headers[file][name] for name, file in files.items()}
+
+
+def _header(file: Path) -> dict[str, StoredTensor]:
+    broken = f"its safetensors cannot be read: {file}"
+    if not is_file(file):
+        raise ValueError(f"{broken} is no plain file")
     try:
-        if index.is_file():
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            if name not in files:
-                return None
-            file = folder / files[name]
-        if not file.is_file():
-            raise ValueError(f"no {file.name} in this folder; expected a model in Hugging Face format")
-        header, start = _header(file)
-        if name not in header:
-            return None
-        begin, end = header[name]["data_offsets"]
-        return StoredTensor(file, header[name]["dtype"], tuple(header[name]["shape"]), start + begin, start + end)
-    except (OSError, KeyError, TypeError) as error:
-        raise ValueError(f"its safetensors cannot be read: {error}") from error
+        with file.open("rb") as content:
+            begin = content.read(8)
+            size, total = int.from_bytes(begin, "little"), file.stat().st_size
+            if begin == b"version ":
+                raise ValueError(f"{broken} is a pointer of Git LFS in place of the weights; fetch them with `git lfs pull`")
+            if not 0 < size < min(_LARGEST_HEADER, total):
+                raise ValueError(f"{broken} has no header")
+            header = json.loads(content.read(size))
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{broken}: {error}") from error
+    try:
+        entries = [
+            (name, entry["dtype"], entry["shape"], *entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"
+        ]
+        found = {
+            name: StoredTensor(file, str(dtype), tuple(map(int, shape)), 8 + size + int(a), 8 + size + int(b))
+            for name, dtype, shape, a, b in entries
+        }
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{broken} has a header that lists no tensors with their type, shape and place") from error
+    needed = max((tensor.stop for tensor in found.values()), default=0)
+    if total < needed:
+        raise ValueError(f"{broken} is cut off: it has {total:,} bytes, its header speaks of {needed:,}; download it again")
+    return found
 
 
-def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """What it says, and where the tensors begin."""
-    with file.open("rb") as content:
-        size = int.from_bytes(content.read(8), "little")
-        if not 0 < size < _LARGEST_HEADER:
-            raise ValueError(f"its safetensors cannot be read: {file} has no header")
-        try:
-            header: dict[str, Any] = json.loads(content.read(size))
-        except ValueError as error:
-            raise ValueError(f"its safetensors cannot be read: {file}: {error}") from error
-    return header, 8 + size
+def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str | None) -> str | None:
+    """What a model of this shape needs and the files do not hold. `head`: the name of its last layer, if it has one of its own."""
+    wanted = _weights(hf) | ({HEAD: (hf.vocab_size, hf.hidden)} if head == HEAD and not hf.tied_embeddings else {})
+    missing = [name for name in wanted if name not in stored]
+    if missing:
+        return (
+            f"its safetensors lack {missing[0]}"
+            + (f" and {len(missing) - 1} more tensors" if missing[1:] else "")
+            + " of config.json's model"
+        )
+    for name, shape in wanted.items():
+        if stored[name].shape != shape:
+            return f"{name} has the shape {list(stored[name].shape)} in its safetensors; by config.json it is {list(shape)}"
+    return None
+
+
+def _weights(hf: HfConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes, without a head."""
+    queries, keys = hf.heads * hf.head_dim, hf.key_value_heads * hf.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hf.hidden,),
+        "post_attention_layernorm.weight": (hf.hidden,),
+        "mlp.gate_proj.weight": (hf.feed_forward, hf.hidden),
+        "mlp.up_proj.weight": (hf.feed_forward, hf.hidden),
+        "mlp.down_proj.weight": (hf.hidden, hf.feed_forward),
+        "self_attn.o_proj.weight": (hf.hidden, queries),
+    }
+    for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+        layer[f"self_attn.{part}_proj.weight"] = (rows, hf.hidden)
+        if hf.qkv_bias:
+            layer[f"self_attn.{part}_proj.bias"] = (rows,)
+        if hf.qk_norm and part != "v":
+            layer[f"self_attn.{part}_norm.weight"] = (hf.head_dim,)
+    whole: dict[str, tuple[int, ...]] = {EMBEDDING: (hf.vocab_size, hf.hidden), "model.norm.weight": (hf.hidden,)}
+    return whole | {f"model.layers.{number}.{name}": shape for number in range(hf.layers) for name, shape in layer.items()}
 
 
 def head_beside_tied_embeddings(folder: Path) -> str | None:
     """What is wrong where config.json ties the head to the embeddings and the files hold another one."""
-    head, embedding = find_tensor(folder, HEAD), find_tensor(folder, EMBEDDING)
+    stored = stored_tensors(folder)
+    head, embedding = stored.get(HEAD), stored.get(EMBEDDING)
     if head is None or embedding is None or head.equals(embedding):
         return None
     return (
@@ -78,20 +143,34 @@ def head_beside_tied_embeddings(folder: Path) -> str | None:
     )
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any(kind_of(folder / name) for name in TOKENIZER_FILES)
+
+
+def has_chat_template(folder: Path) -> bool:
+    """ValueError where its settings cannot be read."""
+    settings = folder / "tokenizer_config.json"
+    if is_file(folder / "chat_template.jinja"):
+        return True
+    return kind_of(settings) is not None and read_object(settings).get("chat_template") is not None
+
+
 def largest_token_id(folder: Path) -> int | None:
     """Of the tokenizer's files that can be read without the tokenizer's code; ValueError where one cannot be read."""
-    ids: list[int] = []
+    ids: list[Any] = []
     for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
-        if not (folder / name).is_file():
+        if kind_of(folder / name) is None:
             continue
+        content = read_object(folder / name)
         try:
-            content = json.loads((folder / name).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{folder / name} cannot be read: {error}") from error
-        if name != "tokenizer.json":
-            ids += content.values()
-            continue
-        vocabulary = content.get("model", {}).get("vocab", {})
-        ids += vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        ids += [token["id"] for token in content.get("added_tokens") or ()]
+            if name != "tokenizer.json":
+                ids += content.values()
+                continue
+            vocabulary = content.get("model", {}).get("vocab", {})
+            ids += vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+            ids += [token["id"] for token in content.get("added_tokens") or ()]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder / name} cannot be read: it is no tokenizer's ({first_line(error)})") from error
+    if not all(isinstance(one, int) for one in ids):
+        raise ValueError(f"{folder} cannot be read: a token of its tokenizer has an id that is no number")
     return max(ids, default=None)

@@ -10,9 +10,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from roll_lite.config.problems import Path, Problem, did_you_mean, dotted, first_line, show
-from roll_lite.config.short_form import is_short_form, spell_out
+from roll_lite.config.short_form import is_short_form, make_room, spell_out
 from roll_lite.config.yaml_source import parse_yaml
 
+COMMAND_LINE = "command line"
 GRAMMAR = "write key=value, +key=value to add, or ~key to delete"
 _KEY = re.compile(r"[A-Za-z0-9_\-/]+(?:\.[A-Za-z0-9_\-/]+|\[[0-9]+\])*")
 
@@ -23,27 +24,36 @@ class Override:
     path: Path
     value: Any = None
     delete: bool = False
-    add: bool = False
 
 
 def parse_override(text: str) -> Override | Problem:
     """Values are YAML, so that `null`, `true`, `[1,2]` and `{x: 1}` mean what they mean in a file."""
-    delete, add = text.startswith("~"), text.startswith("+")
+    delete = text.startswith("~")
     key, separator, raw = text.lstrip("~+").partition("=") if not delete else (text[1:], "", "")
     if delete and "=" in key:
-        return Problem(text, "a deletion takes no value; write " + text.partition("=")[0], source="command line")
+        return Problem(text, "a deletion takes no value; write " + text.partition("=")[0], source=COMMAND_LINE)
     if not _KEY.fullmatch(key) or not (separator or delete):
-        return Problem(text or "(empty)", f"not an override; {GRAMMAR}", source="command line")
+        return Problem(text or "(empty)", f"not an override; {GRAMMAR}", source=COMMAND_LINE)
     path = tuple(re.sub(r"\[([0-9]+)\]", r".\1", key).split("."))
     if delete:
         return Override(text, path, delete=True)
     parsed = parse_yaml(raw, place=text, root=path)
     if parsed.problems:
-        first = parsed.problems[0]
-        return Problem(text, first.message, source="command line")
+        return Problem(text, parsed.problems[0].message, source=COMMAND_LINE)
     if is_short_form(parsed.data, path):
-        return Override(text, (*path, "name"), parsed.data, add=add)
-    return Override(text, path, spell_out(parsed.data, path, parsed.lines), add=add)
+        return Override(text, (*path, "name"), parsed.data)
+    if _is_placeholder(parsed.data):
+        return Problem(
+            dotted(path),
+            f"YAML takes {raw} for a section; put it in quotes, and these in the shell's: {key}='\"{raw}\"'",
+            source=COMMAND_LINE,
+        )
+    return Override(text, path, spell_out(parsed.data, path, parsed.lines))
+
+
+def _is_placeholder(value: Any) -> bool:
+    """A text such as {prompt}, without its quotes."""
+    return isinstance(value, dict) and len(value) > 0 and all(one is None for one in value.values())
 
 
 def apply_override(config: DictConfig, override: Override) -> list[Problem]:
@@ -52,14 +62,21 @@ def apply_override(config: DictConfig, override: Override) -> list[Problem]:
     try:
         parent = _parent(config, override)
     except LookupError as error:
-        return [Problem(override.text, str(error.args[0]), source="command line")]
+        return [Problem(override.text, str(error.args[0]), source=COMMAND_LINE)]
     if override.delete:
         if isinstance(parent, ListConfig):
             del parent[int(last)]
         else:
             del parent[last]
+    elif override.value == {} and isinstance(parent, DictConfig) and isinstance(there := _child(parent, last), DictConfig) and there:
+        message = (
+            f"a mapping is merged into a section, and an empty one changes nothing; delete what is to go: ~{dotted(override.path)}.KEY"
+        )
+        return [Problem(override.text, message, source=COMMAND_LINE)]
     else:
         # A list over a section, or the other way round, replaces it; so does anything over an interpolation, which need not resolve.
+        if parent is not config or len(override.path) == 1:
+            make_room(parent, {last: override.value}, override.path[:-1])
         settled = not OmegaConf.is_interpolation(parent, int(last) if isinstance(parent, ListConfig) else last)
         merge = settled and isinstance(override.value, dict) and isinstance(_child(parent, last), DictConfig)
         OmegaConf.update(config, dotted(override.path), override.value, merge=merge, force_add=True)

@@ -35,7 +35,8 @@ class Problem:
         return replace(self, source=source)
 
     def __str__(self) -> str:
-        place = self.path if self.value is NO_VALUE else f"{self.path} = {show(self.value)}"
+        path = self.path if len(self.path) <= LONGEST_VALUE else self.path[: LONGEST_VALUE - 3] + "..."
+        place = path if self.value is NO_VALUE else f"{path} = {show(self.value)}"
         return f"{place}: {self.message}" + (f"  [{self.source}]" if self.source else "")
 
 
@@ -55,17 +56,26 @@ def dotted(path: Path) -> str:
 
 def show(value: Any) -> str:
     """A value as a user would write it on the command line, cut where it is long."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except (ValueError, RecursionError):  # a number of thousands of digits, a list that holds itself
+        text = f"({type(value).__name__})"
+    text = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     """The close names if there are any, else all of them."""
     names = sorted(valid)
-    close = difflib.get_close_matches(wrong, names, n=2, cutoff=0.6)
-    if close:
+    if close := close_names(wrong, names):
         return f"did you mean {' or '.join(repr(name) for name in close)}?"
     return f"valid here: {', '.join(names)}." if names else "nothing is valid here."
+
+
+def close_names(wrong: str, valid: Iterable[str]) -> list[str]:
+    """At most two, the closest first, whatever their capitals."""
+    by_lower = {name.lower(): name for name in valid}
+    return [by_lower[name] for name in difflib.get_close_matches(wrong.lower(), by_lower, n=2, cutoff=0.6)]
 
 
 def first_line(error: BaseException) -> str:

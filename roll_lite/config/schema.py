@@ -7,30 +7,57 @@ What relates several fields to each other is checked in `checks.py`; what follow
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
+from roll_lite.config.files import kind_of
 from roll_lite.config.shipped import found
 
 
 def from_current_folder(path: Path) -> Path:
     """The one rule for paths, the shell's: relative to the folder the run is started in. Absolute from then on, so that workers agree.
-    What the package ships is found from everywhere."""
-    return found(path)
+    What the package ships is found from everywhere. ValueError where nobody could tell what is there.
+    """
+    try:
+        path = found(path)
+    except RuntimeError:
+        raise ValueError(f"there is no home folder {path.parts[0]}") from None
+    kind_of(path)
+    return path
 
 
-PositiveInt = Annotated[int, Field(gt=0)]
+def _below(limit: int, what: str) -> AfterValidator:
+    def check(number: int) -> int:
+        if number >= limit:
+            raise ValueError(f"is not below {limit:,}, {what}")
+        return number
+
+    return AfterValidator(check)
+
+
+PositiveInt = Annotated[int, Field(gt=0), _below(2**31, "the limit for all numbers here")]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 TimeLimit = Annotated[float, Field(ge=0)] | None
 PositiveFloat = Annotated[float, Field(gt=0)]
 UserPath = Annotated[Path, AfterValidator(from_current_folder)]
 
 
+class Refused(Exception):
+    """A field was read whose value the schema has refused: nothing can be said of it."""
+
+
 class Section(BaseModel):
     """Base of every section: unknown keys are refused, nothing changes after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=())
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise Refused(name)
+            return super().__getattr__(name)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -150,7 +177,8 @@ TrainStrategyConfig = MegatronStrategyConfig
 InferStrategyConfig = Annotated[VllmStrategyConfig | SglangStrategyConfig | ScriptedStrategyConfig, Field(discriminator="name")]
 RewardModelStrategyConfig = Annotated[HfStrategyConfig | MegatronStrategyConfig, Field(discriminator="name")]
 
-Devices = PositiveInt | list[Annotated[int, Field(ge=0)]]
+_MOST_DEVICES = _below(65536, "more than a cluster has")
+Devices = Annotated[PositiveInt, _MOST_DEVICES] | list[Annotated[int, Field(ge=0), _MOST_DEVICES]]
 
 
 # ---------------------------------------------------------------- roles
@@ -756,7 +784,7 @@ class AlgorithmConfig(Section):
 class RayConfig(Section):
     address: str | None = None
     """Address of an existing Ray cluster; RAY_ADDRESS is honoured too. A local one is started where absent."""
-    object_store_mb: PositiveInt = 512
+    object_store_mb: Annotated[PositiveInt, Field(ge=80)] = 512
     """Size of a local cluster's object store."""
     placement_timeout_s: PositiveFloat = 60.0
     """How long to wait until the cluster has room for all workers."""
@@ -778,7 +806,7 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 writes none during the run."""
     keep: PositiveInt = 2
     """Newest checkpoints to keep."""
-    resume: Annotated[Path, AfterValidator(from_current_folder), AfterValidator(Path.resolve)] | None = None
+    resume: Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
     """Checkpoint folder to go on from, or a run's folder to take its newest."""
     export_model: bool = True
     """Write the final model in Hugging Face format."""
@@ -883,3 +911,16 @@ class RunConfig(Section):
     """The Ray cluster."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     """When something that does not answer counts as hung."""
+
+    _as_written: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
+
+    @model_serializer(mode="wrap")
+    def _without_secrets(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What came from the environment is written down as it was written: as `${oc.env:NAME}`."""
+        data: dict[str, Any] = handler(self)
+        for path, text in self._as_written.items():
+            section: Any = data
+            for key in path[:-1]:
+                section = section[int(key) if isinstance(section, list) else key]
+            section[int(path[-1]) if isinstance(section, list) else path[-1]] = text
+        return data

@@ -8,7 +8,7 @@ strictly: the text "3" is not a number.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from types import NoneType, UnionType
@@ -18,8 +18,8 @@ from annotated_types import MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from roll_lite.config.problems import NO_VALUE, Path, Problem, did_you_mean, dotted
-from roll_lite.config.schema import RunConfig, Section
+from roll_lite.config.problems import NO_VALUE, Path, Problem, close_names, did_you_mean, dotted
+from roll_lite.config.schema import RunConfig, ScriptedStrategyConfig, Section
 from roll_lite.config.wording import field_type, in_words
 
 
@@ -33,7 +33,7 @@ _INVALID = _Invalid()
 @dataclass
 class Validated:
     partial: RunConfig
-    """Holds everything that is valid. An attribute whose value was refused is absent: reading it raises AttributeError."""
+    """Holds everything that is valid. Reading a field whose value was refused raises Refused."""
     data: dict[str, Any]
     """The input with the names of strategies and the like filled in where they follow from the defaults."""
     problems: list[Problem] = field(default_factory=list)
@@ -57,7 +57,7 @@ class _Walker:
             self._refuse(path, data, f"expected a section with the keys {', '.join(cls.model_fields)}")
             return _INVALID
         unknown = [key for key in data if key not in cls.model_fields and (*path, key) not in self.broken]
-        suggested = [self._unknown_key(cls, key, data[key], path) for key in unknown]
+        meant = {name for key in unknown for name in self._unknown_key(cls, key, data, path)}
         values: dict[str, Any] = {}
         refused: list[str] = []
         for name, info in cls.model_fields.items():
@@ -66,12 +66,11 @@ class _Walker:
                 values[name] = self._field(cls, name, info, data, here)
                 if values[name] is _INVALID:
                     refused.append(name)
-            elif here in self.broken:
+            elif here in self.broken or name in meant or (info.is_required() and () in self.broken):
                 refused.append(name)
             elif info.is_required():
                 refused.append(name)
-                if not any(repr(name) in message for message in suggested):
-                    self._refuse(here, NO_VALUE, f"is missing; expected {_expected(info)}")
+                self._refuse(here, NO_VALUE, f"is missing; expected {_expected(info)}")
         built = cls.model_construct(**values)
         for name in refused:
             built.__dict__.pop(name, None)
@@ -95,6 +94,8 @@ class _Walker:
         if not isinstance(value, shape.container) or too_few:
             self._refuse(path, value, f"expected {in_words(info.annotation)}" + (", at least one" if too_few else ""))
             return _INVALID
+        if isinstance(value, dict):
+            self._tell_strays(shape.variants[0], value, path)
         items = value.items() if isinstance(value, dict) else enumerate(value)
         built = {key: self._item(shape.variants[0], item, (*path, str(key))) for key, item in items}
         return built if isinstance(value, dict) else list(built.values())
@@ -108,6 +109,15 @@ class _Walker:
         hollow.__dict__.clear()
         return hollow
 
+    def _tell_strays(self, cls: type[Section], items: dict[str, Any], path: Path) -> None:
+        """An entry without what it needs, whose name is almost another's, is that one misspelt."""
+        needed = {name for name, info in cls.model_fields.items() if info.is_required()}
+        for name, item in items.items():
+            others = [other for other in items if other != name and isinstance(items[other], dict) and needed <= items[other].keys()]
+            if isinstance(item, dict) and not needed & item.keys() and close_names(name, others):
+                self._refuse((*path, name), NO_VALUE, f"has no {' and '.join(sorted(needed))}; {did_you_mean(name, others)}")
+                self.broken |= {(*path, name)}
+
     def _leaf(self, cls: type[Section], name: str, info: FieldInfo, value: Any, path: Path) -> Any:
         try:
             return _leaf_adapter(cls, name).validate_json(json.dumps(value), strict=True)
@@ -118,7 +128,7 @@ class _Walker:
             expected = _expected(info)
             if expected in ("text", "path", "text or null", "path or null") and not isinstance(value, str | dict | list):
                 hint = "; put it in quotes" if value is not None else hint
-            custom = [str(one["msg"]).removeprefix("Value error, ") for one in error.errors() if one["type"] == "value_error"]
+            custom = [str(one["ctx"]["error"]) for one in error.errors() if one["type"] == "value_error"]
             self._refuse(path, value, custom[0] if custom else f"expected {expected}{hint}")
             return _INVALID
 
@@ -128,25 +138,28 @@ class _Walker:
         if not isinstance(value, dict):
             # A name in its short form is a section by now; text is what an interpolation gave.
             hint = f"; to interpolate the name, write it as {path[-1]}.name" if isinstance(value, str) else ""
-            self._refuse(path, value, f"expected one of {', '.join(by_name)}, or a section with such a name{hint}")
+            self._refuse(path, value, f"expected one of {', '.join(_offered(by_name))}, or a section with such a name{hint}")
             return value, None
         default = info.get_default(call_default_factory=True)
         name = value.get("name", default.name if default is not None else None)
         if (*path, "name") in self.broken or not isinstance(name, str) or name not in by_name:
             if (*path, "name") not in self.broken:
-                close = did_you_mean(str(name), by_name)
+                close = did_you_mean(str(name), _offered(by_name))
                 hint = f"; {close}" if close.startswith("did") else ""
-                self._refuse((*path, "name"), name, f"expected one of {', '.join(by_name)}{hint}")
+                self._refuse((*path, "name"), name, f"expected one of {', '.join(_offered(by_name))}{hint}")
             return value, None
         return {"name": name, **value}, by_name[name]
 
-    def _unknown_key(self, cls: type[Section], key: str, value: Any, path: Path) -> str:
-        hint = did_you_mean(key, cls.model_fields)
+    def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
+        """Tells it. Returns the keys that may be meant: what they are now is not known."""
+        free = [name for name in cls.model_fields if name not in data]
+        meant = close_names(key, free)
+        hint = did_you_mean(key, free if meant else cls.model_fields)
         elsewhere = [place for place in _places_of(key) if place != dotted((*path, key))]
         if not hint.startswith("did") and elsewhere:
             hint = f"there is {' and '.join(elsewhere[:3])}; {hint}"
-        self._refuse((*path, key), value, f"unknown key; {hint}")
-        return hint if hint.startswith("did") else ""
+        self._refuse((*path, key), data[key], f"unknown key; {hint}")
+        return meant
 
     def _refuse(self, path: Path, value: Any, message: str) -> None:
         self.problems.append(Problem(dotted(path) or "(top)", message, value))
@@ -169,6 +182,11 @@ def shape_of(annotation: Any) -> Shape:
     if origin in (dict, list) and isinstance(arguments[-1], type) and issubclass(arguments[-1], Section):
         return Shape([arguments[-1]], origin)
     return Shape([])
+
+
+def _offered(names: Iterable[str]) -> list[str]:
+    """Without those that are refused later."""
+    return [name for name in names if name != get_args(ScriptedStrategyConfig.model_fields["name"].annotation)[0]]
 
 
 def _optional(annotation: Any) -> bool:

@@ -12,6 +12,9 @@ from omegaconf.errors import GrammarParseError
 
 from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, first_line, show
 
+MOST_VALUES = 100_000
+"""Of one text, its aliases written out."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-6 as text and 2026-08-01 as a date. Here the first is a number and the second text."""
@@ -38,62 +41,88 @@ class YamlSource:
     lines: dict[Path, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
-    """Paths whose value could not be read and is null in `data`."""
+    """Paths whose value could not be read and is null in `data`; the root where nothing could be."""
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
     """`place` names the text in messages; `root` is where its data will stand in the tree."""
     source = YamlSource()
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
-        source.data = _convert(loader, node, root, place, source) if node is not None else None
-    except yaml.YAMLError as error:
-        source.problems.append(Problem(place, f"not valid YAML: {_one_line(error)}"))
-    finally:
-        loader.dispose()
+        if node is not None and _values(node, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"with its aliases written out it holds more than {MOST_VALUES:,} values")
+        source.data = _convert(loader, node, root, place, source, ()) if node is not None else None
+    except (yaml.YAMLError, RecursionError) as error:
+        source = YamlSource(problems=[Problem(place, f"not valid YAML: {_one_line(error)}")], broken={root})
     return source
 
 
-def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: YamlSource) -> Any:
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many there are below it, each alias counted as what it stands for; one that stands for itself counts as nothing here."""
+    if id(node) not in known:
+        known[id(node)] = 0
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_values(part, known) for part in parts) if isinstance(node, yaml.CollectionNode) else 1
+    return known[id(node)]
+
+
+def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: YamlSource, above: tuple[yaml.Node, ...]) -> Any:
+    """`above`: the nodes that it stands in."""
     source.lines[path] = node.start_mark.line + 1
+    if node in above:
+        _refuse(source, path, "stands for a section or list that it is part of itself", NO_VALUE, f"{place}:{source.lines[path]}")
+        return None
+    above = (*above, node)
     if isinstance(node, yaml.SequenceNode):
-        return [_convert(loader, item, (*path, str(index)), place, source) for index, item in enumerate(node.value)]
-    if not isinstance(node, yaml.MappingNode):
-        return _scalar(loader.construct_object(node), node, path, place, source)
+        return [_convert(loader, item, (*path, str(index)), place, source, above) for index, item in enumerate(node.value)]
+    if not isinstance(node, yaml.MappingNode) or node.tag != "tag:yaml.org,2002:map":
+        return _scalar(loader, node, path, place, source)
     own_keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge"]
     for key in sorted({key for key in own_keys if own_keys.count(key) > 1}):
         source.problems.append(Problem(dotted((*path, key)), "written twice; keep one", source=f"{place}:{node.start_mark.line + 1}"))
+    if any(value is node or (isinstance(value, yaml.SequenceNode) and node in value.value) for _, value in node.value):
+        _refuse(source, path, "is merged into itself", NO_VALUE, f"{place}:{source.lines[path]}")
+        return None
     loader.flatten_mapping(node)
     result: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
+        key = loader.construct_object(key_node, deep=True) if isinstance(key_node, yaml.ScalarNode) else None
         if not isinstance(key, str):
-            message = f"a key has to be text, {show(key)} is not; put it in quotes"
+            message = f"a key has to be text, {show(key) if key is not None else 'this'} is not; put it in quotes"
             source.problems.append(Problem(dotted(path) or "(top)", message, source=f"{place}:{key_node.start_mark.line + 1}"))
             continue
-        result[key] = _convert(loader, value_node, (*path, key), place, source)
+        result[key] = _convert(loader, value_node, (*path, key), place, source, above)
         source.lines[(*path, key)] = key_node.start_mark.line + 1
     return result
 
 
-def _scalar(value: Any, node: yaml.Node, path: Path, place: str, source: YamlSource) -> Any:
+def _scalar(loader: _Loader, node: yaml.Node, path: Path, place: str, source: YamlSource) -> Any:
     """The value, if it is plain and its `${...}`, where it has any, can be parsed."""
-    message = "" if isinstance(value, str | int | float | None) else "only text, numbers, true, false and null can be values here"
+    value, message = None, ""
+    try:
+        value = loader.construct_object(node, deep=True)
+    except (yaml.YAMLError, ValueError, KeyError, ArithmeticError, AttributeError):  # the constructors check nothing
+        message = f"{show(node.value)} cannot be read as {node.tag.rpartition(':')[2]}; for text, put it in quotes"
+    if not isinstance(value, str | int | float | None):
+        value, message = None, "only text, numbers, true, false and null can be values here"
     if isinstance(value, str) and "${" in value:
         try:
             OmegaConf.create({"probe": value})
-        except GrammarParseError as error:
+        except (GrammarParseError, RecursionError) as error:
             message = f"not a valid interpolation: {first_line(error)}"
     if not message:
         return value
-    shown = value if isinstance(value, str) else NO_VALUE
-    source.problems.append(Problem(dotted(path), message, shown, f"{place}:{node.start_mark.line + 1}"))
-    source.broken.add(path)
+    _refuse(source, path, message, value if isinstance(value, str) else NO_VALUE, f"{place}:{node.start_mark.line + 1}")
     return None
 
 
-def _one_line(error: yaml.YAMLError) -> str:
+def _refuse(source: YamlSource, path: Path, message: str, value: Any, where: str) -> None:
+    source.problems.append(Problem(dotted(path), message, value, where))
+    source.broken.add(path)
+
+
+def _one_line(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
-    return str(error).replace("\n", " ")
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error).replace("\n", " ")

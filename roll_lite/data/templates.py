@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
 from roll_lite.config.schema import TemplateConfig
+from roll_lite.config.text_templates import placeholders
 
 Tokenizer = Any
 """A Hugging Face tokenizer; transformers, slow to import, is loaded only where one is made."""
@@ -102,15 +102,12 @@ class Template:
 
 def _placeholders(text: str, setting: str) -> list[str]:
     try:
-        fields = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(text) if name is not None]
+        names = placeholders(text)
     except ValueError as error:
-        raise ValueError(f"{setting}: {text!r} is no template: {error}; write {{{{ and }}}} for braces that stay") from error
-    for name, spec, conversion in fields:
-        if not name.isidentifier() or spec or conversion:
-            raise ValueError(f"{setting}: {text!r}: {{{name}}} is no placeholder for a column; write {{{{ and }}}} for braces that stay")
-    if not fields:
+        raise ValueError(f"{setting}: {text!r}: {error}") from error
+    if not names:
         raise ValueError(f"{setting}: {text!r} has no placeholder, so that all prompts would be the same; {{prompt}} stands for the prompt")
-    return list(dict.fromkeys(name for name, _, _ in fields))
+    return names
 
 
 def _messages(column: str, prompt: Any, system: str | None) -> list[dict[str, str]]:

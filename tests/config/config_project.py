@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from support_weights import tensors, write_safetensors
+
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError, Problem
 from roll_lite.config.schema import RunConfig
@@ -52,7 +54,9 @@ class Project:
         self.write(f"{name}/config.json", json.dumps(shape))
         self.write(f"{name}/tokenizer.json", "{}")
         self.write(f"{name}/tokenizer_config.json", "{}")
-        return self.write(f"{name}/model.safetensors", "\x02\0\0\0\0\0\0\0{}").parent  # a header that says: no tensors
+        file = self.folder / name / "model.safetensors"
+        write_safetensors(file, tensors({**MODEL, **shape}))
+        return file.parent
 
     def load(self, *overrides: str, name: str = "run", allow_scripted: bool = False) -> RunConfig:
         return load_config(name, self.folder / "configs", list(overrides), allow_scripted=allow_scripted)

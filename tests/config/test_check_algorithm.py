@@ -57,8 +57,9 @@ def test_a_functions_arguments_are_looked_at(project: Project) -> None:
 
 def test_full_kl_is_refused_where_whole_distributions_do_not_fit(project: Project) -> None:
     settings = "reference: {}\nalgorithm: {kl_in_loss: {coef: 0.1, estimator: full}}"
-    assert project.problems_of(settings) == []
-    (problem,) = project.problems_of(settings, "ray.object_store_mb=1")
+    many = "rollout.prompts_per_step=1000"
+    assert project.problems_of(settings, many) == []
+    (problem,) = project.problems_of(settings, many, "ray.object_store_mb=80")
     assert problem.path == "algorithm.kl_in_loss.estimator" and "MB a step" in problem.message
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from config_project import Project
+from config_project import MODEL, Project
+from support_weights import tensors, write_safetensors
 
 from roll_lite.config.arithmetic import derive, render, roles
 from roll_lite.config.loading import load_config
@@ -31,8 +32,8 @@ def helpful(project: Project) -> Project:
 def write_reward_model(project: Project, name: str, head: tuple[int, ...] | None = (1, 48), **changes: object) -> Path:
     given = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}, **changes}
     folder = project.write_model(name, **given)
-    header = json.dumps({} if head is None else {"score.weight": {"dtype": "F32", "shape": list(head), "data_offsets": [0, 0]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    weights = {name: shape for name, shape in tensors(MODEL).items() if name != "lm_head.weight"}
+    write_safetensors(folder / "model.safetensors", weights if head is None else weights | {"score.weight": list(head)})
     return folder
 
 
@@ -105,6 +106,7 @@ def test_a_head_of_another_name_is_for_transformers(project: Project) -> None:
 def test_heads_in_several_files(project: Project) -> None:
     folder = write_reward_model(project, "helpful", head=(2, 48))
     (folder / "model.safetensors").rename(folder / "model-2.safetensors")
+    write_safetensors(folder / "model-1.safetensors", {"a": [1], "classifier.weight": [1]})
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "score.weight": "model-2.safetensors"}}))
     assert "has the shape [2, 48]" in found(project)["reward_models.helpful.path"]

@@ -232,7 +232,7 @@ def test_model_files(project: Project) -> None:
     for folder, fragment in {
         "gpt": "'gpt2' is not supported; supported are qwen2, qwen3, llama",
         "short": "has no 'vocab_size'",
-        "bare": "no *.safetensors",
+        "bare": "no model.safetensors",
         "mute": "no tokenizer",
         "broken": "cannot be read",
     }.items():

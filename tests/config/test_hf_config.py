@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from config_project import Project
+from config_project import MODEL, Project
 from published_models import LLAMA_2_7B, QWEN2_AS_TRANSFORMERS_5_SAVES_IT, REFUSED, TRAINABLE
 from safetensors.torch import load_file, save_file
 from support_models import make_tiny_model
+from support_weights import tensors
 from transformers import AutoConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -151,8 +152,8 @@ def test_a_head_of_another_file_and_type_is_found_too(tmp_path: Path) -> None:
 
 def test_the_check_tells_both_and_an_unreadable_file(project: Project) -> None:
     folder = project.write_model("model", tie_word_embeddings=True)
-    tensor = torch.ones(100, 48)
-    save_file({"lm_head.weight": tensor, "model.embed_tokens.weight": tensor * 2}, folder / "model.safetensors")
+    weights = {name: torch.zeros(shape) for name, shape in tensors(MODEL).items()}
+    save_file(weights | {"lm_head.weight": torch.ones(100, 48)}, folder / "model.safetensors")
     project.write(
         "model/tokenizer.json", json.dumps({"model": {"vocab": {"a": 0, "b": 99}}, "added_tokens": [{"id": 100, "content": "<x>"}]})
     )

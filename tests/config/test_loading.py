@@ -89,12 +89,12 @@ WRONG_VALUES = {
     "devices": ("actor_train.devices=[0,-1]", "actor_train.devices", "integer > 0 or list of (integer >= 0)"),
     "a pair": ("actor_train.optimizer.betas=[0.9]", "actor_train.optimizer.betas", "list of 2"),
     "value for a section": ("rollout=3", "rollout", "expected a section with the keys prompts_per_step"),
-    "number for a variant": ("actor_infer.strategy=3", "actor_infer.strategy", "vllm, sglang, scripted, or a section with such a name"),
+    "number for a variant": ("actor_infer.strategy=3", "actor_infer.strategy", "vllm, sglang, or a section with such a name"),
     "list for a variant": ("actor_infer.strategy=[vllm]", "actor_infer.strategy", "or a section with such a name"),
     "null for a variant": ("actor_infer.strategy=null", "actor_infer.strategy", "or a section with such a name"),
     "interpolated text for a variant": ("actor_infer.strategy=${experiment}", "actor_infer.strategy", "write it as strategy.name"),
-    "variant": ("actor_infer.strategy.name=vlm", "actor_infer.strategy.name", "one of vllm, sglang, scripted; did you mean 'vllm'?"),
-    "variant in short": ("actor_infer.strategy=sglnag", "actor_infer.strategy.name", "sglang, scripted; did you mean 'sglang'?"),
+    "variant": ("actor_infer.strategy.name=vlm", "actor_infer.strategy.name", "one of vllm, sglang; did you mean 'vllm'?"),
+    "variant in short": ("actor_infer.strategy=sglnag", "actor_infer.strategy.name", "sglang; did you mean 'sglang'?"),
     "variant in short, far off": ("algorithm.kl_in_loss.controller=x", "algorithm.kl_in_loss.controller.name", "one of fixed, adaptive"),
     "single variant": ("actor_train.strategy.name=megatorn", "actor_train.strategy.name", "expected megatron"),
     "single variant in short": ("actor_train.strategy=megatorn", "actor_train.strategy.name", "expected megatron"),
@@ -163,45 +163,17 @@ def test_mappings_are_merged_and_lists_replaced(project: Project) -> None:
     assert (config.domains["copy"].share, config.domains["copy"].reward.type) == (3, "exact")
 
 
-def write_groups(project: Project) -> None:
-    project.write("configs/algorithm/short.yaml", "ppo_epochs: 1\nmini_batches: 2\n")
-    project.write("configs/algorithm/long.yaml", "defaults: [short]\nppo_epochs: 3\n")
-    project.write("configs/algorithm/kl_in_loss/strong.yaml", "coef: 0.5\n")
-    project.write("configs/pace/slow.yaml", "# @package _global_\nsteps: 9\n")
-    project.write("configs/grouped.yaml", "defaults:\n  - run\n  - algorithm: long\n  - optional pace: none\n  - _self_\n")
-
-
-def test_groups(project: Project) -> None:
-    write_groups(project)
-    config = project.load(name="grouped")
-    assert (config.algorithm.ppo_epochs, config.algorithm.mini_batches) == (3, 2)
-    assert project.load("algorithm=short", name="grouped").algorithm.ppo_epochs == 1
-    assert project.load("pace=slow", name="grouped").steps == 9
-    assert project.load("algorithm=null", name="grouped").algorithm.mini_batches == 1
-    assert project.load("+pace=slow").steps == 9
-
-
-def test_group_packages(project: Project) -> None:
-    write_groups(project)
-    project.write("configs/optimizers/fast.yaml", "lr: 0.5\n")
-    project.write(
-        "configs/packages.yaml", "defaults: [run, optimizers@actor_train.optimizer: fast, algorithm/short, {pace: [slow]}]\nreference: {}\n"
-    )
-    config = project.load("algorithm.kl_in_loss.coef=0.25", name="packages")
-    assert (config.actor_train.optimizer.lr, config.algorithm.mini_batches, config.steps) == (0.5, 2, 9)
-    project.write("configs/algorithm/nested.yaml", "defaults: [kl_in_loss: strong, /pace: slow]\n")
-    project.write("configs/nesting.yaml", "defaults: [run, algorithm: nested]\nreference: {}\n")
-    assert project.load(name="nesting").algorithm.kl_in_loss.coef == 0.5
-    project.write("configs/overriding.yaml", "defaults: [grouped, override algorithm: short]\n")
-    assert project.load(name="overriding").algorithm.ppo_epochs == 1
+def test_files_in_folders_and_a_name_alone(project: Project) -> None:
+    project.write("configs/paces/slow.yaml", "defaults: run\nsteps: 9\n")
+    project.write("configs/one.yaml", "defaults: paces/slow.yaml\nseed: 2\n")
+    assert (project.load(name="one").steps, project.load(name="one").seed, project.load(name="paces/slow").steps) == (9, 2, 9)
 
 
 COMPOSITION_MISTAKES = {
     "unknown file": ("defaults: [rnu]", "wrong.yaml: defaults[0]", "did you mean 'run'?"),
-    "unknown option": ("defaults: [run, algorithm: shrot]", "wrong.yaml: defaults[1]", "did you mean 'short'?"),
-    "not a list": ("defaults: run", "wrong.yaml: defaults", "a list of file names"),
+    "not a list": ("defaults: {run: 1}", "wrong.yaml: defaults", "a file's name or a list of them"),
+    "a group": ("defaults: [run, algorithm: short]", "wrong.yaml: defaults[1]", "write a file's name"),
     "odd entry": ("defaults: [run, 3]", "wrong.yaml: defaults[1]", "write a file's name"),
-    "odd option": ("defaults: [run, algorithm: 3]", "wrong.yaml: defaults[1]", "group: option"),
     "itself": ("defaults: [run, wrong]", "wrong.yaml: defaults[1]", "wrong -> wrong"),
     "self twice": ("defaults: [_self_, run, _self_]", "wrong.yaml: defaults", "_self_ is listed twice"),
     "key twice": ("defaults: [run]\nmodel: {path: a, path: model}", "model.path", "written twice"),
@@ -218,7 +190,6 @@ COMPOSITION_MISTAKES = {
 
 @pytest.mark.parametrize("case", COMPOSITION_MISTAKES.values(), ids=COMPOSITION_MISTAKES)
 def test_mistakes_of_composition(project: Project, case: tuple[str, str, str]) -> None:
-    write_groups(project)
     project.write("configs/tracked.yaml", "defaults: [run]\ntrackers: [{type: jsonl}]\n")
     text, path, fragment = case
     project.write("configs/wrong.yaml", text)

@@ -10,8 +10,12 @@ from roll_lite.config.schema import (
     CispoLossConfig,
     FixedKlConfig,
     GaeAdvantageConfig,
+    GmpoLossConfig,
+    GspoLossConfig,
     HfStrategyConfig,
     MegatronStrategyConfig,
+    PpoLossConfig,
+    ReinforceAdvantageConfig,
     SglangStrategyConfig,
     VllmStrategyConfig,
 )
@@ -88,12 +92,6 @@ def test_keys_can_be_set_under_a_word(project: Project) -> None:
     assert config.actor_infer.strategy == VllmStrategyConfig(max_running_requests=9)
 
 
-def test_a_word_in_a_group_file(project: Project) -> None:
-    project.write("configs/actor_infer/fast.yaml", "strategy: sglang\n")
-    project.write("configs/grouped.yaml", "defaults: [run, actor_infer: fast]\n")
-    assert project.load(name="grouped").actor_infer.strategy == SglangStrategyConfig()
-
-
 def test_an_interpolation_may_give_a_section_that_is_a_word(project: Project) -> None:
     project.write("configs/link.yaml", "defaults: [run]\nactor_infer: {strategy: '${judges.strict.strategy}'}\n")
     composed = compose("link", project.folder / "configs", ["judges.strict.strategy=vllm"])
@@ -109,11 +107,20 @@ def test_a_word_fills_in_what_is_left_open(project: Project) -> None:
 def test_mistakes_are_shown_where_they_were_written(project: Project) -> None:
     project.write("configs/engine.yaml", "defaults: [run]\nactor_infer:\n  strategy:\n    name: vllm\n    max_running_requests: 7\n")
     project.write("configs/wrong.yaml", "defaults: [engine]\n\n\nactor_infer:\n  strategy: sglnag\n")
-    message = "actor_infer.strategy.name = \"sglnag\": expected one of vllm, sglang, scripted; did you mean 'sglang'?"
+    message = "actor_infer.strategy.name = \"sglnag\": expected one of vllm, sglang; did you mean 'sglang'?"
     assert [str(one) for one in project.problems(name="wrong")] == [f"{message}  [wrong.yaml:5]"]
     assert [str(one) for one in project.problems("actor_infer.strategy=sglnag", name="engine")] == [f"{message}  [command line]"]
-    left_over = [
-        one for one in project.problems("actor_infer.strategy=scripted", name="engine") if one.path.endswith("max_running_requests")
-    ]
-    assert [one.source for one in left_over] == ["engine.yaml:5"]
-    assert "unknown key" in left_over[0].message
+
+
+def test_another_member_has_none_of_the_former_ones_keys(project: Project) -> None:
+    """But for those that mean the same in both."""
+    project.write("configs/ppo.yaml", "defaults: [run]\nalgorithm: {policy_loss: {name: ppo, clip_low: 0.1, dual_clip: 3.0}}\n")
+    project.write("configs/gmpo.yaml", "defaults: [ppo]\nalgorithm: {policy_loss: {name: gmpo, log_clip_low: 0.3}}\n")
+    assert project.load(name="gmpo").algorithm.policy_loss == GmpoLossConfig(log_clip_low=0.3)
+    for override in ("algorithm.policy_loss=gspo", "algorithm.policy_loss={name: gspo}", "algorithm={policy_loss: gspo}"):
+        assert project.load(override, name="ppo").algorithm.policy_loss == GspoLossConfig(), "whose clip is a thousand times narrower"
+    assert project.load("algorithm.policy_loss=ppo", name="ppo").algorithm.policy_loss == PpoLossConfig(clip_low=0.1, dual_clip=3.0)
+    project.write("configs/gae.yaml", "defaults: [run]\ncritic: {}\nalgorithm: {advantage: {name: gae, gamma: 0.9, lam: 0.5}}\n")
+    config = project.load("algorithm.advantage=reinforce", "~critic", name="gae")
+    assert config.algorithm.advantage == ReinforceAdvantageConfig(gamma=0.9)
+    assert project.problems("algorithm.policy_loss=gmpo", "algorithm.policy_loss.clip_low=0.1", name="ppo")[0].path.endswith("clip_low")

@@ -127,7 +127,7 @@ def test_checkpoints_that_do_not_fit(ranks: RankPool, tmp_path: Path) -> None:
         (narrow, {}, "model.layers.0.mlp.down_proj.weight make up a tensor of shape (128, 96) on this rank, config.json says (128, 256)"),
         (short, {}, "model.embed_tokens.weight has 90 rows, config.json says vocab_size 100"),
         (own_head, {}, "lm_head.weight in model.safetensors is another tensor than model.embed_tokens.weight"),
-        (empty, {}, "holds no config.json"),
+        (empty, {}, "no config.json in"),
         (no_weights, {}, "holds neither model.safetensors nor model.safetensors.index.json"),
         (path, {"context_parallel": 2}, "strategy.context_parallel: 2 is not supported yet; it must be 1"),
         (path, {"expert_parallel": 2}, "strategy.expert_parallel: 2 is not supported yet; it must be 1"),

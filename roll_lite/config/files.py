@@ -1,0 +1,95 @@
+"""The one edge to the file system: whatever it says, and whatever a file holds, comes out as data or as a ValueError that names the file.
+
+Nothing but plain files is opened: a pipe or a device would never end.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any, Literal
+
+LARGEST = 1 << 30
+"""Bytes of a file that is read as a whole."""
+_SHOWN = 80
+
+
+def kind_of(path: Path) -> Literal["file", "folder", "other"] | None:
+    """None where there is nothing; ValueError where that cannot be told: links in a circle, a name that is too long, a forbidden folder."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
+
+
+def is_file(path: Path) -> bool:
+    return kind_of(path) == "file"
+
+
+def is_folder(path: Path) -> bool:
+    return kind_of(path) == "folder"
+
+
+def listing(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def read_bytes(file: Path) -> bytes:
+    found = kind_of(file)
+    if found != "file":
+        raise ValueError(f"{file} is {'not there' if found is None else 'a folder' if found == 'folder' else 'no plain file'}")
+    try:
+        if file.stat().st_size > LARGEST:
+            raise ValueError(f"{file} has more than {LARGEST:,} bytes")
+        return file.read_bytes()
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def read_text(file: Path) -> str:
+    content = read_bytes(file)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} cannot be read: not valid UTF-8 at byte {error.start + 1}") from error
+
+
+def read_json(file: Path) -> Any:
+    text = read_text(file)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read: it is not valid JSON ({error})") from error
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A JSON object."""
+    found = read_json(file)
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return found
+
+
+def unreadable(path: Path, error: Exception) -> ValueError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    shown = ascii(str(path))[1:-1]
+    return ValueError(f"{shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '...'} cannot be read: {reason}")
+
+
+def elsewhere(path: Path) -> str:
+    """A hint for a path that is right in another folder: relative paths count from the current one."""
+    current = Path.cwd()
+    if not path.is_relative_to(current):
+        return ""
+    relative = path.relative_to(current)
+    for parent in current.parents:
+        if kind_of(parent / relative) is not None:
+            return f" (relative paths count from the current folder; there is {parent / relative}: start from {parent})"
+    return " (relative paths count from the current folder)"
