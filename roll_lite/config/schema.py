@@ -788,6 +788,8 @@ class RayConfig(Section):
     """Size of a local cluster's object store."""
     placement_timeout_s: PositiveFloat = 60.0
     """How long to wait until the cluster has room for all workers."""
+    start_timeout_s: PositiveFloat = 300.0
+    """How long Ray itself may take to start, or to let the run in."""
 
 
 class ValidationConfig(Section):
@@ -843,7 +845,7 @@ class LimitsConfig(Section):
     answer, and where it stood. 0 or null: no limit. Work that only takes long needs a larger number, nothing else."""
 
     start: TimeLimit = 3600.0
-    """Until all models and engines are ready, from when Ray runs (for which it has 300 s)."""
+    """Until all models and engines are ready, from when Ray runs; that has ray.start_timeout_s."""
     sync_weights: TimeLimit = 3600.0
     """New weights to all engines; weight_sync.timeout_s is the limit for one transfer."""
     generate: TimeLimit = 14400.0

@@ -37,7 +37,6 @@ FOLDER_PREFIX = "rl-"
 OWNER_FILE = "owner"
 MARK_FILE = "mark"
 CONNECT_SECONDS = 10.0
-STARTING = ("the start of Ray", 300.0, "")
 ENDING = ("the end of Ray", 60.0, "")
 """Phase and seconds; nothing sets them."""
 GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
@@ -77,7 +76,7 @@ def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySessi
     log_folder = run_folder.resolve() / "logs" if run_folder else None
     address = config.address or os.environ.get("RAY_ADDRESS")
     if address and address != "local":
-        with _attached(address) as found:
+        with _attached(address, config) as found:
             yield RaySession(found, started=False, log_folder=log_folder)
     else:
         with _local(config) as found:
@@ -85,10 +84,10 @@ def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySessi
 
 
 @contextmanager
-def _attached(address: str) -> Iterator[str]:
+def _attached(address: str, config: RayConfig) -> Iterator[str]:
     address = _check_address(address)
     # For Ray, RAY_ADDRESS goes before the argument, and it may be `auto`.
-    with _environment({"RAY_USAGE_STATS_ENABLED": "0"}, without=("RAY_ADDRESS",)), WATCHDOG.limit(*STARTING):
+    with _starting({"RAY_USAGE_STATS_ENABLED": "0"}, config):
         try:
             context = ray.init(address=address, log_to_driver=False, logging_level="error", runtime_env=_runtime_env())
         except ConnectionError as error:
@@ -170,7 +169,7 @@ def _local(config: RayConfig) -> Iterator[str]:
     (folder / MARK_FILE).write_text(mark)
     guard = _start_guard(folder, mark)
     try:
-        with _environment({"RAY_USAGE_STATS_ENABLED": "0", session_guard.MARK: mark}, without=("RAY_ADDRESS",)), WATCHDOG.limit(*STARTING):
+        with _starting({"RAY_USAGE_STATS_ENABLED": "0", session_guard.MARK: mark}, config):
             context = ray.init(
                 address="local",
                 _temp_dir=str(folder),
@@ -229,6 +228,13 @@ def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]
         "env_vars": {"PYTHONPATH": os.pathsep.join(dict.fromkeys(map(str, own))), **(environment or {})},
         "worker_process_setup_hook": f"{keep_exit_codes.__module__}.{keep_exit_codes.__name__}",
     }
+
+
+@contextmanager
+def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[None]:
+    limit = WATCHDOG.limit("the start of Ray", config.start_timeout_s, "ray.start_timeout_s")
+    with _environment(environment, without=("RAY_ADDRESS",)), limit:
+        yield
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from roll_lite.distributed import session_guard
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.ray_session import ray_session
+from roll_lite.distributed.watchdog import WATCHDOG
 
 HERE = Path(__file__).parent
 SECONDS = 10.0
@@ -220,6 +221,25 @@ def test_sessions_start_in_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> N
     thread.start()
     thread.join(SECONDS)
     assert "starts in the main thread" in str(raised[0])
+
+
+@pytest.mark.parametrize("address", ["host:6379", None])
+def test_how_long_ray_may_take_to_start_is_set_in_the_configuration(monkeypatch: pytest.MonkeyPatch, address: str | None) -> None:
+    found = []
+
+    def init(**_: object) -> None:
+        found.append(WATCHDOG.nearest)
+        raise ConnectionError("nobody is there")
+
+    monkeypatch.setattr(module.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(module.ray, "init", init)
+    monkeypatch.setattr(module, "_check_address", lambda given: given)
+    monkeypatch.setattr(module, "_disconnect", lambda: None)
+    monkeypatch.setattr(module, "_own_servers", list)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConnectionError, match="nobody is there"), ray_session(RayConfig(address=address, start_timeout_s=7), None):
+        pass
+    assert [str(limit) for limit in found] == ["ray.start_timeout_s: 7 s"] and WATCHDOG.nearest is None
 
 
 def test_unsupported_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -59,6 +60,7 @@ class FakeRank:
         self.dies_idle = False
         self.comes_back = True
         self.kills = 0
+        self.stands_at = "another node", 1
         self.layout, self.score = Method(self._layout), Method(self._score)
         self.process_id, self.initialize = Method(self._process_id), Method(self._initialize)
         self.place = Method(self._place)
@@ -75,7 +77,7 @@ class FakeRank:
         return 1
 
     async def _place(self) -> tuple[str, int]:
-        return "another node", 1
+        return self.stands_at
 
     async def _rendezvous(self) -> str:
         return "here"
@@ -259,6 +261,31 @@ async def test_a_copy_that_hangs_is_ended_and_started_again(monkeypatch: pytest.
         assert await outcome(model.score("a")) == "reward model toy: it hangs: no scores within 0.3 s"
         assert await model.score("a") == 1.0
     assert (actor.kills, model.restarts) == (1, 1)
+
+
+@pytest.mark.usefixtures("ray_local")
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_stopped_process_of_a_lost_rank_is_killed(monkeypatch: pytest.MonkeyPatch, is_stopped: bool) -> None:
+    """Ray asks a process to end, which a stopped one does not hear. One that runs is left to Ray, and so is the model's next process."""
+    monkeypatch.setattr(reward_model_ranks, "HANG_SECONDS", 0.3)
+    (actor,) = ranks(1)
+    actor.hangs = True
+
+    async def lost_and_back() -> None:
+        async with client([actor]) as model:
+            assert await outcome(model.score("a")) == "reward model toy: it hangs: no scores within 0.3 s"
+            assert await model.score("a") == 1.0
+
+    with subprocess.Popen(["sleep", "100"]) as process:
+        try:
+            actor.stands_at = ray.get_runtime_context().get_node_id(), process.pid
+            if is_stopped:
+                process.send_signal(signal.SIGSTOP)
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            asyncio.run(lost_and_back())
+            assert process.poll() == (-signal.SIGKILL if is_stopped else None)
+        finally:
+            process.kill()
 
 
 async def test_a_copy_that_dies_with_nothing_to_do_is_started_again_at_no_samples_cost(monkeypatch: pytest.MonkeyPatch) -> None:
