@@ -6,10 +6,13 @@ another policy. Nothing is computed for this: the mismatch is measured in a forw
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema import RunConfig
+
+logger = logging.getLogger(__name__)
 
 MEAN = "mismatch/mean"
 CAUSES = """Likely causes:
@@ -24,19 +27,24 @@ class DifferentModels(RuntimeError):
 
 
 class Agreement:
-    """Looks at the first step in which both have told: in a critic's warm-up of `old_log_probs: rollout`, the actor is not asked."""
+    """Looks at the first step in which both have told: in a critic's warm-up of `old_log_probs: rollout`, the actor is not asked. What it
+    cannot compare, it says once."""
 
     def __init__(self, config: RunConfig) -> None:
         self._bound = config.rollout.max_mismatch
         # Without a keep mask, truncated sampling makes log-probs of another distribution, by design.
         comparable = [name for name, one in config.domains.items() if config.rollout.keep_mask or not is_truncated(one.sampling)]
-        whole = len(comparable) == len(config.domains)
-        self._metrics = [MEAN] if whole else [f"domain/{name}/{MEAN}" for name in comparable]
+        self._left_out = [name for name in config.domains if name not in comparable]
+        self._metrics = [f"domain/{name}/{MEAN}" for name in comparable] if self._left_out else [MEAN]
+        self._has_said = False
 
     def look(self, metrics: Mapping[str, float]) -> None:
         """DifferentModels, naming the difference and what may be behind it, where it is above the bound. `metrics`: of a step."""
+        if self._bound is None:
+            return
         told = [name for name in self._metrics if name in metrics]
-        if self._bound is None or not told:
+        self._say_what_is_missing(any_told=bool(told))
+        if not told:
             return
         for name in told:
             if not metrics[name] <= self._bound:  # NaN is no agreement either
@@ -45,3 +53,16 @@ class Agreement:
                     f"on average ({name}), rollout.max_mismatch allows {self._bound:g}: they do not hold the same model\n{CAUSES}"
                 )
         self._bound = None
+
+    def _say_what_is_missing(self, any_told: bool) -> None:
+        has_said, self._has_said = self._has_said, True
+        if has_said:
+            return
+        if self._left_out:
+            logger.warning(
+                "rollout.max_mismatch: engines and trainer are not compared on samples of %s: sampling is truncated there, and its "
+                "log-probs are those of another distribution; rollout.keep_mask: true makes them comparable",
+                ", ".join(self._left_out),
+            )
+        if self._metrics and not any_told:
+            logger.warning("rollout.max_mismatch: engines and trainer are not compared yet: the actor gave no log-probs in this step")

@@ -53,3 +53,21 @@ def test_domains_whose_log_probs_belong_to_another_distribution_are_left_out() -
     with pytest.raises(DifferentModels):
         agreement(TOP_K.format("add"), "rollout.keep_mask=true").look(metrics)
     agreement(*(TOP_K.format(name) for name in ("add", "make", "repeat"))).look(metrics)
+
+
+def test_what_cannot_be_compared_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def said(one: Agreement, *steps: dict[str, float]) -> list[str]:
+        caplog.clear()
+        for metrics in steps:
+            one.look(metrics)
+        return [record.getMessage() for record in caplog.records]
+
+    agreeing = {"mismatch/mean": 0.01, "domain/make/mismatch/mean": 0.01}
+    assert said(agreement(), agreeing, agreeing) == []
+    (late,) = said(agreement(), {"critic/loss": 1.0}, {"critic/loss": 1.0}, agreeing)
+    assert "not compared yet: the actor gave no log-probs" in late
+    (partly,) = said(agreement(TOP_K.format("add")), agreeing, agreeing)
+    assert "not compared on samples of add: sampling is truncated" in partly and "rollout.keep_mask: true" in partly
+    (never,) = said(agreement(*(TOP_K.format(name) for name in ("add", "make", "repeat"))), agreeing, agreeing)
+    assert "not compared on samples of add, make, repeat" in never
+    assert said(agreement("rollout.max_mismatch=null", TOP_K.format("add")), agreeing) == []
