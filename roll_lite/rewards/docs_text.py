@@ -156,6 +156,17 @@ So a program decides no comparison and cannot forge a verdict. What follows from
 - What a program brings about by itself is wrong: a coroutine that the tests do not await, an object of its own where they name no class or
   helper of the program (`assert f(1) == 5`), a value of more than 8 MB.
 
+**What programs find.** Python's own library, the system's programs and libraries, an empty folder of their own, and what `readable` and
+`python_path` name: nothing else below /usr, no installed packages, nothing of the project. Behind mount namespaces they also have a
+/dev/shm of their own, which multiprocessing needs; where landlock alone keeps them apart, they have none. Memory that processes share has
+to be in a file. All of a program may use `memory_mb`; a process may have twice that as address space. `processes` counts threads, too.
+It may print twice what is expected, where that is more than `output_kb`.
+
+**What counts.** Where cgroup v2 lets a sandbox make a group (root, or an ordinary user whose group was delegated, as by
+`systemd-run --user --scope`), the kernel counts computing time there, and memory and processes where it gives these to a group; the line
+about the code sandbox in the log says which. Elsewhere the sandbox looks some twenty times a second; of processes that live more shortly
+it estimates what they compute.
+
 A sandbox elsewhere (`backend`) gets `POST {"job": ...}` and answers `{"outcome": ...}`, or `{"trouble": cause}` where it could not run the
 job; `job_from_json` and `outcome_to_json` in `roll_lite/rewards/code_backends.py` read the one and write the other.
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from roll_lite.sandbox.kernel import (
@@ -30,29 +31,70 @@ from roll_lite.sandbox.kernel import (
     pivot_root,
 )
 
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+SYSTEM = (
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64"),
+    *(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "libexec", "include")),
+    *(f"/usr/local/{name}" for name in ("bin", "sbin", "lib", "lib64", "libexec", "include")),
+    *(f"/usr/share/{name}" for name in ("zoneinfo", "locale", "i18n", "terminfo", "perl", "perl5", "nodejs", "node_modules")),
+    "/usr/share/rubygems-integration",
+)
+"""Programs, libraries and what these load: no data, no sources."""
+PACKAGES = ("site-packages", "dist-packages")
+"""What is installed beside the interpreter: a data set with its answers may be among it."""
+SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 """Not /dev/zero: mapped, it is memory that nobody's books show."""
 CLAIM_S = 60.0
 BLOCK = 512
 """Bytes that `st_blocks` counts in."""
+SHARED = "/dev/shm"
+"""Locks and memory that the processes of a program share. A fresh one for each program, where there are mount namespaces."""
 WORK = "/sandbox"
 """The program's folder, as it sees it: /tmp is the same, unless something below the machine's /tmp is to be shown."""
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """What is shown; a path below another one is left out."""
-    kept: list[str] = []
-    for path in sorted({os.path.realpath(sys.base_prefix), os.path.realpath(sys.base_exec_prefix), *more}):
-        if not any(path == one or path.startswith(f"{one}/") for one in (*SYSTEM, *kept)):
+    """What is shown beside the system: the interpreter, and `more`. A path below another one is left out, unless it is hidden there."""
+    hidden, kept = hidden_paths(more), list[str]()
+    for path in sorted({*_interpreter(), *more}):
+        if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
             kept.append(path)
     return kept
 
 
+def hidden_paths(more: Iterable[str] = ()) -> list[str]:
+    """Folders below what is shown, unless they are to be shown themselves."""
+    libraries = [os.path.dirname(os.path.realpath(os.__file__)), *glob.glob("/usr/local/lib/python3*")]  # noqa: PTH120, PTH207
+    found = {os.path.realpath(f"{library}/{name}") for library in libraries for name in PACKAGES}
+    asked = [os.path.realpath(path) for path in more]
+    return sorted(path for path in found if os.path.isdir(path) and not _below(path, asked))  # noqa: PTH112
+
+
+def _interpreter() -> list[str]:
+    found = [f"{os.path.realpath(prefix)}/{name}" for prefix in (sys.base_prefix, sys.base_exec_prefix) for name in ("bin", "lib", "lib64")]
+    return [os.path.dirname(os.path.realpath(os.__file__)), *(path for path in found if os.path.isdir(path))]  # noqa: PTH112, PTH120
+
+
+def _below(path: str, others: Iterable[str]) -> bool:
+    return any(path == one or path.startswith(f"{one}/") for one in others)
+
+
+def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The parts of a folder that are to be read, and folders of which only the names are."""
+    if path in hidden:
+        return [], []
+    if not any(_below(one, [path]) for one in hidden):
+        return [path], []
+    parts, named = list[str](), [path]
+    for name in sorted(os.listdir(path)):  # noqa: PTH208
+        inner, more = without_hidden(f"{path}/{name}", hidden)
+        parts, named = parts + inner, named + more
+    return parts, named
+
+
 def build_root(more: Iterable[str]) -> None:
     """In a fresh mount namespace: a root of read-only views."""
-    shown = readable_paths(more)
+    shown, hidden = readable_paths(more), hidden_paths(more)
     scratch = _covered(shown)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -61,15 +103,22 @@ def build_root(more: Iterable[str]) -> None:
             os.symlink(os.readlink(path), f"{scratch}{path}")  # noqa: PTH115, PTH211
         elif os.path.isdir(path):  # noqa: PTH112
             _show(path, scratch)
-    for path in (*SETTINGS, *shown):
+    for path in (*SETTINGS, *(path for path in shown if not _below(path, hidden))):
         if os.path.exists(path):  # noqa: PTH110
             _show(path, scratch)
+    for path in hidden:
+        mount("tmpfs", f"{scratch}{path}", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for path in shown:
+        if _below(path, hidden) and os.path.exists(path):  # noqa: PTH110
+            _show(path, scratch)
+    for path in hidden:
+        make_read_only(f"{scratch}{path}")
     for path in DEVICES:
         _place(path, f"{scratch}{path}", folder=False)
         mount(path, f"{scratch}{path}", None, MS_BIND)
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(f"/proc/self/{target}", f"{scratch}/dev/{name}")  # noqa: PTH211
-    for folder in ("/proc", WORK):
+    for folder in ("/proc", SHARED, WORK):
         os.mkdir(f"{scratch}{folder}", 0o755)  # noqa: PTH102
     if not os.path.lexists(f"{scratch}/tmp"):
         os.symlink(WORK, f"{scratch}/tmp")  # noqa: PTH211

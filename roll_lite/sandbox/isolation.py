@@ -5,6 +5,7 @@ A warm interpreter (zygote.py) goes behind the outer walls once; each program th
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import signal
@@ -17,6 +18,9 @@ from roll_lite.sandbox import filesystem, kernel, landlock, process_tree, seccom
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
 """Users that nobody else is, one for each sandbox: its processes can be counted and signalled without meeting others."""
+SHARED_BYTES = 16 << 20
+ROOM = 2
+"""Times as much address space as memory: stacks, and what an interpreter reserves, are never used to the end."""
 NEIGHBOURS = 512
 """How many more processes of the same user may start elsewhere before a program cannot start its own."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
@@ -57,6 +61,7 @@ def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
         if not trouble:
             return _namespaces(readable)
         why_not.append(f"namespaces: {trouble}")
+    _shown_by_landlock(tuple(readable))  # once, not in every program
     return _without_namespaces(why_not, wanted)
 
 
@@ -215,8 +220,8 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     few_files = walls.kind == "landlock" and landlock.landlock_abi() > 0
     if few_files:
-        shown = [*filesystem.SYSTEM, *filesystem.SETTINGS, *filesystem.readable_paths(readable)]
-        landlock.restrict_files(shown, [folder], filesystem.DEVICES)
+        shown, named = _shown_by_landlock(tuple(readable))
+        landlock.restrict_files(shown, [folder], filesystem.DEVICES, named)
     kept = 0
     if os.getuid() == 0 and not walls.own_users and "users" in walls.held:
         if few_files:  # an interpreter below root's home; landlock says what may be read
@@ -231,6 +236,17 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
         seccomp.install_filter(walls.filter if walls.kind == "namespaces" else seccomp.build_filter(os.getpid(), signals_stay))
 
 
+@functools.cache
+def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """It cannot hide what lies below a folder that it shows."""
+    hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
+    for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
+        if os.path.exists(path):  # noqa: PTH110
+            inner, names = filesystem.without_hidden(path, hidden)
+            shown, named = shown + inner, named + names
+    return list(dict.fromkeys(shown)), list(dict.fromkeys(named))
+
+
 def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
     # The filter keeps programs from whatever they could leave behind for each other in the outer namespaces.
     kernel.unshare(kernel.CLONE_NEWNS if walls.filter else kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNET)
@@ -239,6 +255,7 @@ def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
     kernel.mount(
         "tmpfs", filesystem.WORK, "tmpfs", safe, f"size={limits['folder_bytes']},nr_inodes={limits['folder_files']},mode=700{owner}"
     )
+    kernel.mount("tmpfs", filesystem.SHARED, "tmpfs", safe | kernel.MS_NOEXEC, f"size={SHARED_BYTES},nr_inodes=256,mode=700{owner}")
     try:
         kernel.mount("proc", "/proc", "proc", safe | kernel.MS_NOEXEC)
         kernel.mount("/proc/sys", "/proc/sys", None, kernel.MS_BIND)
@@ -267,14 +284,14 @@ def _threads_of(user: int) -> int:
 
 def _set_limits(limits: Mapping[str, Any], others: int) -> None:
     """`others`: threads that the limit of processes counts beside the program's own."""
-    memory = int(limits["memory_bytes"])
+    space = ROOM * int(limits["memory_bytes"])
     cpu = int(limits["cpu_s"]) + 1
     wanted = {
-        resource.RLIMIT_AS if limits["address_space"] else resource.RLIMIT_DATA: memory,
+        resource.RLIMIT_AS if limits["address_space"] else resource.RLIMIT_DATA: space,
         resource.RLIMIT_CPU: cpu,
         resource.RLIMIT_FSIZE: int(limits["file_bytes"]),
         resource.RLIMIT_NOFILE: int(limits["open_files"]),
-        resource.RLIMIT_NPROC: int(limits["processes"]) + others,
+        resource.RLIMIT_NPROC: int(limits["processes"]) + 1 + others,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,

@@ -23,15 +23,15 @@ def landlock_abi() -> int:
     return max(0, int(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
 
 
-def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]) -> None:
-    """Only these, for this process and all that it starts; needs no_new_privs."""
+def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], named: Iterable[str]) -> None:
+    """Only these, for this process and all that it starts; needs no_new_privs. `named`: folders whose names alone may be read."""
     abi = landlock_abi()
     rights = RIGHTS_BY_ABI[max(known for known in RIGHTS_BY_ABI if known <= abi)]
     size = 24 if abi >= SCOPE_ABI else 16 if abi >= 4 else 8
     attributes = struct.pack("QQQ", rights, 3, 3)[:size]
     ruleset = checked(libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset")
     try:
-        for paths, allowed in ((readable, READ), (writable, rights), (devices, READ_FILE | WRITE_FILE)):
+        for paths, allowed in ((readable, READ), (writable, rights), (devices, READ_FILE | WRITE_FILE), (named, READ_DIR)):
             for path in paths:
                 _add(ruleset, path, allowed)
         checked(libc.syscall(RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")

@@ -46,11 +46,12 @@ class Limits:
     cpu_s: float = 5.0
     wall_s: float = 15.0
     memory_mb: int = 512
-    """Of a process as address space, of all together as memory in use."""
+    """In use, of all together; as address space a process may have twice as much."""
     output_kb: int = 1024
     file_mb: int = 16
     folder_mb: int = 64
     processes: int = 32
+    """And threads, beside the first."""
     open_files: int = 64
     """Of a process; each may be a socket, whose buffer the memory of no process shows."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import gc
 import importlib
 import json
 import linecache
@@ -18,7 +19,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from roll_lite.sandbox.serving import serve
 from roll_lite.sandbox.stand_ins import Cannot, ProgramFault, Wire, builtins_for
@@ -27,6 +28,8 @@ from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 RESULT = 3
 PEER = 4
 RECURSION = 20_000
+STACK = 8 << 20
+"""Of a thread, as elsewhere: that of the process is larger."""
 
 
 def run_program(order: dict[str, Any]) -> None:
@@ -39,8 +42,12 @@ def run_program(order: dict[str, Any]) -> None:
     sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    printed = sys.stdout
     sys.setrecursionlimit(RECURSION)
+    threading.stack_size(STACK)
     sys.argv = ["main.py"]
+    if order["kind"] != "judge":
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109
     builtins.exit = builtins.quit = _leave_program  # type: ignore[assignment]
     try:
         MODES[order["kind"]](order)
@@ -53,13 +60,26 @@ def run_program(order: dict[str, Any]) -> None:
         status = 1
         with contextlib.suppress(BaseException):
             traceback.print_exc()
+    _end(printed, status)
+
+
+def _end(printed: TextIO, status: int) -> NoReturn:
+    """As an interpreter ends: threads, functions for the end, what objects say when they go, and what is not written yet."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
+    with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    try:
-        sys.stdout.flush()
-    except BaseException:
-        status = status or 1
+    with contextlib.suppress(BaseException):
+        for module in [sys.modules[name] for name in ("__main__", FROM_PROGRAM) if name in sys.modules]:
+            for name in [name for name in vars(module) if not name.startswith("__")]:
+                vars(module)[name] = None
+        gc.collect()
+    for stream in (sys.stdout, printed):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except BaseException:
+            status = status or 1
     os._exit(status & 0xFF)
 
 
@@ -85,30 +105,34 @@ def _exec(order: dict[str, Any]) -> None:
         with open(PEER, "rb", closefd=False) as source, open(order["artifact"], "wb", opener=_executable) as target:
             source.seek(0)
             target.write(source.read())
+    os.environ["MALLOC_ARENA_MAX"] = "1"
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `yes | head -n1` ends by it
     os.set_inheritable(RESULT, bool(order.get("keeps_result")))
     os.execvp(order["command"][0], order["command"])
 
 
-def _module(source: str, name: str) -> dict[str, Any]:
-    """The names that the program defines."""
+def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
+    """The names that the program defines, below those of the prelude."""
+    source = order["source"]
     module = types.ModuleType(name)
     sys.modules[name] = module
     module.__dict__["__file__"] = "main.py"
     linecache.cache["main.py"] = (len(source), None, source.splitlines(keepends=True), "main.py")
+    exec(compile(order.get("prelude", ""), "prelude.py", "exec", dont_inherit=True), module.__dict__)
     exec(compile(source, "main.py", "exec", dont_inherit=True), module.__dict__)
     return module.__dict__
 
 
 def _script(order: dict[str, Any]) -> None:
-    _module(order["source"], "__main__")
+    _module(order, "__main__")
 
 
 def _call(order: dict[str, Any]) -> None:
     """One call of the program's function; its value leaves."""
     arguments, named = decode(order["args"]), decode(order["kwargs"])
-    function = _named(_module(order["source"], FROM_PROGRAM), order["function"])
-    _leave(function(*arguments, **named))
+    function = _named(_module(order, FROM_PROGRAM), order["function"])
+    value = function(*arguments, **named)
+    _leave(value, None if value is not None or not arguments else arguments[0])
 
 
 def _named(names: dict[str, Any], function: str) -> Callable[..., Any]:
@@ -127,15 +151,16 @@ def _expression(order: dict[str, Any]) -> None:
     _leave(eval(compile(order["source"].strip(), "<expression>", "eval", dont_inherit=True), names))
 
 
-def _leave(value: Any) -> None:
-    text = json.dumps({"value": encode(value)})
+def _leave(value: Any, changed: Any = None) -> None:
+    """`changed`: the first argument, of a function without a value, which may work in place."""
+    text = json.dumps({"value": encode(value)} if changed is None else {"value": None, "changed": encode(changed)})
     with open(RESULT, "w", encoding="utf-8", closefd=False) as stream:
         stream.write(text)
 
 
 def _serve(order: dict[str, Any]) -> None:
     """The program's side of assert-style tests."""
-    serve(_module(order["source"], FROM_PROGRAM), PEER)
+    serve(_module(order, FROM_PROGRAM), PEER)
 
 
 def _judge(order: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from roll_lite.sandbox import kernel
-from roll_lite.sandbox.cgroup import Group, make_group
+from roll_lite.sandbox.cgroup import Group, die_first, make_group
 from roll_lite.sandbox.filesystem import WORK, claim, claimed_by_none, remove_folder
 from roll_lite.sandbox.isolation import Walls, build_outer_walls, go_inside, reset_signals
 from roll_lite.sandbox.process_tree import descendants, kill_descendants
@@ -74,6 +74,7 @@ FIRST_LOOK_S, LOOK_S = 0.02, 0.05
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
 FOLDER = "code-"
+M_ARENA_MAX = -8
 
 
 def main(control: int, settings: dict[str, Any]) -> None:
@@ -99,9 +100,12 @@ def main(control: int, settings: dict[str, Any]) -> None:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
         os.chmod(folder, 0o711)  # noqa: PTH101
+    if group is not None:
+        group.enter()
     os.environ.clear()
     os.environ.update({"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": WORK})
     sys.path[:] = [path for path in sys.path if path != settings["root"]] + settings["python_path"]
+    kernel.libc.mallopt(M_ARENA_MAX, 1)  # else each thread reserves 64 MB of address space
     for name in WARM:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -203,7 +207,7 @@ class Zygote:
                 reset_signals()
                 self._line.detach()
                 if self._group is not None:
-                    self._group.enter()
+                    die_first()
                 high = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 64) for file in (*own, order, say_ready)]
                 order, say = len(own), len(own) + 1
                 for number, file in enumerate(high):

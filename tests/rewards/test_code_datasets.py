@@ -141,3 +141,33 @@ def test_a_prelude_stands_before_the_program() -> None:
     assert value(program, calls) == 0.0, "as in Python: List is no name of its own"
     found = score(program, calls, prelude="from typing import *")
     assert isinstance(found, Score) and found.value == 1.0 and found.details["extracted"] == f"{program}\n"
+
+
+def test_a_program_may_begin_with_imports_from_the_future_below_a_prelude() -> None:
+    program = "from __future__ import annotations\ndef f(x: List[Nothing]): return 2 * x"
+    assert value(program, {"fn_name": "f", "inputs": [[1]], "outputs": [[2]]}, prelude="from typing import *") == 1.0
+
+
+def test_what_is_expected_may_be_longer_than_what_a_program_may_print() -> None:
+    long = "x" * 300_000
+    assert value("print('x' * 300_000)", {"stdin": "", "stdout": long}, output_kb=64) == 1.0
+    assert value("print('x' * 900_000)", {"stdin": "", "stdout": long}, output_kb=64) == 0.0
+    calls = {"fn_name": "f", "inputs": [[1]], "outputs": [list(range(50_000))]}
+    assert value("def f(x): return list(range(50_000))", calls, output_kb=64) == 1.0
+
+
+ROTATE = {"fn_name": "rotate", "inputs": [[[1, 2, 3], 1], [[5], 1]], "outputs": [[3, 1, 2], [5]]}
+
+
+@pytest.mark.parametrize(
+    ("body", "points"),
+    [("xs[:] = xs[-k:] + xs[:-k]", 1.0), ("return xs[-k:] + xs[:-k]", 1.0), ("pass", 0.0), ("xs[:] = xs[-k:] + xs[:-k]; return 0", 0.0)],
+)
+def test_functions_that_work_in_place(body: str, points: float) -> None:
+    assert value(f"def rotate(xs, k): {body}", ROTATE) == points
+
+
+def test_doing_nothing_is_not_working_in_place() -> None:
+    unchanged = {"fn_name": "f", "inputs": [[[1, 2]], [[3]]], "outputs": [[1, 2], [3]]}
+    assert value("def f(xs): return sorted(xs)", unchanged) == 1.0
+    assert value("def f(xs): pass", unchanged) == 0.0

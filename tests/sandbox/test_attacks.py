@@ -193,7 +193,7 @@ def test_reading_outside(sandbox: Sandbox, tmp: Path) -> None:
 
 def test_writing_outside(sandbox: Sandbox, tmp: Path) -> None:
     tmp.chmod(0o777)
-    for path in (tmp / "new", Path("/usr/lib/new"), Path("/new"), Path("/dev/shm/new"), Path("/var/tmp/new"), Path.home() / "new"):
+    for path in (tmp / "new", Path("/usr/lib/new"), Path("/new"), Path("/var/tmp/new"), Path.home() / "new"):
         refused(sandbox, f"open({str(path)!r}, 'w').write('x')")
         assert not path.exists()
     interpreter = said(sandbox, "import os; print(os.__file__)").strip()
