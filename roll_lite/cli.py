@@ -56,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(config: RunConfig, _parsed: argparse.Namespace) -> int:
     resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    sys.stdout.write(f"{resolved}\n{render(derive(config))}\n")
+    sys.stdout.write(resolved)
+    sys.stdout.flush()
+    sys.stderr.write(f"\n{render(derive(config))}\n")
     return 0
 
 
@@ -83,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, help_text in (
         ("run", "train as the configuration says"),
-        ("check", "only check the configuration; print it resolved, with the batch arithmetic"),
+        ("check", "only check the configuration; print it resolved as YAML, and the batch arithmetic on standard error"),
         ("reward", "score reference answers or given responses with a domain's reward and show them; nothing trains"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)

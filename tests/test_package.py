@@ -87,7 +87,7 @@ def test_a_wheel_has_everything(elsewhere: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    config = yaml.safe_load(run("check", "--config-name", "tiny_raft").split("\nrole ", 1)[0])
+    config = yaml.safe_load(run("check", "--config-name", "tiny_raft"))
     assert config["model"]["path"] == str(site / "roll_lite/examples/models/tiny")
     shown = run("reward", "--config-path", "examples/domains", "--config-name", "words", "--domain", "upper", "--limit", "2")
     assert "2 reference answers: 2 correct" in shown

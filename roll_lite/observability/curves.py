@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -26,7 +27,7 @@ Records = Mapping[int, Mapping[str, float]]
 
 
 def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str) -> Path | None:
-    """Write the picture to `path`; nothing where there is nothing to draw."""
+    """Write the picture to `path`, whole or not at all; nothing where there is nothing to draw."""
     if not any(records.values()):
         return None
     # Figures are made without pyplot, which would set a back end for the whole process; and only here, for matplotlib takes a second.
@@ -49,8 +50,9 @@ def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str
         axes = figure.add_subplot(place)
         draw(axes, records, domains)
         _tidy(axes, first=min(records), last=max(records))
-    figure.savefig(path, metadata={"Software": None})
-    return path
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    figure.savefig(draft, format="png", metadata={"Software": None})
+    return draft.replace(path)
 
 
 # ---------------------------------------------------------------- panels

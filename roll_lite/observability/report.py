@@ -1,11 +1,13 @@
-"""What is left in the run's folder at the end: summary.json (and the picture of `curves.py`)."""
+"""What a run's folder holds from its start on, and at its end: summary.json, and the picture of `curves.py`."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 OVERALL = "overall"
@@ -36,11 +38,11 @@ def write_summary(
     resumed_after: int = 0,
 ) -> Path:
     """`steps`: done by now, those before a resumption (`resumed_after`) included; times and tokens are this run's own.
-    `wall_s`: seconds, `total` and by phase. `exit_state`: "completed", "interrupted", or "failed: <cause>".
+    `wall_s`: seconds, `total` and by phase. `exit_state`: "running", "completed", "interrupted", or "failed: <cause>".
 
-    The file appears whole or not at all, and a second call (an interruption after the end) replaces the first.
+    The file appears whole or not at all, and each call replaces what the one before has written.
     """
-    assert exit_state in ("completed", "interrupted") or exit_state.startswith("failed: "), exit_state
+    assert exit_state in ("running", "completed", "interrupted") or exit_state.startswith("failed: "), exit_state
     assert "total" in wall_s, "wall_s needs the total"
     summary = {
         "accuracy": accuracy,
@@ -55,6 +57,35 @@ def write_summary(
     draft.write_text(json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     draft.replace(path)
     return path
+
+
+class LivePicture:
+    """The picture while the run goes on: drawn in a thread after a change, and not again before `every_s` seconds are over."""
+
+    def __init__(self, draw: Callable[[], object], every_s: float = 30.0) -> None:
+        self._draw = draw
+        self._every_s = every_s
+        self._changed, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="picture", daemon=True)
+
+    def changed(self) -> None:
+        self._changed.set()
+        if not self._thread.is_alive() and not self._over.is_set():
+            self._thread.start()
+
+    def close(self) -> None:
+        """Nothing is drawn any more when this returns."""
+        self._over.set()
+        self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._changed.wait() and not self._over.is_set():
+            self._changed.clear()
+            with suppress(OSError):  # what stands in the way shows at the end of the run
+                self._draw()
+            self._over.wait(self._every_s)
 
 
 def _finite(value: object) -> object:

@@ -79,13 +79,13 @@ class TensorBoardTracker(Tracker):
 
 
 class HistoryTracker(Tracker):
-    """Keeps everything in memory, one record per step, for the report at the end."""
+    """Keeps everything in memory, one record per step, for the report. A record is replaced, never changed: somebody may be reading."""
 
     def __init__(self) -> None:
         self.records: dict[int, dict[str, float]] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.records.setdefault(step, {}).update(metrics)
+        self.records[step] = {**self.records.get(step, {}), **metrics}
 
     def close(self, exit_state: str = "completed") -> None:
         pass

@@ -20,7 +20,7 @@ from roll_lite.data.samples import FinishReason
 from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
-from roll_lite.observability.report import accuracy_change, write_summary
+from roll_lite.observability.report import OVERALL, Accuracy, LivePicture, accuracy_change, write_summary
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Trackers, build_trackers, without_secrets
 from roll_lite.pipeline.weights import Pushed
@@ -54,6 +54,7 @@ class Journal:
         self._first = self._steps = 0
         """Steps done when the run began, and by now."""
         self._tokens = {"prompt": 0, "response": 0, "trained": 0}
+        self._picture = LivePicture(self._draw)
 
     def connect(self) -> None:
         """Start the trackers; ValueError for one that cannot be."""
@@ -62,6 +63,7 @@ class Journal:
         earlier = resumption(resume).checkpoint.parent.parent if resume is not None else None
         built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings), earlier)
         self._trackers = Trackers([*built, self.history], self.console.message)
+        self._summarize("running")
 
     # ---------------------------------------------------------------- a step
 
@@ -75,7 +77,7 @@ class Journal:
             self._sums.add("time", seconds, label=label)
         metrics = self._sums.values()
         self._steps = number
-        self._trackers.log(number, metrics)
+        self._note(number, metrics)
         self.console.step(number, metrics)
 
     def synced(self, transfer: Pushed | None) -> None:
@@ -223,29 +225,42 @@ class Journal:
             sums.add("validation/reward", float(own.tensor("score").double().sum()), len(own), label=label)
             sums.add("validation/response_tokens", float(own.tensor("response_length").sum()), len(own), label=label)
         metrics = sums.values()
-        self._trackers.log(step, metrics)
+        self._note(step, metrics)
         self.console.validation(step, metrics)
 
     def close(self, exit_state: str) -> None:
         """Summary, picture, table, trackers. Called once, however the run ends."""
+        accuracy = self._summarize(exit_state)
+        self._picture.close()
+        self._draw()
+        if accuracy[OVERALL]["before"] is not None:
+            self.console.finish(accuracy, self._steps, self.timers.wall()["total"], self.folder, resumed_after=self._first)
+        self._trackers.close(exit_state)
+
+    # ---------------------------------------------------------------- what the folder shows by now
+
+    def _note(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._trackers.log(step, metrics)
+        self._summarize("running")
+        self._picture.changed()
+
+    def _summarize(self, exit_state: str) -> Accuracy:
         validated = [record for _, record in sorted(self.history.records.items()) if "validation/accuracy" in record]
-        accuracy = accuracy_change(
-            list(self._config.domains), validated[0] if validated else {}, validated[-1] if len(validated) > 1 else {}
-        )
-        wall = self.timers.wall()
+        last = validated[-1] if len(validated) > 1 else {}
+        accuracy = accuracy_change(self._domains, validated[0] if validated else {}, last)
         write_summary(
             self.folder,
             accuracy=accuracy,
             steps=self._steps,
             resumed_after=self._first,
-            wall_s=wall,
+            wall_s=self.timers.wall(),
             tokens=self._tokens,
             exit_state=exit_state,
         )
-        draw_curves(self.folder / CURVES_FILE, self.history.records, list(self._config.domains), self._config.experiment)
-        if validated:
-            self.console.finish(accuracy, self._steps, wall["total"], self.folder, resumed_after=self._first)
-        self._trackers.close(exit_state)
+        return accuracy
+
+    def _draw(self) -> None:
+        draw_curves(self.folder / CURVES_FILE, dict(self.history.records), self._domains, self._config.experiment)
 
 
 def _flat(scores: torch.Tensor) -> bool:

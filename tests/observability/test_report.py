@@ -1,10 +1,12 @@
 import json
 import math
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from roll_lite.observability.report import accuracy_change, write_summary
+from roll_lite.observability.report import LivePicture, accuracy_change, write_summary
 
 
 def test_the_summary_is_what_the_readme_promises(tmp_path: Path) -> None:
@@ -59,3 +61,43 @@ def test_a_failure_in_writing_leaves_the_old_summary(tmp_path: Path) -> None:
 def test_other_exit_states_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="crashed"):
         write_summary(tmp_path, accuracy={}, steps=1, wall_s={"total": 1.0}, tokens={}, exit_state="crashed")
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_picture_is_drawn_after_a_change_and_not_again_too_soon() -> None:
+    drawn: list[float] = []
+    picture = LivePicture(lambda: drawn.append(time.monotonic()), every_s=0.5)
+    time.sleep(0.1)
+    assert not drawn, "nothing has changed"
+    for _ in range(3):
+        picture.changed()
+    until(lambda: len(drawn) == 1)
+    picture.changed()
+    until(lambda: len(drawn) == 2)
+    assert drawn[1] - drawn[0] >= 0.5, "the last change is drawn, half a second after the one before"
+    picture.changed()
+    started = time.monotonic()
+    picture.close()
+    assert time.monotonic() - started < 0.4 and len(drawn) == 2
+    picture.changed()
+    assert len(drawn) == 2
+
+
+def test_a_picture_that_cannot_be_written_is_tried_again() -> None:
+    tries: list[int] = []
+
+    def draw() -> None:
+        tries.append(1)
+        raise OSError("no room")
+
+    picture = LivePicture(draw, every_s=0.01)
+    for number in (1, 2):
+        picture.changed()
+        until(lambda number=number: len(tries) >= number)  # type: ignore[misc]
+    picture.close()

@@ -46,6 +46,15 @@ def waiting(config: RunConfig, folder: Path, session: Any, journal: Any) -> Any:
     return SimpleNamespace(run=run, close=lambda: None)
 
 
+def stepping(config: RunConfig, folder: Path, session: Any, journal: Any) -> Any:
+    def run() -> None:
+        with journal.step(1):
+            pass
+        waiting(config, folder, session, journal).run()
+
+    return SimpleNamespace(run=run, close=lambda: None)
+
+
 @contextmanager
 def no_session(*_: Any) -> Iterator[Any]:
     yield SimpleNamespace(log_folder=None, started=True)
@@ -54,7 +63,7 @@ def no_session(*_: Any) -> Iterator[Any]:
 def main() -> None:
     how, run_dir, *overrides = sys.argv[1:]
     config = load_config("tiny_grpo", Path("examples/configs"), [f"run_dir={run_dir}", *overrides])
-    module.build = {"sleeping": sleeping, "talking": talking, "waiting": waiting}[how]  # type: ignore[assignment]
+    module.build = {"sleeping": sleeping, "talking": talking, "waiting": waiting, "stepping": stepping}[how]  # type: ignore[assignment]
     if how != "sleeping":
         module.ray_session = no_session  # type: ignore[assignment]
     sys.exit(module.run(config))

@@ -75,3 +75,18 @@ def test_every_solve_rate_falls_into_one_bin(correct: int) -> None:
     names = {0: "none", 1: "quarter", 2: "quarter", 3: "half", 4: "half", 5: "three_quarters", 6: "three_quarters", 7: "most", 8: "all"}
     assert bins == [names[correct]]
     assert not math.isnan(share)
+
+
+def test_the_folder_shows_how_far_the_run_is(journal: Journal, tmp_path: Path) -> None:
+    def shown() -> tuple[str, int]:
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        return summary["exit"], summary["steps"]
+
+    assert shown() == ("running", 0)
+    with journal.step(1):
+        journal.updates(1, {"actor": [[update(0.1)]]}, kl_coef=0.0)
+        assert shown() == ("running", 0)
+    assert shown() == ("running", 1)
+    journal.close("failed: something")
+    assert shown() == ("failed: something", 1)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,3 +129,16 @@ def test_a_signal_that_got_lost_leaves_nobody_deaf() -> None:
         Dropping()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_killed_run_has_its_summary_and_its_picture(tmp_path: Path) -> None:
+    with driver("stepping", tmp_path) as process:
+        picture = tmp_path / "runs" / "latest" / "curves.png"
+        deadline = time.monotonic() + SECONDS
+        while not picture.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+    assert (summary(tmp_path)["exit"], summary(tmp_path)["steps"]) == ("running", 1)
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.read_bytes().endswith(b"IEND\xaeB`\x82")
