@@ -79,7 +79,7 @@ def account(samples: int) -> dict[str, float]:
     """Every sample gets a score: 1 where its program is right, 0 where a hang or a crash was planted."""
     from roll_lite.data.samples import RewardInput
     from roll_lite.rewards.base import RewardFailed
-    from roll_lite.rewards.code import code
+    from roll_lite.rewards.code import CodeReward
 
     items, planted = [], []
     for number in range(samples):
@@ -91,7 +91,7 @@ def account(samples: int) -> dict[str, float]:
     counts: Counter[str] = Counter()
     started = told = time.perf_counter()
     for start in range(0, samples, BATCH):
-        scores = code(items[start : start + BATCH], test_s=0.5, wall_s=1.5, parallel=SIDE_BY_SIDE)
+        scores = CodeReward(test_s=0.5, wall_s=1.5, parallel=SIDE_BY_SIDE)(items[start : start + BATCH])
         for score, bad in zip(scores, planted[start : start + BATCH], strict=True):
             right = not isinstance(score, RewardFailed) and score.value == float(not bad)
             counts["failed" if isinstance(score, RewardFailed) else "as planted" if right else "wrong"] += 1

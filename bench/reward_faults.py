@@ -29,10 +29,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 from roll_lite.config.schema import RayConfig, RewardConfig  # noqa: E402
 from roll_lite.data.samples import RewardInput, Score  # noqa: E402
 from roll_lite.rewards.base import RewardFailed, to_score  # noqa: E402
-from roll_lite.rewards.math import warm_math  # noqa: E402
-from roll_lite.rewards.registry import REWARDS  # noqa: E402
+from roll_lite.rewards.math import MathReward  # noqa: E402
+from roll_lite.rewards.registry import reward_type  # noqa: E402
 
-warm_math()  # a function of one's own has no warm-up but its import, and the time limit here is short
+MathReward().warm()  # a function of one's own has no warm-up but its import, and the time limit here is short
 WORKERS = 2
 FAULT_SECONDS = 1.0
 TELL_EVERY_S = 5.0
@@ -66,7 +66,7 @@ def faulty(sample: RewardInput, *, kind: str) -> Score:
             pass
     if fault == "crash":
         os._exit(1)
-    return to_score(REWARDS[kind](sample, **TYPES[kind]), kind)
+    return to_score(reward_type(kind)(**TYPES[kind])(sample), kind)
 
 
 def samples(kind: str, count: int, seed: int = 3) -> list[RewardInput]:

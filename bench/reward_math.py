@@ -31,7 +31,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 from roll_lite.config.schema import RayConfig, RewardConfig  # noqa: E402
 from roll_lite.data.samples import RewardInput, Score  # noqa: E402
 from roll_lite.rewards.base import RewardFailed  # noqa: E402
-from roll_lite.rewards.math import math, warm_math  # noqa: E402
+from roll_lite.rewards.math import MathReward  # noqa: E402
 
 WORKERS = 2
 
@@ -58,13 +58,13 @@ def one_by_one(work: list[RewardInput]) -> tuple[float, float]:
     times = []
     for item in work:
         started = time.perf_counter()
-        math(item)
+        MathReward()(item)
         times.append(1000 * (time.perf_counter() - started))
     return statistics.median(times), statistics.fmean(times)
 
 
 def _checked(item: RewardInput, answer: Any) -> None:
-    answer.put(math(item).value)
+    answer.put(MathReward()(item).value)
 
 
 def process_per_sample(work: list[RewardInput]) -> float:
@@ -82,7 +82,7 @@ def process_per_sample(work: list[RewardInput]) -> float:
     started = time.perf_counter()
     with ThreadPoolExecutor(WORKERS) as pool:
         values = list(pool.map(check, work))
-    assert values == [math(item).value for item in work]
+    assert values == [MathReward()(item).value for item in work]
     return len(work) / (time.perf_counter() - started)
 
 
@@ -106,7 +106,7 @@ def compare(count: int, per_process: int, rounds: int) -> dict[str, Any]:
     from roll_lite.distributed.ray_session import ray_session
     from roll_lite.workers.reward import RewardPool
 
-    warm_math()
+    MathReward().warm()
     work = samples(count)
     forked = [process_per_sample(samples(per_process, seed)) for seed in range(rounds)]  # before Ray's threads are here
     median, mean = one_by_one(work)

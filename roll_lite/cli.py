@@ -17,10 +17,13 @@ from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema import RunConfig
 from roll_lite.config.shipped import CONFIGS, found
 from roll_lite.distributed.strategy.engines import own_arguments_set
+from roll_lite.rewards.check import check_rewards
 
 WRONG_CONFIGURATION = 2
 """Exit code, argparse's own for a wrong command line as well."""
 INTERRUPTED = 130
+CHECKS = (own_arguments_set, check_rewards)
+"""Of those who know what a section is for."""
 SEEN_ENOUGH = 141
 """What a shell shows for a program that SIGPIPE has ended."""
 
@@ -40,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        config = load_config(parsed.config_name, found(parsed.config_path), [*parsed.overrides, *rest], further=[own_arguments_set])
+        config = load_config(parsed.config_name, found(parsed.config_path), [*parsed.overrides, *rest], further=CHECKS)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION

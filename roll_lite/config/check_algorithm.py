@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll_lite.config.arithmetic import group_size
+from roll_lite.config.check_functions import check_function
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.keep_mask import is_truncated, keep_mask_available
 from roll_lite.config.problems import Problem, show
-from roll_lite.config.reward_reference import check_function
 from roll_lite.config.schema import (
     AdaptiveKlConfig,
     CustomAdvantageConfig,

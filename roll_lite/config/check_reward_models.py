@@ -1,4 +1,4 @@
-"""Reward models: is each one used, is its checkpoint one, and can it do what the domains ask of it."""
+"""Reward models: is each one used, and is its checkpoint one?"""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.files import is_folder
 from roll_lite.config.hf_config import SUPPORTED_TYPES, read_config, read_hf_config
-from roll_lite.config.model_files import TOKENIZER_FILES, has_chat_template, has_tokenizer, stored_tensors
-from roll_lite.config.problems import Problem, did_you_mean
-from roll_lite.config.schema import DomainConfig, MegatronStrategyConfig, RewardModelConfig, RunConfig
-from roll_lite.config.text_templates import placeholders
+from roll_lite.config.model_files import TOKENIZER_FILES, has_tokenizer, stored_tensors
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema import MegatronStrategyConfig, RewardModelConfig, RunConfig
 
 MODEL_REWARD = "model"
-CHAT_TEMPLATE = "chat"
-"""The value of the argument `template` that stands for the reward model's own chat template."""
 HEAD = "score.weight"
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
@@ -79,55 +75,6 @@ def _length(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[
 
 
 REWARD_MODEL_CHECKS = (_used, _checkpoint, _family, _length)
-
-
-# ---------------------------------------------------------------- domains that use one
-
-
-def _names_a_model(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    for number, term in enumerate(domain.reward.terms):
-        if term.type == MODEL_REWARD:
-            message = "a reward model gives a domain's reward itself, not a further term of it; make it the reward's type"
-            yield Problem(f"{path}.reward.terms.{number}.type", message, term.type)
-    if domain.reward.type != MODEL_REWARD:
-        return
-    name, known = domain.reward.args.get("model"), config.reward_models
-    if isinstance(name, str) and name not in known:
-        hint = did_you_mean(name, known) if known else "there is no section `reward_models` yet"
-        yield Problem(f"{path}.reward.args.model", f"no such reward model; {hint}", name)
-
-
-def _model_template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    if domain.reward.type != MODEL_REWARD:
-        return
-    template, question = (domain.reward.args.get(key) for key in ("template", "question"))
-    place = f"{path}.reward.args"
-    if template != CHAT_TEMPLATE:
-        yield from _text(f"{place}.template", template, "response")
-        if question is not None:
-            yield Problem(f"{place}.question", f"is only used with template: {CHAT_TEMPLATE}; remove it", question)
-        return
-    yield from _text(f"{place}.question", question)
-    model = config.reward_models.get(domain.reward.args.get("model", ""))
-    if model is not None and is_folder(model.path) and not has_chat_template(model.path):
-        message = f"the tokenizer in {model.path} has no chat template; write one as text, such as '{{prompt}}{{response}}'"
-        yield Problem(f"{place}.template", message, CHAT_TEMPLATE)
-
-
-DOMAIN_MODEL_CHECKS = (_names_a_model, _model_template)
-
-
-# ---------------------------------------------------------------- inside
-
-
-def _text(place: str, template: Any, needed: str | None = None) -> Iterator[Problem]:
-    if not isinstance(template, str):
-        return
-    try:
-        if needed is not None and needed not in placeholders(template):
-            yield Problem(place, f"never shows the {needed}; put {{{needed}}} where it belongs", template)
-    except ValueError as error:
-        yield Problem(place, str(error), template)
 
 
 def _config(folder: Path) -> dict[str, Any] | None:

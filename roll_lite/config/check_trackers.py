@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from roll_lite.config.check_functions import check_function
 from roll_lite.config.problems import Problem, did_you_mean
-from roll_lite.config.reward_reference import check_function
 from roll_lite.config.schema import RunConfig
 
 LOCAL = ("jsonl", "tensorboard")
@@ -31,7 +31,7 @@ def _known(config: RunConfig) -> Iterator[Problem]:
             if find_spec(name) is None:
                 yield Problem(f"{path}.type", f'its package is not installed: pip install "roll_lite[{name}]"', name)
         elif "." in name:
-            yield from check_function(path, "type", name, tracker.args)
+            yield from check_function(path, "type", name, tracker.args, or_class=True)
         else:
             near = did_you_mean(name, [*LOCAL, *SERVICES])
             yield Problem(f"{path}.type", f"no such tracker; {near} A class of your own is a dotted path, package.module.Class", name)

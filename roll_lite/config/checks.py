@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from roll_lite.config.arithmetic import group_size, longest_sequence, updates
 from roll_lite.config.check_algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
-from roll_lite.config.check_endpoints import DOMAIN_ENDPOINT_CHECKS, JUDGE_CHECKS
 from roll_lite.config.check_files import DOMAIN_FILE_CHECKS, FILE_CHECKS
+from roll_lite.config.check_judges import JUDGE_CHECKS
 from roll_lite.config.check_layout import LAYOUT_CHECKS, ROLE_CHECKS
-from roll_lite.config.check_reward_models import DOMAIN_MODEL_CHECKS, REWARD_MODEL_CHECKS
+from roll_lite.config.check_reward_models import REWARD_MODEL_CHECKS
 from roll_lite.config.check_rewards import REWARD_CHECKS
 from roll_lite.config.check_trackers import TRACKER_CHECKS
 from roll_lite.config.problems import Problem
@@ -44,18 +44,18 @@ Check = Callable[[RunConfig], Iterable[Problem]]
 def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[Check] = ()) -> list[Problem]:
     """Everything that is wrong with the configuration beyond the schema. `further`: checks of those who know what a section is for."""
     found = [
-        problem for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *FILE_CHECKS, *further) for problem in _readable(one(config))
+        problem for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *FILE_CHECKS, *further) for problem in readable(one(config))
     ]
-    found += _readable(_each_domain(config))
-    found += [problem for role in ("actor_train", "actor_infer", "reference", "critic") for problem in _readable(_role(config, role))]
-    found += _readable(_reward_models(config))
-    found += _readable(_judges(config))
+    found += readable(_each_domain(config))
+    found += [problem for role in ("actor_train", "actor_infer", "reference", "critic") for problem in readable(_role(config, role))]
+    found += readable(_reward_models(config))
+    found += readable(_judges(config))
     if not allow_scripted:
-        found += _readable(_no_scripted_engine(config))
+        found += readable(_no_scripted_engine(config))
     return found
 
 
-def _readable(problems: Iterable[Problem]) -> list[Problem]:
+def readable(problems: Iterable[Problem]) -> list[Problem]:
     """What a check finds until it reads a field that the schema has refused."""
     found: list[Problem] = []
     try:
@@ -68,29 +68,29 @@ def _readable(problems: Iterable[Problem]) -> list[Problem]:
 
 def _each_domain(config: RunConfig) -> Iterator[Problem]:
     for name, domain in config.domains.items():
-        for one in (*DOMAIN_CHECKS, *DOMAIN_ALGORITHM_CHECKS, *DOMAIN_FILE_CHECKS, *DOMAIN_MODEL_CHECKS, *DOMAIN_ENDPOINT_CHECKS):
-            yield from _readable(one(config, f"domains.{name}", domain))
+        for one in (*DOMAIN_CHECKS, *DOMAIN_ALGORITHM_CHECKS, *DOMAIN_FILE_CHECKS):
+            yield from readable(one(config, f"domains.{name}", domain))
 
 
 def _role(config: RunConfig, name: str) -> Iterator[Problem]:
     role: ForwardRoleConfig | InferRoleConfig | None = getattr(config, name)
     if role is not None:
         for one in ROLE_CHECKS:
-            yield from _readable(one(config, name, role))
+            yield from readable(one(config, name, role))
         if hasattr(role, "optimizer"):
-            yield from _readable(_optimizer(f"{name}.optimizer", role.optimizer, updates(config, name)))
+            yield from readable(_optimizer(f"{name}.optimizer", role.optimizer, updates(config, name)))
 
 
 def _reward_models(config: RunConfig) -> Iterator[Problem]:
     for name, model in config.reward_models.items():
         for one in (*ROLE_CHECKS, *REWARD_MODEL_CHECKS):
-            yield from _readable(one(config, f"reward_models.{name}", model))
+            yield from readable(one(config, f"reward_models.{name}", model))
 
 
 def _judges(config: RunConfig) -> Iterator[Problem]:
     for name, judge in config.judges.items():
         for one in (*ROLE_CHECKS, *JUDGE_CHECKS):
-            yield from _readable(one(config, f"judges.{name}", judge))
+            yield from readable(one(config, f"judges.{name}", judge))
 
 
 # ---------------------------------------------------------------- the whole run

@@ -31,12 +31,16 @@ def in_words(annotation: Any) -> str:
     if origin is Annotated:
         base, *metadata = arguments
         bounds = [bound for item in metadata for bound in _bounds(item)]
-        return " ".join([in_words(base), " and ".join(bounds)]).strip()
+        is_empty_refused = any(isinstance(item, annotated_types.MinLen) for one in metadata for item in _inner(one))
+        least = "" if not is_empty_refused else ", not empty" if base is str else ", at least one"
+        return " ".join([in_words(base), " and ".join(bounds)]).strip() + least
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in arguments) if len(arguments) > 1 else str(arguments[0])
     if origin in (Union, UnionType):
         return " or ".join(in_words(argument) for argument in sorted(arguments, key=lambda one: one is NoneType))
     if origin is list:
+        return f"list of ({in_words(arguments[0])})"
+    if origin is tuple and arguments[-1] is Ellipsis:
         return f"list of ({in_words(arguments[0])})"
     if origin is tuple:
         return f"list of {len(arguments)} ({in_words(arguments[0])})"
@@ -47,8 +51,12 @@ def in_words(annotation: Any) -> str:
     return _PLAIN[annotation]
 
 
-def _bounds(metadata: Any) -> list[str]:
+def _inner(metadata: Any) -> list[Any]:
     """Field(...) inside a union keeps its constraints in a nested FieldInfo."""
+    return metadata.metadata if isinstance(metadata, FieldInfo) else [metadata]
+
+
+def _bounds(metadata: Any) -> list[str]:
     if isinstance(metadata, FieldInfo):
         return [bound for item in metadata.metadata for bound in _bounds(item)]
     match metadata:

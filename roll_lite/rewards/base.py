@@ -12,9 +12,8 @@ import typing
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.reward_type import RewardType
 
 
 class RewardFailed(Exception):
@@ -28,13 +27,12 @@ class RewardFailed(Exception):
 class RewardFunction:
     """A reward with its arguments. Sync or async, for one sample or for a list: it returns a Score or raises RewardFailed."""
 
-    def __init__(self, name: str, function: Callable[..., Any], args: Mapping[str, Any], warm: Callable[[], None] | None = None) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
         self.name = name
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
         self.is_batched = is_batched(function)
         self._function = function
         self._args = dict(args)
-        self._warm = warm
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, item: RewardInput) -> Score:
@@ -64,8 +62,12 @@ class RewardFunction:
 
     def warm(self) -> None:
         """Do what only the first call pays for (imports, tables), before a time limit runs."""
-        if self._warm is not None:
-            self._warm()
+        if isinstance(self._function, RewardType):
+            self._function.warm()
+
+    def describe(self) -> str:
+        """What the user should know of how it runs on this machine."""
+        return self._function.describe() if isinstance(self._function, RewardType) else ""
 
     def close(self) -> None:
         if self._runner is not None:
@@ -145,8 +147,9 @@ def to_score(result: Any, name: str) -> Score:
     """Number, bool, Score, or a dict of a Score's fields; RewardFailed for anything else and for numbers that are not finite."""
     if isinstance(result, Score):
         return Score(_number(result.value, name), _correct(result.correct, name), _details(result.details, name))
-    if isinstance(result, bool | np.bool_):
-        return Score(float(result), bool(result))
+    result = _plain(result)
+    if isinstance(result, bool):
+        return Score(float(result), result)
     if isinstance(result, Mapping):
         unknown = sorted(str(key) for key in result if key not in ("value", "correct", "details"))
         if unknown or "value" not in result:
@@ -157,7 +160,8 @@ def to_score(result: Any, name: str) -> Score:
 
 
 def _number(value: Any, name: str) -> float:
-    if not isinstance(value, numbers.Real | np.bool_):
+    value = _plain(value)
+    if not isinstance(value, numbers.Real):
         raise RewardFailed(
             f"reward {name}: returned {value!r:.80} of type {type(value).__name__}; expected a number, a bool, a Score or a dict"
         )
@@ -168,8 +172,9 @@ def _number(value: Any, name: str) -> float:
 
 
 def _correct(value: Any, name: str) -> bool | None:
-    if value is None or isinstance(value, bool | np.bool_):
-        return None if value is None else bool(value)
+    value = _plain(value)
+    if value is None or isinstance(value, bool):
+        return value
     raise RewardFailed(f"reward {name}: correct must be a bool or None, got {value!r:.80}")
 
 
@@ -180,7 +185,8 @@ def _details(details: Any, name: str) -> dict[str, float | str]:
 
 
 def _detail(value: Any, name: str) -> float:
-    if not isinstance(value, numbers.Real | np.bool_):
+    value = _plain(value)
+    if not isinstance(value, numbers.Real):
         raise RewardFailed(f"reward {name}: must be a number or a string, got {value!r:.80}")
     return _float(value)
 
@@ -191,3 +197,8 @@ def _float(value: Any) -> float:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+def _plain(value: Any) -> Any:
+    """numpy's bool, which is no number to Python, as Python's; numpy itself takes long to import."""
+    return bool(value) if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_") else value

@@ -11,39 +11,55 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import after_thinking, last_boxed, last_boxes, last_tagged, narrow, plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.choice_statements import same_text, settled_on
+from roll_lite.rewards.references import written
+from roll_lite.rewards.reward_type import RewardType
 
 ALPHABET = string.ascii_uppercase
 Extract = Literal["auto", "boxed", "tagged"]
 
 
-def choice(
-    sample: RewardInput, *, extract: Extract = "auto", options: str = "options", letters: Annotated[int, Field(ge=1, le=26)] = 26
-) -> Score:
-    r"""1 where the chosen option is the reference answer, else 0; also where none or several are chosen.
+class ChoiceReward(RewardType):
+    r"""The response chooses one of several lettered options: 1 where that is the reference answer, else 0; also where none or several are
+    chosen.
 
     The reference answer: a letter (C), an option's text (Berlin), both (C. Berlin), a label of the column `options`, or where that is a
     list an integer, the option's place counted from 0 (MMLU).
 
-    extract: where the choice stands, behind the last </think>. boxed: in the last \boxed{}. tagged: in the last <answer></answer>.
-    auto: there, else the response that is nothing but a letter or an option's text, the last statement such as "the answer is C", "I
-    choose option c", 选C or "(C) is correct", the last line, the only "(C)", the option's text that ends the response. What is denied
-    ("not B", "if the answer were B", 不选B) is no choice, nor are the words A and I.
-    Only the last 10,000 characters are looked at.
-    options: the data column with the options' texts: a list in the letters' order, a dict by letter, or {"text": [...], "label": [...]}
-    as in ARC and CommonsenseQA; without it letters count alone. Where labels are no letters (1 to 4 in a few rows of ARC) the options
-    are A, B, C and so on in their order: the prompt should call them that.
-    letters: how many there are where there is no such column.
+    ```yaml
+    reward:
+      type: choice            # "The answer is (C)." against "C", or against that option's text
+      args: {options: choices, letters: 4}
+    ```
     """
-    texts, labels = _options(sample.columns.get(options), options)
-    known = list(texts) or list(ALPHABET[:letters])
-    right = _reference(sample.answer, known, texts, labels)
-    response = narrow(plain_boxes(after_thinking(sample.response, sample.prompt)))
-    chosen = sorted(_chosen(response, extract, known, texts))
-    if len(chosen) != 1:
-        verdict = "no choice found" if not chosen else f"ambiguous: {', '.join(chosen)}"
-        return Score(0.0, False, {"extracted": "", "verdict": verdict})
-    correct = chosen[0] == right
-    return Score(float(correct), correct, {"extracted": chosen[0], "verdict": "equal" if correct else "different"})
+
+    reads_answer_first = True
+
+    extract: Extract = "auto"
+    r"""Where the choice stands, behind the last `</think>`. boxed: in the last `\boxed{}`. tagged: in the last `<answer></answer>`. auto:
+    there, else the response that is nothing but a letter or an option's text, the last statement such as "the answer is C", "I choose
+    option c", 选C or "(C) is correct", the last line, the only "(C)", the option's text that ends the response. What is denied ("not B",
+    "if the answer were B", 不选B) is no choice, nor are the words A and I. Only the last 10,000 characters are looked at."""
+    options: str = "options"
+    """Column of the data with the options' texts: a list in the letters' order, a dict by letter, or `{"text": [...], "label": [...]}` as
+    in ARC and CommonsenseQA; without it letters count alone. Where labels are no letters (1 to 4 in a few rows of ARC) the options are A,
+    B, C and so on in their order: the prompt should call them that."""
+    letters: Annotated[int, Field(ge=1, le=26)] = 26
+    """How many options there are, where no column says so."""
+
+    def __call__(self, sample: RewardInput) -> Score:
+        texts, labels = _options(sample.columns.get(self.options), self.options)
+        known = list(texts) or list(ALPHABET[: self.letters])
+        right = _reference(sample.answer, known, texts, labels)
+        response = narrow(plain_boxes(after_thinking(sample.response, sample.prompt)))
+        chosen = sorted(_chosen(response, self.extract, known, texts))
+        if len(chosen) != 1:
+            verdict = "no choice found" if not chosen else f"ambiguous: {', '.join(chosen)}"
+            return Score(0.0, False, {"extracted": "", "verdict": verdict})
+        correct = chosen[0] == right
+        return Score(float(correct), correct, {"extracted": chosen[0], "verdict": "equal" if correct else "different"})
+
+    def response_for(self, answer: Any) -> str | None:
+        return written(answer, self.extract)
 
 
 def _options(column: Any, name: str) -> tuple[dict[str, str], dict[str, str]]:

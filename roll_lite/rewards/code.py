@@ -1,105 +1,242 @@
-"""Reward `code`: the response's program passes the sample's tests. Programs run in sandboxes; what they did is judged here."""
+"""Reward `code`: the response's program passes the sample's tests."""
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.code_backends import Backend, RemoteBackend, backend_of
 from roll_lite.rewards.code_compare import Compare, same_output, same_value
 from roll_lite.rewards.code_languages import Extract, Language, extract_code, known_languages
 from roll_lite.rewards.code_tests import Test, tests_of
+from roll_lite.rewards.references import expression_worth, no_expression
+from roll_lite.rewards.reward_type import RewardType, too_slow
 from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
 from roll_lite.sandbox.values import decode, encode
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, file_mb=32, folder_mb=256)
 CLOCK = 3.0
 """Times as much as computing time: others compute as well."""
 SHOWN = 160
 LONGEST_CODE = 4000
+OF_THE_POOL = ("parallel", "allow_unprotected", "readable", "python_path")
+"""Arguments that the sandboxes of a process are for."""
 
 
-def code(
-    samples: list[RewardInput],
-    *,
-    mode: Literal["tests", "expression"] = "tests",
-    column: str | None = None,
-    languages: Annotated[Sequence[str], Field(min_length=1)] = ("python",),
-    extract: Extract = "auto",
-    prelude: str = "",
-    score: Literal["all", "fraction"] = "all",
-    fail_fast: bool | None = None,
-    compare: Compare = "auto",
-    tolerance: NonNegativeFloat = 1e-6,
-    must_contain: Sequence[str] = (),
-    forbid: Sequence[str] = (),
-    test_s: Seconds = 3.0,
-    wall_s: Seconds | None = None,
-    total_s: Seconds = 8.0,
-    memory_mb: PositiveInt = 512,
-    output_kb: PositiveInt = 1024,
-    file_mb: PositiveInt = 16,
-    processes: PositiveInt = 32,
-    parallel: PositiveInt = 1,
-    readable: Sequence[str] = (),
-    python_path: Sequence[str] = (),
-    commands: dict[str, dict[str, Any]] | None = None,
-    backend: RemoteBackend | None = None,
-    allow_unprotected: bool = False,
-) -> list[Score | RewardFailed]:
-    """1 where all tests pass, or the part that passes (score: fraction).
+class CodeReward(RewardType):
+    """The response's program passes the sample's tests: 1 where it passes all, or the share of those that pass (`score: fraction`).
+    Programs run in sandboxes; what they did is judged outside of them.
 
-    mode expression: the response is a Python expression; its value is compared with the answer. Tests stand in the answer or in
-    `column`. prelude stands before programs in Python, such as the imports that a data set takes for granted. must_contain, forbid:
-    pieces of text that the program must and must not have. test_s: computing time of one test, wall_s its time by the clock (three
-    times as much where not given), total_s the computing time of all of a sample's and of compiling it, which have three times as much
-    by the clock: keep that below the domain's timeout_s.
+    The program is looked for after the thinking (`</think>`). Of several code blocks it is the last in one of `languages`, else the last
+    without a label; where the tests call functions, the last of them that defines these. So an example of its use, its output or a command
+    may follow it. A block that is not closed (cut, or ended by a stop text) goes on to the end.
 
-    fail_fast: the first failed test ends a sample; where not given, if score is all. compare: what counts as the same output.
-    commands: further languages. readable, python_path: folders that programs may read, and import from. backend: a remote sandbox.
+    The tests of a sample, in its answer or in `column`, as a list, a mapping or JSON text:
+
+    | form | a test is |
+    |---|---|
+    | `[{"stdin": "3 4", "stdout": "7"}, ...]`, `[{"input": ..., "output": ...}]` with `testtype: stdin` | a run of the program |
+    | `{"inputs": [...], "outputs": [...]}` (APPS, TACO) | a run for each; a call of the function with `fn_name` |
+    | `[{"args": [3, 4], "expected": 7}, ...]` with `fn_name` there or in a column of the data | a call |
+    | `["assert add(3, 4) == 7", ...]`, `{"test_list": [...], "test_setup_code": ...}` (MBPP) | asserts about the program |
+    | `from solution import add` and functions `test_...` (KodCode) | each of the functions |
+    | `{"test": "def check(candidate): ...", "entry_point": "add"}` (HumanEval), or columns of these names | its check function |
+
+    `fn_name` may also stand as `func_name` in the column `metadata` (LiveCodeBench). In the form of APPS, where all of a sample's expected
+    values stand in lists of their own (`[[5], [7]]`), the values alone (`5`, `7`) count as well. Values are compared as JSON has them:
+    tuples, ranges and iterators are lists. Integers have to be equal; other numbers may have a relative error of `tolerance`, and 1e-12
+    about zero. Numbers in output (`compare: numeric`, and decimals with `auto`) may have an absolute or a relative error of `tolerance`.
+
+    **Asserts** run in a process of their own, which holds no line of the program; it calls the program's functions and gets plain data
+    back. So a program decides no comparison and cannot forge a verdict. What follows from that:
+
+    - The names that the tests use and neither define nor import are the program's. Modules (`math.pi`) are Python's own also without an
+      import, and so are Python's built-in names, except for the `entry_point`, or where tests call nothing but one of these (`assert
+      sum(10, 15) == 6`). Helpers that decide (`is_close(f(1), 2)`) belong into the tests: left to the program, they are forged.
+    - Plain data crosses as copies: numbers, text, bytes, lists, tuples, sets, dicts, ranges, arrays of numpy, and `Decimal`, `Fraction`,
+      `date`, `time`, `datetime`, `timedelta`, `deque`, `Counter` and `OrderedDict`. What a function changes in its arguments is followed.
+    - Other objects stay with the program: the tests can call them, read and set attributes, index, loop, ask for `len`, truth, `next` and
+      `isinstance` with the program's classes. They are compared as what they are (itself, or the list or number that they derive from).
+    - Exceptions of Python and of the program keep their types; one that would end a loop of the tests (`StopIteration`) becomes another.
+    - What the tests need and cannot be done that way is a failure with its cause, not a verdict: functions of the tests as arguments,
+      comparing or adding objects of a class that the tests name and that has its own `__eq__` or `__add__`, awaiting coroutines, a module
+      that is not there (`python_path`), tests that never use the program.
+    - What a program brings about by itself is wrong: a coroutine that the tests do not await, an object of its own where they name no
+      class or helper of the program (`assert f(1) == 5`), a value of more than 8 MB.
+
+    **What programs find.** Python's own library, the system's programs and libraries, an empty folder of their own, and what `readable`
+    and `python_path` name: nothing else below /usr, no installed packages, nothing of the project. Behind mount namespaces they also have
+    a /dev/shm of their own, which multiprocessing needs; where landlock alone keeps them apart, they have none. Memory that processes
+    share has to be in a file. All of a program may use `memory_mb`; a process may have twice that as address space. `processes` counts
+    threads, too. It may print twice what is expected, where that is more than `output_kb`.
+
+    **What counts.** Where cgroup v2 lets a sandbox make a group (root, or an ordinary user whose group was delegated, as by `systemd-run
+    --user --scope`), the kernel counts computing time there, and memory and processes where it gives these to a group; the line about the
+    code sandbox in the log says which. Elsewhere the sandbox looks some twenty times a second; of processes that live more shortly it
+    estimates what they compute.
+
+    A sandbox elsewhere (`backend`) gets `POST {"job": ...}` and answers `{"outcome": ...}`, or `{"trouble": cause}` where it could not run
+    the job; `job_from_json` and `outcome_to_json` in `roll_lite/rewards/code_backends.py` read the one and write the other.
+
+    With `kind: sandbox_fusion` the URL is the `/run_code` of a [SandboxFusion](https://github.com/bytedance/SandboxFusion) server:
+    programs, calls, asserts and all languages mean the same there, as long as its image has Python 3.10 or later and the languages'
+    compilers. The program and its tests are processes of one sandbox there, so that a program that is made to attack the tests is held off
+    less well than here.
+
+    ```yaml
+    reward:
+      type: code
+      args: {languages: [python], score: fraction, test_s: 4, total_s: 12, memory_mb: 256}
+      workers: 4
+      timeout_s: 60
+    ```
     """
-    known = known_languages(languages, commands or {}, backend is None)
-    runner = backend_of(backend, parallel, allow_unprotected, readable, python_path)
-    wall = CLOCK * test_s if wall_s is None else wall_s
-    limits = Limits(test_s, wall, memory_mb, output_kb, file_mb, processes=processes)
-    judge = _Judge(limits, compare, tolerance, total_s, score == "all" if fail_fast is None else fail_fast)
-    marks = (tuple(must_contain), tuple(forbid))
-    attempts = [_attempt(sample, mode, column, known, extract, marks, prelude) for sample in samples]
-    judge.run(runner, [one for one in attempts if isinstance(one, _Attempt)])
-    return [one.result(score == "fraction") if isinstance(one, _Attempt) else one for one in attempts]
 
+    reads_answer_first = True
 
-def check_code(languages: Sequence[str] = ("python",), commands: Mapping[str, Mapping[str, Any]] | None = None, **_: Any) -> None:
-    """ValueError where a language is unknown; whether it is installed is for the machine to say that runs it."""
-    known_languages(languages, commands or {}, local=False)
+    mode: Literal["tests", "expression"] = "tests"
+    """tests: the response is a program, and its tests stand in the answer or in `column`. expression: it is a Python expression, whose
+    value is compared with the answer."""
+    column: str | None = None
+    """Column of the data that holds the tests, where the answer does not."""
+    commands: dict[str, Language] = Field(default_factory=dict)
+    """Further languages by name: `file` that holds the program, `run`, the command that runs it, and where it is compiled `compile`."""
+    languages: Annotated[tuple[str, ...], Field(min_length=1)] = ("python",)
+    """Which the response may be written in; of several, the code block's label decides."""
+    extract: Extract = "auto"
+    """Where the program stands. fenced: in a code block. whole: the response is nothing else. auto: in a block, else all of it."""
+    prelude: str = ""
+    """Python that stands before the program, such as the imports that a data set takes for granted: `from typing import *`."""
+    score: Literal["all", "fraction"] = "all"
+    """all: 1 where all tests pass. fraction: the share that passes."""
+    fail_fast: bool | None = None
+    """Stop at the first test that fails; where absent, if score is all."""
+    compare: Compare = "auto"
+    """Output is the same to the character, line by line, in its numbers, or (auto) line by line with decimals as numbers."""
+    tolerance: NonNegativeFloat = 1e-6
+    """Of numbers that are no integers: relative for values, relative or absolute for output."""
+    must_contain: tuple[str, ...] = ()
+    """Texts that the program must hold."""
+    forbid: tuple[str, ...] = ()
+    """Texts that it must not hold."""
+    test_s: PositiveFloat = 3.0
+    """Computing time of one test."""
+    wall_s: PositiveFloat | None = None
+    """Its time by the clock; three times test_s where absent."""
+    total_s: PositiveFloat = 8.0
+    """Computing time of all tests of a sample, and of compiling it. By the clock they have three times as much, which has to be less than
+    the reward's `timeout_s`."""
+    memory_mb: PositiveInt = 512
+    """Memory of a program."""
+    output_kb: PositiveInt = 1024
+    """Most that it may print."""
+    file_mb: PositiveInt = 16
+    """Largest file that it may write."""
+    processes: PositiveInt = 32
+    """Most processes that it may have."""
+    parallel: PositiveInt = 1
+    """Programs that one worker runs at the same time."""
+    readable: tuple[str, ...] = ()
+    """Folders that programs may read."""
+    python_path: tuple[str, ...] = ()
+    """Folders that Python programs may import from."""
+    backend: RemoteBackend | None = None
+    """A sandbox elsewhere: {kind: roll_lite or sandbox_fusion, url, api_key_env, concurrency, timeout_s, retries}."""
+    allow_unprotected: bool = False
+    """Run programs also where they cannot be isolated."""
 
+    @field_validator("languages")
+    @classmethod
+    def _are_known(cls, languages: tuple[str, ...], others: ValidationInfo) -> tuple[str, ...]:
+        """Whether they are installed is for the machine to say that runs them."""
+        if "commands" in others.data:
+            known_languages(languages, others.data["commands"], local=False)
+        return languages
 
-def warm_code(**arguments: Any) -> None:
-    """Start the sandboxes and see that a program runs; ValueError with what is missing."""
-    if arguments.get("backend") is None:
-        mode = {"mode": "expression", "languages": arguments.get("languages", ("python",))}
-        kept = {key: arguments[key] for key in ("parallel", "readable", "python_path", "commands", "allow_unprotected") if key in arguments}
-        [first] = code([RewardInput("", "", "1 + 1", 2, {}, "stop")], **mode, **kept)
-        if isinstance(first, RewardFailed):
-            raise first
+    @field_validator("forbid")
+    @classmethod
+    def _can_be_met(cls, forbid: tuple[str, ...], others: ValidationInfo) -> tuple[str, ...]:
+        for piece in forbid:
+            for wanted in others.data.get("must_contain", ()):
+                if piece in wanted:
+                    raise ValueError(f"no program can hold {wanted!r} (must_contain) and not {piece!r}; remove one")
+        return forbid
 
+    def __call__(self, samples: list[RewardInput]) -> list[Score | RewardFailed]:
+        known = known_languages(self.languages, self.commands, self.backend is None)
+        wall = CLOCK * self.test_s if self.wall_s is None else self.wall_s
+        limits = Limits(self.test_s, wall, self.memory_mb, self.output_kb, self.file_mb, processes=self.processes)
+        fail_fast = self.score == "all" if self.fail_fast is None else self.fail_fast
+        judge = _Judge(limits, self.compare, self.tolerance, self.total_s, fail_fast)
+        attempts = [self._attempt(sample, known) for sample in samples]
+        judge.run(self._backend(), [one for one in attempts if isinstance(one, _Attempt)])
+        return [one.result(self.score == "fraction") if isinstance(one, _Attempt) else one for one in attempts]
 
-def walls_of(arguments: Mapping[str, Any]) -> str:
-    """What keeps the programs of a domain with these arguments apart from everything else; its sandbox is started where it is not yet."""
-    if arguments.get("backend") is not None:
-        return "programs run in a remote sandbox"
-    settings = (arguments.get("parallel", 1), arguments.get("allow_unprotected", False))
-    runner = backend_of(None, *settings, arguments.get("readable", ()), arguments.get("python_path", ()))
-    assert isinstance(runner, SandboxPool)
-    return f"programs run in a sandbox; {runner.describe()}"
+    def warm(self) -> None:
+        """Start the sandboxes and see that a program runs."""
+        if self.backend is None:
+            trial = CodeReward(mode="expression", **{name: getattr(self, name) for name in ("languages", "commands", *OF_THE_POOL)})
+            [first] = trial([RewardInput("", "", "1 + 1", 2, {}, "stop")])
+            if isinstance(first, RewardFailed):
+                raise first
+
+    def describe(self) -> str:
+        """What keeps the programs apart from everything else."""
+        runner = self._backend()
+        return f"programs run in a sandbox; {runner.describe()}" if isinstance(runner, SandboxPool) else "programs run in a remote sandbox"
+
+    def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
+        """A time-out of the sample would blame the worker for a slow program."""
+        yield from too_slow(place, "total_s", self.total_s, CLOCK * self.total_s, timeout_s)
+
+    def no_response(self) -> str | None:
+        return no_expression(self.must_contain, self.forbid) if self.mode == "expression" else "tests"
+
+    def response_for(self, answer: Any) -> str | None:
+        return expression_worth(answer, self.must_contain)
+
+    def _backend(self) -> Backend:
+        return backend_of(self.backend, *(getattr(self, name) for name in OF_THE_POOL))
+
+    def _attempt(self, sample: RewardInput, languages: dict[str, Language | None]) -> _Attempt | Score | RewardFailed:
+        is_expression = self.mode == "expression"
+        try:
+            tests = [Test(expected=_value(sample.answer))] if is_expression else tests_of(sample, self.column)
+        except RewardFailed as failure:
+            return failure
+        needed = {name for test in tests for name in test.needs()}
+        if needed:
+            languages = {name: language for name, language in languages.items() if language is None}
+        if not languages:
+            return RewardFailed("reward code: function calls and asserts are for python only")
+        found = extract_code(sample.response, self.extract, languages, needed, sample.prompt)
+        if found is None:
+            return Score(0.0, False, {"verdict": "no program found"})
+        source, tag = found
+        shown: dict[str, float | str] = {"extracted": source[:LONGEST_CODE]}
+        if tag and tag not in languages and not is_expression:
+            return Score(0.0, False, shown | {"verdict": f"a program in {tag}, expected {' or '.join(languages)}"})
+        for piece in self.must_contain:
+            if piece not in source:
+                return Score(0.0, False, shown | {"verdict": f"lacks {piece!r}"})
+        for piece in self.forbid:
+            if piece in source:
+                return Score(0.0, False, shown | {"verdict": f"has {piece!r}"})
+        language = languages[tag] if tag in languages else next(iter(languages.values()))
+        try:
+            source.encode()
+        except UnicodeEncodeError:
+            return Score(0.0, False, {"verdict": "no text"})
+        return _Attempt(source, language, tests, is_expression, self.prelude)
 
 
 @dataclass
@@ -136,45 +273,6 @@ class _Attempt:
             "tests": len(self.tests),
         }
         return Score(value, correct, details)
-
-
-def _attempt(
-    sample: RewardInput,
-    mode: str,
-    column: str | None,
-    languages: dict[str, Language | None],
-    extract: Extract,
-    marks: tuple[tuple[str, ...], tuple[str, ...]],
-    prelude: str,
-) -> _Attempt | Score | RewardFailed:
-    try:
-        tests = [Test(expected=_value(sample.answer))] if mode == "expression" else tests_of(sample, column)
-    except RewardFailed as failure:
-        return failure
-    needed = {name for test in tests for name in test.needs()}
-    if needed:
-        languages = {name: language for name, language in languages.items() if language is None}
-    if not languages:
-        return RewardFailed("reward code: function calls and asserts are for python only")
-    found = extract_code(sample.response, extract, languages, needed, sample.prompt)
-    if found is None:
-        return Score(0.0, False, {"verdict": "no program found"})
-    source, tag = found
-    shown: dict[str, float | str] = {"extracted": source[:LONGEST_CODE]}
-    if tag and tag not in languages and mode == "tests":
-        return Score(0.0, False, shown | {"verdict": f"a program in {tag}, expected {' or '.join(languages)}"})
-    for piece in marks[0]:
-        if piece not in source:
-            return Score(0.0, False, shown | {"verdict": f"lacks {piece!r}"})
-    for piece in marks[1]:
-        if piece in source:
-            return Score(0.0, False, shown | {"verdict": f"has {piece!r}"})
-    language = languages[tag] if tag in languages else next(iter(languages.values()))
-    try:
-        source.encode()
-    except UnicodeEncodeError:
-        return Score(0.0, False, {"verdict": "no text"})
-    return _Attempt(source, language, tests, mode == "expression", prelude)
 
 
 def _value(answer: Any) -> Any:

@@ -9,24 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.http_client import KeyVariable, Service, shared
+from roll_lite.rewards.http_client import Addresses, KeyVariable, Service, shared
+from roll_lite.rewards.reward_type import ArgumentSection
 from roll_lite.rewards.sandbox_fusion import answer_of, request_of
 from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
 
 
-class RemoteBackend(BaseModel):
+class RemoteBackend(ArgumentSection):
     """`backend: {url: http://host:port/run}`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["roll_lite", "sandbox_fusion"] = "roll_lite"
     """Whose protocol: ours (examples/sandbox_server.py), or SandboxFusion's `/run_code`."""
-    url: str | tuple[str, ...]
+    url: Addresses
     """One or several: the least busy is asked."""
-    api_key_env: KeyVariable = None
+    api_key_env: KeyVariable | None = None
     concurrency: PositiveInt = 16
     timeout_s: PositiveFloat = 60.0
     """Of one request, which holds one job."""

@@ -71,6 +71,10 @@ class Reward:
         for function in self.functions:
             function.warm()
 
+    def describe(self) -> str:
+        """What the user should know of how it runs on this machine."""
+        return "; ".join(filter(None, (function.describe() for function in self.functions)))
+
     def close(self) -> None:
         for function in self.functions:
             function.close()

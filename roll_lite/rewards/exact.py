@@ -9,43 +9,54 @@ from typing import Any
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import after_thinking
 from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.reward_type import RewardType
 
 MARK = re.compile(r"((?<=\d)[.,:/](?=\d)|(?<!\w)-(?=\.?\d))|[^\w\s]|_")
 """Group 1: part of a number."""
 LONGEST_SHOWN = 200
 
 
-def exact(
-    sample: RewardInput,
-    *,
-    strip: bool = True,
-    ignore_case: bool = False,
-    collapse_spaces: bool = False,
-    ignore_punctuation: bool = False,
-    contains: bool = False,
-) -> Score:
-    """1 where response and answer are the same text, else 0. The answer may be a list: any of its entries counts.
+class ExactReward(RewardType):
+    """The response is the answer, character by character: 1 where they are the same text, else 0.
 
-    What is compared stands behind the last </think>. strip: white space at the ends does not matter. collapse_spaces: every run of white
-    space is one blank. ignore_punctuation: without punctuation and symbols, but for those of numbers (-5, 3.14) and of mathematics (<, +).
-    contains: the answer may stand anywhere in the response; 5 does not stand in 15.
+    The answer may be a list: any of its entries counts. What is compared stands behind the last `</think>`.
+
+    ```yaml
+    reward:
+      type: exact
+      args: {ignore_case: true, collapse_spaces: true}
+    ```
     """
 
-    def normal(text: str) -> str:
-        text = MARK.sub(_kept, text) if ignore_punctuation else text
-        text = " ".join(text.split()) if collapse_spaces else text
-        text = text.strip() if strip else text
-        return text.casefold() if ignore_case else text
+    reads_answer_first = True
 
-    answers = sample.answer if isinstance(sample.answer, list | tuple) else [sample.answer]
-    if not answers:
-        raise RewardFailed("reward exact: the answer is an empty list")
-    accepted = [normal(_text(answer)) for answer in answers]
-    if contains and not all(answer.strip() for answer in accepted):
-        raise RewardFailed(f"reward exact: with contains the answer must have something in it, got {sample.answer!r:.80}")
-    response = normal(after_thinking(sample.response, sample.prompt))
-    correct = any(_stands_in(answer, response) for answer in accepted) if contains else response in accepted
-    return Score(float(correct), correct, {"extracted": response[:LONGEST_SHOWN]})
+    strip: bool = True
+    """Ignore white space at both ends."""
+    ignore_case: bool = False
+    """Ignore upper and lower case."""
+    collapse_spaces: bool = False
+    """Every run of white space counts as one blank."""
+    ignore_punctuation: bool = False
+    """Compare without punctuation and symbols, but for those of numbers (-5, 3.14) and of mathematics (`<`, +)."""
+    contains: bool = False
+    """The answer may stand anywhere in the response; 5 does not stand in 15."""
+
+    def __call__(self, sample: RewardInput) -> Score:
+        answers = sample.answer if isinstance(sample.answer, list | tuple) else [sample.answer]
+        if not answers:
+            raise RewardFailed("reward exact: the answer is an empty list")
+        accepted = [self._normal(_text(answer)) for answer in answers]
+        if self.contains and not all(answer.strip() for answer in accepted):
+            raise RewardFailed(f"reward exact: with contains the answer must have something in it, got {sample.answer!r:.80}")
+        response = self._normal(after_thinking(sample.response, sample.prompt))
+        correct = any(_stands_in(answer, response) for answer in accepted) if self.contains else response in accepted
+        return Score(float(correct), correct, {"extracted": response[:LONGEST_SHOWN]})
+
+    def _normal(self, text: str) -> str:
+        text = MARK.sub(_kept, text) if self.ignore_punctuation else text
+        text = " ".join(text.split()) if self.collapse_spaces else text
+        text = text.strip() if self.strip else text
+        return text.casefold() if self.ignore_case else text
 
 
 def _kept(found: re.Match[str]) -> str:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Literal, Self
 
-from pydantic import AfterValidator
+from pydantic import field_validator, model_validator
 
 from roll_lite.config.check_rewards import compile_format
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.format import FORMAT_SECONDS
+from roll_lite.rewards.reward_type import RewardType
 from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
-
-Preset = Literal["think_answer", "think", "answer", "boxed"]
 
 INSIDE = "(?:(?!</?{tag}>).)*"
 THINK = "<think>" + INSIDE.format(tag="think") + "</think>"
@@ -27,38 +26,46 @@ PRESETS: dict[str, str] = {
 }
 
 
-def _is_pattern(pattern: str | None) -> str | None:
-    if pattern is not None:
-        compile_format(pattern)
-    return pattern
+class FormatReward(RewardType):
+    r"""A term for the response's form, by a pattern of one's own or a known one: 1 where the response has it, else 0.
 
-
-Pattern = Annotated[str | None, AfterValidator(_is_pattern)]
-
-
-def format(sample: RewardInput, *, pattern: Pattern = None, preset: Preset | None = None) -> Score:
-    """1 where the response has the form, else 0.
-
-    pattern: a regular expression that has to match somewhere (`.` matches line breaks; anchor with ^ and $). preset: think_answer is
-    <think>...</think><answer>...</answer>, each once, and nothing else; think and answer are one such pair, think at the start; boxed a
-    \\boxed{}.
+    ```yaml
+    reward:
+      type: math
+      terms:
+        - {type: format, args: {preset: think_answer}, weight: 0.2}
+    ```
     """
-    try:
-        check_format_args(pattern, preset)
-    except ValueError as error:
-        raise RewardFailed(f"reward format: {error}") from error
-    compiled = _compiled(PRESETS[preset] if preset is not None else pattern or "")
-    try:
-        found = limited(FORMAT_SECONDS, lambda: compiled.search(sample.response)) is not None
-    except TimeLimitExceeded as error:
-        raise RewardFailed(f"reward format: time-out: pattern {compiled.pattern!r:.80}: {error}") from error
-    return Score(float(found), found)
 
+    pattern: str | None = None
+    """Regular expression that has to match somewhere in the response (`.` matches line breaks; anchor with ^ and $)."""
+    preset: Literal["think_answer", "think", "answer", "boxed"] | None = None
+    r"""A form by name, in place of the pattern. think_answer: `<think>...</think><answer>...</answer>`, each once, and nothing else; think
+    and answer: one such pair, think at the start; boxed: a `\boxed{}`."""
 
-def check_format_args(pattern: str | None = None, preset: str | None = None, **_: Any) -> None:
-    """ValueError where the arguments do not say what to look for, or say it twice."""
-    if (pattern is None) == (preset is None):
-        raise ValueError(f"{'pattern' if preset is None else 'preset'}: give either pattern or preset")
+    @field_validator("pattern")
+    @classmethod
+    def _is_pattern(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            compile_format(pattern)
+        return pattern
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if (self.pattern is None) == (self.preset is None):
+            raise ValueError("give either pattern or preset")
+        return self
+
+    def __call__(self, sample: RewardInput) -> Score:
+        compiled = _compiled(PRESETS[self.preset] if self.preset is not None else self.pattern or "")
+        try:
+            found = limited(FORMAT_SECONDS, lambda: compiled.search(sample.response)) is not None
+        except TimeLimitExceeded as error:
+            raise RewardFailed(f"reward format: time-out: pattern {compiled.pattern!r:.80}: {error}") from error
+        return Score(float(found), found)
+
+    def no_response(self) -> str:
+        return "nothing"
 
 
 @lru_cache(maxsize=64)

@@ -6,16 +6,20 @@ import asyncio
 import json
 import os
 import random
+import re
 import time
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema import RunConfig
 from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.reward_type import RewardType, Unshown, too_slow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,14 +37,39 @@ TOO_MANY, LEAST_SERVER_ERROR, REQUEST_TIMEOUT = 429, 500, 408
 HIDDEN = "***"
 
 
-def _is_set(variable: str | None) -> str | None:
-    if variable is not None and not os.environ.get(variable, "").strip():
-        raise ValueError("there is no such environment variable in the processes that score")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _is_set(variable: str) -> str:
+    """Some write the key itself where its variable's name belongs: what is here is never repeated."""
+    if not VARIABLE.fullmatch(variable):
+        raise ValueError("is no name of an environment variable; the key itself must not stand here")
+    if not os.environ.get(variable, "").strip():
+        raise ValueError("there is no environment variable of this name; set it to the key, then start")
     return variable
 
 
-KeyVariable = Annotated[str | None, AfterValidator(_is_set)]
+def _are_urls(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    for url in (given,) if isinstance(given, str) else given:
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            raise ValueError("is no URL") from None
+        if "@" in parts.netloc:
+            raise ValueError(
+                "holds a user or a password, which would be written into logs; remove it, and name a key's variable in api_key_env"
+            )
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("is no URL of the form http://host:port/path or https://...")
+    if not given:
+        raise ValueError("needs at least one address")
+    return given
+
+
+KeyVariable = Annotated[str, AfterValidator(_is_set), Unshown()]
 """Name of the environment variable with a key."""
+Addresses = Annotated[str | tuple[str, ...], AfterValidator(_are_urls), Unshown()]
+"""One URL or several."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +285,39 @@ def of_running_loop(key: Hashable, make: Callable[[], T]) -> T:
 def shared(service: Service) -> HttpClient:
     """The client of the running event loop for this service."""
     return of_running_loop(service, lambda: HttpClient(service))
+
+
+class AskingReward(RewardType):
+    """A type that asks a service."""
+
+    concurrency: PositiveInt = 64
+    """Requests under way at the same time, in each worker."""
+    timeout_s: PositiveFloat = 20.0
+    """Time after which one request counts as failed, less than the reward's own `timeout_s`."""
+    retries: NonNegativeInt = 3
+    """How often a failed request is tried again, with growing pauses."""
+    api_key_env: KeyVariable | None = None
+    """Name of the environment variable that holds the key."""
+    api_key_header: str = "Authorization"
+    """Header that carries the key; with Authorization it is sent as a bearer token."""
+    trust_env: bool = False
+    """Send requests through the proxy that the environment names."""
+
+    def service(self, reward: str, urls: Sequence[str]) -> Service:
+        limits = (self.concurrency, self.timeout_s, self.retries)
+        return Service(reward, tuple(urls), self.api_key_env, self.api_key_header, *limits, self.trust_env)
+
+    def warm(self) -> None:
+        """Import the HTTP library."""
+        warm_http()
+
+    def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
+        if "timeout_s" in self.model_fields_set:
+            yield from too_slow(place, "timeout_s", self.timeout_s, self.timeout_s, timeout_s)
+
+
+def several(urls: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (urls,) if isinstance(urls, str) else urls
 
 
 def warm_http() -> None:

@@ -3,57 +3,79 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import after_thinking
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.instruction_checks import CHECKS
+from roll_lite.rewards.reward_type import RewardType, too_slow
 from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
 
 Mode = Literal["strict", "loose"]
-Counted = Literal["all", "fraction"]
 
 
-def instruction(
-    sample: RewardInput,
-    *,
-    mode: Mode = "strict",
-    score: Counted = "all",
-    ids: str = "instruction_id_list",
-    arguments: str = "kwargs",
-    cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0,
-) -> Score:
-    """1 where every instruction is followed by what stands behind the last </think>; with score: fraction, the share of those that are.
+class InstructionReward(RewardType):
+    """The response follows instructions that a program can check (IFEval's 25): 1 where every instruction is followed by what stands behind
+    the last `</think>`, else 0.
 
     The row's columns `ids` and `arguments` hold the instructions as IFEval's data does: a list of ids, and a list with the arguments of
-    each. mode: loose also accepts a response that follows an instruction once its first or last line or its asterisks are taken away.
-    An instruction that is not known, or whose arguments do not fit, is a failure; one whose check takes longer than cpu_limit_s is not
-    followed, and named as `too_long` in the details.
+    each. An instruction that is not known, or whose arguments do not fit, is a failure; one whose check takes longer than `cpu_limit_s` is
+    not followed, and named as `too_long` in the details.
+
+    ```yaml
+    reward:
+      type: instruction       # rows as those of IFEval: instruction_id_list, kwargs
+      args: {mode: loose, score: fraction}
+    ```
     """
-    asked = _list(sample, ids)
-    given = _list(sample, arguments) if arguments in sample.columns else [None] * len(asked)
-    if not asked or len(asked) != len(given):
-        raise RewardFailed(f"reward instruction: {len(asked)} ids in column {ids!r}, {len(given)} arguments in column {arguments!r}")
-    response = after_thinking(sample.response, sample.prompt)
-    texts = [response] if mode == "strict" else _variants(response)
-    too_long: list[str] = []
 
-    def is_followed(name: Any, own: Any) -> bool:
-        try:
-            return limited(cpu_limit_s, lambda: _is_followed(name, _arguments(name, own), texts))
-        except (TimeLimitExceeded, RecursionError, MemoryError):
-            too_long.append(str(name))
-            return False
+    reads_answer_first = True
 
-    missed = [name for name, own in zip(asked, given, strict=True) if not is_followed(name, own)]
-    followed = len(asked) - len(missed)
-    value = followed / len(asked) if score == "fraction" else float(not missed)
-    details: dict[str, float | str] = {"followed": float(followed), "instructions": float(len(asked)), "missed": ", ".join(missed)}
-    return Score(value, not missed, details | ({"too_long": ", ".join(too_long)} if too_long else {}))
+    mode: Mode = "strict"
+    """loose also accepts a response that follows an instruction once its first or last line or its asterisks are taken away."""
+    score: Literal["all", "fraction"] = "all"
+    """all: 1 where every instruction is followed. fraction: the share that is."""
+    ids: str = "instruction_id_list"
+    """Column with the list of instructions."""
+    arguments: str = "kwargs"
+    """Column with the arguments of each."""
+    cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
+    """Computing time of one check, less than `timeout_s`; an instruction whose check takes longer counts as not followed."""
+
+    def __call__(self, sample: RewardInput) -> Score:
+        asked = _list(sample, self.ids)
+        given = _list(sample, self.arguments) if self.arguments in sample.columns else [None] * len(asked)
+        if not asked or len(asked) != len(given):
+            counted = f"{len(asked)} ids in column {self.ids!r}, {len(given)} arguments in column {self.arguments!r}"
+            raise RewardFailed(f"reward instruction: {counted}")
+        response = after_thinking(sample.response, sample.prompt)
+        texts = [response] if self.mode == "strict" else _variants(response)
+        too_long: list[str] = []
+
+        def is_followed(name: Any, own: Any) -> bool:
+            try:
+                return limited(self.cpu_limit_s, lambda: _is_followed(name, _arguments(name, own), texts))
+            except (TimeLimitExceeded, RecursionError, MemoryError):
+                too_long.append(str(name))
+                return False
+
+        missed = [name for name, own in zip(asked, given, strict=True) if not is_followed(name, own)]
+        followed = len(asked) - len(missed)
+        value = followed / len(asked) if self.score == "fraction" else float(not missed)
+        details: dict[str, float | str] = {"followed": float(followed), "instructions": float(len(asked)), "missed": ", ".join(missed)}
+        return Score(value, not missed, details | ({"too_long": ", ".join(too_long)} if too_long else {}))
+
+    def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
+        yield from too_slow(place, "cpu_limit_s", self.cpu_limit_s, self.cpu_limit_s, timeout_s)
+
+    def no_response(self) -> str:
+        return "constraints"
 
 
 def _is_followed(name: Any, arguments: dict[str, Any], texts: list[str]) -> bool:

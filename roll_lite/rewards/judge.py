@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import (
+    AfterValidator,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from roll_lite.config.files import is_folder
+from roll_lite.config.model_files import has_chat_template
+from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.schema import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.http_client import HttpClient, KeyVariable, Service, of_running_loop, shared
-from roll_lite.rewards.judge_template import checked_template, filled
-from roll_lite.rewards.verdict import Verdict, VerdictParser, checked_pattern, checked_scale, texts_of_choices
+from roll_lite.rewards.http_client import Addresses, AskingReward, HttpClient, Service, of_running_loop, several, shared
+from roll_lite.rewards.judge_template import filled
+from roll_lite.rewards.placeholders import checked_template
+from roll_lite.rewards.reward_type import Unshown
+from roll_lite.rewards.verdict import Verdict, VerdictParser, checked_pattern, checked_scale
 from roll_lite.rewards.verdict_cache import VerdictCache, cache_key
 
 Api = Literal["chat", "completions"]
@@ -32,6 +46,7 @@ TEMPLATE = """Is the response a correct and complete answer to the question?
 {response}
 
 End your reply with a line of its own, either "Verdict: yes" or "Verdict: no"."""
+ADDRESS = {"url": "url, the endpoint's address, such as https://host/v1", "model": "model, its name at the endpoint"}
 ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}
 AGAIN_TEMPERATURE = 0.7
 """Of a second question, where the first was greedy: the same one would get the same answer."""
@@ -41,61 +56,112 @@ SHOWN_CHARACTERS = 200
 KEPT_CHARACTERS = 1000
 
 
-async def judge(
-    sample: RewardInput,
-    *,
-    url: str | list[str] | None = None,
-    server: str | None = None,
-    model: str | None = None,
-    api: Api = "chat",
-    template: Annotated[str, AfterValidator(checked_template)] = TEMPLATE,
-    system: str | None = None,
-    pattern: Annotated[str | None, AfterValidator(checked_pattern)] = None,
-    choices: Annotated[dict[str, float] | None, BeforeValidator(texts_of_choices)] = None,
-    scale: Annotated[tuple[float, float] | None, AfterValidator(checked_scale)] = None,
-    temperature: Annotated[float, Field(ge=0)] = 0.0,
-    max_tokens: Annotated[int, Field(gt=0)] | None = 256,
-    stop: Sequence[str] = (),
-    extra_body: dict[str, Any] | None = None,
-    asks: Annotated[int, Field(gt=0)] = 2,
-    concurrency: Annotated[int, Field(gt=0)] = 64,
-    timeout_s: Annotated[float, Field(gt=0)] = 20.0,
-    retries: Annotated[int, Field(ge=0)] = 3,
-    api_key_env: KeyVariable = None,
-    api_key_header: str = "Authorization",
-    trust_env: bool = False,
-    cache_entries: Annotated[int, Field(ge=0)] = 10_000,
-    cache_file: Path | None = None,
-    fingerprint: str = "",
-) -> Score:
-    """The verdict as a number.
+class JudgeReward(AskingReward):
+    """A language model behind an OpenAI-compatible endpoint reads the response and gives a verdict, which is the value.
 
-    url, model: the endpoint's base, such as https://host/v1, or several, and the model's name there; or `server`, one of the judges that
-    the run starts itself. template: {prompt}, {question}, {response}, {answer} and {column} are filled in, {{ and }} stay braces.
-    pattern, choices, scale: see VerdictParser; yes and no where all are absent. A verdict that cannot be read, or that was cut at
-    max_tokens, is asked for again, `asks` times in all, then the sample has failed. Greedy answers are cached: `fingerprint` tells models
-    of one name apart.
+    `url` and `model` say where it is, or `server`: one of the judges that the run starts itself. Without `pattern`, `choices` and `scale`
+    the verdict is yes or no. Of the choices the one behind the last "verdict:" counts, else the one that the judge's text begins with, else
+    the only one that it names; of numbers the last. A verdict that cannot be read, or that was cut at `max_tokens`, is asked for again,
+    `asks` times in all, then the sample has failed. Greedy answers are cached: `fingerprint` tells models of one name apart.
+
+    ```yaml
+    reward:
+      type: judge
+      args:
+        url: https://judge.example/v1
+        model: the-judge
+        api_key_env: JUDGE_API_KEY      # the variable's name, never the key
+      timeout_s: 60
+    ```
     """
-    if url is None or model is None:
-        raise RewardFailed(_incomplete(server, url))
-    urls = (url,) if isinstance(url, str) else tuple(url)
-    settings = Settings(
-        service=Service(
-            "judge", tuple(_endpoint(one, api) for one in urls), api_key_env, api_key_header, concurrency, timeout_s, retries, trust_env
-        ),
-        identity=(server, fingerprint) if server is not None else (*sorted(urls), fingerprint),
-        cache_entries=cache_entries,
-        cache_file=cache_file,
-    )
-    questions = of_running_loop(("judge", settings), lambda: _questions(settings))
-    text = filled(template, sample)
-    request: dict[str, Any] = {"model": model, "temperature": temperature}
-    request |= {"max_tokens": max_tokens} if max_tokens is not None else {}
-    request |= {"stop": list(stop)} if stop else {}
-    request |= _as_chat(text, system) if api == "chat" else {"prompt": f"{system}\n\n{text}" if system else text}
-    parser = _parser(pattern, None if choices is None else tuple(choices.items()), scale)
-    verdict, said = await _verdict(questions, request | (extra_body or {}), parser, asks)
-    return Score(verdict.value, None, {"extracted": verdict.extracted, "verdict": said[:KEPT_CHARACTERS]})
+
+    url: Addresses | None = None
+    """The endpoint's base, such as https://host/v1, or several."""
+    server: str | None = None
+    """One of the judges that the run starts itself, in place of url and model."""
+    model: str | None = None
+    """The model's name at the endpoint."""
+    api: Api = "chat"
+    """Which of the endpoint's two interfaces to use."""
+    template: Annotated[str, AfterValidator(checked_template)] = TEMPLATE
+    """What it is asked: {question} (as in the data), {prompt} (template applied), {response}, {answer}, {column} filled in; {{ and }} stay
+    braces."""
+    system: str | None = None
+    """A system message."""
+    pattern: Annotated[str, AfterValidator(checked_pattern)] | None = None
+    """Regular expression that finds the verdict in what the judge says: its first group, or all of it, where it matches last."""
+    choices: dict[str, float] | None = None
+    """Verdicts in words and what each is worth."""
+    scale: Annotated[tuple[float, float], AfterValidator(checked_scale)] | None = None
+    """Lowest and highest number that the judge may give, brought to 0 and 1."""
+    temperature: NonNegativeFloat = 0.0
+    """The judge's sampling temperature; 0 is greedy, and cached."""
+    max_tokens: PositiveInt | None = 256
+    """Longest verdict."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a verdict."""
+    extra_body: Annotated[dict[str, Any] | None, Unshown()] = None
+    """Further fields of the request."""
+    asks: PositiveInt = 2
+    """How often it is asked until a verdict can be read."""
+    cache_entries: NonNegativeInt = 10_000
+    """Verdicts kept in memory."""
+    cache_file: Path | None = None
+    """File that keeps verdicts over runs."""
+    fingerprint: str = ""
+    """Tells models of one name apart in the cache."""
+
+    @field_validator("scale")
+    @classmethod
+    def _of_numbers(cls, scale: tuple[float, float] | None, others: ValidationInfo) -> tuple[float, float] | None:
+        if scale is not None and others.data.get("choices") is not None:
+            raise ValueError("is of numbers, and the choices say what each verdict is worth; remove one")
+        return scale
+
+    @model_validator(mode="after")
+    def _has_an_address(self) -> Self:
+        if self.server is None and (self.url is None or self.model is None):
+            missing = [name for name in ("url", "model") if getattr(self, name) is None]
+            raise ValueError(f"needs {' and '.join(ADDRESS[name] for name in missing)}, or server, one of the run's own judges")
+        return self
+
+    async def __call__(self, sample: RewardInput) -> Score:
+        if self.url is None or self.model is None:
+            where = "only a run starts the judges of its configuration; give url and model"
+            raise RewardFailed(f"reward judge: server {self.server!r} has no address here: {where}")
+        urls = several(self.url)
+        settings = Settings(
+            service=self.service("judge", [_endpoint(one, self.api) for one in urls]),
+            identity=(self.server, self.fingerprint) if self.server is not None else (*sorted(urls), self.fingerprint),
+            cache_entries=self.cache_entries,
+            cache_file=self.cache_file,
+        )
+        questions = of_running_loop(("judge", settings), lambda: _questions(settings))
+        text = filled(self.template, sample)
+        request: dict[str, Any] = {"model": self.model, "temperature": self.temperature}
+        request |= {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
+        request |= {"stop": list(self.stop)} if self.stop else {}
+        is_chat = self.api == "chat"
+        request |= _as_chat(text, self.system) if is_chat else {"prompt": f"{self.system}\n\n{text}" if self.system else text}
+        parser = _parser(self.pattern, None if self.choices is None else tuple(self.choices.items()), self.scale)
+        verdict, said = await _verdict(questions, request | (self.extra_body or {}), parser, self.asks)
+        return Score(verdict.value, None, {"extracted": verdict.extracted, "verdict": said[:KEPT_CHARACTERS]})
+
+    def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
+        yield from super().in_run(config, place, timeout_s)
+        if self.server is None:
+            return
+        for unneeded in ("url", "model"):
+            if getattr(self, unneeded) is not None:
+                yield Problem(f"{place}.args.{unneeded}", "is the run's to say where there is a server; remove it, or server")
+        known = config.judges
+        if self.server not in known:
+            hint = did_you_mean(self.server, known) if known else "there is no section `judges` yet"
+            yield Problem(f"{place}.args.server", f"no such judge; {hint}", self.server)
+            return
+        folder = known[self.server].path
+        if self.api == "chat" and is_folder(folder) and not has_chat_template(folder):
+            yield Problem(f"{place}.args.api", f"the tokenizer in {folder} has no chat template; use completions", self.api)
 
 
 @dataclass(frozen=True)
@@ -173,12 +239,6 @@ def _questions(settings: Settings) -> Questions:
 @lru_cache(maxsize=64)
 def _parser(pattern: str | None, choices: tuple[tuple[str, float], ...] | None, scale: tuple[float, float] | None) -> VerdictParser:
     return VerdictParser(pattern, None if choices is None else dict(choices), scale)
-
-
-def _incomplete(server: str | None, url: str | list[str] | None) -> str:
-    if server is not None:
-        return f"reward judge: server {server!r} has no address here: only a run starts the judges of its configuration; give url and model"
-    return "reward judge: needs " + ("url and model, or server" if url is None else "model, its name at the endpoint")
 
 
 def _endpoint(url: str, api: Api) -> str:

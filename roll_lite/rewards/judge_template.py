@@ -3,32 +3,10 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
-from string import Formatter
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.placeholders import chat_as_text, filling, is_chat
-
-
-@lru_cache(maxsize=64)
-def template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
-    """(text, placeholder after it or None); ValueError where it is no template."""
-    try:
-        parts = [(text, name, spec, conversion) for text, name, spec, conversion in Formatter().parse(template)]
-    except ValueError as error:
-        raise ValueError(f"{error}; write {{{{ and }}}} for braces that stay") from None
-    for _, name, spec, conversion in parts:
-        if name is not None and (not name.isidentifier() or spec or conversion):
-            raise ValueError(f"{{{name}}} is no placeholder; write {{{{ and }}}} for braces that stay")
-    if not any(name == "response" for _, name, _, _ in parts):
-        raise ValueError("never shows the response; put {response} where it belongs")
-    return tuple((text, name) for text, name, _, _ in parts)
-
-
-def checked_template(template: str) -> str:
-    template_parts(template)
-    return template
+from roll_lite.rewards.placeholders import chat_as_text, filling, is_chat, template_parts
 
 
 def filled(template: str, sample: RewardInput) -> str:

@@ -2,45 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.reward_type import RewardType
 
-Unit = Literal["characters", "words"]
 Count = Annotated[int, Field(ge=0)]
 
 
-def length(
-    sample: RewardInput,
-    *,
-    target: Count | None = None,
-    limit: Count | None = None,
-    tolerance: Count = 0,
-    width: Annotated[int, Field(ge=1)] = 100,
-    unit: Unit = "characters",
-) -> Score:
-    """1 where the length is right, falling in a straight line to 0 where it is off by `width` or more.
+class LengthReward(RewardType):
+    """A term for how long the response is: 1 where the length is right, falling in a straight line to 0 where it is off by `width` or more.
 
-    target: right is what is at most `tolerance` away from it. limit: right is what is no longer than this. Without either, the value is
-    the share of `width` that the response fills, at most 1: longer is more. A reward function sees no tokens: length counts characters
-    or words (by white space).
+    Without `target` and `limit` the value is the share of `width` that the response fills, at most 1: longer is more. A reward sees no
+    tokens: length counts characters or words (by white space).
+
+    ```yaml
+    reward:
+      type: math
+      terms:
+        - {type: length, args: {limit: 2000, width: 1000}, weight: 0.2}      # 0.2 up to 2,000 characters, nothing from 3,000 on
+    ```
     """
-    check_length(target, limit)
-    if width <= 0:
-        raise ValueError(f"width must be positive, got {width}")
-    count = len(sample.response) if unit == "characters" else len(sample.response.split())
-    if target is not None:
-        off = max(0, abs(count - target) - tolerance)
-    elif limit is not None:
-        off = max(0, count - limit)
-    else:
-        return Score(min(1.0, count / width), None, {unit: float(count)})
-    return Score(max(0.0, 1 - off / width), off == 0, {unit: float(count)})
 
+    target: Count | None = None
+    """The right length."""
+    limit: Count | None = None
+    """The longest right length, in place of a target."""
+    tolerance: Count = 0
+    """How far off the target is still right."""
+    width: Annotated[int, Field(ge=1)] = 100
+    """How far off is worth nothing."""
+    unit: Literal["characters", "words"] = "characters"
+    """What is counted."""
 
-def check_length(target: int | None = None, limit: int | None = None, **_: Any) -> None:
-    """ValueError where the arguments contradict each other."""
-    if target is not None and limit is not None:
-        raise ValueError("limit: length takes target or limit, not both")
+    @field_validator("limit")
+    @classmethod
+    def _one_aim(cls, limit: int | None, others: ValidationInfo) -> int | None:
+        if limit is not None and others.data.get("target") is not None:
+            raise ValueError("length takes target or limit, not both; remove one")
+        return limit
+
+    @field_validator("tolerance")
+    @classmethod
+    def _of_a_target(cls, tolerance: int, others: ValidationInfo) -> int:
+        if tolerance and "target" in others.data and others.data["target"] is None:
+            raise ValueError("is that of a target, and there is none; remove it, or give a target")
+        return tolerance
+
+    def __call__(self, sample: RewardInput) -> Score:
+        count = len(sample.response) if self.unit == "characters" else len(sample.response.split())
+        if self.target is not None:
+            off = max(0, abs(count - self.target) - self.tolerance)
+        elif self.limit is not None:
+            off = max(0, count - self.limit)
+        else:
+            return Score(min(1.0, count / self.width), None, {self.unit: float(count)})
+        return Score(max(0.0, 1 - off / self.width), off == 0, {self.unit: float(count)})
+
+    def no_response(self) -> str:
+        return "nothing"

@@ -4,58 +4,108 @@ models themselves run in clusters of their own (workers/reward_model.py)."""
 from __future__ import annotations
 
 import math
-from string import Formatter
-from typing import Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator, ValidationInfo, field_validator
+
+from roll_lite.config.files import is_folder
+from roll_lite.config.model_files import has_chat_template
+from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.schema import RunConfig
+from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.placeholders import chat_as_text, filling, is_chat
+from roll_lite.rewards.placeholders import chat_as_text, checked_template, filling, is_chat, template_parts
+from roll_lite.rewards.reward_type import RewardType
 
-Scale = Literal["none", "sigmoid"]
 ScoredText = str | list[dict[str, str]]
 """What a reward model reads: a text, or chat messages for its own chat template."""
 
 CHAT = "chat"
 
 
-def model(
-    sample: RewardInput,
-    *,
-    model: str,
-    template: str = "{prompt}{response}",
-    question: str = "{question}",
-    scale: Scale = "none",
-    threshold: float = 0.0,
-) -> Score:
-    """The output of the reward model that `reward_models.<model>` describes.
+def _is_text(text: str) -> str:
+    placeholders(text)
+    return text
 
-    template: the text that it reads. {prompt} is the policy's input with its template applied, {question} the prompt as the data has it,
-    {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a column of the
-    data.
-    chat: the reward model's own chat template instead, with `question`, a text with the same placeholders, as the user's message and the
-    response as the assistant's. Where `question` is one placeholder for a list of chat messages, the response follows them.
-    scale: the output as it is, or its sigmoid, between 0 and 1. A response counts as correct where the output, unscaled, is above
-    threshold. A text longer than the model's max_length is a failure.
+
+def _is_template(template: str) -> str:
+    return template if template == CHAT else checked_template(template)
+
+
+class ModelReward(RewardType):
+    """A sequence-classification reward model scores the response: the output of the one that `reward_models.<model>` describes.
+
+    A text longer than the model's max_length is a failure. A process of a reward model that dies is started again: with `hf` that one, on
+    Megatron all of the model's. What it was scoring fails with the cause and is tried again (`retries`); other copies go on, and where
+    there is none, samples wait, without their `timeout_s` running, until the model is back. The number of replaced processes is
+    `reward/workers_replaced`.
+
+    ```yaml
+    reward_models:
+      helpful:
+        path: models/reward-model
+    domains:
+      chat:
+        reward:
+          type: model
+          args: {model: helpful, scale: sigmoid}
+    ```
     """
-    raise RewardFailed(f"reward model: {model!r} scores within a run only, in the processes that hold the model")
 
+    within_a_run = True
 
-def scored_text(sample: RewardInput, *, template: str = "{prompt}{response}", question: str = "{question}") -> ScoredText:
-    """What the reward model reads of a sample; RewardFailed where a column is missing."""
-    if template != CHAT:
-        return _filled(template, sample)
-    response = {"role": "assistant", "content": str(filling("response", sample))}
-    asked = filling(question[1:-1], sample) if question.startswith("{") else None
-    if is_chat(asked):
-        return [*asked, response]
-    return [{"role": "user", "content": _filled(question, sample)}, response]
+    model: str
+    """Name of the model in the section `reward_models`."""
+    template: Annotated[str, AfterValidator(_is_template)] = "{prompt}{response}"
+    """The text that the model reads. {prompt} is the policy's input with its template applied, {question} the prompt as the data has it,
+    {response} the policy's response without special tokens and thinking, {answer} the reference answer, any other name a column of the
+    data. chat: the reward model's own chat template instead, with `question` as the user's message and the response as the assistant's."""
+    question: Annotated[str, AfterValidator(_is_text)] = "{question}"
+    """With `template: chat`, the user's message, a text with the same placeholders. Where it is one placeholder for a list of chat
+    messages, the response follows them."""
+    scale: Literal["none", "sigmoid"] = "none"
+    """The output as it is, or its sigmoid, between 0 and 1."""
+    threshold: float = 0.0
+    """A response is correct where the unscaled output is above it."""
 
+    @field_validator("question")
+    @classmethod
+    def _of_a_chat(cls, question: str, others: ValidationInfo) -> str:
+        if others.data.get("template", CHAT) != CHAT:
+            raise ValueError(f"is only used with template: {CHAT}; remove it")
+        return question
 
-def score_of(output: float, *, scale: Scale = "none", threshold: float = 0.0) -> Score:
-    if not math.isfinite(output):
-        raise RewardFailed(f"reward model: its output is {output}, which is not finite")
-    value = output if scale == "none" else 1 / (1 + math.exp(-output)) if output >= 0 else math.exp(output) / (1 + math.exp(output))
-    return Score(value, output > threshold, {"reward_model": output})
+    def __call__(self, sample: RewardInput) -> Score:
+        raise RewardFailed(f"reward model: {self.model!r} scores within a run only, in the processes that hold the model")
+
+    def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
+        known = config.reward_models
+        if self.model not in known:
+            hint = did_you_mean(self.model, known) if known else "there is no section `reward_models` yet"
+            yield Problem(f"{place}.args.model", f"no such reward model; {hint}", self.model)
+        elif self.template == CHAT and is_folder(known[self.model].path) and not has_chat_template(known[self.model].path):
+            message = f"the tokenizer in {known[self.model].path} has no chat template; write one as text, such as '{{prompt}}{{response}}'"
+            yield Problem(f"{place}.args.template", message, CHAT)
+
+    def read_by_it(self, sample: RewardInput) -> ScoredText:
+        """What the reward model reads of a sample; RewardFailed where a column is missing."""
+        if self.template != CHAT:
+            return _filled(self.template, sample)
+        response = {"role": "assistant", "content": str(filling("response", sample))}
+        asked = filling(self.question[1:-1], sample) if self.question.startswith("{") else None
+        if is_chat(asked):
+            return [*asked, response]
+        return [{"role": "user", "content": _filled(self.question, sample)}, response]
+
+    def score_of(self, output: float) -> Score:
+        if not math.isfinite(output):
+            raise RewardFailed(f"reward model: its output is {output}, which is not finite")
+        value = output
+        if self.scale == "sigmoid":
+            value = 1 / (1 + math.exp(-output)) if output >= 0 else math.exp(output) / (1 + math.exp(output))
+        return Score(value, output > self.threshold, {"reward_model": output})
 
 
 def nothing(sample: RewardInput) -> float:
@@ -65,7 +115,7 @@ def nothing(sample: RewardInput) -> float:
 
 def _filled(template: str, sample: RewardInput) -> str:
     parts = []
-    for text, name, _, _ in Formatter().parse(template):
+    for text, name in template_parts(template):
         parts.append(text)
         if name is not None:
             value = filling(name, sample)

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from string import Formatter
 from typing import Any, TypeGuard
 
+from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.answer_extraction import after_thinking
 
 QUESTION = "question"
+
+
+@lru_cache(maxsize=64)
+def template_parts(template: str) -> tuple[tuple[str, str | None], ...]:
+    """(text, placeholder after it or None); ValueError where it is no template."""
+    placeholders(template)
+    return tuple((text, name) for text, name, _, _ in Formatter().parse(template))
+
+
+def checked_template(template: str) -> str:
+    """ValueError where it is none, or never shows the response."""
+    if "response" not in placeholders(template):
+        raise ValueError("never shows the response; put {response} where it belongs")
+    return template
 
 
 def filling(name: str, sample: RewardInput) -> Any:

@@ -16,15 +16,15 @@ from roll_lite.data.sources import Row, read_rows
 from roll_lite.data.templates import RowError, Template, Tokenizer, load_tokenizer
 from roll_lite.data.user_function import did_you_mean
 from roll_lite.rewards.preview_table import Looked, render, render_references
-from roll_lite.rewards.references import no_response, reference_response
+from roll_lite.rewards.references import written
+from roll_lite.rewards.registry import REWARDS, typed_reward
 from roll_lite.rewards.reward_process import RewardProcess
-from roll_lite.rewards.unreadable import READ_FIRST, References, read_references
+from roll_lite.rewards.reward_type import RewardType
+from roll_lite.rewards.unreadable import References, read_references
 
 RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
 INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`), or --column NAME for a column of the data with right ones"
-WITHIN_A_RUN = ("model",)
-"""Types that are scored by processes which only a run starts."""
 REFERENCES_S = 30.0
 """How long references are read, of all the split's prompts, where not everything is looked at."""
 
@@ -92,23 +92,35 @@ def _domain(config: RunConfig, look: Look) -> str:
     name = look.domain or names[0]
     if name not in names:
         raise ValueError(f"--domain: {name!r} is no domain{did_you_mean(name, names)}; there are {', '.join(names)}")
-    if config.domains[name].reward.type in WITHIN_A_RUN:
+    reward = _typed(name, config.domains[name])
+    if reward is not None and reward.within_a_run:
         raise ValueError(f"domains.{name}.reward.type: {config.domains[name].reward.type!r} is scored by processes that only a run starts")
     return name
 
 
+def _typed(name: str, domain: DomainConfig) -> RewardType | None:
+    """The reward, where it is of a built-in type."""
+    is_built_in = domain.reward.type in REWARDS
+    return typed_reward(domain.reward.type, domain.reward.args, f"domains.{name}.reward") if is_built_in else None
+
+
 def _references(name: str, domain: DomainConfig, prompts: PromptSet, look: Look) -> References | None:
     """None where the type does not say."""
-    if domain.reward.type not in READ_FIRST:
+    if not _reads_answer_first(name, domain):
         return None
     seconds = None if look.limit is None else REFERENCES_S
     return read_references(domain.reward, f"domains.{name}.reward", prompts, seconds, lambda read: _progress(read, len(prompts)))
 
 
+def _reads_answer_first(name: str, domain: DomainConfig) -> bool:
+    reward = _typed(name, domain)
+    return reward is not None and reward.reads_answer_first
+
+
 def _tries(name: str, domain: DomainConfig, config: RunConfig, look: Look) -> tuple[PromptSet, list[_Try]]:
     """All prompts of the split, where their references will be read, and what is to be scored."""
     tokenizer = load_tokenizer(config.model.path)
-    reads_all = domain.reward.type in READ_FIRST
+    reads_all = _reads_answer_first(name, domain)
     if look.responses is None:
         nothing = _nothing_to_score(name, domain, look)
         limit = 1 if nothing else None if reads_all else look.limit
@@ -118,7 +130,8 @@ def _tries(name: str, domain: DomainConfig, config: RunConfig, look: Look) -> tu
             columns = [column for column, value in prompts[0].columns.items() if isinstance(value, str) and column not in own]
             there_are = f"; there are {', '.join(columns)}" if columns else ""
             raise ValueError(f"{nothing}; give {INSTEAD}{there_are}")
-        return prompts, [_reference(prompt, domain, look) for prompt in islice(prompts, look.limit)]
+        reward = _typed(name, domain)
+        return prompts, [_reference(prompt, reward, look) for prompt in islice(prompts, look.limit)]
     given = _Given(name, domain, look)
     needed = None if reads_all else given.prompts_needed
     prompts = load_prompts(name, domain, look.split, tokenizer, config.domains, needed)
@@ -131,21 +144,22 @@ def _nothing_to_score(name: str, domain: DomainConfig, look: Look) -> str | None
         return None
     if domain.data.answer is None:
         return f"domains.{name}.data.answer: there are no reference answers"
-    what = no_response(domain.reward.type, domain.reward.args)
+    reward = _typed(name, domain)
+    what = reward.no_response() if reward is not None else None
     return f"domains.{name}.reward.type: nothing to score: the answers of {domain.reward.type!r} are {what}" if what else None
 
 
-def _reference(prompt: Prompt, domain: DomainConfig, look: Look) -> _Try:
+def _reference(prompt: Prompt, reward: RewardType | None, look: Look) -> _Try:
     if look.column is not None:
         if not isinstance(response := prompt.columns.get(look.column), str):
             raise ValueError(f"--column: prompt {prompt.uid} has no text in the column {look.column!r}; it has {', '.join(prompt.columns)}")
         return _Try(prompt, response)
-    written = reference_response(domain.reward.args, prompt.answer)
-    if written is None:
+    response = written(prompt.answer) if reward is None else reward.response_for(prompt.answer)
+    if response is None:
         raise ValueError(
             f"prompt {prompt.uid}: its answer {prompt.answer!r:.80} is no text that could be a response; give --responses FILE"
         )
-    return _Try(prompt, written)
+    return _Try(prompt, response)
 
 
 def _sample(one: _Try) -> RewardInput:

@@ -3,45 +3,28 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-NO_RESPONSE = {
-    "code": "tests",
-    "instruction": "constraints",
-    "length": "nothing",
-    "repetition": "nothing",
-    "format": "nothing",
-}
-"""Types whose reference answer is no response, and what it is."""
 
 NEUTRAL = {"+": "+0", "-": "-0", "*": "*1"}
 """What shows an operator that an expression has to contain and leaves a number what it is."""
 WRAPPED = {"boxed": r"\boxed{{{}}}", "tagged": "<answer>{}</answer>"}
-"""By a type's `extract` argument."""
 
 
-def no_response(reward: str, args: Mapping[str, Any]) -> str | None:
-    """What the reference answers are, where they are no responses."""
-    if reward == "code" and args.get("mode") == "expression":
-        if not args.get("forbid") and all(piece in NEUTRAL for piece in args.get("must_contain", ())):
-            return None
-        marks = [
-            *(f"with {piece!r}" for piece in args.get("must_contain", ())),
-            *(f"without {piece!r}" for piece in args.get("forbid", ())),
-        ]
-        return f"values, and a response is an expression {' and '.join(marks)} that is worth one"
-    return NO_RESPONSE.get(reward)
-
-
-def reference_response(args: Mapping[str, Any], answer: Any) -> str | None:
-    """A response that should be right; None where the answer is nothing that could be written as one."""
-    if args.get("mode") == "expression":
-        return expression_worth(answer, args.get("must_contain", ()))
+def written(answer: Any, extract: str = "") -> str | None:
+    """Where a type looks for it with this `extract`; None where it is nothing that could be written as a response."""
     first = answer[0] if isinstance(answer, list) and answer else answer  # a list: any of its entries counts
     if isinstance(first, bool) or not isinstance(first, str | int | float):
         return None
-    return WRAPPED.get(str(args.get("extract")), "{}").format(first)
+    return WRAPPED.get(extract, "{}").format(first)
+
+
+def no_expression(must_contain: Sequence[str], forbid: Sequence[str]) -> str | None:
+    """What the answers are where no expression with these pieces can be made of them."""
+    if not forbid and all(piece in NEUTRAL for piece in must_contain):
+        return None
+    marks = [*(f"with {piece!r}" for piece in must_contain), *(f"without {piece!r}" for piece in forbid)]
+    return f"values, and a response is an expression {' and '.join(marks)} that is worth one"
 
 
 def expression_worth(answer: Any, pieces: Sequence[str] = ()) -> str | None:

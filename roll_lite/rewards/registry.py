@@ -4,57 +4,46 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
+from importlib import import_module
 from typing import Any
 
 from pydantic import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeAdapter, ValidationError
 
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.user_function import did_you_mean, load_function
+from roll_lite.rewards.arguments import read_arguments
 from roll_lite.rewards.base import RewardFunction, hints_of
-from roll_lite.rewards.choice import choice
-from roll_lite.rewards.code import check_code, code, warm_code
 from roll_lite.rewards.combine import Reward, Term, labels_of
-from roll_lite.rewards.exact import exact
-from roll_lite.rewards.form import check_format_args
-from roll_lite.rewards.form import format as format_reward
-from roll_lite.rewards.http_client import warm_http
-from roll_lite.rewards.instruction import instruction
-from roll_lite.rewards.judge import judge
-from roll_lite.rewards.length import check_length, length
-from roll_lite.rewards.math import math, warm_math
-from roll_lite.rewards.model import model
-from roll_lite.rewards.remote import remote
-from roll_lite.rewards.repetition import repetition
+from roll_lite.rewards.reward_type import RewardType
 
-REWARDS: dict[str, Callable[..., Any]] = {
-    "math": math,
-    "exact": exact,
-    "code": code,
-    "choice": choice,
-    "instruction": instruction,
-    "length": length,
-    "repetition": repetition,
-    "format": format_reward,
-    "model": model,
-    "judge": judge,
-    "remote": remote,
+REWARDS = {
+    "math": "roll_lite.rewards.math.MathReward",
+    "exact": "roll_lite.rewards.exact.ExactReward",
+    "code": "roll_lite.rewards.code.CodeReward",
+    "choice": "roll_lite.rewards.choice.ChoiceReward",
+    "instruction": "roll_lite.rewards.instruction.InstructionReward",
+    "length": "roll_lite.rewards.length.LengthReward",
+    "repetition": "roll_lite.rewards.repetition.RepetitionReward",
+    "format": "roll_lite.rewards.form.FormatReward",
+    "model": "roll_lite.rewards.model.ModelReward",
+    "judge": "roll_lite.rewards.judge.JudgeReward",
+    "remote": "roll_lite.rewards.remote.RemoteReward",
 }
-SECRET = "api_key_env"
-WARM_UP: dict[str, Callable[[], None]] = {
-    "math": warm_math,
-    "judge": warm_http,
-    "remote": warm_http,
-}
-WARM_UP_WITH_ARGUMENTS: dict[str, Callable[..., None]] = {
-    "code": warm_code,
-}
-CHECKS: dict[str, Callable[..., None]] = {
-    "code": check_code,
-    "length": check_length,
-    "format": check_format_args,
-}
-"""Of arguments together, where their types and ranges in the signature do not say all; ValueError that begins with the argument."""
+"""Built-in types. A check and a worker import those that they meet."""
+
+
+def reward_type(name: str) -> type[RewardType]:
+    module, _, attribute = REWARDS[name].rpartition(".")
+    found: type[RewardType] = getattr(import_module(module), attribute)
+    return found
+
+
+def typed_reward(name: str, args: Mapping[str, Any], path: str) -> RewardType:
+    """A built-in type with its arguments; ValueError with all that is wrong with them."""
+    read = read_arguments(name, reward_type(name), args, f"{path}.args")
+    if isinstance(read, RewardType):
+        return read
+    raise ValueError("\n".join(map(str, read)))
 
 
 def build_reward(config: RewardConfig, path: str = "reward") -> Reward:
@@ -66,20 +55,15 @@ def build_reward(config: RewardConfig, path: str = "reward") -> Reward:
 
 
 def _build_function(name: str, args: Mapping[str, Any], path: str) -> RewardFunction:
-    if "." in name:
-        function = load_function(name, f"{path}.type", "sample -> score")
-    elif name in REWARDS:
-        function = REWARDS[name]
-    else:
+    if name in REWARDS:
+        return RewardFunction(name, typed_reward(name, args, path), {})
+    if "." not in name:
         raise ValueError(
             f"{path}.type: {name!r} is no reward{did_you_mean(name, list(REWARDS))}; "
             f"there are {', '.join(REWARDS)}, and dotted paths to functions of your own, package.module.function"
         )
-    checked = _checked_args(name, function, args, f"{path}.args")
-    if name in CHECKS:
-        _check_together(CHECKS[name], checked, f"{path}.args")
-    warm = partial(WARM_UP_WITH_ARGUMENTS[name], **checked) if name in WARM_UP_WITH_ARGUMENTS else WARM_UP.get(name)
-    return RewardFunction(name, function, checked, warm)
+    function = load_function(name, f"{path}.type", "sample -> score")
+    return RewardFunction(name, function, _checked_args(name, function, args, f"{path}.args"))
 
 
 def _checked_args(name: str, function: Callable[..., Any], args: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -109,13 +93,6 @@ def _checked_args(name: str, function: Callable[..., Any], args: Mapping[str, An
     return {argument: _converted(value, hints.get(argument), f"{path}.{argument}") for argument, value in args.items()}
 
 
-def _check_together(check: Callable[..., None], args: Mapping[str, Any], path: str) -> None:
-    try:
-        check(**args)
-    except ValueError as error:
-        raise ValueError(f"{path}.{error}") from error
-
-
 def _converted(value: Any, hint: Any, path: str) -> Any:
     if hint is None:
         return value
@@ -126,7 +103,4 @@ def _converted(value: Any, hint: Any, path: str) -> Any:
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        # Some write the key itself where its variable's name belongs.
-        is_secret = path.endswith(f".{SECRET}") or (isinstance(value, Mapping) and SECRET in value)
-        shown = "" if is_secret else f"{value!r}: "
-        raise ValueError(f"{path}: {shown}{error.errors()[0]['msg']}") from (None if is_secret else error)
+        raise ValueError(f"{path}: {value!r}: {error.errors()[0]['msg']}") from error

@@ -1,9 +1,4 @@
-"""Reward `remote`: a reward model behind HTTP, with the request and the answer of OpenRLHF's remote reward models.
-
-Request: `POST {"query": [prompt + response, ...], "prompts": [prompt, ...], "labels": [answer, ...]}`, and `"columns": {name: [...]}` for
-the columns that are asked for. Answer: `{"rewards": [number, ...]}`, and where the service likes `"scores"` (0 to 1 each, for accuracy) and
-`"extra_logs"` (one number or string for each sample or for all, kept as the sample's details).
-"""
+"""Reward `remote`: a reward model behind HTTP, with the request and the answer of OpenRLHF's remote reward models."""
 
 from __future__ import annotations
 
@@ -11,42 +6,54 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
+from pydantic import NonNegativeFloat, PositiveInt
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.http_client import HttpClient, KeyVariable, Refused, Service, of_running_loop, shared
+from roll_lite.rewards.http_client import Addresses, AskingReward, HttpClient, Refused, of_running_loop, several, shared
 
 CORRECT = 1 - 1e-6
 ONE_FOR_EACH = "must be a list with one number for each sample"
 
 
-async def remote(
-    sample: RewardInput,
-    *,
-    url: str | list[str],
-    batch_size: Annotated[int, Field(gt=0)] = 32,
-    batch_wait_ms: Annotated[float, Field(ge=0)] = 5.0,
-    columns: Sequence[str] = (),
-    concurrency: Annotated[int, Field(gt=0)] = 16,
-    timeout_s: Annotated[float, Field(gt=0)] = 20.0,
-    retries: Annotated[int, Field(ge=0)] = 3,
-    api_key_env: KeyVariable = None,
-    api_key_header: str = "Authorization",
-    trust_env: bool = False,
-) -> Score:
-    """What the service says. Requests go to the URL with the fewest under way; a URL that is down is left alone for a while.
+class RemoteReward(AskingReward):
+    """A reward model behind HTTP, with the request and the answer of OpenRLHF's remote reward models: the score is what the service says.
 
-    Samples that come within `batch_wait_ms` travel together, up to `batch_size`. A batch that the service refuses is cut in halves until
-    the sample that it cannot score is alone. `trust_env` sends requests through the proxy that the environment names.
+    Request: `POST {"query": [prompt + response, ...], "prompts": [prompt, ...], "labels": [answer, ...]}`, and `"columns": {name: [...]}`
+    for the columns that are asked for. Answer: `{"rewards": [number, ...]}`, and where the service likes `"scores"` (0 to 1 each, for
+    accuracy) and `"extra_logs"` (one number or string for each sample or for all, kept as the sample's details).
+
+    Requests go to the URL with the fewest under way; a URL that is down is left alone for a while. A batch that the service refuses is cut
+    in halves until the sample that it cannot score is alone.
+
+    ```yaml
+    reward:
+      type: remote
+      args:
+        url: [http://node1:5000/get_reward, http://node2:5000/get_reward]
+        batch_size: 16
+      timeout_s: 60
+    ```
     """
-    urls = (url,) if isinstance(url, str) else tuple(url)
-    service = Service("remote", urls, api_key_env, api_key_header, concurrency, timeout_s, retries, trust_env)
-    key = ("remote", service, batch_size, batch_wait_ms, tuple(columns))
-    batcher = of_running_loop(key, lambda: Batcher(shared(service), batch_size, batch_wait_ms / 1000, tuple(columns)))
-    return await batcher.score(sample)
+
+    url: Addresses
+    """Address, or several: each request goes to the one with the fewest under way."""
+    batch_size: PositiveInt = 32
+    """Samples in one request."""
+    batch_wait_ms: NonNegativeFloat = 5.0
+    """How long a sample waits for others to travel with."""
+    columns: tuple[str, ...] = ()
+    """Columns of the data that are sent along; the prompt's own holds the question without the template."""
+    concurrency: PositiveInt = 16
+    """Requests under way at the same time, in each worker."""
+
+    async def __call__(self, sample: RewardInput) -> Score:
+        service = self.service("remote", several(self.url))
+        key = ("remote", service, self.batch_size, self.batch_wait_ms, self.columns)
+        batcher = of_running_loop(key, lambda: Batcher(shared(service), self.batch_size, self.batch_wait_ms / 1000, self.columns))
+        return await batcher.score(sample)
 
 
 @dataclass

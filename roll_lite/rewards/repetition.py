@@ -7,25 +7,38 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.reward_type import RewardType
 
-Unit = Literal["words", "characters"]
 
+class RepetitionReward(RewardType):
+    """A term for how much of the response says again what it said before: the share of n-grams that are repetitions of an earlier one, from
+    0 to almost 1, so that the term's weight should be negative. Case does not matter. A response with fewer than `n` words (or characters)
+    repeats nothing.
 
-def repetition(
-    sample: RewardInput, *, n: Annotated[int, Field(ge=1)] = 4, unit: Unit = "words", free: Annotated[float, Field(ge=0, lt=1)] = 0.0
-) -> Score:
-    """The share of n-grams that are repetitions of an earlier one, from 0 to almost 1: give the term a negative weight.
-
-    free: a share that costs nothing; what is above it counts in full proportion up to 1. Case does not matter. A response with fewer
-    than n words (or characters) repeats nothing.
+    ```yaml
+    reward:
+      type: math
+      terms:
+        - {type: repetition, args: {n: 4, free: 0.1}, weight: -0.5}
+    ```
     """
-    if n < 1 or not 0 <= free < 1:
-        raise ValueError(f"n must be at least 1 and free in [0, 1), got {n} and {free}")
-    text = sample.response.casefold()
-    parts = text.split() if unit == "words" else list(text)
-    count = len(parts) - n + 1
-    if count <= 0:
-        return Score(0.0, None, {"repeated": 0.0})
-    different = len({tuple(parts[start : start + n]) for start in range(count)})
-    share = 1 - different / count
-    return Score(max(0.0, share - free) / (1 - free), None, {"repeated": share})
+
+    n: Annotated[int, Field(ge=1)] = 4
+    """Length of the pieces that are compared."""
+    unit: Literal["words", "characters"] = "words"
+    """What they are made of."""
+    free: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share that costs nothing; what is above it counts in full proportion up to 1."""
+
+    def __call__(self, sample: RewardInput) -> Score:
+        text = sample.response.casefold()
+        parts = text.split() if self.unit == "words" else list(text)
+        count = len(parts) - self.n + 1
+        if count <= 0:
+            return Score(0.0, None, {"repeated": 0.0})
+        different = len({tuple(parts[start : start + self.n]) for start in range(count)})
+        share = 1 - different / count
+        return Score(max(0.0, share - self.free) / (1 - self.free), None, {"repeated": share})
+
+    def no_response(self) -> str:
+        return "nothing"

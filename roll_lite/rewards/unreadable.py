@@ -15,8 +15,6 @@ from roll_lite.data.prompts import PromptSet
 from roll_lite.data.samples import FinishReason, RewardInput
 from roll_lite.rewards.reward_process import RewardProcess
 
-READ_FIRST = ("math", "exact", "choice", "instruction", "code")
-"""Types that read the reference before the response, and answer an empty response at once."""
 PROMPTS_A_PROCESS = 500
 MOST_PROCESSES = 8
 

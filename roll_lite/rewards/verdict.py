@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from roll_lite.rewards.answer_extraction import after_thinking
 
@@ -91,22 +90,13 @@ def _settled(text: str, matches: list[re.Match[str]]) -> list[re.Match[str]]:
     return matches if len({one.group().casefold() for one in matches}) == 1 else []
 
 
-def checked_pattern(pattern: str | None) -> str | None:
+def checked_pattern(pattern: str) -> str:
     """ValueError if it is none."""
     _ = VerdictParser(pattern).search
     return pattern
 
 
-def checked_scale(scale: tuple[float, float] | None) -> tuple[float, float] | None:
-    if scale is not None and not scale[0] < scale[1]:
+def checked_scale(scale: tuple[float, float]) -> tuple[float, float]:
+    if not scale[0] < scale[1]:
         raise ValueError("the first number has to be less than the second")
     return scale
-
-
-def texts_of_choices(choices: Any) -> Any:
-    """Before validation: what YAML has made of words without quotes."""
-    if not isinstance(choices, Mapping):
-        return choices
-    if any(isinstance(choice, bool) for choice in choices):
-        raise ValueError('YAML reads yes, no, on and off as true and false: put choices in quotes, such as {"yes": 1, "no": 0}')
-    return {str(choice) if isinstance(choice, int | float) else choice: value for choice, value in choices.items()}

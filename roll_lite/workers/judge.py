@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import ray
 
-from roll_lite.config.check_endpoints import JUDGE
+from roll_lite.config.check_judges import JUDGE
 from roll_lite.config.schema import JudgeServerConfig, RewardConfig
 from roll_lite.distributed.fleet import Fleet, MemberLost, Policy
 from roll_lite.distributed.worker import AsyncWorker

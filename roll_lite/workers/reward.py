@@ -23,7 +23,6 @@ from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy, Sl
 from roll_lite.distributed.rank_group import kill_stopped
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.batch_scorer import BatchScorer, Scored, slow_start, time_out
-from roll_lite.rewards.code import walls_of
 from roll_lite.rewards.format import FormatCheck
 from roll_lite.rewards.registry import build_reward
 
@@ -58,7 +57,7 @@ class RewardWorker:
         reward = build_reward(self._config, self._path)
         reward.warm()
         self._scorer = BatchScorer(reward, self._config.timeout_s, form)
-        return reward.is_async, reward.is_batched, walls_of(self._config.args) if self._config.type == "code" else ""
+        return reward.is_async, reward.is_batched, reward.describe()
 
     def score(self, items: dict[int, RewardInput]) -> Scored:
         """By numbers. What is under way comes back from a later call, with or without further items."""

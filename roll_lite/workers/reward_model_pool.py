@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from roll_lite.config.schema import RewardConfig, RewardModelConfig
@@ -14,8 +15,8 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.batch_scorer import time_out
-from roll_lite.rewards.model import ScoredText, nothing, score_of, scored_text
-from roll_lite.rewards.registry import build_reward
+from roll_lite.rewards.model import ModelReward, ScoredText, nothing
+from roll_lite.rewards.registry import typed_reward
 from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_ranks import RESTART_SECONDS, Copy, Ranks, is_gone
 
@@ -184,14 +185,12 @@ class RewardModelPool:
         self._config = config
         self._client = client
         self._path = f"domains.{domain}.reward"
-        self._text = {key: config.args[key] for key in ("template", "question") if key in config.args}
-        self._reading = {key: config.args[key] for key in ("scale", "threshold") if key in config.args}
         added = config.model_copy(update={"type": f"{nothing.__module__}.{nothing.__name__}", "args": {}})
         self._added = RewardPool(domain, added) if config.terms or config.format else None
 
     async def start(self) -> None:
         """A mistake in the reward's configuration is raised here, as the ValueError that it is."""
-        build_reward(self._config.model_copy(update={"terms": [], "format": None}), self._path)
+        _ = self._reward
         if self._added is not None:
             await self._added.start()
 
@@ -214,5 +213,12 @@ class RewardModelPool:
         """As of a RewardPool. Ranks of a model that several domains use are told by the first that asks."""
         return self._client.newly_restarted() + (self._added.newly_replaced() if self._added is not None else 0)
 
+    @cached_property
+    def _reward(self) -> ModelReward:
+        """ValueError for a mistake in its arguments."""
+        reward = typed_reward(self._config.type, self._config.args, self._path)
+        assert isinstance(reward, ModelReward)
+        return reward
+
     async def _own(self, item: RewardInput) -> Score:
-        return score_of(await self._client.score(scored_text(item, **self._text)), **self._reading)
+        return self._reward.score_of(await self._client.score(self._reward.read_by_it(item)))

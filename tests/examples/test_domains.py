@@ -44,7 +44,7 @@ def test_commands_of_the_page(command: str, capfd: pytest.CaptureFixture[str]) -
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def test_the_pages_sections_are_the_examples() -> None:
@@ -58,7 +58,7 @@ def test_the_pages_sections_are_the_examples() -> None:
 
 
 def test_the_pages_function_is_the_examples() -> None:
-    (shown,) = blocks("python")
+    shown, _ = blocks("python")
     found: dict[str, Any] = {}
     exec(shown, found)
     from examples.domains.reverse import score

@@ -7,7 +7,6 @@ import json
 import string
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -19,12 +18,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from roll_lite.data.samples import RewardInput
-from roll_lite.rewards.exact import exact
-from roll_lite.rewards.math import math
+from roll_lite.rewards.exact import ExactReward
+from roll_lite.rewards.math import MathReward
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = EXAMPLES / "models" / "tiny"
-REWARDS = {"add": math, "make": partial(math, accept="value"), "repeat": exact}
+REWARDS = {"add": MathReward(), "make": MathReward(accept="value"), "repeat": ExactReward()}
 LONGEST = {"add": 3, "make": 6, "repeat": 10}
 """Tokens of the longest right answer, the end included."""
 

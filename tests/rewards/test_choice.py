@@ -10,7 +10,7 @@ from rewards.choice_texts import COLOURS as PAINTS
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.choice import Extract, choice
+from roll_lite.rewards.choice import ChoiceReward, Extract
 from roll_lite.rewards.time_limit import limited
 
 COLOURS = ["red", "dark blue", "blue", "a green one"]
@@ -62,7 +62,7 @@ def item(answer: Any, response: str, options: Any = None) -> RewardInput:
     ],
 )
 def test_letters(response: str, chosen: str) -> None:
-    score = choice(item("C", response), letters=4)
+    score = ChoiceReward(letters=4)(item("C", response))
     assert score.details["extracted"] == chosen
     assert score.correct is (chosen == "C") and score.value == float(chosen == "C")
 
@@ -82,25 +82,25 @@ def test_letters(response: str, chosen: str) -> None:
     ],
 )
 def test_texts_of_options(response: str, chosen: str) -> None:
-    assert choice(item("C", response, COLOURS)).details["extracted"] == chosen
-    assert choice(item("blue", response, dict(zip("ABCD", COLOURS, strict=True)))).details["extracted"] == chosen
+    assert ChoiceReward()(item("C", response, COLOURS)).details["extracted"] == chosen
+    assert ChoiceReward()(item("blue", response, dict(zip("ABCD", COLOURS, strict=True)))).details["extracted"] == chosen
 
 
 @pytest.mark.parametrize(("response", "chosen"), LETTERS)
 def test_what_a_reader_would_take_for_the_choice(response: str, chosen: str) -> None:
-    score = choice(item("C", response), letters=4)
+    score = ChoiceReward(letters=4)(item("C", response))
     assert score.details["extracted"] == chosen
     assert score.correct is (chosen == "C")
 
 
 @pytest.mark.parametrize(("response", "chosen"), TEXTS)
 def test_what_a_reader_would_take_for_an_options_text(response: str, chosen: str) -> None:
-    assert choice(item("C", response, PAINTS)).details["extracted"] == chosen
+    assert ChoiceReward()(item("C", response, PAINTS)).details["extracted"] == chosen
 
 
 @pytest.mark.parametrize(("response", "chosen"), CAPTIONS)
 def test_an_option_as_it_is_written_in_the_question(response: str, chosen: str) -> None:
-    assert choice(item("C", response, CITIES)).details["extracted"] == chosen
+    assert ChoiceReward()(item("C", response, CITIES)).details["extracted"] == chosen
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_an_option_as_it_is_written_in_the_question(response: str, chosen: str) 
     ],
 )
 def test_other_scripts_numbers_and_formulas(response: str, chosen: str, options: list[str]) -> None:
-    assert choice(item("C", response, options)).details["extracted"] == chosen
+    assert ChoiceReward()(item("C", response, options)).details["extracted"] == chosen
 
 
 @pytest.mark.parametrize(
@@ -132,11 +132,12 @@ def test_other_scripts_numbers_and_formulas(response: str, chosen: str, options:
     ],
 )
 def test_options_and_answers_as_common_data_sets_have_them(answer: Any, options: Any) -> None:
-    assert [choice(item(answer, response, options)).value for response in ("C", "The answer is C.", "The answer is D.")] == [1, 1, 0]
+    responses = ("C", "The answer is C.", "The answer is D.")
+    assert [ChoiceReward()(item(answer, response, options)).value for response in responses] == [1, 1, 0]
 
 
 def test_labels_need_not_begin_with_a() -> None:
-    score = choice(item("G", "The answer is G.", {"text": ["red", "blue"], "label": ["F", "G"]}))
+    score = ChoiceReward()(item("G", "The answer is G.", {"text": ["red", "blue"], "label": ["F", "G"]}))
     assert (score.value, score.details["extracted"]) == (1.0, "G")
 
 
@@ -150,11 +151,11 @@ def test_labels_need_not_begin_with_a() -> None:
     ],
 )
 def test_extract(extract: Extract, response: str, value: float) -> None:
-    assert choice(item("C", response), extract=extract).value == value
+    assert ChoiceReward(extract=extract)(item("C", response)).value == value
 
 
 def test_ambiguity_is_told() -> None:
-    assert choice(item("A", "A or B")).details["verdict"] == "ambiguous: A, B"
+    assert ChoiceReward()(item("A", "A or B")).details["verdict"] == "ambiguous: A, B"
 
 
 @pytest.mark.parametrize(
@@ -178,13 +179,13 @@ def test_ambiguity_is_told() -> None:
 )
 def test_unusable_references_are_failures(answer: Any, options: Any) -> None:
     with pytest.raises(RewardFailed, match="reward choice: "):
-        choice(item(answer, "A", options))
+        ChoiceReward()(item(answer, "A", options))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=100) | st.text("ABCabc ()answer:\\boxed{}.,", max_size=60))
 def test_any_response_has_a_verdict(response: str) -> None:
-    score = choice(item("A", response, COLOURS))
+    score = ChoiceReward()(item("A", response, COLOURS))
     assert score.value in (0.0, 1.0) and score.details["extracted"] in ("", "A", "B", "C", "D")
 
 
@@ -192,15 +193,15 @@ def test_any_response_has_a_verdict(response: str) -> None:
     "piece", ["A or ", "A, ", "answer ", "the answer is the option ", "answer: : ", "not ", "\\boxed{", "wait, ", " ", "("]
 )
 def test_no_response_takes_long_to_read(piece: str) -> None:
-    limited(60.0, lambda: choice(item("A", "the answer is " + piece * 1000, COLOURS)))
+    limited(60.0, lambda: ChoiceReward()(item("A", "the answer is " + piece * 1000, COLOURS)))
 
 
 @pytest.mark.parametrize("piece", ["answer ", "the answer is A ", "\\boxed{", "<answer>", "</think", "\\text{", "not ", "x", " ", "\n"])
 @pytest.mark.parametrize("options", [COLOURS, None])
 def test_a_response_of_any_length_is_read_at_once(piece: str, options: Any) -> None:
-    limited(20.0, lambda: choice(item("A", (piece * 400_000)[:350_000], options)))
+    limited(20.0, lambda: ChoiceReward()(item("A", (piece * 400_000)[:350_000], options)))
 
 
 def test_what_counts_stands_at_the_end() -> None:
-    assert choice(item("C", "x " * 200_000 + "The answer is C.")).value == 1
-    assert choice(item("C", "The answer is C." + " x" * 200_000)).value == 0
+    assert ChoiceReward()(item("C", "x " * 200_000 + "The answer is C.")).value == 1
+    assert ChoiceReward()(item("C", "The answer is C." + " x" * 200_000)).value == 0

@@ -21,7 +21,7 @@ from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards import code_backends, code_tests
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code import _Attempt, _Judge, code, warm_code
+from roll_lite.rewards.code import CodeReward, _Attempt, _Judge
 from roll_lite.rewards.code_backends import RemoteBackend
 from roll_lite.rewards.code_compare import same_output, same_value
 from roll_lite.rewards.code_languages import Language, extract_code, known_languages
@@ -38,13 +38,13 @@ def sample(response: str, answer: Any, **columns: Any) -> RewardInput:
 
 
 def scored(response: str, answer: Any, columns: dict[str, Any] | None = None, **args: Any) -> Score:
-    [score] = code([sample(response, answer, **(columns or {}))], **args)
+    [score] = CodeReward(**args)([sample(response, answer, **(columns or {}))])
     assert isinstance(score, Score), score
     return score
 
 
 def failed(response: str, answer: Any, columns: dict[str, Any] | None = None, **args: Any) -> str:
-    [score] = code([sample(response, answer, **(columns or {}))], **args)
+    [score] = CodeReward(**args)([sample(response, answer, **(columns or {}))])
     assert isinstance(score, RewardFailed), score
     return score.cause
 
@@ -165,7 +165,7 @@ def test_compiling_takes_of_a_samples_time() -> None:
             seen.extend(job.limits for job in jobs if isinstance(job, Program))
             return [Outcome(0, "", b"2\n", b"", b"artifact", 3.0, 0.1)] * len(jobs)
 
-    attempt = _Attempt("x", Language("main.x", ["./main"], ["make"]), [code_tests.Test("", "2\n")], False)
+    attempt = _Attempt("x", Language(file="main.x", run=["./main"], compile=["make"]), [code_tests.Test("", "2\n")], False)
     _Judge(Limits(cpu_s=3.0, wall_s=9.0), "lines", 0, 1.5, True).run(Backend(), [attempt])
     assert [(one.cpu_s, one.wall_s) for one in seen] == [(1.5, 4.5), (0.5, 1.5)] and attempt.passed == 1
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_scored_is_a_failure() -> None:
 
 
 def test_a_failure_leaves_its_neighbours_alone() -> None:
-    results = code([sample(DOUBLE, STDIO), sample(DOUBLE, 5), sample("no", STDIO), sample(DOUBLE, STDIO)], parallel=2)
+    results = CodeReward(parallel=2)([sample(DOUBLE, STDIO), sample(DOUBLE, 5), sample("no", STDIO), sample(DOUBLE, STDIO)])
     assert [one.value if isinstance(one, Score) else "failed" for one in results] == [1.0, "failed", 0.0, 1.0]
 
 
@@ -208,32 +208,32 @@ def test_the_registry_builds_and_warms_it() -> None:
     with pytest.raises(ValueError, match=r"reward\.args\.score"):
         build_reward(RewardConfig(type="code", args={"score": "most"}))
     with pytest.raises(ValueError, match="'cobol' is unknown"):
-        warm_code(languages=["cobol"])
+        CodeReward(languages=["cobol"])
     with pytest.raises(ValueError, match="needs no-such-compiler, which is not installed here"):
-        known_languages(["own"], {"own": {"file": "main.x", "run": ["no-such-compiler", "main.x"]}}, local=True)
+        known_languages(["own"], {"own": Language(file="main.x", run=["no-such-compiler", "main.x"])}, local=True)
 
 
 @pytest.mark.parametrize(
     ("argument", "value", "said"),
     [
-        *((name, 0, "greater than 0") for name in ("test_s", "wall_s", "total_s", "memory_mb", "output_kb", "file_mb")),
-        *((name, -1, "greater than 0") for name in ("test_s", "processes", "parallel")),
-        ("parallel", 0, "greater than 0"),
-        ("total_s", math.inf, "finite"),
-        ("tolerance", -1, "greater than or equal to 0"),
-        ("languages", [], "at least 1 item"),
+        *((name, 0, "> 0") for name in ("test_s", "wall_s", "total_s", "memory_mb", "output_kb", "file_mb")),
+        *((name, -1, "> 0") for name in ("test_s", "processes", "parallel")),
+        ("parallel", 0, "> 0"),
+        ("total_s", math.inf, "expected number > 0"),
+        ("tolerance", -1, ">= 0"),
+        ("languages", [], "at least one"),
         ("languages", ["cobol"], "'cobol' is unknown"),
     ],
 )
 def test_arguments_out_of_range_are_told_before_a_sample_is_scored(argument: str, value: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=rf"^reward\.args\.{argument}: .*{said}"):
+    with pytest.raises(ValueError, match=rf"^reward\.args\.{argument} = .*: .*{said}"):
         build_reward(RewardConfig(type="code", args={argument: value}))
 
 
 def test_languages_of_ones_own_are_checked() -> None:
     own = {"own": {"file": "main.x", "run": ["x"]}}
     build_reward(RewardConfig(type="code", args={"languages": ["own"], "commands": own}))
-    with pytest.raises(ValueError, match=r"^reward\.args\.commands\.own: .*'run'"):
+    with pytest.raises(ValueError, match=r"^reward\.args\.commands\.own: the section needs run$"):
         build_reward(RewardConfig(type="code", args={"languages": ["own"], "commands": {"own": {"file": "main.x"}}}))
 
 
@@ -260,7 +260,7 @@ def test_remote(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert scored(DOUBLE, STDIO, backend=backend).value == 1.0
     assert scored("def f(x): return sum(x)", HUMAN_EVAL, backend=backend).value == 1.0
     assert scored("print(1)", STDIO, backend=backend).value == 0.0
-    results = code([sample(f"{n} + 1", n + 1) for n in range(20)], mode="expression", backend=backend)
+    results = CodeReward(mode="expression", backend=backend)([sample(f"{n} + 1", n + 1) for n in range(20)])
     assert [one.value for one in results if isinstance(one, Score)] == [1.0] * 20
     monkeypatch.setenv("SANDBOX_KEY", "guessed")
     cause = failed(DOUBLE, STDIO, backend=backend)

@@ -10,7 +10,7 @@ import pytest
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code import code
+from roll_lite.rewards.code import CodeReward
 from roll_lite.rewards.code_names import Names, names_of
 
 PACKAGES = str(Path(numpy.__file__).parents[1])
@@ -18,7 +18,7 @@ PACKAGES = str(Path(numpy.__file__).parents[1])
 
 def verdict(program: str, tests: Any, columns: dict[str, Any] | None = None, **args: Any) -> str:
     """`passed`, what failed, or `cause: ...` of a failure."""
-    [score] = code([RewardInput("code", "", program, tests, columns or {}, "stop")], **args)
+    [score] = CodeReward(**args)([RewardInput("code", "", program, tests, columns or {}, "stop")])
     if isinstance(score, RewardFailed):
         return f"cause: {score.cause}"
     assert isinstance(score, Score)

@@ -9,7 +9,7 @@ import pytest
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code import code
+from roll_lite.rewards.code import CodeReward
 
 MBPP = {
     "text": "Write a function to find the shared elements from the given two lists.",
@@ -69,7 +69,7 @@ class Solution:
 
 def score(program: str, answer: Any, columns: dict[str, Any] | None = None, **args: Any) -> Score | RewardFailed:
     response = f"Thus:\n\n```python\n{program}\n```\n"
-    [found] = code([RewardInput("code", "", response, answer, columns or {}, "stop")], **args)
+    [found] = CodeReward(**args)([RewardInput("code", "", response, answer, columns or {}, "stop")])
     return found
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.exact import exact
+from roll_lite.rewards.exact import ExactReward
 
 
 def item(answer: Any, response: str) -> RewardInput:
@@ -52,17 +52,17 @@ def item(answer: Any, response: str) -> RewardInput:
     ],
 )
 def test_judgements(answer: Any, response: str, args: dict[str, bool], value: float) -> None:
-    score = exact(item(answer, response), **args)
+    score = ExactReward(**args)(item(answer, response))
     assert score.value == value and score.correct is bool(value)
 
 
 @pytest.mark.parametrize("answer", [None, True, {"a": 1}, [], ["a", None]])
 def test_an_unusable_answer_is_a_failure(answer: Any) -> None:
     with pytest.raises(RewardFailed, match="reward exact: the answer"):
-        exact(item(answer, "a"))
+        ExactReward()(item(answer, "a"))
 
 
 @pytest.mark.parametrize("answer", ["", " ", ["stone", ""], "..."])
 def test_nothing_is_contained_in_everything(answer: Any) -> None:
     with pytest.raises(RewardFailed, match="must have something in it"):
-        exact(item(answer, "a"), contains=True, ignore_punctuation=True)
+        ExactReward(contains=True, ignore_punctuation=True)(item(answer, "a"))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.instruction import Mode, instruction
+from roll_lite.rewards.instruction import InstructionReward, Mode
 from roll_lite.rewards.instruction_checks import CHECKS, count_sentences
 
 ENGLISH = "This is a plain sentence that everybody should recognise as English"
@@ -103,7 +103,7 @@ def test_cases(name: str, arguments: dict[str, Any], response: str, followed: bo
     for mode in ("strict", "loose"):
         if mode == "loose" and name in ("detectable_format:number_bullet_lists", "length_constraints:number_paragraphs"):
             continue  # a line less may make it right
-        assert instruction(item([name], [arguments], response), mode=mode).correct is followed  # type: ignore[arg-type]
+        assert InstructionReward(mode=mode)(item([name], [arguments], response)).correct is followed  # type: ignore[arg-type]
 
 
 def test_every_family_has_a_case_that_follows_and_one_that_does_not() -> None:
@@ -126,21 +126,21 @@ def test_every_family_has_a_case_that_follows_and_one_that_does_not() -> None:
     ],
 )
 def test_loose_takes_first_and_last_lines_away(mode: Mode, response: str, correct: bool) -> None:
-    assert instruction(item(["punctuation:no_comma"], [{}], response), mode=mode).correct is correct
+    assert InstructionReward(mode=mode)(item(["punctuation:no_comma"], [{}], response)).correct is correct
 
 
 def test_loose_takes_asterisks_away() -> None:
     row = item(["startend:end_checker"], [{"end_phrase": "the end"}], "It is **the end**")
-    assert (instruction(row).value, instruction(row, mode="loose").value) == (0.0, 1.0)
+    assert (InstructionReward()(row).value, InstructionReward(mode="loose")(row).value) == (0.0, 1.0)
 
 
 def test_all_or_a_fraction() -> None:
     row = item(["punctuation:no_comma", "startend:quotation"], [{}, {"keyword": None}], "no comma")
-    assert instruction(row).value == 0.0
-    score = instruction(row, score="fraction")
+    assert InstructionReward()(row).value == 0.0
+    score = InstructionReward(score="fraction")(row)
     assert (score.value, score.correct) == (0.5, False)
     assert score.details == {"followed": 1.0, "instructions": 2.0, "missed": "startend:quotation"}
-    assert instruction(item('["punctuation:no_comma"]', ['{"num_words": null}'], "x")).correct is True
+    assert InstructionReward()(item('["punctuation:no_comma"]', ['{"num_words": null}'], "x")).correct is True
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_all_or_a_fraction() -> None:
 )
 def test_bad_rows_are_failures(asked: Any, arguments: Any, problem: str) -> None:
     with pytest.raises(RewardFailed, match=problem):
-        instruction(item(asked, arguments, "some text"))
+        InstructionReward()(item(asked, arguments, "some text"))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_sentences(text: str, count: int) -> None:
 def test_degenerate_texts_take_no_time(name: str, piece: str) -> None:
     arguments = {"num_sentences": 3, "relation": "less than"} if "sentences" in name else {"num_bullets": 2}
     started = time.process_time()
-    instruction(item([name, "detectable_content:number_placeholders"], [arguments, {"num_placeholders": 2}], piece * 30_000))
+    InstructionReward()(item([name, "detectable_content:number_placeholders"], [arguments, {"num_placeholders": 2}], piece * 30_000))
     assert time.process_time() - started < 3
 
 
@@ -209,18 +209,18 @@ def test_a_check_that_takes_too_long_is_named_and_not_followed(monkeypatch: pyte
             pass
 
     monkeypatch.setitem(CHECKS, "punctuation:no_comma", endless)
-    score = instruction(item(["punctuation:no_comma", "startend:quotation"], [{}, {}], '"a"'), score="fraction", cpu_limit_s=0.1)
+    score = InstructionReward(score="fraction", cpu_limit_s=0.1)(item(["punctuation:no_comma", "startend:quotation"], [{}, {}], '"a"'))
     assert score.value == 0.5 and score.details["too_long"] == "punctuation:no_comma"
 
 
 def test_thinking_is_not_judged() -> None:
     asked = item(["keywords:existence"], [{"keywords": ["tea cup"]}], "<think>tea cup</think> coffee")
-    assert instruction(asked).value == 0
-    assert instruction(item(["punctuation:no_comma"], [{}], "<think>cut off")).value == 0
+    assert InstructionReward()(asked).value == 0
+    assert InstructionReward()(item(["punctuation:no_comma"], [{}], "<think>cut off")).value == 0
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(max_size=200), st.sampled_from([case for case in CASES if not case[0].startswith(("language", "change_case:english"))]))
 def test_any_response_can_be_checked(response: str, case: Case) -> None:
-    strict, loose = (instruction(item([case[0]], [case[1]], response), mode=mode).value for mode in ("strict", "loose"))  # type: ignore[arg-type]
+    strict, loose = (InstructionReward(mode=mode)(item([case[0]], [case[1]], response)).value for mode in ("strict", "loose"))  # type: ignore[arg-type]
     assert strict <= loose

@@ -170,10 +170,10 @@ async def test_down_and_missing_parts() -> None:
         await build(url=f"{url}/v1/", model="m", retries=0).score(item())
     with pytest.raises(RewardFailed, match="server 'big' has no address here"):
         await build(server="big").score(item())
-    with pytest.raises(RewardFailed, match="needs url and model, or server"):
-        await build().score(item())
-    with pytest.raises(RewardFailed, match="needs model, its name at the endpoint"):
-        await build(url=url).score(item())
+    with pytest.raises(ValueError, match=r"^domains\.toy\.reward\.args: needs url, .* and model, .*, or server"):
+        build()
+    with pytest.raises(ValueError, match="needs model, its name at the endpoint, or server"):
+        build(url=url)
     for sample, template in ((item(answer=None), "{answer} {response}"), (item(), "{level} {response}")):
         with pytest.raises(RewardFailed, match="which this sample has not"):
             await build(url=url, model="m", template=template).score(sample)
@@ -187,14 +187,14 @@ async def test_down_and_missing_parts() -> None:
         ({"template": "{prompt}"}, "never shows the response"),
         ({"pattern": "("}, r"'\(' is no regular expression"),
         ({"scale": [5, 1]}, "the first number has to be less"),
-        ({"asks": 0}, "greater than 0"),
-        ({"api_key_env": "NO_SUCH_VARIABLE"}, "no such environment variable"),
-        ({"choices": {"yes": "good"}}, "valid number"),
-        ({"choices": {True: 1, False: 0}}, "YAML reads yes, no, on and off as true and false: put choices in quotes"),
+        ({"asks": 0}, "expected integer > 0"),
+        ({"api_key_env": "NO_SUCH_VARIABLE"}, "no environment variable of this name"),
+        ({"choices": {"yes": "good"}}, "expected mapping of name to .number"),
+        ({"choices": {True: 1, False: 0}}, "YAML reads yes, no, on and off as true and false: put keys in quotes"),
     ],
 )
 def test_wrong_arguments_are_told_at_the_start(args: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=rf"^domains\.toy\.reward\.args\.{next(iter(args))}: .*{problem}"):
+    with pytest.raises(ValueError, match=rf"^domains\.toy\.reward\.args\.{next(iter(args))}[ :].*{problem}"):
         build(url="http://h/v1", model="m", **args)
 
 

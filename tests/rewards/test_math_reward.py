@@ -13,7 +13,7 @@ from rewards.math_pairs import PAIRS, WORTH
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.answer_extraction import plain_boxes
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.math import math, warm_math
+from roll_lite.rewards.math import MathReward
 from roll_lite.rewards.math.answers import Extract
 from roll_lite.rewards.math.equality import same_number
 from roll_lite.rewards.math.notation import tidy
@@ -93,25 +93,25 @@ def item(answer: Any, response: str) -> RewardInput:
 
 
 def verdict_of(answer: Any, response: str, **args: Any) -> str:
-    score = math(item(answer, response), **args)
+    score = MathReward(**args)(item(answer, response))
     assert score.value == float(bool(score.correct)) == float(score.details["verdict"] == "equal")
     return str(score.details["verdict"])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    warm_math()
+    MathReward().warm()
 
 
 @pytest.mark.parametrize(("answer", "response"), EQUAL)
 def test_equal(answer: Any, response: str) -> None:
-    score = math(item(answer, response))
+    score = MathReward()(item(answer, response))
     assert (score.value, score.correct, score.details["verdict"]) == (1.0, True, "equal")
 
 
 @pytest.mark.parametrize(("answer", "response"), DIFFERENT)
 def test_different(answer: Any, response: str) -> None:
-    score = math(item(answer, response))
+    score = MathReward()(item(answer, response))
     assert (score.value, score.correct) == (0.0, False)
 
 
@@ -141,7 +141,7 @@ def test_odd_responses_are_wrong_and_say_so(response: str, extract: Extract) -> 
     ],
 )
 def test_extract(extract: Extract, response: str, value: float) -> None:
-    assert math(item(5, response), extract=extract).value == value
+    assert MathReward(extract=extract)(item(5, response)).value == value
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_extract(extract: Extract, response: str, value: float) -> None:
 )
 def test_an_unreadable_reference_is_a_failure_never_a_zero(answer: Any) -> None:
     with pytest.raises(RewardFailed, match="reward math: the reference answer"):
-        math(item(answer, "72"))
+        MathReward()(item(answer, "72"))
 
 
 @pytest.mark.parametrize("response", [r"\boxed{9^{9^{9^{9}}}}", "(9^9^9^9)", r"\boxed{\sum_{n=1}^{10000000} \frac{1}{n^2}}"])
@@ -179,13 +179,13 @@ def test_endless_comparisons_are_stopped(response: str) -> None:
     assert verdict in {"(": ("not readable as mathematics",), r"\boxed{9": (stopped,)}.get(
         response[:8] if response[0] != "(" else "(", (stopped, "different")
     )
-    assert math(item(5, response), cpu_limit_s=0.3).value == 0
+    assert MathReward(cpu_limit_s=0.3)(item(5, response)).value == 0
     assert time.process_time() - started < 5
 
 
 def test_an_endless_reference_is_a_failure() -> None:
     with pytest.raises(RewardFailed, match=r"cannot be read: more than 0\.1 s of computing"):
-        math(item("(" * 2000 + "5" + ")" * 2000, "5"), cpu_limit_s=0.1)
+        MathReward(cpu_limit_s=0.1)(item("(" * 2000 + "5" + ")" * 2000, "5"))
 
 
 @pytest.mark.parametrize(("reference", "response", "equal"), PAIRS)
@@ -221,7 +221,7 @@ def test_pairs_by_value(reference: str, response: str, equal: bool) -> None:
     ],
 )
 def test_what_was_extracted_is_shown(response: str, extract: Extract, extracted: str) -> None:
-    assert math(item(5, response), extract=extract).details["extracted"] == extracted
+    assert MathReward(extract=extract)(item(5, response)).details["extracted"] == extracted
 
 
 NUMBERS = st.one_of(
@@ -255,7 +255,7 @@ def test_numbers_are_found_in_every_wrapping(number: str) -> None:
         assert found is not None and found.number == value
     assert plain_number(f"${number}$") == value
     for response, extract in ((rf"then \boxed{{{number}}}", "boxed"), (f"a <answer>{number}</answer> b", "tagged")):
-        assert math(item(number, response), extract=extract).correct is True  # type: ignore[arg-type]
+        assert MathReward(extract=extract)(item(number, response)).correct is True  # type: ignore[arg-type]
     assert quantity(f"{number}+{number}") is None and quantity(f"{number}*") is None
 
 
@@ -265,15 +265,15 @@ def test_numbers_are_found_in_every_wrapping(number: str) -> None:
     st.sampled_from(["auto", "boxed", "tagged", "number"]),
 )
 def test_any_response_has_a_verdict(response: str, extract: Extract) -> None:
-    score = math(item(5, response), extract=extract, cpu_limit_s=1.0)
+    score = MathReward(extract=extract, cpu_limit_s=1.0)(item(5, response))
     assert score.value in (0.0, 1.0) and score.details["verdict"]
     assert extract == "auto" or str(score.details["extracted"]) in plain_boxes(tidy(response))
 
 
 def test_the_same_every_time() -> None:
     for answer, response in [*EQUAL[::5], *DIFFERENT[::5]]:
-        first = math(item(answer, response))
-        assert all(math(item(answer, response)) == first for _ in range(3))
+        first = MathReward()(item(answer, response))
+        assert all(MathReward()(item(answer, response)) == first for _ in range(3))
 
 
 @pytest.mark.parametrize(
@@ -291,8 +291,8 @@ def test_the_same_every_time() -> None:
     ],
 )
 def test_strictly_the_form_counts_as_well(reference: str, response: str, plain: bool, strict: bool) -> None:
-    assert math(item(reference, response)).correct is plain
-    assert math(item(reference, response), profile="strict").correct is strict
+    assert MathReward()(item(reference, response)).correct is plain
+    assert MathReward(profile="strict")(item(reference, response)).correct is strict
 
 
 @pytest.mark.parametrize(
@@ -303,24 +303,24 @@ def test_what_the_library_alone_says(reference: str, response: str, equal: bool)
     from math_verify import parse, verify
 
     assert verify(parse(f"${reference}$"), parse(response)) is equal
-    assert math(item(reference, response), profile="math_verify").correct is equal
+    assert MathReward(profile="math_verify")(item(reference, response)).correct is equal
 
 
 @pytest.mark.parametrize(("response", "equal"), [("0.33", True), ("1/3", True), ("0.334", True), ("0.3351", False), ("0.34", False)])
 def test_a_rounded_reference_stands_for_what_rounds_to_it(response: str, equal: bool) -> None:
-    assert math(item("0.33", response), rounded=True).correct is equal
-    assert math(item("0.33", response)).correct is (response == "0.33")
+    assert MathReward(rounded=True)(item("0.33", response)).correct is equal
+    assert MathReward()(item("0.33", response)).correct is (response == "0.33")
 
 
 def test_a_last_word_that_the_limit_may_have_cut_is_no_answer() -> None:
     def cut(response: str) -> RewardInput:
         return RewardInput("math", "prompt", response, "1", {}, "length")
 
-    assert math(cut("The answer is 1")).correct is False, "it may have become 12"
-    assert math(cut(r"so \boxed{1}")).correct is True
-    assert math(cut("The answer is 1. And furtherm")).correct is True
+    assert MathReward()(cut("The answer is 1")).correct is False, "it may have become 12"
+    assert MathReward()(cut(r"so \boxed{1}")).correct is True
+    assert MathReward()(cut("The answer is 1. And furtherm")).correct is True
 
 
 def test_all_boxes_as_a_list() -> None:
-    assert math(item("3, 5", r"$x=\boxed{3}$. Then $x=\boxed{5}$"), boxes="all").correct is True
-    assert math(item("3, 5", r"$x=\boxed{3}$. Then $x=\boxed{5}$")).correct is False
+    assert MathReward(boxes="all")(item("3, 5", r"$x=\boxed{3}$. Then $x=\boxed{5}$")).correct is True
+    assert MathReward()(item("3, 5", r"$x=\boxed{3}$. Then $x=\boxed{5}$")).correct is False

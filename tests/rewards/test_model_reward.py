@@ -8,14 +8,22 @@ from typing import Any
 import pytest
 
 from roll_lite.config.schema import RewardConfig
-from roll_lite.data.samples import RewardInput
+from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.model import score_of, scored_text
+from roll_lite.rewards.model import ModelReward, ScoredText
 from roll_lite.rewards.registry import build_reward
 
 
 def sample(given: Any = None, **columns: Any) -> RewardInput:
     return RewardInput("toy", "Q: 1+1?\nA:", " 2", 2, columns, "stop", given)
+
+
+def scored_text(read: RewardInput, **args: Any) -> ScoredText:
+    return ModelReward(model="helpful", **args).read_by_it(read)
+
+
+def score_of(output: float, **args: Any) -> Score:
+    return ModelReward(model="helpful", **args).score_of(output)
 
 
 def test_the_text_is_the_prompt_and_the_response_unless_a_template_says_otherwise() -> None:
@@ -77,7 +85,7 @@ def test_outside_of_a_run_there_is_no_model() -> None:
 
 
 def test_arguments_are_checked_at_the_start() -> None:
-    with pytest.raises(ValueError, match=r"reward\.args: reward 'model' needs model"):
+    with pytest.raises(ValueError, match=r"reward\.args: 'model' needs model"):
         build_reward(RewardConfig(type="model"))
-    with pytest.raises(ValueError, match=r"reward\.args\.scale: 'sigmoidal'"):
+    with pytest.raises(ValueError, match=r'reward\.args\.scale = "sigmoidal": expected one of none, sigmoid; did you mean .sigmoid'):
         build_reward(RewardConfig(type="model", args={"model": "m", "scale": "sigmoidal"}))

@@ -261,7 +261,7 @@ def test_async_functions_and_forms(project: Path, capfd: pytest.CaptureFixture[s
 
 def test_mistakes_in_the_reward_are_told(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert look("domains.sums.reward.args={strip: [1]}") == 2
-    assert "domains.sums.reward.args.strip: [1]" in capfd.readouterr().err
+    assert "domains.sums.reward.args.strip = [1]: expected true or false" in capfd.readouterr().err
 
 
 def test_one_process_serves_many_samples() -> None:

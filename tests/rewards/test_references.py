@@ -8,8 +8,10 @@ import pytest
 
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput
-from roll_lite.rewards.references import no_response, reference_response
-from roll_lite.rewards.registry import build_reward
+from roll_lite.rewards.code import CodeReward
+from roll_lite.rewards.instruction import InstructionReward
+from roll_lite.rewards.references import written
+from roll_lite.rewards.registry import build_reward, typed_reward
 
 
 @pytest.mark.parametrize(
@@ -30,19 +32,19 @@ from roll_lite.rewards.registry import build_reward
     ],
 )
 def test_answers_as_responses(reward: str, args: dict[str, Any], answer: Any, response: str) -> None:
-    assert no_response(reward, args) is None and reference_response(args, answer) == response
+    typed = typed_reward(reward, args, "reward")
+    assert typed.no_response() is None and typed.response_for(answer) == response
     score = build_reward(RewardConfig(type=reward, args=args))(RewardInput("d", "p", response, answer, {}, "stop"))
     assert score.is_correct
 
 
 @pytest.mark.parametrize("answer", [None, True, {}, [], [["1"]]])
 def test_answers_that_are_no_text(answer: Any) -> None:
-    assert reference_response({}, answer) is None
+    assert written(answer) is None
 
 
 def test_types_whose_answers_are_no_responses() -> None:
-    assert no_response("code", {}) == "tests" and no_response("instruction", {}) == "constraints"
-    assert no_response("code", {"mode": "expression"}) is None
+    assert CodeReward().no_response() == "tests" and InstructionReward().no_response() == "constraints"
+    assert CodeReward(mode="expression").no_response() is None
     asked_for = "values, and a response is an expression with '+' and without '0' that is worth one"
-    assert no_response("code", {"mode": "expression", "must_contain": ["+"], "forbid": ["0"]}) == asked_for
-    assert no_response("package.module.function", {}) is None
+    assert CodeReward(mode="expression", must_contain=("+",), forbid=("0",)).no_response() == asked_for

@@ -209,7 +209,7 @@ def test_arguments_are_checked_and_converted_when_the_function_is_built() -> Non
         reward("own_rewards.strict", scal=2)
     with pytest.raises(ValueError, match=r"args\.sample: .* takes no such argument"):
         reward("own_rewards.with_args", weight=1, sample=2)
-    with pytest.raises(ValueError, match=r"args\.extract: 'boxes': Input should be 'auto', 'boxed', 'tagged' or 'number'"):
+    with pytest.raises(ValueError, match=r"args\.extract = .boxes.: expected one of auto, boxed, tagged, number; did you mean 'boxed'"):
         reward("math", extract="boxes")
 
 
@@ -235,14 +235,18 @@ def test_types_that_are_none(name: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "args"),
+    ("name", "args", "said"),
     [
-        ("judge", {"url": "http://host/v1", "model": "m", "api_key_env": "sk-secret"}),
-        ("code", {"backend": {"url": "http://host/run", "api_key_env": "sk-secret"}}),
+        ("judge", {"url": "http://host/v1", "model": "m", "api_key_env": "sk-secret"}, "the key itself must not stand here"),
+        ("judge", {"url": "http://host/v1", "model": "m", "api_key_env": "sk_secret"}, "no environment variable of this name"),
+        ("judge", {"url": "http://host/v1", "model": "m", "api_key_env": ["sk-secret"]}, "expected text"),
+        ("judge", {"url": "http://me:sk-secret@host/v1", "model": "m"}, "holds a user or a password"),
+        ("code", {"backend": {"url": "http://host/run", "api_key_env": "sk-secret"}}, "the key itself must not stand here"),
+        ("code", {"backend": "http://me:sk-secret@host"}, "expected section"),
     ],
 )
-def test_a_key_in_the_place_of_its_variables_name_is_not_repeated(name: str, args: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="no such environment variable") as caught:
+def test_a_key_in_the_place_of_its_variables_name_is_not_repeated(name: str, args: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
         build_reward(RewardConfig(type=name, args=args), "domains.toy.reward")
     shown = "".join(traceback.format_exception(caught.value))
-    assert "sk-secret" not in shown
+    assert "sk-secret" not in shown and "sk_secret" not in shown

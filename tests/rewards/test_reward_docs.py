@@ -1,4 +1,4 @@
-"""docs/rewards.md is what the functions say, every argument is explained, every example would be accepted."""
+"""docs/rewards.md is what the types say, every argument is explained, every example would be accepted."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll_lite.config.reward_reference import check_reward
-from roll_lite.rewards.docs import PAGE, arguments, description, render
-from roll_lite.rewards.docs_text import ARGUMENTS, EXAMPLES
-from roll_lite.rewards.registry import REWARDS
+from roll_lite.rewards.docs import PAGE, example, render
+from roll_lite.rewards.registry import REWARDS, reward_type, typed_reward
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,17 +19,10 @@ def test_the_page_is_not_stale() -> None:
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_every_argument_is_explained(name: str) -> None:
-    function = REWARDS[name]
-    assert function.__doc__
-    for argument, _ in arguments(function):
-        named = re.search(rf"\b{argument.name}\b", function.__doc__)
-        assert description(name, argument.name) or named, f"say in {function.__qualname__}'s docstring what {argument.name} does"
-
-
-@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name in REWARDS])
-def test_explained_arguments_exist(name: str) -> None:
-    assert ARGUMENTS[name].keys() <= {argument.name for argument, _ in arguments(REWARDS[name])}
+def test_every_type_and_argument_is_explained(name: str) -> None:
+    cls = reward_type(name)
+    assert cls.__doc__ and "__doc__" in vars(cls)
+    assert [argument for argument, info in cls.model_fields.items() if not info.description] == []
 
 
 def rewards_in(part: object) -> list[dict[str, object]]:
@@ -44,11 +35,12 @@ def rewards_in(part: object) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_every_type_has_an_example_that_is_accepted(name: str) -> None:
-    used = rewards_in(yaml.safe_load(EXAMPLES[name]))
+def test_every_type_has_an_example_that_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "key")
+    used = rewards_in(yaml.safe_load(example(reward_type(name)).strip("`").removeprefix("yaml")))
     assert name in [one["type"] for one in used]
     for one in used:
-        assert list(check_reward("reward", one["type"], one.get("args", {}))) == []  # type: ignore[arg-type]
+        typed_reward(one["type"], one.get("args", {}), "reward")  # type: ignore[arg-type]
 
 
 def test_its_table_has_types_and_defaults_in_words() -> None:

@@ -19,7 +19,7 @@ import pytest
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards import code_backends
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code import code
+from roll_lite.rewards.code import CodeReward
 from roll_lite.rewards.code_backends import RemoteBackend
 
 
@@ -70,7 +70,7 @@ def backend() -> Iterator[RemoteBackend]:
 
 
 def result(backend: RemoteBackend, response: str, answer: Any, columns: dict[str, Any] | None = None, **args: Any) -> Score | RewardFailed:
-    [score] = code([RewardInput("code", "prompt", response, answer, columns or {}, "stop")], backend=backend, **args)
+    [score] = CodeReward(backend=backend, **args)([RewardInput("code", "prompt", response, answer, columns or {}, "stop")])
     return score
 
 

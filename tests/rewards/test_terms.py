@@ -10,10 +10,10 @@ from roll_lite.config.schema import RewardConfig, RewardTermConfig
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards import form
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.form import format as format_reward
-from roll_lite.rewards.length import length
+from roll_lite.rewards.form import FormatReward
+from roll_lite.rewards.length import LengthReward
 from roll_lite.rewards.registry import build_reward
-from roll_lite.rewards.repetition import repetition
+from roll_lite.rewards.repetition import RepetitionReward
 
 
 def item(response: str, answer: Any = None) -> RewardInput:
@@ -37,12 +37,12 @@ def item(response: str, answer: Any = None) -> RewardInput:
     ],
 )
 def test_length(response: str, args: dict[str, Any], value: float) -> None:
-    assert length(item(response), **args).value == pytest.approx(value)
+    assert LengthReward(**args)(item(response)).value == pytest.approx(value)
 
 
 def test_length_arguments() -> None:
     with pytest.raises(ValueError, match="target or limit"):
-        length(item("a"), target=1, limit=2)
+        LengthReward(target=1, limit=2)(item("a"))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_length_arguments() -> None:
     ],
 )
 def test_repetition(response: str, args: dict[str, Any], value: float) -> None:
-    assert repetition(item(response), **args).value == pytest.approx(value)
+    assert RepetitionReward(**args)(item(response)).value == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
@@ -83,20 +83,20 @@ def test_repetition(response: str, args: dict[str, Any], value: float) -> None:
     ],
 )
 def test_presets(preset: Any, response: str, value: int) -> None:
-    assert format_reward(item(response), preset=preset).value == value
+    assert FormatReward(preset=preset)(item(response)).value == value
 
 
 def test_patterns() -> None:
-    assert format_reward(item("a\nb"), pattern="^a.b$").value == 1
-    assert format_reward(item("ab"), pattern="^a.b$").value == 0
-    with pytest.raises(RewardFailed, match="either pattern or preset"):
-        format_reward(item("a"))
+    assert FormatReward(pattern="^a.b$")(item("a\nb")).value == 1
+    assert FormatReward(pattern="^a.b$")(item("ab")).value == 0
+    with pytest.raises(ValueError, match="either pattern or preset"):
+        FormatReward()(item("a"))
 
 
 def test_a_runaway_search_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form, "FORMAT_SECONDS", 0.2)
     with pytest.raises(RewardFailed, match="reward format: time-out: pattern"):
-        format_reward(item("a" * 60 + "b"), pattern=r"^(a+)+$")
+        FormatReward(pattern=r"^(a+)+$")(item("a" * 60 + "b"))
 
 
 def test_terms_combine_with_any_reward() -> None:
@@ -117,23 +117,23 @@ def test_terms_combine_with_any_reward() -> None:
     assert score.details["length.characters"] == 3.0
     wrong = build_reward(config)(item("ab", "aab"))
     assert wrong.correct is False and wrong.value == pytest.approx(0.75)
-    with pytest.raises(ValueError, match=r"reward\.terms\.0\.args\.limt: .*did you mean 'limit'"):
+    with pytest.raises(ValueError, match=r"reward\.terms\.0\.args\.limt = 3: .*did you mean 'limit'"):
         build_reward(RewardConfig(type="exact", terms=[RewardTermConfig(type="length", args={"limt": 3})]))
 
 
 @pytest.mark.parametrize(
     ("name", "args", "told"),
     [
-        ("repetition", {"n": 0}, "reward.args.n: 0"),
-        ("repetition", {"free": 1.0}, "reward.args.free: 1.0"),
-        ("format", {"pattern": "("}, "reward.args.pattern: '(': Value error, not a regular expression"),
-        ("format", {}, "reward.args.pattern: give either pattern or preset"),
-        ("format", {"pattern": "x", "preset": "boxed"}, "reward.args.preset: give either pattern or preset"),
-        ("length", {"width": 0}, "reward.args.width: 0"),
-        ("length", {"target": -1}, "reward.args.target: -1"),
-        ("length", {"target": 5, "limit": 5}, "reward.args.limit: length takes target or limit, not both"),
-        ("choice", {"letters": 99}, "reward.args.letters: 99"),
-        ("choice", {"letters": 0}, "reward.args.letters: 0"),
+        ("repetition", {"n": 0}, "reward.args.n = 0: expected integer >= 1"),
+        ("repetition", {"free": 1.0}, "reward.args.free = 1.0: expected number >= 0 and < 1"),
+        ("format", {"pattern": "("}, 'reward.args.pattern = "(": not a regular expression'),
+        ("format", {}, "reward.args: give either pattern or preset"),
+        ("format", {"pattern": "x", "preset": "boxed"}, "reward.args: give either pattern or preset"),
+        ("length", {"width": 0}, "reward.args.width = 0: expected integer >= 1"),
+        ("length", {"target": -1}, "reward.args.target = -1: expected integer >= 0 or null"),
+        ("length", {"target": 5, "limit": 5}, "reward.args.limit = 5: length takes target or limit, not both"),
+        ("choice", {"letters": 99}, "reward.args.letters = 99: expected integer >= 1 and <= 26"),
+        ("choice", {"letters": 0}, "reward.args.letters = 0: expected integer >= 1 and <= 26"),
     ],
 )
 def test_arguments_out_of_range_are_told_before_a_sample_is_scored(name: str, args: dict[str, Any], told: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from sandbox.running import PATIENT
 
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.code import code
+from roll_lite.rewards.code import CodeReward
 from roll_lite.sandbox.pool import Pair, Program, Sandbox, SandboxPool
 
 pytestmark = pytest.mark.usefixtures("works_after")
@@ -86,6 +86,6 @@ def test_nothing_of_the_asserts_that_call_it(sandbox: Sandbox) -> None:
 def test_nothing_of_the_output_that_is_expected() -> None:
     source = f"{SCAN}\nprint(len(planted()))"
     sample = RewardInput("", "", f"```python\n{source}\n```", json.dumps([{"stdin": "", "stdout": mark()}] * 2), {}, "stop")
-    [score] = code([sample], test_s=30.0, wall_s=100.0, total_s=60.0, fail_fast=False)
+    [score] = CodeReward(test_s=30.0, wall_s=100.0, total_s=60.0, fail_fast=False)([sample])
     assert isinstance(score, Score) and score.value == 0.0
     assert str(score.details["verdict"]).startswith("test 1: printed '0\\n'"), score

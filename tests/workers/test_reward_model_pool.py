@@ -381,7 +381,7 @@ async def test_further_terms_of_a_models_reward() -> None:
 
 async def test_a_mistake_in_the_arguments_is_a_value_error_at_the_start() -> None:
     async with client(ranks(1)) as model:
-        with pytest.raises(ValueError, match=r"domains\.toy\.reward\.args\.scale: 'log'"):
+        with pytest.raises(ValueError, match=r"domains\.toy\.reward\.args\.scale = .log.: expected one of none, sigmoid"):
             await RewardModelPool("toy", RewardConfig(type="model", args={"model": "toy", "scale": "log"}), model).start()
 
 

@@ -1,5 +1,5 @@
 """Reward `math`: finds the answer in a response and holds it against the reference."""
 
-from roll_lite.rewards.math.reward import math, warm_math
+from roll_lite.rewards.math.reward import MathReward
 
-__all__ = ["math", "warm_math"]
+__all__ = ["MathReward"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math as floats
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import after_thinking, plain_boxes
 from roll_lite.rewards.base import RewardFailed
@@ -35,6 +38,8 @@ from roll_lite.rewards.math.numbers import Quantity, numeral, quantity, unnamed,
 from roll_lite.rewards.math.parsing import Parsed, expressions, inside_boxed, is_formula, library, parse_whole, parsed_number
 from roll_lite.rewards.math.units import NO_UNIT, Unit, ratio, split_unit
 from roll_lite.rewards.math.words import in_words
+from roll_lite.rewards.references import written
+from roll_lite.rewards.reward_type import RewardType, too_slow
 from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
 
 Accept = Literal["simplified", "value"]
@@ -57,59 +62,74 @@ UNREADABLE = "not readable as mathematics"
 LONGEST_SHOWN = 200
 
 
-def math(
-    sample: RewardInput,
-    *,
-    extract: Extract = "auto",
-    boxes: Boxes = "last",
-    accept: Accept = "simplified",
-    profile: Profile = "default",
-    rounded: bool = False,
-    cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0,
-) -> Score:
-    r"""1 where the answers are equal, else 0.
+class MathReward(RewardType):
+    r"""The response's answer is mathematically equal to the reference answer: 1 where it is, else 0.
 
-    extract: where the response's answer stands, behind the last </think>. auto: the response itself where it is one bare formula, the
-    last <answer></answer>, a \boxed{}, what is behind the last "####", "the answer is" or 答案是 where that is nothing but a formula or
-    begins with a quantity, else math-verify searches: the last formula or number. boxed: in a \boxed{}. tagged: in the last
-    <answer></answer>. number: the last number. boxes: the last box counts, or all of them together as a list.
-    accept: matters where the reference is a plain number. simplified: the answer has to be a number too (integer, decimal, fraction,
-    mixed number, percentage, power of ten, with or without a unit; for a decimal an irrational constant such as \sqrt{2}/2 as well), or
-    an equation with a number on its right side, such as 45+25=70, that holds. value: any term that is worth it, such as 45+25 for 70.
-    rounded: a decimal reference, 0.33, stands for everything that rounds to it.
-    profile: strict also wants the reference's form: fractions reduced, the same unit, no percentage for a decimal, \sqrt{12} not for
-    2\sqrt{3}. math_verify: what that library alone says of response and reference, whatever the other arguments but cpu_limit_s.
+    A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm. 50% is
+    0.5, and 50 as well. Several formulas in a reference are a list: all of them, as often as there, in any order. Numerals such as `1001_2`
+    and times such as 10:30 are equal to themselves only. A response without an answer, or one that takes longer than `cpu_limit_s`, is
+    wrong, and so is a last word that the limit of tokens may have cut; a reference answer that cannot be read is a failure. Of a reference
+    with "####", as GSM8K has them, what is behind it counts; one in words, such as no solution, is compared as text, without regard to
+    case. `extracted` in the details is what was compared.
 
-    A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm.
-    50% is 0.5, and 50 as well. Several formulas in a reference are a list: all of them, as often as there, in any order. Numerals such as
-    1001_2 and times such as 10:30 are equal to themselves only. A response without an answer, or one that takes longer than cpu_limit_s,
-    is wrong, and so is a last word that the limit of tokens may have cut; a reference answer that cannot be read is a failure. Of a
-    reference with "####", as GSM8K has them, what is behind it counts; one in words, such as no solution, is compared as text, without
-    regard to case. `extracted` in the details is what was compared.
+    ```yaml
+    reward:
+      type: math
+      args: {extract: boxed}
+    ```
     """
-    reference = _reference_text(sample.answer)
-    if profile == "math_verify":
-        return _by_the_library(reference, after_thinking(sample.response, sample.prompt), cpu_limit_s)
-    gold = _reference(reference, cpu_limit_s)
-    answer = Answer("")
 
-    def judge() -> str:
-        nonlocal answer
-        response = tidy(after_thinking(sample.response, sample.prompt))
-        if sample.finish_reason == "length":
-            response = CUT_OFF.sub("", response)
-        answer = (find_words if gold.words else find_answer)(response, extract, boxes)
-        return _Judgement(accept, profile == "strict", rounded).verdict(gold, answer)
+    reads_answer_first = True
 
-    verdict = _in_time(judge, cpu_limit_s)
-    return Score(float(verdict == EQUAL), verdict == EQUAL, {"extracted": answer.text[:LONGEST_SHOWN], "verdict": verdict})
+    extract: Extract = "auto"
+    r"""Where the response's answer stands, behind the last `</think>`. auto: the response itself where it is one bare formula, the last
+    `<answer></answer>`, a `\boxed{}`, what is behind the last "####", "the answer is" or 答案是 where that is nothing but a formula or
+    begins with a quantity, else math-verify searches: the last formula or number. boxed: in a `\boxed{}`. tagged: in the last
+    `<answer></answer>`. number: the last number."""
+    boxes: Boxes = "last"
+    """Which boxes count: the last, or all of them together as a list."""
+    accept: Accept = "simplified"
+    r"""Matters where the reference is a plain number. simplified: the answer has to be a number too (integer, decimal, fraction, mixed
+    number, percentage, power of ten, with or without a unit; for a decimal an irrational constant such as `\sqrt{2}/2` as well), or an
+    equation with a number on its right side, such as 45+25=70, that holds. value: any term that is worth it, such as 45+25 for 70."""
+    profile: Profile = "default"
+    r"""How strict the comparison is. strict also wants the reference's form: fractions reduced, the same unit, no percentage for a decimal,
+    `\sqrt{12}` not for `2\sqrt{3}`. math_verify: what that library alone says of response and reference, whatever the other arguments but
+    cpu_limit_s."""
+    rounded: bool = False
+    """A decimal reference, 0.33, stands for everything that rounds to it."""
+    cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
+    """Computing time for reading and comparing one answer, less than `timeout_s`; a response that takes longer is wrong."""
 
+    def __call__(self, sample: RewardInput) -> Score:
+        reference = _reference_text(sample.answer)
+        if self.profile == "math_verify":
+            return _by_the_library(reference, after_thinking(sample.response, sample.prompt), self.cpu_limit_s)
+        gold = _reference(reference, self.cpu_limit_s)
+        answer = Answer("")
 
-def warm_math() -> None:
-    """Import sympy and the parser and fill their tables: most of a second that the first samples would pay."""
-    gold = _read_reference(r"2\sqrt{3}")
-    for response in (r"the answer is $\frac{x + 1}{2}$", r"\boxed{\sqrt{12}}", "it is 5"):
-        _Judgement().verdict(gold, find_answer(response, "auto"))
+        def judge() -> str:
+            nonlocal answer
+            response = tidy(after_thinking(sample.response, sample.prompt))
+            if sample.finish_reason == "length":
+                response = CUT_OFF.sub("", response)
+            answer = (find_words if gold.words else find_answer)(response, self.extract, self.boxes)
+            return _Judgement(self.accept, self.profile == "strict", self.rounded).verdict(gold, answer)
+
+        verdict = _in_time(judge, self.cpu_limit_s)
+        return Score(float(verdict == EQUAL), verdict == EQUAL, {"extracted": answer.text[:LONGEST_SHOWN], "verdict": verdict})
+
+    def warm(self) -> None:
+        """Import sympy and the parser and fill their tables: most of a second that the first samples would pay."""
+        gold = _read_reference(r"2\sqrt{3}")
+        for response in (r"the answer is $\frac{x + 1}{2}$", r"\boxed{\sqrt{12}}", "it is 5"):
+            _Judgement().verdict(gold, find_answer(response, "auto"))
+
+    def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
+        yield from too_slow(place, "cpu_limit_s", self.cpu_limit_s, self.cpu_limit_s, timeout_s)
+
+    def response_for(self, answer: Any) -> str | None:
+        return written(answer, self.extract)
 
 
 def _in_time(judge: Any, cpu_limit_s: float) -> str:

@@ -39,7 +39,7 @@ PROBLEMS = {
     "no address": (REMOTE % "url: []", "domains.add.reward.args.url", "at least one"),
     "the key itself": (REMOTE % f"url: 'http://h', api_key_env: {KEY}", "domains.add.reward.args.api_key_env", "must not stand here"),
     "no variable": (REMOTE % "url: 'http://h', api_key_env: NO_SUCH", "domains.add.reward.args.api_key_env", "no environment variable"),
-    "time-outs": (REMOTE % "url: 'http://h', timeout_s: 10", "domains.add.reward.args.timeout_s", "as long as the whole sample"),
+    "time-outs": (REMOTE % "url: 'http://h', timeout_s: 10", "domains.add.reward.args.timeout_s", "the whole sample has 10"),
 }
 
 

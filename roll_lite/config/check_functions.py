@@ -1,0 +1,134 @@
+"""Does a dotted path in the configuration lead to a function of the user's that takes its arguments?
+
+Found out without importing anything. A user's module may import torch, read files or start a client; checking a configuration must stay
+fast and without side effects. So modules are located by the import system's path finder and read with ast. What cannot be known that way
+(what decorators and calls return, what a module makes up when it is asked) is left to the start of the run.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from roll_lite.config.problems import Problem, did_you_mean
+
+LONGEST_CHAIN = 8
+"""Of modules and names that only hand on what another one defines."""
+CONSTANTS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict)
+
+
+def check_function(path: str, key: str, name: str, arguments: Mapping[str, Any], or_class: bool = False) -> Iterator[Problem]:
+    """Problems with the function that the key of the section at `path` names, and with the section's `args` for it. `or_class`: it may be
+    a class as well, whose arguments are not looked at."""
+    try:
+        found = _definition(name)
+    except ValueError as error:
+        yield Problem(f"{path}.{key}", str(error), name)
+        return
+    if isinstance(found, ast.ClassDef) and or_class:
+        return
+    if isinstance(found, (ast.ClassDef, *CONSTANTS)):
+        kind = "a class" if isinstance(found, ast.ClassDef) else "a constant"
+        yield Problem(f"{path}.{key}", f"is {kind}; expected a function", name)
+    elif isinstance(found, ast.Lambda) or (isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and not found.decorator_list):
+        yield from _arguments_fit(path, key, name, found.args, arguments)
+
+
+def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
+    """What the name is bound to; None where that cannot be known. ValueError where there is nothing of this name."""
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise ValueError("a function of your own is a dotted path, package.module.function")
+    spec = _located(module)
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        names = dict(_bound(ast.parse(Path(spec.origin).read_bytes()).body))
+    except (SyntaxError, ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"{spec.origin} cannot be read: {error}") from error
+    if attribute not in names:
+        if "*" in names or "__getattr__" in names:
+            return None
+        functions = [one for one, node in names.items() if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and one[0] != "_"]
+        raise ValueError(f"{spec.origin} has no {attribute!r}; {did_you_mean(attribute, functions)}")
+    found = names[attribute]
+    while isinstance(found, ast.Name) and (chain := chain - 1) > 0:
+        found = names.get(found.id)
+    if not isinstance(found, ast.ImportFrom) or chain <= 0:
+        return found
+    package = module if Path(spec.origin).name == "__init__.py" else module.rpartition(".")[0]
+    base = package.split(".")[: len(package.split(".")) + 1 - found.level] if found.level else []
+    original = next(alias.name for alias in found.names if (alias.asname or alias.name) == attribute)
+    try:
+        return _definition(".".join([*base, *([found.module] if found.module else []), original]), chain - 1)
+    except ValueError:  # a module that is there on the nodes only, or itself what was imported
+        return None
+
+
+def _located(module_name: str) -> ModuleSpec:
+    """ValueError where there is no such module. Parents are located, not imported."""
+    top, *below = module_name.split(".")
+    spec = _located_top(top)
+    if spec is None:
+        raise ValueError(f"there is no module {top!r} importable from {Path.cwd()} or a folder on PYTHONPATH")
+    found = top
+    for part in below:
+        # Asked for by its own name alone: a namespace package looks its parent up among the imported modules.
+        inner = PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
+        if inner is None:
+            raise ValueError(f"there is no module {part!r} in {found}")
+        spec, found = inner, f"{found}.{part}"
+    return spec
+
+
+def _located_top(name: str) -> ModuleSpec | None:
+    """find_spec imports nothing for a name without dots. The current folder is searched as well, as at the start of the run."""
+    try:
+        spec = find_spec(name)
+    except (ValueError, ImportError):  # a module that was loaded in an unusual way, such as __main__, has no spec
+        spec = None
+    return spec or PathFinder.find_spec(name, [str(Path.cwd())])
+
+
+def _bound(body: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
+    """The names that statements bind, under `if`, `try` and `with` as well, and to what; None where only a run can tell."""
+    known: dict[str, ast.AST | None] = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            known[node.name] = node
+        elif isinstance(node, ast.Import):
+            known.update({(alias.asname or alias.name).partition(".")[0]: None for alias in node.names})
+        elif isinstance(node, ast.ImportFrom):
+            known.update({alias.asname or alias.name: node for alias in node.names})
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                value = node.value if isinstance(target, ast.Name) else None
+                known.update({one.id: value for one in ast.walk(target) if isinstance(one, ast.Name)})
+        elif isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
+            inner = [one for child in ast.iter_child_nodes(node) for one in _bound([child])]
+            names = [name for name, _ in inner]
+            known.update({name: None if name in known or names.count(name) > 1 else value for name, value in inner})
+    yield from known.items()
+
+
+def _arguments_fit(path: str, key: str, name: str, parameters: ast.arguments, given: Mapping[str, Any]) -> Iterator[Problem]:
+    positional = [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
+    keywords = [one.arg for one in parameters.kwonlyargs]
+    by_name = {*positional[max(1, len(parameters.posonlyargs)) :], *keywords}
+    if not positional and parameters.vararg is None:
+        what = "the sample" if key == "type" else "its input"
+        yield Problem(f"{path}.{key}", f"the function has to take {what} as its first argument", name)
+        return
+    for argument in given if parameters.kwarg is None else ():
+        if argument not in by_name:
+            message = f"{name!r} takes no such argument; {did_you_mean(argument, by_name)}"
+            yield Problem(f"{path}.args.{argument}", message, given[argument])
+    first_default = len(positional) - len(parameters.defaults)
+    required = positional[1:first_default] + [one for one, default in zip(keywords, parameters.kw_defaults, strict=True) if default is None]
+    missing = [one for one in required if one not in given]
+    if missing:
+        yield Problem(f"{path}.args", f"{name!r} needs {', '.join(missing)}", dict(given))

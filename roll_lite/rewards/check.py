@@ -1,0 +1,42 @@
+"""Are the rewards of a configuration right: their types, their arguments, and both within the run?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from roll_lite.config.check_functions import check_function
+from roll_lite.config.checks import readable
+from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.schema import RewardConfig, RewardTermConfig, RunConfig
+from roll_lite.rewards.arguments import read_arguments
+from roll_lite.rewards.registry import REWARDS, reward_type
+
+
+def check_rewards(config: RunConfig) -> Iterator[Problem]:
+    for name, domain in config.domains.items():
+        yield from readable(_reward(config, f"domains.{name}.reward", domain.reward) if "reward" in vars(domain) else ())
+
+
+def _reward(config: RunConfig, path: str, reward: RewardConfig) -> Iterator[Problem]:
+    yield from readable(check_part(config, path, reward, reward))
+    for index, term in enumerate(reward.terms):
+        yield from readable(check_part(config, f"{path}.terms.{index}", term, reward))
+
+
+def check_part(config: RunConfig, place: str, part: RewardConfig | RewardTermConfig, reward: RewardConfig) -> Iterator[Problem]:
+    """Problems with a type and its arguments, which stand at `place`, as the reward itself or as a term of it."""
+    if "." in part.type:
+        yield from check_function(place, "type", part.type, part.args)
+        return
+    if part.type not in REWARDS:
+        message = f"no such reward; {did_you_mean(part.type, REWARDS)} A function of your own is a dotted path, package.module.function"
+        yield Problem(f"{place}.type", message, part.type)
+        return
+    read = read_arguments(part.type, reward_type(part.type), part.args, f"{place}.args")
+    if isinstance(read, list):
+        yield from read
+        return
+    if part is not reward and read.within_a_run:
+        message = f"{part.type} gives a domain's reward itself, not a further term of it; make it the reward's type"
+        yield Problem(f"{place}.type", message, part.type)
+    yield from read.in_run(config, place, reward.timeout_s)

@@ -1,0 +1,62 @@
+"""What a built-in type of reward is: its arguments, and what it does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema import RunConfig
+from roll_lite.rewards.references import written
+
+
+class Unshown:
+    """Marks an argument that may hold a secret: its value is repeated in no message."""
+
+
+class ArgumentSection(BaseModel):
+    """An argument that is a section of its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RewardType(ArgumentSection):
+    """The fields are the arguments. Docstrings, of the class and under the fields, are what docs/rewards.md says; in the class's stands an
+    example in YAML as well. Arguments that contradict each other are told by validators."""
+
+    within_a_run: ClassVar[bool] = False
+    """Scored by processes that only a run starts."""
+    reads_answer_first: ClassVar[bool] = False
+    """Reads the reference answer before the response, and scores an empty response at once."""
+
+    def __call__(self, sample: Any) -> Any:
+        """The score of a sample, or of a list of samples their scores, sync or async: as a function of a user's own."""
+        raise NotImplementedError
+
+    def warm(self) -> None:
+        """What only the first call pays for (imports, tables), before a time limit runs; ValueError where something is missing."""
+
+    def describe(self) -> str:
+        """What the user should know of how it runs on this machine."""
+        return ""
+
+    def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
+        """What is wrong with it in this configuration. `place` is that of its section, `timeout_s` the time of a whole sample."""
+        yield from ()
+
+    def no_response(self) -> str | None:
+        """What the reference answers are, where they are no responses."""
+        return None
+
+    def response_for(self, answer: Any) -> str | None:
+        """A response that should be right; None where the answer is nothing that could be written as one."""
+        return written(answer)
+
+
+def too_slow(place: str, argument: str, value: float, seconds: float, timeout_s: float) -> Iterator[Problem]:
+    """A limit within a sample has to come before the sample's own: what hits that one is a failure, tried again and left out."""
+    if seconds >= timeout_s:
+        message = f"allows {seconds:g} s by the clock; the whole sample has {timeout_s:g} (the reward's timeout_s): use less, or raise that"
+        yield Problem(f"{place}.args.{argument}", message, value)
