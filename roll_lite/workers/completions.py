@@ -9,8 +9,8 @@ from typing import Any
 
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, TokenRow, Turn
 from roll_lite.distributed.strategy.base import InferenceStrategy, PauseMode
-from roll_lite.scheduler.engines import BatchedEngine, Collected
-from roll_lite.workers.token_blocks import TokenRecord, TokensInProcess, TokenStore, in_blocks, token_block
+from roll_lite.scheduler.engines import Collected
+from roll_lite.workers.token_blocks import TokenRecord, TokenStore, in_blocks, token_block
 
 BEGUN_POLL_S = 1.0
 """So late it may be noticed that an engine has begun with a request."""
@@ -168,21 +168,3 @@ def turn_of(completion: Completion, tokens: TokenRow | None) -> Turn:
         completion.cached_tokens,
         tokens,
     )
-
-
-class LocalEngine(BatchedEngine):
-    """An engine in this process: for simulations, tests and programs without Ray."""
-
-    def __init__(self, name: str, strategy: InferenceStrategy, frozen_admission: bool = False, linger_s: float = 0.0) -> None:
-        super().__init__(name, frozen_admission)
-        self._strategy = strategy
-        self._pump = CompletionPump(strategy, TokensInProcess(), linger_s)
-
-    async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:
-        await self._pump.submit(requests, frozen)
-
-    async def _collect(self) -> Collected:
-        return await self._pump.collect(max_wait_s=60.0)
-
-    async def _abort(self, request_ids: list[str]) -> None:
-        await self._pump.abort(request_ids)

@@ -35,16 +35,6 @@ class TokenStore(Protocol):
     async def get(self, reference: Any) -> DataProto: ...
 
 
-class TokensInProcess:
-    """Blocks are their own references: for simulations, tests and programs without Ray."""
-
-    def put(self, columns: DataProto) -> DataProto:
-        return columns
-
-    async def get(self, reference: DataProto) -> DataProto:
-        return reference
-
-
 @dataclass(frozen=True)
 class TokenRecord:
     """The tokens of one sample; all arrays [T]."""

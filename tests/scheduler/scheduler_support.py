@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
+from support_local_engine import LocalEngine
+
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import GenerationRequest, Prompt, RewardInput, Sample, Sampling, Score
 from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
@@ -13,7 +15,6 @@ from roll_lite.scheduler.domain import Domain, PromptSource
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import RewardClient
 from roll_lite.scheduler.service import RolloutService
-from roll_lite.workers.completions import LocalEngine
 
 
 class Prompts:

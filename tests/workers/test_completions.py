@@ -8,14 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support_local_engine import LocalEngine, TokensInProcess
+from support_virtual_clock import run_virtual
 
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
 from roll_lite.distributed.strategy.scripted import LOG_PROB, Response, ScriptedEngine
 from roll_lite.scheduler.engines import Collected, EngineLost
-from roll_lite.scheduler.simulate import run_virtual
-from roll_lite.workers.completions import CompletionPump, LocalEngine
-from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, TokensInProcess, token_block
+from roll_lite.workers.completions import CompletionPump
+from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, token_block
 
 
 def request(name: str) -> GenerationRequest:

@@ -4,8 +4,7 @@ import asyncio
 import time
 
 import pytest
-
-from roll_lite.scheduler.simulate import run_virtual
+from support_virtual_clock import run_virtual
 
 
 def test_hours_take_no_time_and_timers_fire_in_order() -> None:
