@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, Sampling
 from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import Recorder, loss_of
@@ -23,25 +24,13 @@ class PromptSource(Protocol):
     def __getitem__(self, index: int, /) -> Prompt: ...
 
 
-class PromptSequence(Protocol):
-    """A seeded order over the rows of a PromptSource that can be stopped and continued."""
-
-    def next(self) -> tuple[int, int]:
-        """(epoch, index)"""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @dataclass(frozen=True)
 class Domain:
     """What the scheduler needs to know of a domain."""
 
     name: str
     prompts: PromptSource
-    order: PromptSequence
+    order: PromptOrder
     sampling: Sampling
     samples_per_prompt: int
     share: float

@@ -15,7 +15,7 @@ from roll_lite.scheduler.mix import DomainMix
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import Retries, SampleRunner, no_seeds, seeds_from
 from roll_lite.scheduler.stats import Recorder, RolloutStats
-from roll_lite.scheduler.supply import GroupStream, Supply, SynchronousSupply
+from roll_lite.scheduler.supply import GroupStream, Supply
 
 VALIDATION_EPOCH = -1
 
@@ -49,7 +49,7 @@ class RolloutService:
             for domain in domains
         }
         self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
-        self._supply: Supply = SynchronousSupply(self._schedulers, self._stream, in_waves=router.gate is not None)
+        self._supply = Supply(self._schedulers, self._stream, in_waves=router.gate is not None)
 
     def _scheduler(self, domain: Domain) -> DomainScheduler:
         return DomainScheduler(

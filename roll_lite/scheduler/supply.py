@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 from roll_lite.data.samples import SampleGroup
 from roll_lite.scheduler.domain import DomainScheduler
@@ -44,17 +43,7 @@ class GroupStream:
         return sorted(groups, key=lambda group: group.group)
 
 
-class Supply(Protocol):
-    def want(self, quota: Mapping[str, int]) -> None:
-        """The next batch is being waited for."""
-        ...
-
-    def group_ended(self, domain: str, lost: bool) -> None:
-        """A group of the domain is finished or lost."""
-        ...
-
-
-class SynchronousSupply:
+class Supply:
     """Admits what the batch needs and not one prompt more; every lost group is replaced by another prompt of its domain.
 
     `in_waves`: replacements wait until nothing runs any more, so that which prompt follows which does not depend on timing.
@@ -67,11 +56,13 @@ class SynchronousSupply:
         self._owed: Counter[str] = Counter()
 
     def want(self, quota: Mapping[str, int]) -> None:
+        """The next batch is being waited for."""
         for name, count in quota.items():
             scheduler = self._schedulers[name]
             scheduler.admit(max(0, count - self._stream.available(name) - scheduler.running))
 
     def group_ended(self, domain: str, lost: bool) -> None:
+        """A group of the domain is finished or lost."""
         self._owed[domain] += lost
         if self._in_waves and any(scheduler.running for scheduler in self._schedulers.values()):
             return

@@ -175,14 +175,6 @@ class EngineMemory(StrEnum):
 
 
 @dataclass(frozen=True)
-class Capabilities:
-    """What an engine can do here; asked, never guessed."""
-
-    keep_mask: bool
-    """Can return which tokens survived truncation; for which sampling says config.keep_mask."""
-
-
-@dataclass(frozen=True)
 class EngineHealth:
     alive: bool
     version: int
@@ -205,8 +197,6 @@ class EngineSpec:
 
 class InferenceStrategy(ABC):
     """One engine replica."""
-
-    capabilities: Capabilities
 
     @property
     def notes(self) -> Sequence[str]:

@@ -14,7 +14,6 @@ from roll_lite.config.schema import ScriptedStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.base import (
-    Capabilities,
     EngineHealth,
     EngineMemory,
     InferenceStrategy,
@@ -89,8 +88,6 @@ class _Running:
 
 class ScriptedEngine(InferenceStrategy):
     """Runs up to `slots` requests at a time, in the order in which they come; the rest wait."""
-
-    capabilities = Capabilities(keep_mask=False)
 
     def __init__(
         self,

@@ -47,7 +47,6 @@ class EngineStrategy(InferenceStrategy):
     def __init__(self, make: EngineMake, spec: EngineSpec) -> None:
         assert isinstance(spec.strategy, EngineStrategyConfig)
         self.make = make
-        self.capabilities = make.capabilities
         self.options: EngineStrategyConfig = spec.strategy
         self.max_model_len = spec.max_model_len
         self.processes = EngineProcesses()

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.data.samples import Completion, GenerationRequest
-from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, PauseMode
+from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 
 
@@ -20,9 +20,6 @@ class EngineMake(Protocol):
     def name(self) -> str:
         """What messages call it."""
         ...
-
-    @property
-    def capabilities(self) -> Capabilities: ...
 
     @property
     def notes(self) -> Sequence[str]:

@@ -13,7 +13,7 @@ import torch
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
-from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, EngineSpec, PauseMode
+from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
 from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
@@ -32,7 +32,6 @@ class Recorder:
     """A make that runs, is paused, is told; a request that runs on an offloaded engine or on half its weights is a failure of the test."""
 
     name = "recorded"
-    capabilities = Capabilities(keep_mask=False)
     notes = ()
 
     def __init__(self) -> None:

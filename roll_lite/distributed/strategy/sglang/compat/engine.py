@@ -19,7 +19,7 @@ import torch
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema import SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
-from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, EngineSpec, PauseMode
+from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode
 from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineProcesses, group, kill_all
 from roll_lite.distributed.strategy.inference.scratch import Scratch
@@ -44,7 +44,6 @@ class SglangEngine:
         environment = settings.engine_environment(spec.threads, self._cuda, spec.strategy.tensor_parallel)
         self._variables = environment.variables()
         self.notes = environment.notes()
-        self.capabilities = Capabilities(keep_mask=True)
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         """Futures of requests and of calls, by number."""

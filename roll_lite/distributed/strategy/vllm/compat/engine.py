@@ -13,7 +13,7 @@ from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.keep_mask import keep_mask_width
 from roll_lite.config.schema import VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
-from roll_lite.distributed.strategy.base import Capabilities, EngineMemory, EngineSpec, PauseMode
+from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode
 from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineProcesses
 from roll_lite.distributed.strategy.inference.scratch import Scratch
@@ -42,7 +42,6 @@ class VllmEngine:
         self._cuda = torch.cuda.is_available()
         environment = settings.engine_environment(spec.threads, self._cuda)
         self._variables = environment.variables()
-        self.capabilities = Capabilities(keep_mask=True)
         self.notes = settings.notes(self._strategy, spec.max_model_len, self._cuda, environment)
         self._scratch: Scratch | None = None
         self._running: AsyncLLM | None = None
