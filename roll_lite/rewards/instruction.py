@@ -1,9 +1,9 @@
-"""Reward `instruction`: the response follows instructions that a program can check (IFEval's 25)."""
+"""Reward `instruction`: the response follows instructions that a program can check (IFEval, RLVR-IFEval, IF-RLVR, IFBench)."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,6 +14,8 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import after_thinking
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.instruction_checks import CHECKS
+from roll_lite.rewards.instruction_checks.parts import visible
+from roll_lite.rewards.instruction_rows import asked_of
 from roll_lite.rewards.reward_type import RewardType, too_slow
 from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
 
@@ -21,16 +23,52 @@ Mode = Literal["strict", "loose"]
 
 
 class InstructionReward(RewardType):
-    """The response follows instructions that a program can check (IFEval's 25): 1 where every instruction is followed by what stands behind
-    the last `</think>`, else 0.
+    """The response follows instructions that a program can check (IFEval, RLVR-IFEval, IF-RLVR, IFBench): 1 where every instruction is
+    followed by what stands behind the last `</think>`, else 0.
 
-    The row's columns `ids` and `arguments` hold the instructions as IFEval's data does: a list of ids, and a list with the arguments of
-    each. An instruction that is not known, or whose arguments do not fit, is a failure; one whose check takes longer than `cpu_limit_s` is
-    not followed, and named as `too_long` in the details.
+    An instruction that is not known, or whose arguments do not fit, is a failure; one whose check takes longer than `cpu_limit_s` is not
+    followed, and named as `too_long` in the details.
+
+    The families, by the ids of their data sets:
+
+    | family | ids such as | in the row |
+    |---|---|---|
+    | IFEval, 25 | `keywords:existence`, `startend:end_checker` | columns `instruction_id_list` and `kwargs` |
+    | RLVR-IFEval of AllenAI, 25 | `verify_keywords`, `validate_end` | `{"func_name": "validate_end", "end_phrase": "Bye."}` |
+    | IF-RLVR (IFTrain), 29 beside IFEval's | `copy:repeat_phrase`, `count:count_unique` | `[{"instruction_id": [...], "kwargs": [...]}]` |
+    | IFBench, 58 | `ratio:stop_words`, `custom:csv_city` | columns `instruction_id_list` and `kwargs` |
+
+    Where a row has no column `ids`, its instructions are the reference answer (`data: {answer: ground_truth}`), or what the column
+    `ground_truth` holds: in one of the forms above or a list of them, as values, as JSON or as Python writes them. Arguments carry the
+    names of the data; those that are null are not meant.
+
+    The rules are our own and hold without downloads. They say what the references say of their own test cases, but for these differences:
+
+    - **Empty truths.** A response that shows nothing follows no instruction; zero-width and other invisible characters are taken away
+      first. What is asked of each sentence, word or line needs one that it can be true of, and of two in a row, two: no single sentence for
+      `words:last_first`, `sentence:increment`, `sentence:alliteration_increment`, no line of one word for `words:paragraph_last_first`.
+    - **Sentences** end with . ! ? and white space, but for abbreviations; nltk's punkt is trained and differs in rare cases. "around" a
+      number of sentences is one off, around another number a tenth.
+    - **Words** stand between white space, dashes and slashes, and count without their punctuation and without case (`don't` is one), where
+      the references take nltk's tokens: so `count:count_unique`, `count:counting_composition` and `keywords:keyword_specific_position` do
+      not count punctuation, and `first_word:*`, `last_word:*` and `keywords:no_adjacent_consecutive` look past it.
+    - **RLVR-IFEval.** As IFEval has them: bullet points (bold lines are none), highlighted sections and titles (with something in them),
+      JSON (code fences allowed), repeated prompts and last phrases (without case), English in `validate_uppercase` and
+      `validate_lowercase`. An option or a first word is no part of a longer word. A text without letters is in no language.
+    - **IF-RLVR.** `copy:repeat_phrase`: one word in the middle differs each time. `new:copy_span_idx`: with or without the last character.
+      `keywords:exclude_word_harder`: wherever the word stands. `keywords:palindrome`: three letters or more. `count:counting_composition`:
+      between `***` or `* * *`. `punctuation_dot`, `punctuation_exclamation`: the marks of other scripts as well. A bigram is two words.
+    - **IFBench.** `words:start_verb` knows some 560 verbs and their forms, nouns of the same spelling included; `ratio:stop_words` has a
+      list of its own; `words:odd_even_syllables` counts groups of vowels, less a silent e; `format:emoji` goes by ranges of Unicode.
+      Stricter than the reference: `format:list` (at the beginning of lines), `format:sub-bullets` (there is one),
+      `format:no_bullets_bullets` (full stops), `format:output_template` (in order, filled in), `count:conjunctions` (different words, not
+      spellings), `custom:reverse_newline` (no line twice), `custom:date_format_list` (days that exist), `custom:csv_special_character` (all
+      rows), `repeat:repeat_change` (another word), `format:title_case` (not all in capitals). Milder: `format:title_case` leaves articles
+      and short prepositions in small letters, and apostrophes are no quotes in `format:quotes`.
 
     ```yaml
     reward:
-      type: instruction       # rows as those of IFEval: instruction_id_list, kwargs
+      type: instruction       # rows as those of IFEval: instruction_id_list, kwargs; or data: {answer: ground_truth}
       args: {mode: loose, score: fraction}
     ```
     """
@@ -42,30 +80,26 @@ class InstructionReward(RewardType):
     score: Literal["all", "fraction"] = "all"
     """all: 1 where every instruction is followed. fraction: the share that is."""
     ids: str = "instruction_id_list"
-    """Column with the list of instructions."""
+    """Column with the list of instructions; without it, the reference answer holds them."""
     arguments: str = "kwargs"
     """Column with the arguments of each."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
     """Computing time of one check, less than `timeout_s`; an instruction whose check takes longer counts as not followed."""
 
     def __call__(self, sample: RewardInput) -> Score:
-        asked = _list(sample, self.ids)
-        given = _list(sample, self.arguments) if self.arguments in sample.columns else [None] * len(asked)
-        if not asked or len(asked) != len(given):
-            counted = f"{len(asked)} ids in column {self.ids!r}, {len(given)} arguments in column {self.arguments!r}"
-            raise RewardFailed(f"reward instruction: {counted}")
-        response = after_thinking(sample.response, sample.prompt)
+        asked = asked_of(sample, self.ids, self.arguments)
+        response = visible(after_thinking(sample.response, sample.prompt))
         texts = [response] if self.mode == "strict" else _variants(response)
         too_long: list[str] = []
 
-        def is_followed(name: Any, own: Any) -> bool:
+        def is_followed(name: str, own: dict[str, Any]) -> bool:
             try:
-                return limited(self.cpu_limit_s, lambda: _is_followed(name, _arguments(name, own), texts))
+                return limited(self.cpu_limit_s, lambda: _is_followed(name, own, texts))
             except (TimeLimitExceeded, RecursionError, MemoryError):
-                too_long.append(str(name))
+                too_long.append(name)
                 return False
 
-        missed = [name for name, own in zip(asked, given, strict=True) if not is_followed(name, own)]
+        missed = [name for name, own in asked if not is_followed(name, own)]
         followed = len(asked) - len(missed)
         value = followed / len(asked) if self.score == "fraction" else float(not missed)
         details: dict[str, float | str] = {"followed": float(followed), "instructions": float(len(asked)), "missed": ", ".join(missed)}
@@ -78,41 +112,17 @@ class InstructionReward(RewardType):
         return "constraints"
 
 
-def _is_followed(name: Any, arguments: dict[str, Any], texts: list[str]) -> bool:
+def _is_followed(name: str, arguments: dict[str, Any], texts: list[str]) -> bool:
     check = CHECKS.get(name)
     if check is None:
-        raise RewardFailed(f"reward instruction: there is no instruction {name!r:.80}; there are {', '.join(CHECKS)}")
+        nearest = difflib.get_close_matches(name[:80], CHECKS, n=3, cutoff=0)
+        raise RewardFailed(f"reward instruction: there is no instruction {name!r:.80}; the nearest are {', '.join(nearest)}")
     try:
         # Checked before the texts are, so that bad arguments show whatever the response is.
         verdicts = [check(text, **arguments) and bool(text.strip()) for text in texts]
     except (TypeError, ValueError, AttributeError) as error:
         raise RewardFailed(f"reward instruction: {name}: arguments {arguments!r:.200}: {error}") from error
     return any(verdicts)
-
-
-def _arguments(name: Any, given: Any) -> dict[str, Any]:
-    """The data set as a table has all names in every row, None where they are not meant; its numbers may have become floats."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError as error:
-            raise RewardFailed(f"reward instruction: {name}: arguments {given!r:.80} are no JSON: {error}") from error
-    if given is not None and not isinstance(given, Mapping):
-        raise RewardFailed(f"reward instruction: {name}: arguments must be a dict, got {given!r:.80}")
-    values = {str(key): value for key, value in (given or {}).items() if value is not None}
-    return {key: int(value) if isinstance(value, float) and value.is_integer() else value for key, value in values.items()}
-
-
-def _list(sample: RewardInput, column: str) -> list[Any]:
-    value = sample.columns.get(column)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise RewardFailed(f"reward instruction: column {column!r} is no JSON: {error}") from error
-    if value is None or isinstance(value, Mapping) or not hasattr(value, "__iter__"):
-        raise RewardFailed(f"reward instruction: column {column!r} must hold a list, got {value!r:.80}")
-    return list(value)
 
 
 def _variants(response: str) -> list[str]:

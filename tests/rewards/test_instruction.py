@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.instruction import InstructionReward, Mode
-from roll_lite.rewards.instruction_checks import CHECKS, count_sentences
+from roll_lite.rewards.instruction_checks import CHECKS, IFEVAL
+from roll_lite.rewards.instruction_checks.parts import count_sentences
 
 ENGLISH = "This is a plain sentence that everybody should recognise as English"
 Case = tuple[str, dict[str, Any], str, bool]
@@ -107,8 +108,8 @@ def test_cases(name: str, arguments: dict[str, Any], response: str, followed: bo
 
 
 def test_every_family_has_a_case_that_follows_and_one_that_does_not() -> None:
-    assert len(CHECKS) == 25
-    for name in CHECKS:
+    assert len(IFEVAL) == 25
+    for name in IFEVAL:
         assert {followed for one, _, _, followed in CASES if one == name} == {True, False}
 
 

@@ -1,0 +1,235 @@
+"""IFBench's constraints on words, sentences and their counts. Words are those of `parts`: without punctuation or case."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable
+from itertools import groupby, pairwise
+
+from roll_lite.rewards.instruction_checks.arguments import phrase, share, whole
+from roll_lite.rewards.instruction_checks.english import CONJUNCTIONS, NAMES, PRONOUNS, STOP_WORDS, is_verb
+from roll_lite.rewards.instruction_checks.if_train import keyword_position
+from roll_lite.rewards.instruction_checks.parts import end_mark, plain, sentences, syllables, whole_words, words
+
+CONSONANTS = re.compile(r"[bcdfghjklmnpqrstvwxyz]{2}")
+JAPANESE = re.compile("[\u3040-\u30ff\u4e00-\u9fff]")
+OVERLAP_OFF = 2
+"""Percentage points."""
+PRIMES = {number for number in range(2, 100) if all(number % divisor for divisor in range(2, number))}
+KEYWORD_TIMES = (1, 2, 3, 5, 7)
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+# ---------------------------------------------------------------- counts
+
+
+def word_count_range(response: str, *, min_words: int, max_words: int) -> bool:
+    fewest, most = whole(min_words), whole(max_words)
+    return fewest <= len(re.findall(r"\w+", response)) <= most
+
+
+def unique_word_count(response: str, *, N: int) -> bool:
+    return len(set(words(response))) >= whole(N)
+
+
+def conjunctions(response: str, *, small_n: int) -> bool:
+    return len(CONJUNCTIONS.intersection(words(response))) >= whole(small_n)
+
+
+def person_names(response: str, *, N: int) -> bool:
+    return len(NAMES.intersection(re.findall(r"\w+", response))) >= whole(N)
+
+
+def numbers(response: str, *, N: int) -> bool:
+    """3.14 and 100,000 are one each."""
+    return len(re.findall(r"\d+", response.translate(NO_PUNCTUATION))) == whole(N)
+
+
+def punctuation(response: str) -> bool:
+    """Each of . , ! ? ; : beside an interrobang."""
+    mark = next((mark for mark in ("?!", "!?", "‽") if mark in response), None)
+    return mark is not None and all(one in response.replace(mark, "", 1) for one in ".,!?;:")
+
+
+def keywords_multiple(response: str, *, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
+    """Once, twice, three, five and seven times."""
+    keywords = [phrase("a keyword", keyword) for keyword in (keyword1, keyword2, keyword3, keyword4, keyword5)]
+    return all(whole_words(keyword, response) == times for keyword, times in zip(keywords, KEYWORD_TIMES, strict=True))
+
+
+def pronouns(response: str, *, N: int) -> bool:
+    return sum(run in PRONOUNS for run in re.findall(r"[^\W\d_]+", response.lower())) >= whole(N)
+
+
+def words_japanese(response: str, *, N: int) -> bool:
+    """Every N-th word, but for bare numbers and marks; there is at least one."""
+    every = whole(N, least=1)
+    asked = [token for token in response.split()[every - 1 :: every] if words(token) and not token.isdigit()]
+    return bool(asked) and all(JAPANESE.search(token) for token in asked)
+
+
+# ---------------------------------------------------------------- ratios
+
+
+def stop_words(response: str, *, percentage: float) -> bool:
+    most, runs = share(percentage), re.findall(r"\w+", response.lower())
+    return bool(runs) and 100 * sum(run in STOP_WORDS for run in runs) <= most * len(runs)
+
+
+def sentence_type(response: str) -> bool:
+    """Two statements for each question."""
+    marks = Counter(end_mark(sentence) for sentence in sentences(response))
+    return marks["?"] > 0 and marks["."] == 2 * marks["?"]
+
+
+def sentence_balance(response: str) -> bool:
+    """As many statements as questions as exclamations."""
+    marks = Counter(end_mark(sentence) for sentence in sentences(response))
+    return 0 < marks["."] == marks["?"] == marks["!"]
+
+
+def sentence_words(response: str) -> bool:
+    """Three sentences of one length, and no word twice."""
+    said, used = sentences(response), words(response)
+    return len(said) == 3 and len({len(sentence) for sentence in said}) == 1 and len(used) == len(set(used))
+
+
+def overlap(response: str, *, reference_text: str, percentage: float) -> bool:
+    """Share of the response's trigrams that the reference has."""
+    wanted, ours, theirs = share(percentage), _trigrams(response), _trigrams(phrase("reference_text", reference_text))
+    return bool(ours) and abs(100 * len(ours & theirs) / len(ours) - wanted) <= OVERLAP_OFF
+
+
+def _trigrams(text: str) -> set[tuple[str, str, str]]:
+    tokens = re.findall(r"\w+|[^\w\s]", text)
+    return set(zip(tokens, tokens[1:], tokens[2:], strict=False))
+
+
+# ---------------------------------------------------------------- words
+
+
+def alphabet(response: str) -> bool:
+    """Each word's first letter is the next of the alphabet, a after z."""
+    starts = [ord(word[0]) - ord("a") for word in words(response)]
+    is_next = all((one + 1) % 26 == two for one, two in pairwise(starts))
+    return bool(starts) and is_next and all(0 <= start < 26 for start in starts)
+
+
+def vowel(response: str) -> bool:
+    """One paragraph with at most three different vowels."""
+    text = plain(response.strip().lower())
+    return "\n" not in text and bool(words(text)) and len(set(text) & set("aeiou")) <= 3
+
+
+def consonants(response: str) -> bool:
+    """Two consonants side by side in each word."""
+    said = words(response)
+    return bool(said) and all(CONSONANTS.search(word) for word in said)
+
+
+def palindromes(response: str) -> bool:
+    """Ten, with five letters or more each."""
+    return sum(len(word) >= 5 and word == word[::-1] for word in words(response)) >= 10
+
+
+def prime_lengths(response: str) -> bool:
+    said = words(response)
+    return bool(said) and all(len(word) in PRIMES for word in said)
+
+
+def start_verb(response: str) -> bool:
+    said = words(response)
+    return bool(said) and is_verb(said[0])
+
+
+def repeats(response: str, *, small_n: int) -> bool:
+    most = whole(small_n)
+    return all(count <= most for count in Counter(words(response)).values())
+
+
+def odd_even_syllables(response: str) -> bool:
+    odd = [syllables(word) % 2 for word in words(response)]
+    return all(one != two for one, two in pairwise(odd))
+
+
+def last_first(response: str) -> bool:
+    """A sentence begins with the word that the one before it ended with; there are two at least."""
+    said = [words(sentence) for sentence in sentences(response)]
+    return len(said) > 1 and all(one[-1] == two[0] for one, two in pairwise(said))
+
+
+def paragraph_last_first(response: str) -> bool:
+    """Each line with words ends with the word it began with, and has two at least."""
+    lines = [line for line in map(words, response.split("\n")) if line]
+    return bool(lines) and all(len(line) > 1 and line[0] == line[-1] for line in lines)
+
+
+def no_consecutive(response: str) -> bool:
+    """No two words in a row begin with the same letter."""
+    starts = [word[0] for word in words(response)]
+    return all(one != two for one, two in pairwise(starts))
+
+
+def words_position(response: str, *, keyword: str) -> bool:
+    """The second word and the last but one."""
+    wanted, said = words(phrase("keyword", keyword)), words(response)
+    return len(said) > 1 and [said[1]] == [said[-2]] == wanted
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def sentence_keyword(response: str, *, word: str, N: int) -> bool:
+    """In the N-th sentence."""
+    wanted, place, said = phrase("word", word), whole(N, least=1), sentences(response)
+    return place <= len(said) and whole_words(wanted, said[place - 1]) > 0
+
+
+def alliteration_increment(response: str) -> bool:
+    """Each sentence has more words beside one with the same first letter than the sentence before it."""
+    counts = []
+    for sentence in sentences(response):
+        runs = [len(list(run)) for _, run in groupby(words(sentence), lambda word: word[0])]
+        counts.append(sum(run for run in runs if run > 1))
+    return len(counts) > 1 and all(one < two for one, two in pairwise(counts))
+
+
+def sentence_increment(response: str, *, small_n: int) -> bool:
+    """Each sentence has so many words more than the one before; there are two at least."""
+    more, counts = whole(small_n), [len(words(sentence)) for sentence in sentences(response)]
+    return len(counts) > 1 and all(two - one == more for one, two in pairwise(counts))
+
+
+IFBENCH_WORDS: dict[str, Callable[..., bool]] = {
+    "count:word_count_range": word_count_range,
+    "count:unique_word_count": unique_word_count,
+    "count:conjunctions": conjunctions,
+    "count:person_names": person_names,
+    "count:numbers": numbers,
+    "count:punctuation": punctuation,
+    "count:keywords_multiple": keywords_multiple,
+    "count:pronouns": pronouns,
+    "count:words_japanese": words_japanese,
+    "ratio:stop_words": stop_words,
+    "ratio:sentence_type": sentence_type,
+    "ratio:sentence_balance": sentence_balance,
+    "ratio:sentence_words": sentence_words,
+    "ratio:overlap": overlap,
+    "words:alphabet": alphabet,
+    "words:vowel": vowel,
+    "words:consonants": consonants,
+    "words:palindrome": palindromes,
+    "words:prime_lengths": prime_lengths,
+    "words:start_verb": start_verb,
+    "words:repeats": repeats,
+    "words:odd_even_syllables": odd_even_syllables,
+    "words:last_first": last_first,
+    "words:paragraph_last_first": paragraph_last_first,
+    "words:no_consecutive": no_consecutive,
+    "words:keywords_specific_position": keyword_position,
+    "words:words_position": words_position,
+    "sentence:keyword": sentence_keyword,
+    "sentence:alliteration_increment": alliteration_increment,
+    "sentence:increment": sentence_increment,
+}

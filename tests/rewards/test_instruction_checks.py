@@ -1,0 +1,200 @@
+"""The instructions of RLVR-IFEval, IF-RLVR and IFBench, and IFEval's by the cases of its own tests."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import Any
+
+import pytest
+from rewards import ifbench_cases, instruction_cases
+from rewards.instruction_cases import Case
+
+from roll_lite.data.samples import RewardInput
+from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.instruction import InstructionReward
+from roll_lite.rewards.instruction_checks import CHECKS, IF_TRAIN, IFBENCH, IFEVAL, RLVR_IFEVAL
+from roll_lite.rewards.instruction_checks.parts import sentences, syllables, visible, words
+
+FAMILIES = [
+    (RLVR_IFEVAL, instruction_cases.RLVR, 25),
+    (IF_TRAIN, instruction_cases.IF_TRAIN, 29),
+    (IFBENCH, ifbench_cases.IFBENCH, 58),
+]
+CASES: list[Case] = [*instruction_cases.IFEVAL_REFERENCE, *(case for _, cases, _ in FAMILIES for case in cases)]
+FITTING: dict[str, dict[str, Any]] = {name: arguments for name, arguments, _, _ in CASES}
+"""Arguments that fit, for each instruction that a row asks for."""
+
+
+def item(response: str, answer: Any = None, **columns: Any) -> RewardInput:
+    return RewardInput("if", "prompt", response, answer, columns, "stop")
+
+
+@pytest.mark.parametrize(("name", "arguments", "response", "followed"), CASES)
+def test_cases(name: str, arguments: dict[str, Any], response: str, followed: bool) -> None:
+    assert CHECKS[name](response, **arguments) is followed
+
+
+@pytest.mark.parametrize(("checks", "cases", "count"), FAMILIES, ids=["rlvr", "if_train", "ifbench"])
+def test_every_instruction_has_a_case_that_follows_and_one_that_does_not(checks: dict[str, Any], cases: list[Case], count: int) -> None:
+    assert len(checks) == count
+    for name in checks:
+        assert {followed for one, _, _, followed in cases if one == name} == {True, False}, name
+
+
+def test_the_families_share_no_id() -> None:
+    assert len(CHECKS) == len(IFEVAL) + 25 + 29 + 58
+
+
+@pytest.mark.parametrize("response", ["", " \n\t", "\u200b\u2060", "\u3164 \u2800", "<think>cut off"])
+def test_what_shows_nothing_follows_nothing(response: str) -> None:
+    row = item(response, [{"instruction_id": list(FITTING), "kwargs": list(FITTING.values())}])
+    assert InstructionReward(score="fraction")(row).value == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "response"),
+    [
+        ("keywords:exclude_word_harder", {"keyword": "cat"}, "A c\u200bat."),
+        ("validate_forbidden_words", {"forbidden_words": ["cat"]}, "A ca\u200dt."),
+        ("punctuation:punctuation_dot", {}, "A c\u00ada\u2060t."),
+        ("keywords:word_once", {"keyword": "cat"}, "A cat, a c\ufeffat."),
+        ("count:count_unique", {}, "cat c\u200cat"),
+        ("words:repeats", {"small_n": 1}, "cat \u3164cat\u2800"),
+        ("format:no_whitespace", {}, "a\u2800b"),
+    ],
+)
+def test_what_nobody_sees_changes_nothing(name: str, arguments: dict[str, Any], response: str) -> None:
+    assert InstructionReward()(item(response, {"instruction_id": [name], "kwargs": [arguments]})).value == 0
+
+
+def test_joiners_stay_where_they_mean_something() -> None:
+    assert visible("می\u200cخواهم 👩\u200d🚀") == "می\u200cخواهم 👩\u200d🚀"
+
+
+BAD = [None, "", " ", [], [""], [3], 1.5, True, -1, object()]
+
+
+@pytest.mark.parametrize("name", [name for name in FITTING if FITTING[name]])
+def test_bad_arguments_are_told_whatever_the_response_is(name: str) -> None:
+    for argument in FITTING[name]:
+        for response in ("", "x", "One word. Two words! " * 5):
+            with pytest.raises(TypeError):
+                CHECKS[name](response, **{key: value for key, value in FITTING[name].items() if key != argument})
+            refused = 0
+            for value in BAD:
+                try:
+                    CHECKS[name](response, **FITTING[name] | {argument: value})
+                except (TypeError, ValueError):
+                    refused += 1
+            assert refused >= len(BAD) - 1, f"{argument} of {name}: {refused}"
+
+
+def test_no_instruction_has_a_default() -> None:
+    for name, check in CHECKS.items():
+        _, *arguments = inspect.signature(check).parameters.values()
+        assert all(one.kind is one.KEYWORD_ONLY and one.default is one.empty for one in arguments), name
+
+
+MARKS = [".", "!", "[", "(", "<<", "*", "\n", " ", "A.", '"', "'", "-", "#", ",", "* ", "\u3000", "😀", "<i>"]
+RUNS = [*MARKS, "a", "the ", "Question 1", "12", "é", "a-"]
+EACH = 200_000 // len(RUNS)
+DEGENERATE = [
+    "x".join(run * (EACH // len(run)) for run in RUNS),
+    "\n".join(run * (EACH // len(run)) for run in reversed(RUNS)),
+]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_degenerate_texts_take_no_time(name: str) -> None:
+    for text in DEGENERATE:
+        started = time.process_time()
+        CHECKS[name](text, **FITTING.get(name, {}))
+        assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "columns"),
+    [
+        ('{"func_name": "validate_end", "end_phrase": "The end.", "N": null, "quantifier": null}', {}),
+        ({"func_name": "validate_end", "end_phrase": "The end.", "N": None}, {}),
+        ("[{'instruction_id': ['startend:end_checker', 'punctuation:no_comma'], 'kwargs': [{'end_phrase': 'The end.'}, None]}]", {}),
+        ('[{"instruction_id": ["startend:end_checker"], "kwargs": [{"end_phrase": "The end."}]}]', {}),
+        (["[{'instruction_id': ['startend:end_checker'], 'kwargs': [{'end_phrase': 'The end.'}]}]"], {}),
+        ({"instruction_id_list": ["startend:end_checker"], "kwargs": [{"end_phrase": "The end.", "N": None}]}, {}),
+        (None, {"ground_truth": '{"func_name": "validate_end", "end_phrase": "The end."}'}),
+        ("anything", {"instruction_id_list": ["startend:end_checker"], "kwargs": ['{"end_phrase": "The end."}']}),
+        ([{"func_name": "validate_end", "end_phrase": "The end."}, {"func_name": "validate_no_commas"}], {}),
+    ],
+)
+def test_rows_in_the_forms_of_the_data_sets(answer: Any, columns: dict[str, Any]) -> None:
+    assert InstructionReward()(item("So it was. The end.", answer, **columns)).value == 1
+    assert InstructionReward()(item("The end, it was.", answer, **columns)).value == 0
+
+
+def test_numbers_of_a_table_may_be_floats() -> None:
+    assert InstructionReward()(item("1 2", {"instruction_id": ["count:numbers"], "kwargs": [{"N": 2.0, "word": None}]})).value == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ("The capital is Paris", "the reference answer 'The capital is Paris' is no JSON"),
+        ("[]", "the reference answer holds no instruction"),
+        ("{}", "has neither 'func_name' nor 'instruction_id'"),
+        (3, "has neither 'func_name' nor 'instruction_id'"),
+        ({"instruction_id": ["punctuation:no_comma"], "kwargs": []}, "1 ids in 'instruction_id', 0 arguments in 'kwargs'"),
+        ({"func_name": "verify_keyword", "keyword_list": ["a"]}, "no instruction 'verify_keyword'; the nearest are verify_keywords, "),
+        ({"instruction_id": ["count:numbrs"], "kwargs": [None]}, "no instruction 'count:numbrs'; the nearest are count:numbers, "),
+        ({"func_name": "verify_keywords"}, "verify_keywords: arguments {}: .*keyword_list"),
+        ({"func_name": "validate_word_constraint", "N": 3, "quantifier": "exactly"}, "validate_word_constraint: .*must be 'at least', "),
+        ({"func_name": "validate_paragraphs", "N": 2, "i": 3, "first_word": "a"}, "validate_paragraphs: .*there is no paragraph 3 of 2"),
+        (
+            {"instruction_id": ["copy:repeat_phrase"], "kwargs": [{"phrase": "two words", "small_n": 1}]},
+            "copy:repeat_phrase: .*three words",
+        ),
+        ({"instruction_id": ["ratio:stop_words"], "kwargs": [{"percentage": 101}]}, "ratio:stop_words: .*from 0 to 100"),
+        ({"instruction_id": ["count:words_japanese"], "kwargs": [{"N": 0}]}, "count:words_japanese: .*at least 1"),
+    ],
+)
+def test_bad_rows_are_failures(answer: Any, problem: str) -> None:
+    with pytest.raises(RewardFailed, match=problem):
+        InstructionReward()(item("some text", answer))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("One. 😀 Two! ...", ["One.", "😀 Two! ..."]),
+        ('He said "no." Then he left', ['He said "no."', "Then he left"]),
+        ("My answer is no. It is 5. See No. 7, U.S. and J. Doe.", ["My answer is no.", "It is 5.", "See No. 7, U.S. and J. Doe."]),
+        ("... 1", ["1"]),
+        ("-", []),
+    ],
+)
+def test_sentences(text: str, expected: list[str]) -> None:
+    assert sentences(text) == expected
+
+
+def test_words() -> None:
+    assert words("Well-known, don't—and/or… _3.14_ $5 ( ) 😀") == ["wellknown", "dont", "and", "or", "314", "5"]
+
+
+@pytest.mark.parametrize(
+    ("word", "count"),
+    [
+        ("cat", 1),
+        ("water", 2),
+        ("little", 2),
+        ("have", 1),
+        ("the", 1),
+        ("beautiful", 3),
+        ("makes", 1),
+        ("wanted", 2),
+        ("walked", 1),
+        ("free", 1),
+        ("Zoë", 1),
+    ],
+)
+def test_syllables(word: str, count: int) -> None:
+    assert syllables(word) == count
