@@ -63,13 +63,17 @@ class CodeReward(RewardType):
       import, and so are Python's built-in names, except for the `entry_point`, or where tests call nothing but one of these (`assert
       sum(10, 15) == 6`). Helpers that decide (`is_close(f(1), 2)`) belong into the tests: left to the program, they are forged.
     - Plain data crosses as copies: numbers, text, bytes, lists, tuples, sets, dicts, ranges, arrays of numpy, and `Decimal`, `Fraction`,
-      `date`, `time`, `datetime`, `timedelta`, `deque`, `Counter` and `OrderedDict`. What a function changes in its arguments is followed.
+      `date`, `time`, `datetime`, `timedelta`, `deque`, `Counter` and `OrderedDict`. A list, dict or set that crosses by itself is kept the
+      same on both sides: `box.items.append(1)`, what a function changes in its arguments, and `f(x) is not x` mean what they mean in
+      Python.
+    - What the program prints during a call, the tests print; where it asks for `input`, the tests' own answers, which they may patch.
     - Other objects stay with the program: the tests can call them, read and set attributes, index, loop, ask for `len`, truth, `next` and
-      `isinstance` with the program's classes. They are compared as what they are (itself, or the list or number that they derive from).
+      `isinstance` with the program's classes. They are compared, and reckoned with, as what they are: itself, or the list or
+      number that they derive from.
     - Exceptions of Python and of the program keep their types; one that would end a loop of the tests (`StopIteration`) becomes another.
     - What the tests need and cannot be done that way is a failure with its cause, not a verdict: functions of the tests as arguments,
       comparing or adding objects of a class that the tests name and that has its own `__eq__` or `__add__`, awaiting coroutines, a module
-      that is not there (`python_path`), tests that never use the program.
+      that is not there (`python_path`), tests that never use the program, `is` about something inside of a value.
     - What a program brings about by itself is wrong: a coroutine that the tests do not await, an object of its own where they name no
       class or helper of the program (`assert f(1) == 5`), a value of more than 8 MB.
 

@@ -21,6 +21,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
+from roll_lite.sandbox.identity import IDENTICAL, asks_identity
 from roll_lite.sandbox.serving import serve
 from roll_lite.sandbox.stand_ins import Cannot, ProgramFault, Wire, builtins_for
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
@@ -179,15 +180,24 @@ def _judge(order: dict[str, Any]) -> None:
 
 
 def _judged(wire: Wire, order: dict[str, Any]) -> dict[str, Any]:
+    tree, asks = asks_identity(order["source"])
+    if asks:
+        wire.watch_identity()
     wire.wait()
     found = wire.names(order["names"])
     module = types.ModuleType(FROM_PROGRAM)
     module.__dict__.update(found)
     sys.modules[FROM_PROGRAM] = module
-    names = {"__name__": "tests", "__builtins__": builtins_for(wire, order["names"]), **found}
+    tests = types.ModuleType("__main__")
+    sys.modules["__main__"] = tests  # where unittest.main() looks for them
+    names = tests.__dict__
+    names |= {"__name__": "tests", "__builtins__": builtins_for(wire, order["names"]), IDENTICAL: wire.same, **found}
     try:
         names |= {name: importlib.import_module(path) for name, path in order.get("modules", {}).items()}
-        exec(compile(order["source"], "tests.py", "exec", dont_inherit=True), names)
+        exec(compile(tree, "tests.py", "exec", dont_inherit=True), names)
+    except SystemExit as end:
+        if end.code not in (None, 0, False):
+            raise
     except ImportError as error:
         if error.name == FROM_PROGRAM or hasattr(error, "of_program"):
             raise

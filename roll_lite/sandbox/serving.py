@@ -5,24 +5,41 @@ from __future__ import annotations
 import builtins
 import contextlib
 import inspect
+import io
 import json
 import operator
 from collections.abc import Callable
 from typing import Any
 
+from roll_lite.sandbox.links import Links
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 
 def serve(names: dict[str, Any], peer: int) -> None:
     """Until the tests end."""
-    served = _Served(names)
     incoming, outgoing = open(peer, "rb", closefd=False), open(peer, "wb", closefd=False)  # noqa: SIM115
-    with contextlib.suppress(ConnectionError):
-        outgoing.write(b'{"ready": true}\n')
+
+    def say(answer: dict[str, Any]) -> None:
+        outgoing.write(json.dumps(answer).encode() + b"\n")
         outgoing.flush()
+
+    def ask_tests(prompt: object = "", /) -> str:
+        """`input`, for tests that put something else in its place."""
+        say({"input": str(prompt)})
+        said = json.loads(incoming.readline())
+        if said["text"] is None:
+            raise EOFError("EOF when reading a line")
+        return str(said["text"])
+
+    served = _Served(names)
+    with contextlib.suppress(ConnectionError):
+        say({"ready": True})
+        builtins.input = ask_tests
         for line in incoming:
-            outgoing.write(json.dumps(served.answer(json.loads(line))).encode() + b"\n")
-            outgoing.flush()
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                answer = served.answer(json.loads(line))
+            say(answer | {"printed": printed.getvalue()} if printed.tell() else answer)
 
 
 class _Served:
@@ -30,22 +47,33 @@ class _Served:
         self._names = names
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
+        self._links = Links("p", self._refer, self._find)
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         try:
+            self._links.follow(asked["now"])
+            self._links.forget(asked["gone"])
             if asked["do"] == "name":
                 return self._name(asked["name"])
-            args, kwargs = decode(asked["args"], self._find), decode(asked["kwargs"], self._find)
+            args = [self._links.take(one) for one in asked["args"]]
+            kwargs = {name: self._links.take(one) for name, one in asked["kwargs"].items()}
             value = USES[asked["do"]](self._find(asked["object"]), *args, **kwargs)
             if inspect.isawaitable(value) or inspect.isasyncgen(value):
                 return {"awaitable": type(value).__name__}
-            return {"value": encode(value, self._refer), "after": encode([*args, *kwargs.values()], self._refer)}
+            return {"value": self._links.send(value), "now": self._links.changes()}
         except Exception as error:  # whatever the program raised, the tests get
-            try:
-                given = encode(list(error.args))
-            except TypeError:
-                given = [str(error)]
-            return {"error": _kinds(type(error)), "with": given}
+            return self._raised(error)
+
+    def _raised(self, error: Exception) -> dict[str, Any]:
+        try:
+            given = encode(list(error.args))
+        except TypeError:
+            given = [str(error)]
+        try:
+            now = self._links.changes()
+        except Exception:  # a list that holds itself
+            now = {}
+        return {"error": _kinds(type(error)), "with": given, "now": now}
 
     def _name(self, name: str) -> dict[str, Any]:
         solution = self._names.get("Solution")
@@ -57,7 +85,7 @@ class _Served:
             return {"missing": True}
         if isinstance(value, type) and issubclass(value, Exception):
             return {"exception": _kinds(value)}
-        return {"value": encode(value, self._refer)}
+        return {"value": self._links.send(value)}
 
     def _find(self, which: int | str) -> Any:
         """An object by its number, or one of Python's own by its name."""
@@ -99,6 +127,16 @@ def _how_to_compare(value: Any) -> list[Any]:
         return ["own"]
 
 
+def _plain_for(value: Any, method: str) -> list[Any]:
+    owner = next((kind for kind in type(value).__mro__ if method in vars(kind)), object)
+    if owner is object or owner.__module__ != "builtins":
+        return []
+    try:
+        return [decode(encode(value))]
+    except TypeError:
+        return []
+
+
 USES: dict[str, Callable[..., Any]] = {
     "call": lambda target, /, *args, **kwargs: target(*args, **kwargs),
     "get": getattr,
@@ -116,4 +154,5 @@ USES: dict[str, Callable[..., Any]] = {
     "isinstance": isinstance,
     "is plain": lambda target, kind: isinstance(target, getattr(builtins, kind)),
     "how to compare": _how_to_compare,
+    "plain for": _plain_for,
 }

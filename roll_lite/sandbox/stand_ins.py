@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from roll_lite.sandbox.links import Links, inner
 from roll_lite.sandbox.values import decode, encode
 
 SOLUTION = "Solution"
@@ -50,6 +51,9 @@ class Wire:
         self._file = file
         self._known: dict[int, StandIn] = {}
         self._exceptions: dict[str, type[Exception]] = {}
+        self._links = Links("t", self._refer, self.find)
+        self._inside: dict[int, Any] | None = None
+        """What can be changed inside of values of the program: copies, of which nobody knows whose they are. Kept where tests ask."""
         self.used = False
         self.over: Cannot | ProgramFault | None = None
         """The first of them: it holds even where the tests catch everything."""
@@ -80,37 +84,66 @@ class Wire:
         exceptions = {name: [str(one) for one in answer["exception"]] for name, answer in found.items() if "exception" in answer}
         for kinds in sorted(exceptions.values(), key=len):  # the base before what derives from it
             self._exceptions[kinds[0]] = type(kinds[0].rpartition(".")[2], (self._kind(kinds[1:]),), {})
-        values = {name: decode(answer["value"], self.find) for name, answer in found.items() if "value" in answer}
+        values = {name: self._take(answer["value"]) for name, answer in found.items() if "value" in answer}
+        self.used = any(not isinstance(value, StandIn) for value in values.values())
         return values | {name: self._exceptions[kinds[0]] for name, kinds in exceptions.items()}
 
     def use(self, what: str, target: StandIn, /, *args: Any, **kwargs: Any) -> Any:
         self.used = True
-        asked = {"do": what, "object": target._number, "args": encode(list(args), self._refer), "kwargs": encode(kwargs, self._refer)}
-        answer = self.ask(asked)
+        given = [self._links.send(one) for one in args], {name: self._links.send(one) for name, one in kwargs.items()}
+        answer = self.ask({"do": what, "object": target._number, "args": given[0], "kwargs": given[1]})
         if "awaitable" in answer:
             why = f"a value of type {answer['awaitable']}, which has to be awaited"
             self.end_as(ASYNCHRONOUS.search(self._source), why[:LONGEST_NAME])
         try:
-            value, after, error = self._read(answer)
+            self._links.follow(dict(answer.get("now", {})))
+            value, error = self._read(answer)
         except (ValueError, TypeError, LookupError, RecursionError):
             self.end(ProgramFault("the program sent what is no answer"))
         if error is not None:
             raise error
-        for given, now in zip([*args, *kwargs.values()], after, strict=False):
-            _follow(given, now)
         return value
 
-    def _read(self, answer: dict[str, Any]) -> tuple[Any, list[Any], Exception | None]:
-        """The value, what became of the arguments, and what was raised instead."""
+    def _read(self, answer: dict[str, Any]) -> tuple[Any, Exception | None]:
+        """The value, and what was raised instead."""
         if "error" not in answer:
-            return decode(answer["value"], self.find), list(decode(answer.get("after", []), self.find)), None
+            return self._take(answer["value"]), None
         kind = self._kind([str(one) for one in answer["error"]])
         error = kind.__new__(kind, *decode(answer["with"]))
         error.__dict__["of_program"] = True
-        return None, [], error
+        return None, error
+
+    def _take(self, data: Any) -> Any:
+        value = self._links.take(data)
+        if self._inside is not None:
+            self._inside |= {id(one): one for one in inner(value)}
+        return value
+
+    def watch_identity(self) -> None:
+        """From the start, where the tests ask whether one object is another."""
+        self._inside = {}
+
+    def same(self, one: Any, other: Any) -> bool:
+        """What crosses by itself keeps its identity."""
+        inside = self._inside or {}
+        if one is not other and type(one) is type(other) and (id(one) in inside or id(other) in inside):
+            self.end(Cannot("whether something inside of a value is the same object as another"))
+        return one is other
 
     def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
-        message = json.dumps(asked).encode() + b"\n"
+        """An answer; on the way the program may print, and ask for input."""
+        answer = self._exchange({**asked, "now": self._links.changes(), "gone": self._links.let_go()})
+        while "input" in answer:
+            try:
+                text = str(builtins.input(str(answer["input"])))
+            except Exception:  # none is left
+                text = None
+            answer = self._exchange({"text": text})
+        sys.stdout.write(str(answer.get("printed", "")))
+        return answer
+
+    def _exchange(self, said: dict[str, Any]) -> dict[str, Any]:
+        message = json.dumps(said).encode() + b"\n"
         try:
             while message:
                 message = message[os.write(self._file, message) :]
@@ -222,7 +255,13 @@ class StandIn:
             self._wire.end_at_object("comparing an object of a class of the program, which has an __eq__ of its own", other)
         return bool(plain[0] == other) if plain else False
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        plain = self._plain_for("__hash__")
+        return hash(plain[0]) if plain else object.__hash__(self)
+
+    def _plain_for(self, method: str) -> list[Any]:
+        """The number, text or tuple that it derives from, where it has the method from there; else empty."""
+        return list(self._wire.use("plain for", self, method))
 
 
 def _is_caught(name: str, source: str) -> bool:
@@ -231,11 +270,16 @@ def _is_caught(name: str, source: str) -> bool:
     return caught is not None and re.search(rf"\b{re.escape(name)}\s*\(", source) is None
 
 
-def _refused(name: str) -> Any:
-    def method(self: StandIn, *others: object) -> Any:
-        self._wire.end_at_object(f"{name} of an object of a class of the program", *others)
+def _as_plain(method: str) -> Any:
+    """Of an IntEnum, a namedtuple and the like; refused where its class says itself what the method does."""
 
-    return method
+    def called(self: StandIn, *others: Any) -> Any:
+        values = [one._plain_for(method) if isinstance(one, StandIn) else [one] for one in (self, *others)]
+        if not all(values):
+            self._wire.end_at_object(f"{method} of an object of a class of the program", *others)
+        return getattr(values[0][0], method)(*(one for [one] in values[1:]))
+
+    return called
 
 
 for _name in (
@@ -244,7 +288,7 @@ for _name in (
     *("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "int", "float", "complex", "index", "round", "trunc", "floor", "ceil"),
     *("await", "aiter", "anext", "array", "reversed", "reduce_ex"),
 ):
-    setattr(StandIn, f"__{_name}__", _refused(f"__{_name}__"))
+    setattr(StandIn, f"__{_name}__", _as_plain(f"__{_name}__"))
 setattr(StandIn, "__doc__", property(lambda self: self._wire.use("get", self, "__doc__")))  # noqa: B010
 
 
@@ -275,11 +319,3 @@ def builtins_for(wire: Wire, under_test: list[str]) -> dict[str, Any]:
 _PROTOCOLS = ("collections.abc", "typing", "types")
 """Modules with kinds of objects that are no plain data, such as iterators: tests that ask for one need it."""
 _CONTAINERS = (list, tuple, set, frozenset, dict)
-
-
-def _follow(given: Any, now: Any) -> None:
-    """What the function did to a list, set, dict, deque or bytearray in place."""
-    if isinstance(given, StandIn) or type(given) is not type(now) or not hasattr(given, "clear"):
-        return
-    given.clear()
-    given.extend(now) if hasattr(given, "extend") else given.update(now)
