@@ -12,17 +12,18 @@ from pathlib import Path
 import yaml
 
 from roll_lite.config.arithmetic import derive, render
+from roll_lite.config.check_layout import sharing_notes
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema import RunConfig
 from roll_lite.config.shipped import CONFIGS, found
-from roll_lite.distributed.strategy.engines import own_arguments_set
+from roll_lite.distributed.strategy.engines import engine_arguments_fit
 from roll_lite.rewards.check import check_rewards
 
 WRONG_CONFIGURATION = 2
 """Exit code, argparse's own for a wrong command line as well."""
 INTERRUPTED = 130
-CHECKS = (own_arguments_set, check_rewards)
+CHECKS = (engine_arguments_fit, check_rewards)
 """Of those who know what a section is for."""
 SEEN_ENOUGH = 141
 """What a shell shows for a program that SIGPIPE has ended."""
@@ -61,7 +62,8 @@ def _check(config: RunConfig, _parsed: argparse.Namespace) -> int:
     resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     sys.stdout.write(resolved)
     sys.stdout.flush()
-    sys.stderr.write(f"\n{render(derive(config))}\n")
+    notes = "".join(f"\nnote: {note}" for note in sharing_notes(config))
+    sys.stderr.write(f"\n{render(derive(config))}\n{notes}\n" if notes else f"\n{render(derive(config))}\n")
     return 0
 
 

@@ -173,7 +173,7 @@ def updates(config: RunConfig, role: str) -> int:
 def model_parallel_size(role: Role) -> int:
     strategy = role.strategy
     if isinstance(strategy, MegatronStrategyConfig):
-        return strategy.tensor_parallel * strategy.pipeline_parallel * strategy.context_parallel
+        return strategy.tensor_parallel * strategy.pipeline_parallel
     return getattr(strategy, "tensor_parallel", 1)
 
 
@@ -232,7 +232,7 @@ def _cluster(name: str, by_role: dict[str, Role]) -> ClusterArithmetic:
     copies = len(devices) // size
     strategy = role.strategy
     if isinstance(strategy, MegatronStrategyConfig):
-        parts = {"TP": strategy.tensor_parallel, "PP": strategy.pipeline_parallel, "CP": strategy.context_parallel, "DP": copies}
+        parts = {"TP": strategy.tensor_parallel, "PP": strategy.pipeline_parallel, "DP": copies}
         layout = " x ".join(f"{key} {value}" for key, value in parts.items() if value > 1 or key == "DP")
     else:
         layout = f"{copies} replica{'s' if copies != 1 else ''}" + (f" of TP {size}" if size > 1 else "")

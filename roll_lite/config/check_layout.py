@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
-from roll_lite.config.arithmetic import Role, device_numbers, max_model_len, model_parallel_size
+from roll_lite.config.arithmetic import Role, device_numbers, max_model_len, model_parallel_size, roles
 from roll_lite.config.hf_config import ModelShape, read_model_shape
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema import (
@@ -37,7 +38,7 @@ def _parallel_sizes_divide_devices(config: RunConfig, name: str, role: Role) -> 
     if not count or count % size == 0:
         return
     strategy = role.strategy
-    parts = ("tensor_parallel", "pipeline_parallel", "context_parallel")
+    parts = ("tensor_parallel", "pipeline_parallel")
     given = [f"{part} {getattr(strategy, part)}" for part in parts if getattr(strategy, part, 1) > 1]
     factors = f"{' x '.join(given)} = {size}" if len(given) > 1 else given[0]
     what = "replicas of the engine" if isinstance(role, InferRoleConfig) else "data-parallel copies of the model"
@@ -46,15 +47,6 @@ def _parallel_sizes_divide_devices(config: RunConfig, name: str, role: Role) -> 
         f"{factors} does not divide {count} devices into whole {what}; use a multiple of {size}",
         _given(role.devices),
     )
-
-
-def _not_supported_yet(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
-    if not isinstance(role.strategy, MegatronStrategyConfig):
-        return
-    for field in ("context_parallel", "expert_parallel", "virtual_pipeline"):
-        value = getattr(role.strategy, field)
-        if value > 1:
-            yield Problem(f"{name}.strategy.{field}", "is not supported yet; use 1", value)
 
 
 def _sequence_parallel(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
@@ -111,7 +103,6 @@ def _engine_limits(config: RunConfig, name: str, role: Role) -> Iterator[Problem
 ROLE_CHECKS = (
     _device_list,
     _parallel_sizes_divide_devices,
-    _not_supported_yet,
     _sequence_parallel,
     _pipeline_divides_layers,
     _tensor_parallel_divides_heads,
@@ -147,6 +138,21 @@ def _deterministic_runs_on_cpu(config: RunConfig) -> Iterator[Problem]:
 
 
 LAYOUT_CHECKS = (_model_is_long_enough, _deterministic_runs_on_cpu)
+
+
+def sharing_notes(config: RunConfig) -> list[str]:
+    """Roles that stay on the same GPUs at the same time."""
+    if not gpus_visible():
+        return []
+    by_role = roles(config)
+    notes = []
+    for (name, role), (other, its) in combinations(by_role.items(), 2):
+        shared = sorted(set(device_numbers(role.devices)) & set(device_numbers(its.devices)))
+        staying = [one for one, of in ((name, role), (other, its)) if not getattr(of, "offload", False)]
+        if shared and len(staying) == 2:
+            listed = ", ".join(map(str, shared[:8])) + (", ..." if len(shared) > 8 else "")
+            notes.append(f"{name} and {other} share device {listed} and both stay in its memory; set offload: true for both, or move one")
+    return notes
 
 
 def model_folder(config: RunConfig, role: Role) -> Path:

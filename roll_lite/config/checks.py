@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from roll_lite.config.arithmetic import group_size, longest_sequence, updates
+from roll_lite.config.check_addresses import addresses_without_secrets
 from roll_lite.config.check_algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
 from roll_lite.config.check_files import DOMAIN_FILE_CHECKS, FILE_CHECKS
 from roll_lite.config.check_judges import JUDGE_CHECKS
@@ -205,6 +206,7 @@ def _no_scripted_engine(config: RunConfig) -> Iterator[Problem]:
 
 
 RUN_CHECKS = (
+    addresses_without_secrets,
     _experiment_name,
     _mini_batches_divide,
     _critic_and_gae_belong_together,

@@ -52,7 +52,7 @@ def _without_secrets(problem: Problem, composed: Composed) -> Problem:
             problem = replace(problem, value=text)
         elif isinstance(problem.value, dict | list) and dotted(path).startswith(f"{problem.path}."):
             problem = replace(problem, value=NO_VALUE)
-        if isinstance(secret, str) and secret.strip():
+        if isinstance(secret, str) and len(secret.strip()) > 2:
             problem = replace(problem, message=problem.message.replace(secret, text))
     return problem
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,21 @@ Path = tuple[str, ...]
 """Place in the YAML tree; list indices are digits."""
 
 LONGEST_VALUE = 100
+
+
+ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*://)[^/?#\s\"@]*@", re.IGNORECASE)
+"""With a user, a password or a token."""
+KEY = re.compile(
+    r"([?&](?:[a-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|signature|credential)|sig|auth|authorization|pwd)=)[^&#\s\"]+", re.IGNORECASE
+)
+"""In the query of an address."""
+
+
+def secret_in_address(text: str) -> str | None:
+    """What it is, in words."""
+    if ADDRESS.match(text):
+        return "a user or a password"
+    return "a key in its query" if "://" in text and KEY.search(text) else None
 
 
 class _NoValue:
@@ -35,9 +51,10 @@ class Problem:
         return replace(self, source=source)
 
     def __str__(self) -> str:
+        message = ADDRESS.sub(r"\1***@", KEY.sub(r"\1***", self.message))
         path = self.path if len(self.path) <= LONGEST_VALUE else self.path[: LONGEST_VALUE - 3] + "..."
         place = path if self.value is NO_VALUE else f"{path} = {show(self.value)}"
-        return f"{place}: {self.message}" + (f"  [{self.source}]" if self.source else "")
+        return f"{place}: {message}" + (f"  [{self.source}]" if self.source else "")
 
 
 class ConfigError(ValueError):
@@ -60,6 +77,7 @@ def show(value: Any) -> str:
         text = json.dumps(value, default=str, ensure_ascii=False)
     except (ValueError, RecursionError):  # a number of thousands of digits, a list that holds itself
         text = f"({type(value).__name__})"
+    text = ADDRESS.sub(r"\1***@", KEY.sub(r"\1***", text))
     text = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 

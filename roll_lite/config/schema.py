@@ -105,12 +105,6 @@ class MegatronStrategyConfig(Section):
     """Ranks that share every layer's matrices."""
     pipeline_parallel: PositiveInt = 1
     """Ranks that share the layers."""
-    virtual_pipeline: PositiveInt = 1
-    """Interleaved model chunks per pipeline rank; only 1 is supported so far."""
-    context_parallel: PositiveInt = 1
-    """Ranks that share a sequence; only 1 is supported so far."""
-    expert_parallel: PositiveInt = 1
-    """Ranks that share the experts of a mixture-of-experts model; only 1 is supported so far."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence (needs tensor_parallel > 1)."""
     distributed_optimizer: bool = True

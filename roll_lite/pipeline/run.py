@@ -15,6 +15,7 @@ from types import FrameType
 import yaml
 
 from roll_lite.config.arithmetic import roles
+from roll_lite.config.check_layout import sharing_notes
 from roll_lite.config.checkpoint_files import CONFIG_FILE, resumption
 from roll_lite.config.problems import first_line
 from roll_lite.config.schema import RunConfig
@@ -62,6 +63,8 @@ def announce(config: RunConfig, journal: Journal) -> None:
     if config.checkpoint.resume is not None:
         for note in resumption(config.checkpoint.resume).notes:
             journal.console.message(note)
+    for note in sharing_notes(config):
+        journal.console.message(note)
     journal.console.message(f"{config.experiment}: everything is written to {journal.folder}; starting Ray")
 
 

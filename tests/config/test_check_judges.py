@@ -35,6 +35,24 @@ PROBLEMS = {
     "no chat template": (JUDGE + (ASKS % "").replace("api: completions, ", ""), "domains.add.reward.args.api", "use completions"),
     "no model": (EXTERNAL % "url: 'http://h/v1'", "domains.add.reward.args", "needs model"),
     "a password": (REMOTE % f"url: 'http://me:{KEY}@h/get'", "domains.add.reward.args.url", "a user or a password"),
+    "a password for a judge": (EXTERNAL % f"url: 'https://me:{KEY}@h/v1', model: m", "domains.add.reward.args.url", "a user or a password"),
+    "a signature in the second": (
+        REMOTE % f"url: ['https://h', 'https://h?sig={KEY}']",
+        "domains.add.reward.args.url.1",
+        "a key in its query",
+    ),
+    "a key in the query": (REMOTE % f"url: 'https://h/get?a=1&api_key={KEY}'", "domains.add.reward.args.url", "a key in its query"),
+    "a token in the query": (REMOTE % f"url: 'https://h/get?access_token={KEY}'", "domains.add.reward.args.url", "a key in its query"),
+    "where programs run": (
+        f"domains: {{add: {{reward: {{type: code, args: {{backend: {{url: 'http://me:{KEY}@h/run'}}}}}}}}}}",
+        "domains.add.reward.args.backend.url",
+        "a user or a password",
+    ),
+    "in an engine's arguments": (
+        f"actor_infer: {{strategy: {{engine_args: {{download_dir: 's3://me:{KEY}@h'}}}}}}",
+        "actor_infer.strategy.engine_args.download_dir",
+        "a user or a password",
+    ),
     "a scheme": (REMOTE % "url: 'h:80/get'", "domains.add.reward.args.url", "of the form http://"),
     "no address": (REMOTE % "url: []", "domains.add.reward.args.url", "at least one"),
     "the key itself": (REMOTE % f"url: 'http://h', api_key_env: {KEY}", "domains.add.reward.args.api_key_env", "must not stand here"),
@@ -70,3 +88,11 @@ def test_judges_have_devices_of_their_own(project: Project) -> None:
     assert (judge.devices, judge.copies, judge.layout) == ((0, 3), 2, "vllm: 2 replicas")
     assert set(judge.shares_with) == {"actor_train", "actor_infer"}
     assert "judges.main" in render(arithmetic)
+
+
+def test_an_address_is_never_repeated_with_its_secret(project: Project) -> None:
+    """Whatever else is wrong beside it."""
+    address = f"https://me:{KEY}@h/v1?token={KEY}&page=2"
+    for yaml in (EXTERNAL % f"url: '{address}'", f"domains: {{add: {{rewards: {{url: '{address}'}}}}}}", f"experiment: '{address}'"):
+        text = "\n".join(map(str, project.problems_of(yaml)))
+        assert text and KEY not in text, text

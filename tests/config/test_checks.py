@@ -9,6 +9,7 @@ import pytest
 from config_project import Project
 
 from roll_lite.config import check_layout
+from roll_lite.config.check_layout import sharing_notes
 from roll_lite.config.checks import readable
 
 CRITIC = "critic: {}\nalgorithm: {advantage: {name: gae}}\n"
@@ -86,25 +87,25 @@ LAYOUT_CHECKS = {
         "actor_infer.devices",
         "tensor_parallel 2 does not divide 3 devices into whole replicas",
     ),
-    "context parallel": (
+    "context parallel, which is not there": (
         "actor_train: {devices: 2, strategy: {context_parallel: 2}}",
         "actor_train.strategy.context_parallel",
-        "not supported yet",
+        "unknown key",
     ),
-    "expert parallel": (
+    "expert parallel, which is not there": (
         "actor_train: {devices: 2, strategy: {expert_parallel: 2}}",
         "actor_train.strategy.expert_parallel",
-        "not supported yet",
+        "unknown key",
     ),
     "sequence parallel": (
         "actor_train: {strategy: {sequence_parallel: true}}",
         "actor_train.strategy.sequence_parallel",
         "needs tensor_parallel > 1",
     ),
-    "virtual pipeline": (
+    "virtual pipeline, which is not there": (
         "actor_train: {devices: 2, strategy: {pipeline_parallel: 2, virtual_pipeline: 3}}",
         "actor_train.strategy.virtual_pipeline",
-        "not supported yet",
+        "unknown key",
     ),
     "pipeline and layers": (
         "actor_train: {devices: 4, strategy: {pipeline_parallel: 4}}",
@@ -332,3 +333,13 @@ def test_combinations_that_are_right(project: Project) -> None:
 def test_a_bug_in_a_check_is_not_taken_for_a_refused_field() -> None:
     with pytest.raises(AttributeError):
         readable(iter([SimpleNamespace().nothing]) for _ in range(1))  # type: ignore[arg-type]
+
+
+def test_roles_that_stay_on_the_same_gpus_are_told(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = ("actor_train.devices=[0,1]", "actor_infer.devices=[1,2]")
+    assert sharing_notes(project.load(*both)) == [], "without GPUs a device is a share of the processor"
+    monkeypatch.setattr(check_layout, "gpus_visible", lambda: True)
+    (note,) = sharing_notes(project.load(*both))
+    assert note.startswith("actor_train and actor_infer share device 1 and both stay in its memory")
+    assert sharing_notes(project.load(*both, "actor_infer.offload=true")) == []
+    assert sharing_notes(project.load("actor_train.devices=[0]", "actor_infer.devices=[1]")) == []

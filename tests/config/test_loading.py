@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from pathlib import Path
 
 import pydantic
 import pytest
+import yaml
 from config_project import Project
 
 from roll_lite.config.loading import load_config
@@ -215,6 +218,50 @@ def test_interpolation(project: Project, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert (project.load(name="linked").seed, project.load(name="linked").steps) == (4, 11)
     assert project.load("rollout.samples_per_prompt=8", name="linked").seed == 8
+
+
+SECRET = "sk-0123456789"
+
+
+def test_what_comes_from_the_environment_is_never_written_down(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in config.yaml and what `check` prints, which are dumps; used it is all the same."""
+    monkeypatch.setenv("MY_KEY", SECRET)
+    project.write("configs/keyed.yaml", "defaults: [run]\nray: {address: '${oc.env:MY_KEY}'}\n")
+    config = project.load(
+        "domains.add.template.system=null",
+        "domains.copy.sampling.stop=['${ray.address}', end]",
+        "domains.copy.template.text='x ${oc.env:MY_KEY} {prompt}'",
+        "seed=${oc.decode:${oc.env:MY_SEED,7}}",
+        name="keyed",
+    )
+    assert (config.ray.address, config.domains["copy"].sampling.stop, config.seed) == (SECRET, [SECRET, "end"], 7)
+    for dump in (config.model_dump(mode="json"), json.loads(config.model_dump_json()), pickle.loads(pickle.dumps(config)).model_dump()):
+        assert SECRET not in str(dump)
+        assert dump["ray"]["address"] == "${oc.env:MY_KEY}" and dump["domains"]["copy"]["sampling"]["stop"] == ["${ray.address}", "end"]
+    project.write("configs/again.yaml", yaml.safe_dump(config.model_dump(mode="json")))
+    assert project.load(name="again") == config
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "steps=${oc.env:MY_KEY}",
+        "model.path=${oc.env:MY_KEY}",
+        "experiment=a/${oc.env:MY_KEY}",
+        "nothing=${oc.env:MY_KEY}",
+        "domains.add.reward.typ=${oc.env:MY_KEY}",
+        "domains.copy.reward.args={no_such: '${oc.env:MY_KEY}'}",
+        "actor_infer.strategy.name=${oc.env:MY_KEY}",
+        "trackers=${oc.env:MY_KEY}",
+        "steps=${oc.decode:'[${oc.env:MY_KEY}'}",
+        "rollout={x: {y: ['${oc.env:MY_KEY}']}}",
+        "domains.add.data.train=${oc.env:MY_KEY}.jsonl",
+    ],
+)
+def test_a_mistake_does_not_tell_a_secret(project: Project, monkeypatch: pytest.MonkeyPatch, override: str) -> None:
+    monkeypatch.setenv("MY_KEY", SECRET)
+    text = "\n".join(map(str, project.problems(override)))
+    assert text and SECRET not in text, text
 
 
 def test_an_override_repairs_what_a_file_leaves_open(project: Project) -> None:

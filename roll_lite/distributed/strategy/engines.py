@@ -5,10 +5,13 @@ Nothing here imports an engine, nor torch before one is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import ast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_lite.config.problems import Problem
+from roll_lite.config.problems import Problem, close_names
 from roll_lite.config.schema import (
     EngineStrategyConfig,
     RunConfig,
@@ -23,8 +26,6 @@ from roll_lite.distributed.strategy.vllm.compat import settings as vllm
 
 if TYPE_CHECKING:
     from roll_lite.distributed.strategy.base import EngineSpec, InferenceStrategy
-
-OWN_ARGUMENTS: Mapping[str, tuple[str, ...]] = {"vllm": vllm.OWN_ARGUMENTS, "sglang": sglang.OWN_ARGUMENTS}
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
@@ -46,15 +47,49 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
             return ScriptedEngine(spec.strategy)
 
 
-def own_arguments_set(config: RunConfig) -> Iterator[Problem]:
-    """Engine arguments in a configuration that are not the user's to set."""
+def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
+    """Engine arguments in a configuration that are not the user's to set, have a key of their own, or are unknown to the engine."""
     infer = config.actor_infer.strategy
     if isinstance(infer, EngineStrategyConfig):
-        yield from _problems("actor_infer", infer.engine_args, OWN_ARGUMENTS[infer.name])
+        own, settings, fields = (
+            (sglang.OWN_ARGUMENTS, sglang.SETTINGS, sglang.FIELDS)
+            if isinstance(infer, SglangStrategyConfig)
+            else (vllm.OWN_ARGUMENTS, vllm.SETTINGS, vllm.FIELDS)
+        )
+        known = declared_fields(infer.name, fields) if infer.engine_args else frozenset[str]()
+        yield from _problems("actor_infer", infer.engine_args, own, settings, known)
     for name, judge in config.judges.items():
-        yield from _problems(f"judges.{name}", judge.strategy.engine_args, judge_server.OWN_ARGUMENTS)
+        known = declared_fields("vllm", vllm.SERVER_FIELDS) if judge.strategy.engine_args else frozenset[str]()
+        yield from _problems(f"judges.{name}", judge.strategy.engine_args, judge_server.OWN_ARGUMENTS, vllm.SETTINGS, known)
 
 
-def _problems(role: str, given: Mapping[str, Any], own: tuple[str, ...]) -> Iterator[Problem]:
-    for argument in sorted(given.keys() & set(own)):
-        yield Problem(f"{role}.strategy.engine_args.{argument}", OWN_ARGUMENT, given[argument])
+def _problems(
+    role: str, given: Mapping[str, Any], own: tuple[str, ...], settings: Mapping[str, str], known: Collection[str]
+) -> Iterator[Problem]:
+    """`known`: empty where the engine is not installed here; then nothing is said of what it knows."""
+    for argument, value in sorted(given.items()):
+        place = f"{role}.strategy.engine_args.{argument}"
+        if argument in own:
+            yield Problem(place, OWN_ARGUMENT, value)
+        elif argument in settings:
+            yield Problem(place, f"has a key of its own: write it as {role}.strategy.{settings[argument]}", value)
+        elif known and argument not in known:
+            close = close_names(argument, known)
+            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+            yield Problem(place, f"the engine that is installed has no such argument{hint}", value)
+
+
+def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
+    """The fields of an installed package's classes, read from its source: importing it takes seconds. Empty where it is not installed, or
+    declares them elsewhere; then the engine itself tells at its start."""
+    spec = find_spec(package)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
+    names: set[str] = set()
+    for pattern, wanted in places:
+        trees = [ast.parse(file.read_text(encoding="utf-8")) for folder in folders for file in folder.glob(pattern)]
+        classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef) and wanted in (None, node.name)]
+        if not classes:
+            return frozenset()
+        fields = [line.target for node in classes for line in node.body if isinstance(line, ast.AnnAssign)]
+        names |= {field.id for field in fields if isinstance(field, ast.Name)}
+    return frozenset(names)

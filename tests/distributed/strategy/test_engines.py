@@ -10,7 +10,10 @@ import pytest
 
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
-from roll_lite.distributed.strategy.engines import own_arguments_set
+from roll_lite.distributed.strategy import engines
+from roll_lite.distributed.strategy.engines import declared_fields, engine_arguments_fit
+from roll_lite.distributed.strategy.sglang.compat import settings as sglang
+from roll_lite.distributed.strategy.vllm.compat import settings as vllm
 
 CONFIGS = Path(__file__).parents[3] / "examples/configs"
 JUDGE = "judges={main: {path: examples/models/tiny, strategy: {engine_args: {port: 80, block_size: 32}}}}"
@@ -19,7 +22,7 @@ JUDGE = "judges={main: {path: examples/models/tiny, strategy: {engine_args: {por
 def test_arguments_that_roll_lite_sets_itself_are_told_at_once_with_the_other_mistakes() -> None:
     overrides = ["steps=0", "actor_infer.strategy.engine_args={model: elsewhere, block_size: 32}", JUDGE]
     with pytest.raises(ConfigError) as failure:
-        load_config("tiny_grpo", CONFIGS, overrides, further=[own_arguments_set])
+        load_config("tiny_grpo", CONFIGS, overrides, further=[engine_arguments_fit])
     problems = {problem.path: problem for problem in failure.value.problems}
     for path in ("actor_infer.strategy.engine_args.model", "judges.main.strategy.engine_args.port"):
         assert problems[path].message == "roll_lite sets this one itself; remove it" and problems[path].source
@@ -30,7 +33,48 @@ def test_arguments_that_roll_lite_sets_itself_are_told_at_once_with_the_other_mi
 def test_each_engine_has_its_own(engine: str, argument: str) -> None:
     overrides = [f"actor_infer.strategy={engine}", f"actor_infer.strategy.engine_args={{{argument}: x}}"]
     with pytest.raises(ConfigError, match=rf"engine_args\.{argument} = .*roll_lite sets this one itself"):
-        load_config("tiny_grpo", CONFIGS, overrides, further=[own_arguments_set])
+        load_config("tiny_grpo", CONFIGS, overrides, further=[engine_arguments_fit])
+
+
+UNKNOWN = {
+    "vllm": ("block_sise", "did you mean 'block_size'"),
+    "sglang": ("page_sise", "did you mean 'page_size'"),
+}
+WITH_A_KEY = {"vllm": ("max_num_seqs", "max_running_requests"), "sglang": ("mem_fraction_static", "gpu_memory_utilization")}
+
+
+@pytest.mark.parametrize("engine", UNKNOWN)
+def test_what_the_installed_engine_does_not_know_is_told(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (unknown, hint), (known, key) = UNKNOWN[engine], WITH_A_KEY[engine]
+    overrides = [f"actor_infer.strategy={engine}", f"actor_infer.strategy.engine_args={{{unknown}: 1, {known}: 2}}"]
+    with pytest.raises(ConfigError) as failure:
+        load_config("tiny_grpo", CONFIGS, overrides, further=[engine_arguments_fit])
+    problems = {problem.path.rpartition(".")[2]: problem.message for problem in failure.value.problems}
+    assert hint in problems[unknown] and f"write it as actor_infer.strategy.{key}" in problems[known]
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    load_config("tiny_grpo", CONFIGS, [overrides[0], f"actor_infer.strategy.engine_args={{{unknown}: 1}}"], further=[engine_arguments_fit])
+
+
+def test_a_judges_server_has_more_arguments_than_an_engine() -> None:
+    judge = JUDGE.replace("port: 80, block_size: 32", "enable_auto_tool_choice: true, blok_size: 1")
+    with pytest.raises(ConfigError) as failure:
+        load_config("tiny_grpo", CONFIGS, [judge], further=[engine_arguments_fit])
+    told = [one.path for one in failure.value.problems if "engine_args" in one.path]
+    assert told == ["judges.main.strategy.engine_args.blok_size"]
+
+
+@pytest.mark.slow
+def test_the_fields_that_are_read_are_those_that_the_engines_have() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert declared_fields("vllm", vllm.FIELDS) == set(AsyncEngineArgs.__dataclass_fields__)
+
+
+def test_what_roll_lite_sets_itself_is_declared() -> None:
+    """SGLang cannot be imported without its stand-ins: these names are known to be right."""
+    known = declared_fields("sglang", sglang.FIELDS)
+    assert known >= {*sglang.OWN_ARGUMENTS, *sglang.SETTINGS, "page_size", "attention_backend"}
+    assert declared_fields("vllm", vllm.FIELDS) >= {*vllm.OWN_ARGUMENTS, *vllm.SETTINGS, "block_size"}
 
 
 def test_a_check_of_the_configuration_does_not_wait_for_torch() -> None:

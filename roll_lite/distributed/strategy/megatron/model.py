@@ -49,7 +49,6 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         attention_dropout=0.0,
         tensor_model_parallel_size=strategy.tensor_parallel,
         pipeline_model_parallel_size=strategy.pipeline_parallel,
-        context_parallel_size=strategy.context_parallel,
         sequence_parallel=strategy.sequence_parallel,
         # Micro-batches are padded to their own longest row, so stages must tell each other the shapes.
         variable_seq_lengths=strategy.pipeline_parallel > 1,

@@ -14,10 +14,7 @@ from roll_lite.distributed.strategy.base import RankLayout
 
 
 def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int) -> None:
-    """ValueError for a layout that cannot be, or not yet."""
-    for field in ("context_parallel", "expert_parallel", "virtual_pipeline"):
-        if getattr(strategy, field) > 1:
-            raise ValueError(f"strategy.{field}: {getattr(strategy, field)} is not supported yet; it must be 1")
+    """ValueError for a layout that cannot be."""
     tensor, pipeline = strategy.tensor_parallel, strategy.pipeline_parallel
     if world_size % (tensor * pipeline):
         raise ValueError(f"strategy: tensor_parallel {tensor} x pipeline_parallel {pipeline} does not divide the {world_size} ranks")
@@ -33,10 +30,7 @@ def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int
 
 def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
     """What the layout asks of a plan of micro-batches."""
-    return Multiples(
-        width=width_multiple(strategy),
-        count=strategy.pipeline_parallel if strategy.virtual_pipeline > 1 else 1,
-    )
+    return Multiples(width=width_multiple(strategy))
 
 
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:

@@ -37,6 +37,18 @@ OWN_ARGUMENTS = (
 )
 """Engine arguments that no configuration may set."""
 
+SETTINGS = {
+    "max_running_requests": "max_running_requests",
+    "max_prefill_tokens": "max_batched_tokens",
+    "chunked_prefill_size": "max_batched_tokens",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "max_total_tokens": "kv_cache_mb",
+    "disable_cuda_graph": "enforce_eager",
+}
+"""Engine arguments that have a key of their own beside engine_args."""
+FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
+"""Where SGLang declares its arguments: files of the package, and the class in them (None: all of them)."""
+
 CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
 _ERRORS = "errors"
 _INPUT_MARGIN = 8

@@ -32,6 +32,18 @@ OWN_ARGUMENTS = (
 )
 """Engine arguments that no configuration may set."""
 
+SETTINGS = {
+    "max_num_seqs": "max_running_requests",
+    "max_num_batched_tokens": "max_batched_tokens",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "kv_cache_memory_bytes": "kv_cache_mb",
+    "enforce_eager": "enforce_eager",
+}
+"""Engine arguments that have a key of their own beside engine_args."""
+FIELDS = (("engine/arg_utils.py", "EngineArgs"), ("engine/arg_utils.py", "AsyncEngineArgs"))
+"""Where vLLM declares its engine's arguments: files of the package, and classes in them."""
+SERVER_FIELDS = (*FIELDS, ("entrypoints/launchers/cli_args.py", "BaseFrontendArgs"), ("entrypoints/launchers/cli_args.py", "FrontendArgs"))
+
 SOCKETS = "VLLM_RPC_BASE_PATH"
 """Variable that names the folder of vLLM's sockets."""
 WORKER_EXTENSION = "roll_lite.distributed.strategy.vllm.compat.worker.WorkerExtension"

@@ -1,0 +1,28 @@
+"""Addresses in a configuration: they are written into logs, so that none may hold a password or a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from roll_lite.config.problems import Problem, secret_in_address
+from roll_lite.config.schema import RunConfig, Section
+
+
+def addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:
+    """Of everything: a reward's arguments, an engine's, those of a function that roll_lite does not know."""
+    for path, text in _texts(config, ""):
+        what = secret_in_address(text)
+        if what is not None:
+            message = f"holds {what}, which would be written into logs; remove it, and name a key's variable in api_key_env"
+            yield Problem(path, message)
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """What the schema has refused is not there."""
+    if isinstance(value, str):
+        yield path, value
+    items = vars(value) if isinstance(value, Section) else value
+    if isinstance(items, dict | list):
+        for key, item in items.items() if isinstance(items, dict) else enumerate(items):
+            yield from _texts(item, f"{path}.{key}".lstrip("."))
