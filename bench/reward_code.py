@@ -79,7 +79,7 @@ def account(samples: int) -> dict[str, float]:
     """Every sample gets a score: 1 where its program is right, 0 where a hang or a crash was planted."""
     from roll_lite.data.samples import RewardInput
     from roll_lite.rewards.base import RewardFailed
-    from roll_lite.rewards.code import CodeReward
+    from roll_lite.rewards.code.reward import CodeReward
 
     items, planted = [], []
     for number in range(samples):

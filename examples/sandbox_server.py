@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from roll_lite.rewards.code_backends import job_from_json, outcome_to_json
+from roll_lite.rewards.code.backends import job_from_json, outcome_to_json
 from roll_lite.sandbox.pool import SandboxPool
 
 LARGEST = 64 << 20

@@ -18,8 +18,8 @@ from roll_lite.data.user_function import did_you_mean
 from roll_lite.rewards.preview_table import Looked, render, render_references
 from roll_lite.rewards.references import written
 from roll_lite.rewards.registry import REWARDS, typed_reward
-from roll_lite.rewards.reward_process import RewardProcess
 from roll_lite.rewards.reward_type import RewardType
+from roll_lite.rewards.running.reward_process import RewardProcess
 from roll_lite.rewards.unreadable import References, read_references
 
 RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130

@@ -13,21 +13,21 @@ from roll_lite.config.schema import RewardConfig
 from roll_lite.data.user_function import did_you_mean, load_function
 from roll_lite.rewards.arguments import read_arguments
 from roll_lite.rewards.base import RewardFunction, hints_of
-from roll_lite.rewards.combine import Reward, Term, labels_of
 from roll_lite.rewards.reward_type import RewardType
+from roll_lite.rewards.terms.combine import Reward, Term, labels_of
 
 REWARDS = {
     "math": "roll_lite.rewards.math.MathReward",
-    "exact": "roll_lite.rewards.exact.ExactReward",
-    "code": "roll_lite.rewards.code.CodeReward",
-    "choice": "roll_lite.rewards.choice.ChoiceReward",
-    "instruction": "roll_lite.rewards.instruction.InstructionReward",
-    "length": "roll_lite.rewards.length.LengthReward",
-    "repetition": "roll_lite.rewards.repetition.RepetitionReward",
-    "format": "roll_lite.rewards.form.FormatReward",
+    "exact": "roll_lite.rewards.text.exact.ExactReward",
+    "code": "roll_lite.rewards.code.reward.CodeReward",
+    "choice": "roll_lite.rewards.text.choice.ChoiceReward",
+    "instruction": "roll_lite.rewards.text.instruction.InstructionReward",
+    "length": "roll_lite.rewards.terms.length.LengthReward",
+    "repetition": "roll_lite.rewards.terms.repetition.RepetitionReward",
+    "format": "roll_lite.rewards.text.format.FormatReward",
     "model": "roll_lite.rewards.model.ModelReward",
-    "judge": "roll_lite.rewards.judge.JudgeReward",
-    "remote": "roll_lite.rewards.remote.RemoteReward",
+    "judge": "roll_lite.rewards.http.judge.JudgeReward",
+    "remote": "roll_lite.rewards.http.remote.RemoteReward",
 }
 """Built-in types. A check and a worker import those that they meet."""
 

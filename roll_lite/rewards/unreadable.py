@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.prompts import PromptSet
 from roll_lite.data.samples import FinishReason, RewardInput
-from roll_lite.rewards.reward_process import RewardProcess
+from roll_lite.rewards.running.reward_process import RewardProcess
 
 PROMPTS_A_PROCESS = 500
 MOST_PROCESSES = 8

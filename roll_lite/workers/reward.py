@@ -22,9 +22,9 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy, SlowStart, until_silent
 from roll_lite.distributed.rank_group import kill_stopped
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.batch_scorer import BatchScorer, Scored, slow_start, time_out
-from roll_lite.rewards.format import FormatCheck
 from roll_lite.rewards.registry import build_reward
+from roll_lite.rewards.running.batch_scorer import BatchScorer, Scored, slow_start, time_out
+from roll_lite.rewards.text.format_check import FormatCheck
 
 BATCH_SECONDS = 0.05
 """How much work goes into one call: much longer than the call's own cost, short enough that nobody waits for a neighbour."""

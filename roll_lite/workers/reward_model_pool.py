@@ -14,9 +14,9 @@ from roll_lite.config.schema import RewardConfig, RewardModelConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.batch_scorer import time_out
 from roll_lite.rewards.model import ModelReward, ScoredText, nothing
 from roll_lite.rewards.registry import typed_reward
+from roll_lite.rewards.running.batch_scorer import time_out
 from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_ranks import RESTART_SECONDS, Copy, Ranks, is_gone
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from roll_lite.data.samples import RewardInput
-from roll_lite.rewards.exact import ExactReward
 from roll_lite.rewards.math import MathReward
+from roll_lite.rewards.text.exact import ExactReward
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY = EXAMPLES / "models" / "tiny"

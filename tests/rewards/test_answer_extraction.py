@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roll_lite.rewards.answer_extraction import after_thinking, all_boxed, last_tagged
-from roll_lite.rewards.time_limit import limited
+from roll_lite.rewards.running.time_limit import limited
 
 
 @pytest.mark.parametrize(

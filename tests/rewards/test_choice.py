@@ -10,8 +10,8 @@ from rewards.choice_texts import COLOURS as PAINTS
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.choice import ChoiceReward, Extract
-from roll_lite.rewards.time_limit import limited
+from roll_lite.rewards.running.time_limit import limited
+from roll_lite.rewards.text.choice import ChoiceReward, Extract
 
 COLOURS = ["red", "dark blue", "blue", "a green one"]
 

@@ -19,12 +19,13 @@ import pytest
 
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards import code_backends, code_tests
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code import CodeReward, _Attempt, _Judge
-from roll_lite.rewards.code_backends import RemoteBackend
-from roll_lite.rewards.code_compare import same_output, same_value
-from roll_lite.rewards.code_languages import Language, extract_code, known_languages
+from roll_lite.rewards.code import backends as code_backends
+from roll_lite.rewards.code import tests as code_tests
+from roll_lite.rewards.code.backends import RemoteBackend
+from roll_lite.rewards.code.compare import same_output, same_value
+from roll_lite.rewards.code.languages import Language, extract_code, known_languages
+from roll_lite.rewards.code.reward import CodeReward, _Attempt, _Judge
 from roll_lite.rewards.registry import build_reward
 from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
 from roll_lite.sandbox.values import decode, encode

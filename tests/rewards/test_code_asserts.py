@@ -10,8 +10,8 @@ import pytest
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code import CodeReward
-from roll_lite.rewards.code_names import Names, names_of
+from roll_lite.rewards.code.names import Names, names_of
+from roll_lite.rewards.code.reward import CodeReward
 
 PACKAGES = str(Path(numpy.__file__).parents[1])
 

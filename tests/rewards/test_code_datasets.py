@@ -9,7 +9,7 @@ import pytest
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code import CodeReward
+from roll_lite.rewards.code.reward import CodeReward
 
 MBPP = {
     "text": "Write a function to find the shared elements from the given two lists.",

@@ -6,7 +6,7 @@ import pytest
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.exact import ExactReward
+from roll_lite.rewards.text.exact import ExactReward
 
 
 def item(answer: Any, response: str) -> RewardInput:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from support_http import Reply, StubServer, unused_url
 
-from roll_lite.rewards import http_client
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.http_client import HttpClient, Refused, Service, shared, shown
+from roll_lite.rewards.http import client as http_client
+from roll_lite.rewards.http.client import HttpClient, Refused, Service, shared, shown
 
 KEY = "sk-very-secret-0123"
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.instruction import InstructionReward, Mode
-from roll_lite.rewards.instruction_checks import CHECKS, IFEVAL
-from roll_lite.rewards.instruction_checks.parts import count_sentences
+from roll_lite.rewards.text.instruction import InstructionReward, Mode
+from roll_lite.rewards.text.instruction_checks import CHECKS, IFEVAL
+from roll_lite.rewards.text.instruction_checks.parts import count_sentences
 
 ENGLISH = "This is a plain sentence that everybody should recognise as English"
 Case = tuple[str, dict[str, Any], str, bool]

@@ -12,9 +12,9 @@ from rewards.instruction_cases import Case
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.instruction import InstructionReward
-from roll_lite.rewards.instruction_checks import CHECKS, IF_TRAIN, IFBENCH, IFEVAL, RLVR_IFEVAL
-from roll_lite.rewards.instruction_checks.parts import sentences, syllables, visible, words
+from roll_lite.rewards.text.instruction import InstructionReward
+from roll_lite.rewards.text.instruction_checks import CHECKS, IF_TRAIN, IFBENCH, IFEVAL, RLVR_IFEVAL
+from roll_lite.rewards.text.instruction_checks.parts import sentences, syllables, visible, words
 
 FAMILIES = [
     (RLVR_IFEVAL, instruction_cases.RLVR, 25),

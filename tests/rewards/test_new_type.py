@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs/add_a_domain.md").read_text(encoding="utf-8")
 @pytest.fixture(autouse=True)
 def vowels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (source,) = [one for one in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE) if "RewardType" in one]
-    (line,) = re.findall(r'^"(\w+)": "roll_lite\.rewards\.vowels\.(\w+)",$', PAGE, re.MULTILINE)
+    (line,) = re.findall(r'^"(\w+)": "roll_lite\.rewards\.text\.vowels\.(\w+)",$', PAGE, re.MULTILINE)
     (tmp_path / "vowels_of_the_page.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(REWARDS, line[0], f"vowels_of_the_page.{line[1]}")

@@ -8,10 +8,10 @@ import pytest
 
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput
-from roll_lite.rewards.code import CodeReward
-from roll_lite.rewards.instruction import InstructionReward
+from roll_lite.rewards.code.reward import CodeReward
 from roll_lite.rewards.references import written
 from roll_lite.rewards.registry import build_reward, typed_reward
+from roll_lite.rewards.text.instruction import InstructionReward
 
 
 @pytest.mark.parametrize(

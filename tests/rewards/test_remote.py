@@ -16,8 +16,8 @@ from support_http import Reply, StubServer, unused_url
 
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards import http_client
 from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.http import client as http_client
 from roll_lite.rewards.registry import build_reward
 
 ROOT = Path(__file__).resolve().parents[2]

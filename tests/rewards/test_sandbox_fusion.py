@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards import code_backends
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code import CodeReward
-from roll_lite.rewards.code_backends import RemoteBackend
+from roll_lite.rewards.code import backends as code_backends
+from roll_lite.rewards.code.backends import RemoteBackend
+from roll_lite.rewards.code.reward import CodeReward
 
 
 class Fusion(BaseHTTPRequestHandler):

@@ -8,12 +8,12 @@ import pytest
 
 from roll_lite.config.schema import RewardConfig, RewardTermConfig
 from roll_lite.data.samples import RewardInput
-from roll_lite.rewards import form
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.form import FormatReward
-from roll_lite.rewards.length import LengthReward
 from roll_lite.rewards.registry import build_reward
-from roll_lite.rewards.repetition import RepetitionReward
+from roll_lite.rewards.terms.length import LengthReward
+from roll_lite.rewards.terms.repetition import RepetitionReward
+from roll_lite.rewards.text import format as form
+from roll_lite.rewards.text.format import FormatReward
 
 
 def item(response: str, answer: Any = None) -> RewardInput:

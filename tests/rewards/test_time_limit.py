@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
+from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 
 def spin() -> None:

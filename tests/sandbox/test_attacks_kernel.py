@@ -13,7 +13,7 @@ import psutil
 import pytest
 from sandbox.running import PATIENT, run, said
 
-from roll_lite.rewards.code_languages import LANGUAGES
+from roll_lite.rewards.code.languages import LANGUAGES
 from roll_lite.sandbox.pool import Program, Sandbox
 
 pytestmark = pytest.mark.usefixtures("works_after")

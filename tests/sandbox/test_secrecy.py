@@ -9,7 +9,7 @@ import pytest
 from sandbox.running import PATIENT
 
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.code import CodeReward
+from roll_lite.rewards.code.reward import CodeReward
 from roll_lite.sandbox.pool import Pair, Program, Sandbox, SandboxPool
 
 pytestmark = pytest.mark.usefixtures("works_after")

@@ -40,7 +40,7 @@ from roll_lite.rewards.math.units import NO_UNIT, Unit, ratio, split_unit
 from roll_lite.rewards.math.words import in_words
 from roll_lite.rewards.references import written
 from roll_lite.rewards.reward_type import RewardType, too_slow
-from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
+from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 Accept = Literal["simplified", "value"]
 Profile = Literal["default", "strict", "math_verify"]

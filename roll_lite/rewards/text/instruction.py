@@ -13,11 +13,11 @@ from roll_lite.config.schema import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import after_thinking
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.instruction_checks import CHECKS
-from roll_lite.rewards.instruction_checks.parts import visible
-from roll_lite.rewards.instruction_rows import asked_of
 from roll_lite.rewards.reward_type import RewardType, too_slow
-from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
+from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
+from roll_lite.rewards.text.instruction_checks import CHECKS
+from roll_lite.rewards.text.instruction_checks.parts import visible
+from roll_lite.rewards.text.instruction_rows import asked_of
 
 Mode = Literal["strict", "loose"]
 

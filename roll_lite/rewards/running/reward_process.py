@@ -14,9 +14,9 @@ from typing import Self
 
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.batch_scorer import BatchScorer, slow_start, time_out
-from roll_lite.rewards.format import FormatCheck
 from roll_lite.rewards.registry import build_reward
+from roll_lite.rewards.running.batch_scorer import BatchScorer, slow_start, time_out
+from roll_lite.rewards.text.format_check import FormatCheck
 
 GRACE_SECONDS = 1.0
 """A reward's own time-out comes first: it ends what can be interrupted, and says more."""

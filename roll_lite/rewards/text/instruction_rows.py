@@ -9,7 +9,7 @@ from typing import Any
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.instruction_checks.parts import visible
+from roll_lite.rewards.text.instruction_checks.parts import visible
 
 Asked = tuple[str, dict[str, Any]]
 """An instruction's id and its arguments."""

@@ -12,7 +12,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.http_client import Addresses, AskingReward, HttpClient, Refused, of_running_loop, several, shared
+from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, Refused, of_running_loop, several, shared
 
 CORRECT = 1 - 1e-6
 ONE_FOR_EACH = "must be a list with one number for each sample"

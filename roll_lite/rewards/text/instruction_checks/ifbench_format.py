@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from roll_lite.rewards.instruction_checks.arguments import options as options_of
-from roll_lite.rewards.instruction_checks.arguments import phrase, whole
-from roll_lite.rewards.instruction_checks.english import MINOR_WORDS
-from roll_lite.rewards.instruction_checks.parts import end_mark, sentences, words
+from roll_lite.rewards.text.instruction_checks.arguments import options as options_of
+from roll_lite.rewards.text.instruction_checks.arguments import phrase, whole
+from roll_lite.rewards.text.instruction_checks.english import MINOR_WORDS
+from roll_lite.rewards.text.instruction_checks.parts import end_mark, sentences, words
 
 PAIRS = {")": "(", "]": "[", "}": "{"}
 NESTED_BRACKETS = 5

@@ -10,9 +10,9 @@ from pydantic import Field
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import after_thinking, last_boxed, last_boxes, last_tagged, narrow, plain_boxes
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.choice_statements import same_text, settled_on
 from roll_lite.rewards.references import written
 from roll_lite.rewards.reward_type import RewardType
+from roll_lite.rewards.text.choice_statements import same_text, settled_on
 
 ALPHABET = string.ascii_uppercase
 Extract = Literal["auto", "boxed", "tagged"]

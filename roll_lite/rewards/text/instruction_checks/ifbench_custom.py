@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from datetime import date
 from itertools import pairwise
 
-from roll_lite.rewards.instruction_checks.parts import plain, sentences, words
+from roll_lite.rewards.text.instruction_checks.parts import plain, sentences, words
 
 MULTIPLES = ["14", "21", "28", "35", "42", "49"]
 QUESTION = re.compile(r"Question \d{1,9}[.):;|]?")

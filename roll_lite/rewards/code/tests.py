@@ -10,7 +10,7 @@ from typing import Any
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code_names import names_of, uncalled_tests
+from roll_lite.rewards.code.names import names_of, uncalled_tests
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from roll_lite.rewards.instruction_checks import ifeval
-from roll_lite.rewards.instruction_checks.arguments import holds, one_phrase, phrase, whole
-from roll_lite.rewards.instruction_checks.parts import sentences, whole_words, words
+from roll_lite.rewards.text.instruction_checks import ifeval
+from roll_lite.rewards.text.instruction_checks.arguments import holds, one_phrase, phrase, whole
+from roll_lite.rewards.text.instruction_checks.parts import sentences, whole_words, words
 
 DIVIDER = re.compile(r"\*\*\*|\* \* \*")
 FEWEST_LETTERS = 3

@@ -14,10 +14,10 @@ from roll_lite.config.problems import Problem
 from roll_lite.config.schema import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code_backends import Backend, RemoteBackend, backend_of
-from roll_lite.rewards.code_compare import Compare, same_output, same_value
-from roll_lite.rewards.code_languages import Extract, Language, extract_code, known_languages
-from roll_lite.rewards.code_tests import Test, tests_of
+from roll_lite.rewards.code.backends import Backend, RemoteBackend, backend_of
+from roll_lite.rewards.code.compare import Compare, same_output, same_value
+from roll_lite.rewards.code.languages import Extract, Language, extract_code, known_languages
+from roll_lite.rewards.code.tests import Test, tests_of
 from roll_lite.rewards.references import expression_worth, no_expression
 from roll_lite.rewards.reward_type import RewardType, too_slow
 from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
@@ -89,7 +89,7 @@ class CodeReward(RewardType):
     estimates what they compute.
 
     A sandbox elsewhere (`backend`) gets `POST {"job": ...}` and answers `{"outcome": ...}`, or `{"trouble": cause}` where it could not run
-    the job; `job_from_json` and `outcome_to_json` in `roll_lite/rewards/code_backends.py` read the one and write the other.
+    the job; `job_from_json` and `outcome_to_json` in `roll_lite/rewards/code/backends.py` read the one and write the other.
 
     With `kind: sandbox_fusion` the URL is the `/run_code` of a [SandboxFusion](https://github.com/bytedance/SandboxFusion) server:
     programs, calls, asserts and all languages mean the same there, as long as its image has Python 3.10 or later and the languages'

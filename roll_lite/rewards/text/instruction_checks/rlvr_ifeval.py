@@ -6,10 +6,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from roll_lite.rewards.instruction_checks import ifeval
-from roll_lite.rewards.instruction_checks.arguments import options as options_of
-from roll_lite.rewards.instruction_checks.arguments import phrase, phrases, quantified, whole
-from roll_lite.rewards.instruction_checks.parts import count_sentences, whole_words
+from roll_lite.rewards.text.instruction_checks import ifeval
+from roll_lite.rewards.text.instruction_checks.arguments import options as options_of
+from roll_lite.rewards.text.instruction_checks.arguments import phrase, phrases, quantified, whole
+from roll_lite.rewards.text.instruction_checks.parts import count_sentences, whole_words
 
 SENTENCES_OFF = 1
 """How far "around" may be from a number of sentences."""

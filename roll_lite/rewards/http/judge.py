@@ -26,12 +26,12 @@ from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.http_client import Addresses, AskingReward, HttpClient, Service, of_running_loop, several, shared
-from roll_lite.rewards.judge_template import filled
+from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, Service, of_running_loop, several, shared
+from roll_lite.rewards.http.judge_template import filled
+from roll_lite.rewards.http.verdict import Verdict, VerdictParser, checked_pattern, checked_scale
 from roll_lite.rewards.placeholders import checked_template
 from roll_lite.rewards.reward_type import Unshown
-from roll_lite.rewards.verdict import Verdict, VerdictParser, checked_pattern, checked_scale
-from roll_lite.rewards.verdict_cache import VerdictCache, cache_key
+from roll_lite.rewards.running.verdict_cache import VerdictCache, cache_key
 
 Api = Literal["chat", "completions"]
 TEMPLATE = """Is the response a correct and complete answer to the question?

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import groupby, pairwise
 
-from roll_lite.rewards.instruction_checks.arguments import phrase, share, whole
-from roll_lite.rewards.instruction_checks.english import CONJUNCTIONS, NAMES, PRONOUNS, STOP_WORDS, is_verb
-from roll_lite.rewards.instruction_checks.if_train import keyword_position
-from roll_lite.rewards.instruction_checks.parts import end_mark, plain, sentences, syllables, whole_words, words
+from roll_lite.rewards.text.instruction_checks.arguments import phrase, share, whole
+from roll_lite.rewards.text.instruction_checks.english import CONJUNCTIONS, NAMES, PRONOUNS, STOP_WORDS, is_verb
+from roll_lite.rewards.text.instruction_checks.if_train import keyword_position
+from roll_lite.rewards.text.instruction_checks.parts import end_mark, plain, sentences, syllables, whole_words, words
 
 CONSONANTS = re.compile(r"[bcdfghjklmnpqrstvwxyz]{2}")
 JAPANESE = re.compile("[\u3040-\u30ff\u4e00-\u9fff]")

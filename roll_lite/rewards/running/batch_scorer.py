@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from roll_lite.config.schema import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed, RewardFunction
-from roll_lite.rewards.combine import Reward
-from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
+from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
+from roll_lite.rewards.terms.combine import Reward
 
 WAIT_SECONDS = 0.1
 """How long a call waits for what is under way: others want to join it."""

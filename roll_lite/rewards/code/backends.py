@@ -12,9 +12,9 @@ from typing import Any, Literal, Protocol
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.http_client import Addresses, KeyVariable, Service, shared
+from roll_lite.rewards.code.sandbox_fusion import answer_of, request_of
+from roll_lite.rewards.http.client import Addresses, KeyVariable, Service, shared
 from roll_lite.rewards.reward_type import ArgumentSection
-from roll_lite.rewards.sandbox_fusion import answer_of, request_of
 from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
 
 

@@ -11,9 +11,9 @@ from pydantic import field_validator, model_validator
 from roll_lite.config.check_rewards import compile_format
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.format import FORMAT_SECONDS
 from roll_lite.rewards.reward_type import RewardType
-from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
+from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
+from roll_lite.rewards.text.format_check import FORMAT_SECONDS
 
 INSIDE = "(?:(?!</?{tag}>).)*"
 THINK = "<think>" + INSIDE.format(tag="think") + "</think>"

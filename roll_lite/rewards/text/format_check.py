@@ -5,7 +5,7 @@ from __future__ import annotations
 from roll_lite.config.check_rewards import compile_format
 from roll_lite.config.schema import RewardConfig
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.time_limit import TimeLimitExceeded, limited
+from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 FORMAT_SECONDS = 1.0
 """Computing time of one search, unless the domain's own limit is shorter: what takes longer backtracks without end."""

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from roll_lite.rewards.instruction_checks.arguments import holds, phrase, phrases, whole
-from roll_lite.rewards.instruction_checks.parts import count_sentences, whole_words
+from roll_lite.rewards.text.instruction_checks.arguments import holds, phrase, phrases, whole
+from roll_lite.rewards.text.instruction_checks.parts import count_sentences, whole_words
 
 FENCES = ("```json", "```Json", "```JSON", "```")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")

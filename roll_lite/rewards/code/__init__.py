@@ -1,0 +1,1 @@
+"""Reward `code`: programs run in sandboxes and pass tests."""

@@ -1,0 +1,1 @@
+"""Rewards that ask a service: a judge, or a reward model behind HTTP."""

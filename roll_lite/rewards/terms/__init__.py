@@ -1,0 +1,1 @@
+"""Terms of a reward, and how they are added to it."""
