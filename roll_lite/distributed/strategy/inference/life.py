@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Set
 from enum import StrEnum
 
 from roll_lite.distributed.strategy.base import EngineMemory
@@ -48,65 +47,20 @@ class EngineEvent(StrEnum):
 
 
 _S, _E = EngineState, EngineEvent
-_AWAKE = {_S.SERVING, _S.PAUSED}
-_AWAY = {_S.CACHE_OFFLOADED, _S.WEIGHTS_OFFLOADED}
+_STARTED = {_E.PAUSE, _E.RESUME, _E.CONNECT, _E.OFFLOAD, _E.LOAD, _E.DIE}
+_WITH_WEIGHTS = _STARTED | {_E.BEGIN_UPDATE, _E.RECEIVE, _E.READ_WEIGHTS}
 
-TRANSITIONS: Mapping[EngineState, Mapping[EngineEvent, Set[EngineState]]] = {
-    _S.STARTING: {_E.START: {_S.SERVING}, _E.DIE: {_S.DEAD}},
-    _S.SERVING: {
-        _E.PAUSE: {_S.PAUSED},
-        _E.RESUME: {_S.SERVING},
-        _E.CONNECT: {_S.SERVING},
-        _E.BEGIN_UPDATE: {_S.SERVING},
-        _E.RECEIVE: {_S.UPDATING},
-        _E.READ_WEIGHTS: {_S.SERVING},
-        _E.OFFLOAD: _AWAY,
-        _E.LOAD: {_S.SERVING},
-        _E.DIE: {_S.DEAD},
-    },
-    _S.PAUSED: {
-        _E.PAUSE: {_S.PAUSED},
-        _E.RESUME: {_S.SERVING},
-        _E.CONNECT: {_S.PAUSED},
-        _E.BEGIN_UPDATE: {_S.PAUSED},
-        _E.RECEIVE: {_S.UPDATING},
-        _E.READ_WEIGHTS: {_S.PAUSED},
-        _E.OFFLOAD: _AWAY,
-        _E.LOAD: {_S.PAUSED},
-        _E.DIE: {_S.DEAD},
-    },
-    _S.UPDATING: {
-        _E.PAUSE: {_S.UPDATING},
-        _E.RESUME: {_S.UPDATING},
-        _E.RECEIVE: {_S.UPDATING},
-        _E.BREAK_OFF: _AWAKE | {_S.CACHE_OFFLOADED},
-        _E.FINISH_UPDATE: _AWAKE | {_S.CACHE_OFFLOADED},
-        _E.LOAD: {_S.UPDATING},
-        _E.DIE: {_S.DEAD},
-    },
-    _S.CACHE_OFFLOADED: {
-        _E.PAUSE: {_S.CACHE_OFFLOADED},
-        _E.RESUME: {_S.CACHE_OFFLOADED},
-        _E.CONNECT: {_S.CACHE_OFFLOADED},
-        _E.BEGIN_UPDATE: {_S.CACHE_OFFLOADED},
-        _E.RECEIVE: {_S.UPDATING},
-        _E.READ_WEIGHTS: {_S.CACHE_OFFLOADED},
-        _E.OFFLOAD: _AWAY,
-        _E.LOAD: _AWAKE | {_S.CACHE_OFFLOADED},
-        _E.DIE: {_S.DEAD},
-    },
-    _S.WEIGHTS_OFFLOADED: {
-        _E.PAUSE: {_S.WEIGHTS_OFFLOADED},
-        _E.RESUME: {_S.WEIGHTS_OFFLOADED},
-        _E.CONNECT: {_S.WEIGHTS_OFFLOADED},
-        _E.OFFLOAD: {_S.WEIGHTS_OFFLOADED},
-        _E.LOAD: _AWAKE | _AWAY,
-        _E.DIE: {_S.DEAD},
-    },
-    _S.DEAD: {_E.DIE: {_S.DEAD}},
+ALLOWED: Mapping[EngineState, Set[EngineEvent]] = {
+    _S.STARTING: {_E.START, _E.DIE},
+    _S.SERVING: _WITH_WEIGHTS,
+    _S.PAUSED: _WITH_WEIGHTS,
+    _S.UPDATING: {_E.PAUSE, _E.RESUME, _E.RECEIVE, _E.BREAK_OFF, _E.FINISH_UPDATE, _E.LOAD, _E.DIE},
+    _S.CACHE_OFFLOADED: _WITH_WEIGHTS,
+    _S.WEIGHTS_OFFLOADED: _STARTED,
+    _S.DEAD: {_E.DIE},
 }
-"""What is not here is refused. Where several states may follow, it is the parts that are away and the callers' last word that decide:
-pausing and resuming are remembered in every state."""
+"""What each state allows; anything else is refused. Where it leads follows from the facts that EngineLife keeps: that somebody has paused
+the engine is one of them, and remembered in every state."""
 
 _MEANWHILE = {
     _E.CONNECT: "finish it first",
@@ -118,7 +72,7 @@ _MEANWHILE = {
 
 
 class EngineLife:
-    """Where an engine stands. Changes go through the table."""
+    """Where an engine stands."""
 
     def __init__(self, make: str, failure: str | None = NOT_STARTED) -> None:
         self._make = make
@@ -148,13 +102,13 @@ class EngineLife:
     @property
     def held_up(self) -> bool:
         """It could not generate now even if nobody had paused it."""
-        return self.state not in _AWAKE
+        return self.state not in (EngineState.SERVING, EngineState.PAUSED)
 
     # ------------------------------------------------------------ what is allowed
 
     def require(self, event: EngineEvent) -> None:
         state = self.state
-        if event in TRANSITIONS[state]:
+        if event in ALLOWED[state]:
             return
         if event is EngineEvent.START:
             raise RuntimeError(f"{self._make} engine: a strategy starts its engine once; make a new strategy for another")
@@ -175,51 +129,43 @@ class EngineLife:
 
     # ------------------------------------------------------------ what happens
 
-    @contextmanager
-    def _changes(self, event: EngineEvent) -> Iterator[None]:
-        self.require(event)
-        following = TRANSITIONS[self.state][event]
-        yield
-        assert self.state in following, f"{event} leads to {self.state}"
-
     def start(self) -> None:
-        with self._changes(EngineEvent.START):
-            self.failure = None
+        self.require(EngineEvent.START)
+        self.failure = None
 
     def pause(self) -> None:
-        with self._changes(EngineEvent.PAUSE):
-            self.paused = True
+        self.require(EngineEvent.PAUSE)
+        self.paused = True
 
     def resume(self) -> None:
-        with self._changes(EngineEvent.RESUME):
-            self.paused = False
+        self.require(EngineEvent.RESUME)
+        self.paused = False
 
     def begin_update(self, update: WeightUpdate) -> None:
-        with self._changes(EngineEvent.BEGIN_UPDATE):
-            self.update = update
+        self.require(EngineEvent.BEGIN_UPDATE)
+        self.update = update
 
     def receive(self) -> WeightUpdate:
         update = self.require_update()
-        with self._changes(EngineEvent.RECEIVE):
-            self.receiving = True
+        self.receiving = True
         return update
 
     def break_off(self) -> None:
-        with self._changes(EngineEvent.BREAK_OFF):
-            self.receiving = False
+        self.require(EngineEvent.BREAK_OFF)
+        self.receiving = False
 
     def finish_update(self, version: int) -> None:
-        with self._changes(EngineEvent.FINISH_UPDATE):
-            self.update, self.receiving, self.version = None, False, version
+        self.require(EngineEvent.FINISH_UPDATE)
+        self.update, self.receiving, self.version = None, False, version
 
     def offload(self, parts: Iterable[EngineMemory]) -> None:
-        with self._changes(EngineEvent.OFFLOAD):
-            self.away |= set(parts)
+        self.require(EngineEvent.OFFLOAD)
+        self.away |= set(parts)
 
     def load(self, parts: Iterable[EngineMemory]) -> None:
-        with self._changes(EngineEvent.LOAD):
-            self.away -= set(parts)
+        self.require(EngineEvent.LOAD)
+        self.away -= set(parts)
 
     def die(self, why: str) -> None:
-        with self._changes(EngineEvent.DIE):
-            self.failure = why
+        self.require(EngineEvent.DIE)
+        self.failure = why
