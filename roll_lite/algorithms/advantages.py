@@ -68,12 +68,10 @@ def gae(
     lam may be one number per row, [B]. at_end [B] is added to the reward of each row's last policy token, in float64; bootstrap [B] is
     the value after that token. token_rewards may be None where no token has a reward of its own.
     """
-    rows = mask.shape[0]
-    of_actor = lam if isinstance(lam, torch.Tensor) else torch.full((rows,), lam, dtype=torch.float64)
-    of_critic = of_actor if lam_critic is None else torch.full((rows,), lam_critic, dtype=torch.float64)
-    nothing = torch.zeros(rows, dtype=torch.float64)
-    end, value_of_end = (nothing if x is None else x for x in (at_end, bootstrap))
-    return kernels.gae(token_rewards, end, values, mask, gamma, of_actor, of_critic, value_of_end, whitening)
+    rows = (at_end, lam, lam if lam_critic is None else lam_critic, bootstrap)
+    outputs = (values.dtype, values.dtype)
+    advantages, returns = kernels.recurrence(kernels.gae, mask, (token_rewards, values), gamma, rows, outputs, whitening)
+    return advantages, returns
 
 
 def length_adaptive_lambda(policy_tokens: torch.Tensor, alpha: float) -> torch.Tensor:
@@ -89,8 +87,9 @@ def reinforce(
     whitening: Whitening | None = None,
 ) -> torch.Tensor:
     """Discounted returns: what the row's policy tokens earn from here on. [B, T-1] -> [B, T-1]. at_end and token_rewards as in `gae`."""
-    end = torch.zeros(mask.shape[0], dtype=torch.float64) if at_end is None else at_end
-    return kernels.discounted_returns(token_rewards, end, mask, gamma, whitening)
+    dtype = torch.float32 if token_rewards is None else token_rewards.dtype
+    (returns,) = kernels.recurrence(kernels.discounted_returns, mask, (token_rewards,), gamma, (at_end,), (dtype,), whitening)
+    return returns
 
 
 def spread_over_tokens(advantages: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -35,28 +35,34 @@ Whitening = Callable[[torch.Tensor], tuple[float, float]]
 """What is taken off every token's number, and what the rest is multiplied by, from the `row_moments` of these rows."""
 
 
-def gae(
-    token_rewards: torch.Tensor | None,
-    at_end: torch.Tensor,
-    values: torch.Tensor,
+def recurrence(
+    kernel: Any,
     mask: torch.Tensor,
+    tokens: Sequence[torch.Tensor | None],
     gamma: float,
-    lam: torch.Tensor,
-    lam_critic: torch.Tensor,
-    bootstrap: torch.Tensor,
+    rows: Sequence[torch.Tensor | float | None],
+    outputs: Sequence[torch.dtype],
     whitening: Whitening | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages with lam, returns with lam_critic), [B, T-1] of the values' dtype. at_end, lam, lam_critic [B]: at_end is added to the
-    reward of the last policy token; bootstrap [B] is the value after it."""
-    inputs = [_rewards(token_rewards, mask), _tokens(values, mask), _mask(mask), float(gamma)]
-    inputs += [_rows(x, mask) for x in (at_end, lam, lam_critic, bootstrap)]
-    advantages, returns = empty(mask.shape, values.dtype), empty(mask.shape, values.dtype)
-    _recur(_gae, mask, inputs, [advantages.numpy(), returns.numpy()], whitening)
-    return advantages, returns
+) -> list[torch.Tensor]:
+    """The outputs of `gae` or `discounted_returns`, [B, T-1] of these dtypes. tokens [B, T-1], None where none has one; rows [B], or one
+    number for all, None is 0.
+
+    To whiten, the recurrence runs once more, for the moments alone: what is common to all is taken off before anything is rounded to
+    float32, and a second run costs less than the memory of a float64 tensor.
+    """
+    inputs = [*(_tokens(x, mask) for x in tokens), _mask(mask), float(gamma), *(_rows(x, mask) for x in rows)]
+    results = [empty(mask.shape, dtype) for dtype in outputs]
+    arrays = [result.numpy() for result in results]
+    moments, shift, scale = empty((len(mask), 3), torch.float64), 0.0, 1.0
+    if whitening is not None:
+        _over_rows(kernel, mask.shape, *inputs, shift, scale, *arrays, moments.numpy())
+        shift, scale = whitening(moments)
+    _over_rows(kernel, mask.shape, *inputs, shift, scale, *arrays, moments.numpy()[:0])
+    return results
 
 
 @compiled
-def _gae(
+def gae(
     first: int,
     stop: int,
     rewards: Any,
@@ -73,7 +79,8 @@ def _gae(
     returns: Any,
     moments: Any,
 ) -> None:
-    """Into moments or, where that has no rows, into out and returns."""
+    """Into moments or, where that has no rows, advantages with lam into out and returns with lam_critic. at_end is added to the reward of
+    the last policy token; bootstrap is the value after it."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         following, advantage, critic, reward = bootstrap[row], 0.0, 0.0, at_end[row]
@@ -104,22 +111,11 @@ def _gae(
             _put_moments(moments, row, count, origin, total, squares)
 
 
-def discounted_returns(
-    token_rewards: torch.Tensor | None, at_end: torch.Tensor, mask: torch.Tensor, gamma: float, whitening: Whitening | None
-) -> torch.Tensor:
-    """G_t = r_t + gamma * G of the row's next policy token; at_end [B] is added to the last one's reward. [B, T-1] -> [B, T-1], of the
-    rewards' dtype."""
-    inputs = [_rewards(token_rewards, mask), _mask(mask), float(gamma), _rows(at_end, mask)]
-    out = empty(mask.shape, torch.float32 if token_rewards is None else token_rewards.dtype)
-    _recur(_discounted_returns, mask, inputs, [out.numpy()], whitening)
-    return out
-
-
 @compiled
-def _discounted_returns(
+def discounted_returns(
     first: int, stop: int, rewards: Any, mask: Any, gamma: float, at_end: Any, shift: float, scale: float, out: Any, moments: Any
 ) -> None:
-    """Into moments or, where that has no rows, into out."""
+    """Into moments or, where that has no rows, G_t = r_t + gamma * G of the row's next policy token into out. at_end as in gae."""
     paid, measured = rewards.size > 0, moments.size > 0
     for row in range(first, stop):
         carried = at_end[row]
@@ -141,16 +137,6 @@ def _discounted_returns(
                 out[row, t] = 0.0
         if measured:
             _put_moments(moments, row, count, origin, total, squares)
-
-
-def _recur(kernel: Any, mask: torch.Tensor, inputs: list[Any], outputs: list[np.ndarray], whitening: Whitening | None) -> None:
-    """To whiten, the recurrence runs once more, for the moments alone: what is common to all is taken off before anything is rounded to
-    float32, and a second run costs less than the memory of a float64 tensor."""
-    moments, shift, scale = empty((len(mask), 3), torch.float64), 0.0, 1.0
-    if whitening is not None:
-        _over_rows(kernel, mask.shape, *inputs, shift, scale, *outputs, moments.numpy())
-        shift, scale = whitening(moments)
-    _over_rows(kernel, mask.shape, *inputs, shift, scale, *outputs, moments.numpy()[:0])
 
 
 @compiled
@@ -210,18 +196,18 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 
-def _rewards(token_rewards: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
-    """Nothing at all where no token has a reward of its own: zeros would be as much to read as anything else."""
-    return np.zeros((0, 0), dtype=np.float32) if token_rewards is None else _tokens(token_rewards, mask)
-
-
-def _tokens(x: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
-    """Compiled code checks no bounds: shapes are checked here."""
+def _tokens(x: torch.Tensor | None, mask: torch.Tensor) -> np.ndarray:
+    """Compiled code checks no bounds: shapes are checked here. None becomes an array of no size: zeros would be as much to read as anything
+    else."""
+    if x is None:
+        return np.zeros((0, 0), dtype=np.float32)
     assert x.shape == mask.shape, f"a token tensor {list(x.shape)} beside a mask {list(mask.shape)}"
     return _host(x).detach().contiguous().numpy()
 
 
-def _rows(x: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
+def _rows(x: torch.Tensor | float | None, mask: torch.Tensor) -> np.ndarray:
+    if not isinstance(x, torch.Tensor):
+        return np.full(len(mask), x or 0.0)
     assert x.shape == mask.shape[:1], f"a row tensor {list(x.shape)} beside a mask {list(mask.shape)}"
     return _host(x).detach().double().contiguous().numpy()
 
