@@ -191,6 +191,8 @@ FORMAT: list[Case] = [
     ("format:emoji", {}, "This ends with emoji 😀.", True),
     ("format:emoji", {}, "One. 😀 Two! 👩‍🚀 Three ❤️.", True),
     ("format:emoji", {}, "One. 😀 Two. 😀.", True),
+    ("format:emoji", {}, "😀.", True),
+    ("format:emoji", {}, "...", False),
     ("format:emoji", {}, "One. 😀 Two.", False),
     ("format:emoji", {}, "😀 This starts with emoji.", False),
     ("format:title_case", {}, "I Am A Test", True),

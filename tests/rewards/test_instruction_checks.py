@@ -6,6 +6,7 @@ import inspect
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from rewards import ifbench_cases, instruction_cases
 from rewards.instruction_cases import Case
@@ -108,9 +109,28 @@ DEGENERATE = [
 @pytest.mark.parametrize("name", CHECKS)
 def test_degenerate_texts_take_no_time(name: str) -> None:
     for text in DEGENERATE:
-        started = time.process_time()
-        CHECKS[name](text, **FITTING.get(name, {}))
-        assert time.process_time() - started < 1
+        _takes_no_time(name, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("detectable_format:title", "<<"),
+        ("copy:repeat_phrase", "The "),
+        ("format:thesis", "<i>"),
+        ("custom:csv_special_character", ',"'),
+        ("detectable_content:number_placeholders", "["),
+        ("length_constraints:number_sentences", "! "),
+    ],
+)
+def test_one_run_takes_no_time(name: str, run: str) -> None:
+    _takes_no_time(name, run * (200_000 // len(run)) + "x")
+
+
+def _takes_no_time(name: str, text: str) -> None:
+    started = time.process_time()
+    CHECKS[name](text, **FITTING.get(name, {}))
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize(
@@ -132,7 +152,14 @@ def test_rows_in_the_forms_of_the_data_sets(answer: Any, columns: dict[str, Any]
     assert InstructionReward()(item("The end, it was.", answer, **columns)).value == 0
 
 
-def test_numbers_of_a_table_may_be_floats() -> None:
+def test_values_of_a_table_may_be_floats_and_arrays() -> None:
+    table = {
+        "instruction_id": np.array(["count:numbers", "keywords:existence"]),
+        "kwargs": [{"N": np.int64(2)}, {"keywords": np.array(["1"])}],
+    }
+    assert InstructionReward()(item("1 2", table)).value == 1
+    share = {"instruction_id": ["ratio:stop_words"], "kwargs": [{"percentage": np.int64(50)}]}
+    assert InstructionReward()(item("cats", share)).value == 1
     assert InstructionReward()(item("1 2", {"instruction_id": ["count:numbers"], "kwargs": [{"N": 2.0, "word": None}]})).value == 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 AROUND = 0.1
@@ -51,7 +51,7 @@ def options(value: Any) -> list[str]:
 
 
 def share(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 100:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 100:
         raise ValueError(f"percentage must be a number from 0 to 100, got {value!r}")
     return float(value)
 

@@ -123,11 +123,11 @@ def options(response: str, *, options: str | Sequence[str]) -> bool:
 
 
 def emoji(response: str) -> bool:
-    """One at each sentence's end, in front of its mark or behind."""
-    said = sentences(response)
+    """One at each sentence's end, in front of its mark or behind; a response of emoji alone is one sentence."""
+    said = sentences(response) or [response.strip()]
     ends = [ENDS_IN_EMOJI.search(sentence[-40:]) is not None for sentence in said]
     follows = [BEGINS_WITH_EMOJI.match(sentence) is not None for sentence in said[1:]] + [False]
-    return bool(said) and all(one or two for one, two in zip(ends, follows, strict=True))
+    return all(one or two for one, two in zip(ends, follows, strict=True))
 
 
 def title_case(response: str) -> bool:
