@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from roll_lite.distributed.failures import RankFailed, RankTimeout, failure_text, may_be_aftermath
 from roll_lite.distributed.fleet import FleetDown
@@ -55,10 +56,19 @@ class Pending(Generic[T]):
         self._settled = False
         self.group.phases.append(self.phase)
 
-    def result(self, timeout_s: float | None = None) -> T:
-        """Waits. A time-out given here replaces the cluster's own."""
-        _wait([self], timeout_s)
+    def result(self, timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> T:
+        """Waits. A time-out given here replaces the cluster's own. `meanwhile` is called about once a second, and must not wait."""
+        _wait([self], timeout_s, meanwhile=meanwhile)
         return self._collect([call.value for call in self.calls])
+
+    def answer(self) -> T | None:
+        """The result, if it is there by now. A death is told to whoever waits for something."""
+        waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
+        ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
+        with suppress(RayActorError):
+            for ref in ready:
+                waiting[ref].take()
+        return self.result() if self.done else None
 
     @property
     def done(self) -> bool:
@@ -88,7 +98,12 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
     return [pending for pending in pendings if pending.done]
 
 
-def _wait(pendings: Sequence[Pending[Any]], timeout_s: float | None, enough: Callable[[Iterable[bool]], bool] = all) -> None:
+def _wait(
+    pendings: Sequence[Pending[Any]],
+    timeout_s: float | None,
+    enough: Callable[[Iterable[bool]], bool] = all,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
     while pendings and not enough(pending.done for pending in pendings):
         waiting = {cast(ray.ObjectRef, call.ref): call for pending in pendings for call in pending.calls if not call.done}
         for pending in pendings:
@@ -111,6 +126,8 @@ def _wait(pendings: Sequence[Pending[Any]], timeout_s: float | None, enough: Cal
         for ref in ready:
             if ref in waiting:
                 _take(waiting[ref], list(waiting.values()))
+        if meanwhile is not None:
+            meanwhile()
     for pending in pendings:
         if pending.done:
             pending.settle()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,6 +22,8 @@ from roll_lite.observability.timers import OTHER, STEP
 
 PLAIN_WIDTH = 100
 HEADER_EVERY = 20
+PROGRESS_EVERY_S = 10.0
+START_OF_LINE = "\r\x1b[2K"
 DOMAIN_WIDTH = 10
 SHORT_PHASES = {
     "sync_weights": "sync",
@@ -49,9 +52,32 @@ class Cell:
 class _LastingConsole(Console):
     """When nobody reads any more (`| head` has ended, the terminal is gone), it falls silent, and the run goes on."""
 
+    _shown = False
+    """A line that will be taken back."""
+
     def print(self, *objects: Any, **options: Any) -> None:
+        self.take_back()
         try:
             super().print(*objects, **options)
+        except OSError:
+            self.on_broken_pipe()
+
+    def show(self, line: str) -> None:
+        """In a terminal, in the place of the line that was shown before."""
+        self._shown = True
+        self._write(f"{START_OF_LINE}{line}")
+
+    def take_back(self) -> None:
+        if self._shown:
+            self._shown = False
+            self._write(START_OF_LINE)
+
+    def _write(self, text: str) -> None:
+        if self.quiet:
+            return
+        try:
+            self.file.write(text)
+            self.file.flush()
         except OSError:
             self.on_broken_pipe()
 
@@ -77,9 +103,31 @@ class RunConsole:
         self._phases: list[str] = []
         self._columns = 0
         self._lines = 0
+        self._clock = time.monotonic
+        self._told = 0.0
+        """When progress was told last."""
 
     def message(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style), soft_wrap=True)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """In the block `progress` may be told. In a terminal what it shows is gone afterwards."""
+        self._told = self._clock()
+        try:
+            yield
+        finally:
+            self._console.take_back()
+
+    def progress(self, label: str, domains: Mapping[str, tuple[int, int, int]]) -> None:
+        """Samples generated, scored and wanted, by domain: one line that changes, or where there is no terminal one now and then."""
+        parts = [f"{name} {generated}/{wanted} ({scored} scored)" for name, (generated, scored, wanted) in domains.items()]
+        line = f"{label}: {', '.join(parts)}"
+        if self._console.is_terminal:
+            self._console.show(_shortened(line, self._console.width - 1))
+        elif self._clock() - self._told >= PROGRESS_EVERY_S:
+            self._told = self._clock()
+            self.message(line)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Reward and accuracy over all and by domain, tokens/s, seconds of the step and of its phases."""

@@ -20,6 +20,7 @@ from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.devices import FORWARD, TRAIN, DeviceTurn, take_turns
 from roll_lite.pipeline.journal import Journal
+from roll_lite.pipeline.progress import shown
 from roll_lite.pipeline.shaping import RewardShaping
 from roll_lite.pipeline.weights import WeightSync
 from roll_lite.workers.actor import ActorWorker
@@ -106,7 +107,9 @@ class RLVRPipeline:
     @phase("generate")
     def generate(self) -> Batch:
         """The next finished groups: rows come here, tokens stay in the object store."""
-        rollouts = self.clusters.rollouts.one(RolloutWorker.next_batch, self.config.rollout.prompts_per_step, self.steps_done + 1)
+        step = self.steps_done + 1
+        pending = self.clusters.rollouts.start_one(RolloutWorker.next_batch, self.config.rollout.prompts_per_step, step)
+        rollouts = shown(pending, self.clusters.rollouts, self.journal.console, f"step {step}")
         self.journal.rollouts(rollouts.rows, rollouts.stats, self.version, rollouts.replaced)
         return Batch(rollouts.rows, rollouts.blocks)
 
@@ -171,9 +174,10 @@ class RLVRPipeline:
         with engines.loaded(EngineMemory.WEIGHTS):
             self.weights.push(self.version)
             with engines.loaded(EngineMemory.KV_CACHE):
-                rows, stats = self.clusters.rollouts.one(
+                pending = self.clusters.rollouts.start_one(
                     RolloutWorker.evaluate, settings.samples_per_prompt, settings.temperature, self.steps_done
                 )
+                rows, stats = shown(pending, self.clusters.rollouts, self.journal.console, "held-out")
         self.journal.validation(self.steps_done, rows, stats)
 
     @phase("checkpoint")

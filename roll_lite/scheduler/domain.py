@@ -40,6 +40,10 @@ class Domain:
     greedy_baseline: bool = False
     """One more, greedy sample of each prompt, which its group cannot do without."""
 
+    @property
+    def group_size(self) -> int:
+        return self.samples_per_prompt + self.greedy_baseline
+
 
 @dataclass
 class Counts:

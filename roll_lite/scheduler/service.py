@@ -14,7 +14,7 @@ from roll_lite.scheduler.episode import Episode, one_response
 from roll_lite.scheduler.mix import DomainMix
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import Retries, SampleRunner, no_seeds, seeds_from
-from roll_lite.scheduler.stats import Recorder, RolloutStats
+from roll_lite.scheduler.stats import Progress, Recorder, RolloutStats
 from roll_lite.scheduler.supply import GroupStream, Supply
 
 VALIDATION_EPOCH = -1
@@ -49,6 +49,8 @@ class RolloutService:
             for domain in domains
         }
         self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
+        self._watched: tuple[Recorder, dict[str, tuple[int, int]]] = (self._recorder, {})
+        """What is being made: groups by domain, and samples in each."""
         self._supply = Supply(self._schedulers, self._stream, in_waves=router.gate is not None)
 
     def _scheduler(self, domain: Domain) -> DomainScheduler:
@@ -78,6 +80,7 @@ class RolloutService:
         """Groups of `prompts` prompts, in exactly the mix's proportions."""
         quota = self._mix.quota(prompts)
         self._recorder.start(self._clock())
+        self._watched = (self._recorder, {name: (count, self._domains[name].group_size) for name, count in quota.items()})
         for name, count in quota.items():
             self._schedulers[name].failure_limit = max(8, 3 * count)
         self._supply.want(quota)
@@ -93,9 +96,16 @@ class RolloutService:
             domain.requested_share, domain.realised_share = share, self._delivered[name] / max(1, total)
         return RolloutResult(groups, stats)
 
+    def progress(self) -> dict[str, Progress]:
+        """How far the batch is that is being made."""
+        recorder, wanted = self._watched
+        return recorder.progress(wanted)
+
     async def evaluate(self, samples_per_prompt: int, temperature: float) -> RolloutResult:
         """Every validation prompt of every domain. What fails is reported, not replaced."""
         recorder = Recorder(self._domains, self._clock())
+        held_out = {name: len(domain.validation) for name, domain in self._domains.items() if domain.validation is not None}
+        self._watched = (recorder, {name: (count, samples_per_prompt) for name, count in held_out.items()})
         numbers = itertools.count()
         waiting: list[asyncio.Future[SampleGroup]] = []
         for domain in self._domains.values():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
@@ -64,6 +65,15 @@ class RolloutStats:
         return sum(domain.response_tokens for domain in self.domains.values())
 
 
+class Progress(NamedTuple):
+    """Of one domain's samples, while a batch is made."""
+
+    generated: int
+    scored: int
+    wanted: int
+    """More than at first where lost groups are replaced."""
+
+
 class Recorder:
     """Collects what happens between two batches. Long-lived: samples in flight write to it over a batch's border."""
 
@@ -84,6 +94,14 @@ class Recorder:
             generation_s=self.last_completion - self._started,
             reward_tail_s=max(0.0, self.last_score - self.last_completion),
         )
+
+    def progress(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, Progress]:
+        """`wanted`: groups and samples in each, by domain."""
+        found = {}
+        for name, (groups, samples) in wanted.items():
+            domain = self.domains[name]
+            found[name] = Progress(sum(domain.finish_reasons.values()), domain.scored, (groups + domain.lost_groups) * samples)
+        return found
 
     def group(self, group: SampleGroup) -> None:
         """A group is finished: count its samples by outcome."""

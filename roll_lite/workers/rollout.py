@@ -22,7 +22,7 @@ from roll_lite.distributed.worker import AsyncWorker
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutService, accepted
-from roll_lite.scheduler.stats import RolloutStats
+from roll_lite.scheduler.stats import Progress, RolloutStats
 from roll_lite.workers.infer import RemoteEngine
 from roll_lite.workers.judge import JudgeAddress, with_addresses
 from roll_lite.workers.reward import RewardPool
@@ -153,6 +153,10 @@ class RolloutWorker(AsyncWorker):
         trainable = accepted(result.groups)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
         return RolloutBatch(rows_of(trainable), [tokens_of(trainable, self._kept_ids)], result.stats, replaced)
+
+    async def progress(self) -> dict[str, Progress]:
+        """While one of the two is under way: how far it is, by domain."""
+        return self._service.progress()
 
     async def evaluate(self, samples_per_prompt: int, temperature: float, step: int) -> tuple[DataProto, RolloutStats]:
         """Rows of all validation samples that could be generated and scored; the stats count the others."""

@@ -87,6 +87,19 @@ def test_start_does_not_wait_and_clusters_overlap(adders: Cluster[Adder], grid: 
     assert both == [[0.5, 0.5], [1000, 1100]]
 
 
+def test_something_else_can_be_looked_at_while_waiting(adders: Cluster[Adder], ray_local: object) -> None:
+    services = start_cluster(ClusterSpec("services", anywhere(1)), Service)
+    endless = services.start_one(Service.forever)
+    slow, asked = adders.start_one(Adder.sleep, 4), services.start_one(Service.twice, 21)
+    seen: list[tuple[int | None, object]] = []
+    assert slow.result(meanwhile=lambda: seen.append((asked.answer(), endless.answer()))) == 4
+    assert len(seen) >= 2 and seen[-1] == (42, None), "about once a second, without waiting"
+    assert services.group.phases == ["forever"]
+    endless.settle()
+    assert services.group.phases == []
+    services.shutdown()
+
+
 def test_async_workers(ray_local: object) -> None:
     services = start_cluster(ClusterSpec("services", anywhere(2)), Service)
     endless = services.start_one(Service.forever)

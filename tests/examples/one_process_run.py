@@ -125,6 +125,7 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
         with journal.step(pipeline.steps_done + 1):
             pipeline.step()
     pipeline.export_model()
+    journal.close("completed")
 
 
 if __name__ == "__main__":

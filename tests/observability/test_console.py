@@ -138,3 +138,44 @@ def test_messages_are_shown_as_they_are() -> None:
     stream = io.StringIO()
     RunConsole(["add"], 40, stream).message("domain [add]: 1 of 3 :smile: " + "x" * 200)
     assert lines(stream) == ["domain [add]: 1 of 3 :smile: " + "x" * 200]
+
+
+def test_progress_is_one_line_in_a_terminal_that_is_gone_afterwards() -> None:
+    stream = Terminal()
+    console = RunConsole(DOMAINS, 40, stream, width=40)
+    with console.watching():
+        console.progress("step 3", {"add": (40, 38, 96), "make": (0, 0, 96)})
+        console.progress("step 3", {"add": (96, 96, 96), "make": (12, 3, 96)})
+        console.message("a worker died")
+        console.progress("step 3", {"add": (96, 96, 96), "make": (96, 90, 96)})
+    first, second, rest = stream.getvalue().split("\r\x1b[2K", 3)[1:]
+    assert first == "step 3: add 40/96 (38 scored), make 0/…" and len(first) == 39 and second.startswith("step 3: add 96/96 (96 scored)")
+    assert rest.startswith("a worker died") and rest.endswith("\r\x1b[2K") and rest.count("\r\x1b[2K") == 2
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    console = RunConsole(DOMAINS, 40, stream)
+    now = 100.0
+    monkeypatch.setattr(console, "_clock", lambda: now)
+    for _ in range(2):
+        with console.watching():
+            for _ in range(25):
+                now += 1.0
+                console.progress("step 3", {"add": (int(now), 0, 900)})
+    assert lines(stream) == [f"step 3: add {second}/900 (0 scored)" for second in (110, 120, 135, 145)]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_nobody_reads_the_progress() -> None:
+    class Gone(Terminal):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+        def fileno(self) -> int:
+            raise OSError
+
+    console = RunConsole(DOMAINS, 40, Gone())
+    with console.watching():
+        console.progress("step 3", {"add": (1, 0, 9)})
+        console.progress("step 3", {"add": (2, 0, 9)})

@@ -75,6 +75,23 @@ def test_rewards_run_while_others_generate() -> None:
     assert stats.domains["a"].response_tokens == 28
 
 
+def test_the_progress_of_a_batch_is_told_while_it_is_made() -> None:
+    async def main() -> list[dict[str, Any]]:
+        rewards = TimedReward(seconds=1.0)
+        service, _, _ = make_service([make_domain("a", rewards=rewards)], [lambda _: Response(4, 1.0)])
+        seen = [service.progress()]
+        batch = asyncio.create_task(service.next_batch(2))
+        for seconds in (1.0, 3.5, 5.0):
+            await asyncio.sleep(seconds)
+            seen.append(service.progress())
+        await batch
+        return seen
+
+    before, *told = run_virtual(main())
+    assert before == {}
+    assert told == [{"a": (0, 0, 8)}, {"a": (8, 0, 8)}, {"a": (8, 8, 8)}]
+
+
 def failing(rate: float) -> Script:
     return lambda request: Response(
         1 + stable_hash("length", request.request_id) % 20,

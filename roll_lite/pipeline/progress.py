@@ -1,0 +1,32 @@
+"""How far a batch is, asked of the rollouts while it is waited for, and shown."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from roll_lite.distributed.cluster import Cluster, Pending
+from roll_lite.observability.console import RunConsole
+from roll_lite.scheduler.stats import Progress
+from roll_lite.workers.rollout import RolloutWorker
+
+T = TypeVar("T")
+
+
+def shown(batch: Pending[T], rollouts: Cluster[RolloutWorker], console: RunConsole, label: str) -> T:
+    """The batch, once it is there."""
+    asked: Pending[dict[str, Progress]] | None = None
+
+    def look() -> None:
+        nonlocal asked
+        if asked is None:
+            asked = None if batch.done else rollouts.start_one(RolloutWorker.progress)
+        elif (progress := asked.answer()) is not None:
+            console.progress(label, progress)
+            asked = None
+
+    try:
+        with console.watching():
+            return batch.result(meanwhile=look)
+    finally:
+        if asked is not None:
+            asked.settle()
