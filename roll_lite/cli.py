@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import yaml
@@ -14,6 +15,7 @@ import yaml
 from roll_lite.config.arithmetic import derive, render
 from roll_lite.config.check_layout import sharing_notes
 from roll_lite.config.loading import load_config
+from roll_lite.config.overrides import alternatives
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema import RunConfig
 from roll_lite.config.shipped import CONFIGS, found
@@ -43,8 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A user's own rewards are modules in the folder that the run is started from; a console script does not look there by itself.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    overrides = [*parsed.overrides, *rest]
     try:
-        config = load_config(parsed.config_name, found(parsed.config_path), [*parsed.overrides, *rest], further=CHECKS)
+        if parsed.command == "run" and parsed.multirun:
+            return _sweep(parsed, overrides)
+        config = load_config(parsed.config_name, found(parsed.config_path), overrides, further=CHECKS)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
@@ -58,16 +63,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _check(config: RunConfig, _parsed: argparse.Namespace) -> int:
-    resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    sys.stdout.write(resolved)
+def _print(config: RunConfig) -> None:
+    sys.stdout.write(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
     sys.stdout.flush()
+
+
+def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
+    _print(config)
+    if parsed.cfg:
+        return 0
     notes = "".join(f"\nnote: {note}" for note in sharing_notes(config))
     sys.stderr.write(f"\n{render(derive(config))}\n{notes}\n" if notes else f"\n{render(derive(config))}\n")
     return 0
 
 
-def _run(config: RunConfig, _parsed: argparse.Namespace) -> int:
+def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Every combination is right before the first one runs."""
+    from roll_lite.pipeline.sweep import Choice, run_each
+
+    folder = found(parsed.config_path)
+    chosen = list(product(*map(alternatives, overrides)))
+    choices = [Choice(one, load_config(parsed.config_name, folder, one, further=CHECKS)) for one in chosen]
+    if parsed.cfg:
+        for choice in choices:
+            sys.stdout.write(f"--- # {' '.join(choice.overrides)}\n")
+            _print(choice.config)
+        return 0
+    command = [sys.executable, "-m", "roll_lite.cli", "run", "--config-name", parsed.config_name, "--config-path", str(folder)]
+    return run_each(command, choices)
+
+
+def _run(config: RunConfig, parsed: argparse.Namespace) -> int:
+    if parsed.cfg:
+        _print(config)
+        return 0
     try:
         from roll_lite.pipeline.run import run
     except KeyboardInterrupt:  # torch takes seconds to import
@@ -94,24 +123,40 @@ def _parser() -> argparse.ArgumentParser:
         ("reward", "score reference answers or given responses with a domain's reward and show them; nothing trains"),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("--config-name", "--config_name", required=True, help="a YAML file of yours or a shipped one, without .yaml")
+        command.add_argument(
+            "--config-name", "--config_name", "-cn", required=True, help="a YAML file of yours or a shipped one, without .yaml"
+        )
         command.add_argument(
             "--config-path",
             "--config_path",
+            "-cp",
+            "--config-dir",
+            "-cd",
             type=Path,
             default=CONFIGS,
             help="a configuration folder of your own, beside the shipped ones (%(default)s)",
         )
         if name == "reward":
             _reward_options(command)
+        else:
+            command.add_argument("--cfg", choices=("job",), help="only print the configuration as it would be run")
+        if name == "run":
+            text = "one run for every combination of key=a,b settings, one after the other, and a table at the end"
+            command.add_argument("-m", "--multirun", action="store_true", help=text)
         command.add_argument("overrides", nargs="*", help="key=value, +key=value, ~key; values are YAML")
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is no number of samples; write 0 for all of them, or a positive one")
+    return int(text)
 
 
 def _reward_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--domain", help="the domain; may be left out where the configuration has one")
     command.add_argument("--split", choices=("train", "validation"), default="train", help="which prompts (default: %(default)s)")
-    command.add_argument("--limit", type=int, default=20, help="how many samples; 0 for all (default: %(default)s)")
+    command.add_argument("--limit", type=_count, default=20, help="how many samples; 0 for all (default: %(default)s)")
     command.add_argument(
         "--responses",
         type=Path,

@@ -16,6 +16,7 @@ from support_weights import tensors, write_safetensors
 
 from roll_lite.cli import main
 from roll_lite.config.schema import RunConfig
+from roll_lite.pipeline import sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 QWEN = "qwen2.5_7b_grpo"
@@ -144,3 +145,49 @@ def test_the_entry_point_is_the_run_command() -> None:
     assert done.returncode == 2
     assert 'steps = "none": expected integer > 0' in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_hydras_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: tiny_grpo\nsteps: 3\n")
+    assert main(["run", "-cn", "mine", "--config-dir", str(tmp_path), "--cfg", "job", "++seed=4"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["experiment"], printed["steps"], printed["seed"]) == ("tiny_grpo", 3, 4)
+
+
+def test_a_sweep_runs_every_combination_and_ends_with_a_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a program in place of each run that writes what a run leaves behind."""
+    program = """
+import json, pathlib, sys
+given = dict(one.split("=", 1) for one in sys.argv[1:] if "=" in one)
+folder = pathlib.Path(given["run_dir"], "tiny", given["seed"] + given["algorithm.policy_loss"])
+folder.mkdir(parents=True)
+latest = folder.parents[1] / "latest"
+latest.unlink(missing_ok=True)
+latest.symlink_to(folder)
+folder.joinpath("summary.json").write_text(json.dumps({"exit": "completed", "accuracy": {"overall": {"before": 0.25, "after": None}}}))
+sys.exit(3 if given["seed"] == "2" else 0)
+"""
+    monkeypatch.setattr(sweep, "_run", lambda command: subprocess.run([sys.executable, "-c", program, *command[3:]]).returncode)
+    arguments = ["run", "-m", "-cn", "tiny_grpo", "seed=1,2", "algorithm.policy_loss=ppo,gspo", f"run_dir={tmp_path}"]
+    assert main(arguments) == 3
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("seed=")]
+    assert [row[:2] for row in rows] == [["seed=1", f"algorithm.policy_loss={one}"] for one in ("ppo", "gspo")] + [
+        ["seed=2", f"algorithm.policy_loss={one}"] for one in ("ppo", "gspo")
+    ]
+    assert rows[3][3:5] == ["3", "completed"] and rows[0][6:9] == ["25.0%", "->", "?"] and rows[2][-1] == str(tmp_path / "tiny/2ppo")
+
+
+def test_nothing_of_a_sweep_runs_where_one_combination_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "run_each", lambda *_: pytest.fail("ran"))
+    assert main(["run", "-m", "-cn", "tiny_grpo", "seed=1,-2"]) == 2
+    assert "seed = -2" in capsys.readouterr().err
+
+
+def test_a_number_of_samples_is_not_negative(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["reward", "-cn", "tiny_grpo", "--limit", "-5"])
+    assert "write 0 for all of them" in capsys.readouterr().err

@@ -318,15 +318,15 @@ def render(arithmetic: BatchArithmetic) -> str:
     ]
     return "\n\n".join(
         [
-            _table(["role", "devices", "layout", "shares devices with"], clusters),
-            _table(["domain", "share", "prompts per step", "samples per prompt", "samples per step", "longest sequence"], domains),
-            _table(["batch", ""], batch),
-            _table(["micro-batches of", "pass", "samples of a rank", "micro-batches", "largest, padded"], passes),
+            table(["role", "devices", "layout", "shares devices with"], clusters),
+            table(["domain", "share", "prompts per step", "samples per prompt", "samples per step", "longest sequence"], domains),
+            table(["batch", ""], batch),
+            table(["micro-batches of", "pass", "samples of a rank", "micro-batches", "largest, padded"], passes),
         ]
     )
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def table(header: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

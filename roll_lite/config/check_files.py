@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 from roll_lite.config.check_data import DOMAIN_DATA_CHECKS
-from roll_lite.config.checkpoint_files import read_state, resumption
-from roll_lite.config.files import elsewhere, is_folder, kind_of
+from roll_lite.config.checkpoint_files import read_state, remedy, resumption
+from roll_lite.config.files import elsewhere, is_folder, kind_of, listing
 from roll_lite.config.hf_config import SUPPORTED_TYPES, HfConfig, ModelShape, read_hf_config, read_model_shape
 from roll_lite.config.hf_fields import HEADS, POLICY_HEADS
 from roll_lite.config.model_files import (
@@ -120,7 +120,15 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", what, str(folder))
         return
     try:
-        read_state(resumption(folder).checkpoint)
+        checkpoint = resumption(folder).checkpoint
+        state = read_state(checkpoint)
+        absent = [name for name in ("pipeline", "rollouts") if not isinstance(state.get(name), dict)]
+        if absent:
+            raise ValueError(f"{checkpoint / 'state.json'} has no {' and no '.join(absent)}; {remedy(checkpoint)}")
+        trained = ["actor_train"] if config.critic is None else ["actor_train", "critic"]
+        absent = [role for role in trained if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
+        if absent:
+            raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {remedy(checkpoint)}")
     except (ValueError, OSError) as error:
         yield Problem("checkpoint.resume", str(error).removeprefix("checkpoint.resume: "), str(folder))
 

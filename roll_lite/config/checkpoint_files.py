@@ -115,7 +115,7 @@ def _resumed_from(run_folder: Path) -> Path | None:
     try:
         config = yaml.safe_load((run_folder / CONFIG_FILE).read_text(encoding="utf-8"))
         return Path(config["checkpoint"]["resume"]).resolve()
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, RuntimeError):  # damaged, or links in a circle
         return None
 
 
@@ -185,5 +185,5 @@ def damaged(checkpoint: Path, name: str, what: str) -> ValueError:
 def _read_json(checkpoint: Path, name: str) -> Any:
     try:
         return json.loads((checkpoint / name).read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise damaged(checkpoint, name, f"cannot be read as JSON ({error})") from None

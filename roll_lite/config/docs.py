@@ -41,9 +41,12 @@ had. On the command line, with values in YAML:
 | `a.b=1`, `a.b=[1,2]`, `a.b=null` | set; sections that do not exist are made |
 | `a={x: 1}` | merge a mapping into a section |
 | `actor_infer.strategy=sglang` | the same as `actor_infer.strategy.name=sglang` |
-| `+a.b=1` | the same as `a.b=1`, for those used to it |
+| `+a.b=1`, `++a.b=1` | the same as `a.b=1`, for those used to it |
 | `~a.b` | delete |
 | `trackers.0.type=jsonl` | an entry of a list |
+
+With `-m`, a run's `seed=1,2 algorithm.policy_loss=ppo,gspo` is one run for every combination, one after the other, and a table at the end.
+As in Hydra, `-cn`, `-cp` and `--config-dir` are short for the options, and `--cfg job` only prints the configuration.
 
 Relative paths count from the folder that the run is started in. Everything is checked before anything starts, and all mistakes are
 reported together: `roll-lite check --config-name NAME [key=value ...]`. A section that is left out has its defaults.

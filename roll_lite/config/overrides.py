@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -54,6 +55,18 @@ def parse_override(text: str) -> Override | Problem:
 def _is_placeholder(value: Any) -> bool:
     """A text such as {prompt}, without its quotes."""
     return isinstance(value, dict) and len(value) > 0 and all(one is None for one in value.values())
+
+
+def alternatives(text: str) -> list[str]:
+    """What a sweep makes of an override: `key=a,b` is `key=a` and `key=b`. Commas in quotes, brackets and braces separate nothing."""
+    key, separator, raw = text.partition("=")
+    try:
+        node = yaml.compose(f"[{raw}]", Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):  # told where it is read
+        return [text]
+    if not separator or not isinstance(node, yaml.SequenceNode) or len(node.value) < 2:
+        return [text]
+    return [f"{key}={raw[one.start_mark.index - 1 : one.end_mark.index - 1]}" for one in node.value]
 
 
 def apply_override(config: DictConfig, override: Override) -> list[Problem]:

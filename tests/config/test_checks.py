@@ -278,7 +278,11 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
         assert problem.path == "checkpoint.resume"
     state = run / "checkpoints" / "step_000002" / "state.json"
     state.parent.mkdir(parents=True)
-    state.write_text('{"schema_version": 2}')
+    for whole in ('{"schema_version": 2}', '{"schema_version": 2, "pipeline": {}, "rollouts": {}}'):
+        state.write_text(whole)
+        (problem,) = project.problems("checkpoint.resume=runs/latest")
+        assert ("holds nothing for actor_train" if "rollouts" in whole else "has no pipeline and no rollouts") in problem.message
+    project.write(f"{state.parent}/actor_train/weights", "")
     assert project.load("checkpoint.resume=runs/latest").checkpoint.resume == run, "the link will lead elsewhere once a run has started"
     assert project.problems(f"checkpoint.resume={state.parent}") == []
     state.write_text("{")

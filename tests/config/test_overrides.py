@@ -8,7 +8,7 @@ import pytest
 from config_project import Project
 from omegaconf import OmegaConf
 
-from roll_lite.config.overrides import Override, apply_override, parse_override
+from roll_lite.config.overrides import Override, alternatives, apply_override, parse_override
 from roll_lite.config.problems import Problem
 
 TREE = {
@@ -112,3 +112,22 @@ def test_later_overrides_win_and_see_earlier_ones(project: Project) -> None:
 
 def test_an_override_may_refer_to_other_values(project: Project) -> None:
     assert project.load("seed=${steps}", "steps=5").seed == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a.b=1,2", ["a.b=1", "a.b=2"]),
+        ("a=x, y", ["a=x", "a=y"]),
+        ("a=[1,2],[3]", ["a=[1,2]", "a=[3]"]),
+        ("a={name: x, k: 1},z", ["a={name: x, k: 1}", "a=z"]),
+        ("a='1,2'", ["a='1,2'"]),
+        ("a=[1,2]", ["a=[1,2]"]),
+        ("a=", ["a="]),
+        ("~a", ["~a"]),
+        ("a=[1", ["a=[1"]),
+        ("a=1e-6,3.0e-5", ["a=1e-6", "a=3.0e-5"]),
+    ],
+)
+def test_what_a_sweep_makes_of_an_override(text: str, expected: list[str]) -> None:
+    assert alternatives(text) == expected

@@ -1,0 +1,75 @@
+"""Several runs, one after the other, and a table of how they ended. Each is a process of its own: nothing of one is left for the next."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll_lite.config.arithmetic import table
+from roll_lite.config.schema import RunConfig
+from roll_lite.observability.report import OVERALL, SUMMARY_FILE
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One run of a sweep."""
+
+    overrides: Sequence[str]
+    config: RunConfig
+
+
+def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
+    """`command`: what starts a run, without overrides. A run that fails does not keep the others from running, an interruption does.
+    Returns the first exit code that is not 0."""
+    rows, codes = [], []
+    for number, choice in enumerate(choices, start=1):
+        sys.stderr.write(f"run {number} of {len(choices)}: {' '.join(choice.overrides)}\n")
+        started = time.monotonic()
+        before = _latest(choice.config)
+        codes.append(_run([*command, *choice.overrides]))
+        folder = _latest(choice.config)
+        end, accuracy = _summary(folder) if folder is not None and folder != before else ("did not start", "")
+        seconds = f"{time.monotonic() - started:.0f}"
+        rows.append([" ".join(choice.overrides), str(codes[-1]), end, seconds, accuracy, str(folder) if folder != before else ""])
+        if codes[-1] == INTERRUPTED:
+            break
+    sys.stdout.write(f"\n{table(['overrides', 'exit', 'end', 'seconds', 'accuracy', 'folder'], rows)}\n")
+    return next((code for code in codes if code), 0)
+
+
+def _run(command: Sequence[str]) -> int:
+    """Signals that end a program are the run's to answer; it gets those that only this process has got."""
+    with subprocess.Popen(command) as process:
+        before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in (signal.SIGTERM, signal.SIGHUP)}
+        try:
+            while True:
+                try:
+                    return process.wait()
+                except KeyboardInterrupt:  # the terminal has sent it to both
+                    continue
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _latest(config: RunConfig) -> Path | None:
+    link = config.run_dir / "latest"
+    return link.resolve() if link.is_symlink() else None
+
+
+def _summary(folder: Path) -> tuple[str, str]:
+    """How it ended, and the accuracy over all domains before and after."""
+    try:
+        summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "no summary", ""
+    shares = [summary["accuracy"][OVERALL][when] for when in ("before", "after")]
+    return str(summary["exit"]), " -> ".join("?" if share is None else f"{share:.1%}" for share in shares)
