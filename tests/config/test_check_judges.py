@@ -34,6 +34,7 @@ PROBLEMS = {
     "a judge with an address": (JUDGE + ASKS % "url: 'http://h/v1'", "domains.add.reward.args.url", "is the run's to say"),
     "no chat template": (JUDGE + (ASKS % "").replace("api: completions, ", ""), "domains.add.reward.args.api", "use completions"),
     "no model": (EXTERNAL % "url: 'http://h/v1'", "domains.add.reward.args", "needs model"),
+    "a password in a list": (REMOTE % f"url: ['http://h', 'http://me:{KEY}@h']", "domains.add.reward.args.url.1", "a user or a password"),
     "a password": (REMOTE % f"url: 'http://me:{KEY}@h/get'", "domains.add.reward.args.url", "a user or a password"),
     "a password for a judge": (EXTERNAL % f"url: 'https://me:{KEY}@h/v1', model: m", "domains.add.reward.args.url", "a user or a password"),
     "a signature in the second": (

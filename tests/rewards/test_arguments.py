@@ -141,13 +141,13 @@ def test_a_mistake_invents_no_other_and_hides_none() -> None:
 @pytest.mark.parametrize(
     ("name", "args"),
     [
-        ("judge", {"url": ["http://me:sk-1@h"], "model": "m"}),
+        ("judge", {"url": ["me:sk-1@h"], "model": "m"}),
         ("judge", {"url": 5}),
         ("judge", {"api_key_env": "sk-1"}),
         ("judge", {"extra_body": "sk-1"}),
         ("remote", {"url": {"sk-1": 1}}),
         ("code", {"backend": "http://me:sk-1@h"}),
-        ("code", {"backend": {"url": "http://me:sk-1@h"}}),
+        ("code", {"backend": {"url": "me:sk-1@h"}}),
     ],
 )
 def test_values_that_may_hold_a_secret_are_not_repeated(name: str, args: dict[str, Any]) -> None:

@@ -240,7 +240,7 @@ def test_types_that_are_none(name: str, problem: str) -> None:
         ("judge", {"url": "http://host/v1", "model": "m", "api_key_env": "sk-secret"}, "the key itself must not stand here"),
         ("judge", {"url": "http://host/v1", "model": "m", "api_key_env": "sk_secret"}, "no environment variable of this name"),
         ("judge", {"url": "http://host/v1", "model": "m", "api_key_env": ["sk-secret"]}, "expected text"),
-        ("judge", {"url": "http://me:sk-secret@host/v1", "model": "m"}, "holds a user or a password"),
+        ("judge", {"url": "me:sk-secret@host/v1", "model": "m"}, "is no URL of the form"),
         ("code", {"backend": {"url": "http://host/run", "api_key_env": "sk-secret"}}, "the key itself must not stand here"),
         ("code", {"backend": "http://me:sk-secret@host"}, "expected section"),
     ],

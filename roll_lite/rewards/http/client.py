@@ -50,15 +50,12 @@ def _is_set(variable: str) -> str:
 
 
 def _are_urls(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    """Secrets in addresses are told for all of a configuration, in config/check_addresses.py."""
     for url in (given,) if isinstance(given, str) else given:
         try:
             parts = urlsplit(url)
         except ValueError:
             raise ValueError("is no URL") from None
-        if "@" in parts.netloc:
-            raise ValueError(
-                "holds a user or a password, which would be written into logs; remove it, and name a key's variable in api_key_env"
-            )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("is no URL of the form http://host:port/path or https://...")
     if not given:
