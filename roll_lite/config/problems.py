@@ -90,10 +90,16 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     return f"valid here: {', '.join(names)}." if names else "nothing is valid here."
 
 
-def close_names(wrong: str, valid: Iterable[str]) -> list[str]:
-    """At most two, the closest first, whatever their capitals."""
+def close_names(wrong: str, valid: Iterable[str], most: int = 2) -> list[str]:
+    """The closest first, whatever their capitals."""
     by_lower = {name.lower(): name for name in valid}
-    return [by_lower[name] for name in difflib.get_close_matches(wrong.lower(), by_lower, n=2, cutoff=0.6)]
+    return [by_lower[name] for name in difflib.get_close_matches(wrong.lower(), by_lower, n=most, cutoff=0.6)]
+
+
+def or_nearest(wrong: str, valid: Iterable[str], most: int = 1) -> str:
+    """The end of a message; empty where nothing comes near."""
+    close = close_names(wrong, valid, most)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from annotated_types import MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from roll_lite.config.problems import NO_VALUE, Path, Problem, close_names, did_you_mean, dotted
+from roll_lite.config.problems import NO_VALUE, Path, Problem, close_names, did_you_mean, dotted, or_nearest
 from roll_lite.config.schema import RunConfig, ScriptedStrategyConfig, Section
 from roll_lite.config.wording import field_type, in_words
 
@@ -122,9 +122,7 @@ class _Walker:
         try:
             return _leaf_adapter(cls, name).validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
-            choices = [str(choice) for choice in get_args(info.annotation)] if isinstance(value, str) else []
-            close = did_you_mean(value, choices) if choices else ""
-            hint = f"; {close}" if close.startswith("did") else ""
+            hint = or_nearest(value, map(str, get_args(info.annotation)), most=2) if isinstance(value, str) else ""
             expected = _expected(info)
             if expected in ("text", "path", "text or null", "path or null") and not isinstance(value, str | dict | list):
                 hint = "; put it in quotes" if value is not None else hint
@@ -144,8 +142,7 @@ class _Walker:
         name = value.get("name", default.name if default is not None else None)
         if (*path, "name") in self.broken or not isinstance(name, str) or name not in by_name:
             if (*path, "name") not in self.broken:
-                close = did_you_mean(str(name), _offered(by_name))
-                hint = f"; {close}" if close.startswith("did") else ""
+                hint = or_nearest(str(name), _offered(by_name), most=2)
                 self._refuse((*path, "name"), name, f"expected one of {', '.join(_offered(by_name))}{hint}")
             return value, None
         return {"name": name, **value}, by_name[name]
@@ -156,7 +153,7 @@ class _Walker:
         meant = close_names(key, free)
         hint = did_you_mean(key, free if meant else cls.model_fields)
         elsewhere = [place for place in _places_of(key) if place != dotted((*path, key))]
-        if not hint.startswith("did") and elsewhere:
+        if not meant and elsewhere:
             hint = f"there is {' and '.join(elsewhere[:3])}; {hint}"
         self._refuse((*path, key), data[key], f"unknown key; {hint}")
         return meant

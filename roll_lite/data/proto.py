@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from roll_lite.config.problems import or_nearest
 from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.ragged import Index, Ragged, as_index, from_numpy, same_tensor, to_numpy
 
@@ -234,9 +234,7 @@ def _rebuild(columns: dict[str, Ragged | np.ndarray]) -> DataProto:
 
 def _check_column(name: str, column: Column) -> None:
     if name not in KEYS:
-        close = difflib.get_close_matches(name, KEYS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"column {name!r} is not declared in roll_lite/data/keys.py{hint}")
+        raise ValueError(f"column {name!r} is not declared in roll_lite/data/keys.py{or_nearest(name, KEYS)}")
     key = KEYS[name]
     wanted = {Kind.ROW: torch.Tensor, Kind.OBJECT: np.ndarray}.get(key.kind, Ragged)
     if not isinstance(column, wanted):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from roll_lite.config.problems import or_nearest
 from roll_lite.config.schema import TemplateConfig
 from roll_lite.config.text_templates import placeholders
 
@@ -128,6 +128,4 @@ def _messages(column: str, prompt: Any, system: str | None) -> list[dict[str, st
 
 
 def _has(row: Mapping[str, Any], wanted: str) -> str:
-    close = difflib.get_close_matches(wanted, row, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"the line has the columns {', '.join(row) or '(none)'}{hint}"
+    return f"the line has the columns {', '.join(row) or '(none)'}{or_nearest(wanted, row)}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from roll_lite.config.problems import or_nearest
 
 
 def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
@@ -40,5 +41,4 @@ def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
 
 
 def did_you_mean(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+    return or_nearest(word, known).replace(";", ",", 1)

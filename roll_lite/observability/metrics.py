@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 
+from roll_lite.config.problems import or_nearest
 from roll_lite.observability.metric_table import DERIVED, METRICS, Metric, Reduction
 
 
 def metric_of(name: str) -> Metric:
     if name not in METRICS:
-        close = get_close_matches(name, METRICS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"metric {name!r} is not declared in observability/metric_table.py{hint}")
+        raise ValueError(f"metric {name!r} is not declared in observability/metric_table.py{or_nearest(name, METRICS)}")
     return METRICS[name]
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll_lite.config.problems import Problem, close_names
+from roll_lite.config.problems import Problem, or_nearest
 from roll_lite.config.schema import (
     EngineStrategyConfig,
     RunConfig,
@@ -74,9 +74,7 @@ def _problems(
         elif argument in settings:
             yield Problem(place, f"has a key of its own: write it as {role}.strategy.{settings[argument]}", value)
         elif known and argument not in known:
-            close = close_names(argument, known)
-            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-            yield Problem(place, f"the engine that is installed has no such argument{hint}", value)
+            yield Problem(place, f"the engine that is installed has no such argument{or_nearest(argument, known)}", value)
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:

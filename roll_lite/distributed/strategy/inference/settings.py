@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,8 @@ from importlib import metadata
 from typing import Any
 
 from packaging.version import Version
+
+from roll_lite.config.problems import or_nearest
 
 CPU_KV_CACHE_MB = 256
 
@@ -67,9 +68,7 @@ def check_engine_args(make: str, given: Mapping[str, Any], own: Collection[str],
         if name in own:
             raise ValueError(f"{path}: {OWN_ARGUMENT}")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{path}: {make} has no such engine argument{hint}")
+            raise ValueError(f"{path}: {make} has no such engine argument{or_nearest(name, known)}")
 
 
 OWN_ARGUMENT = "roll_lite sets this one itself; remove it"

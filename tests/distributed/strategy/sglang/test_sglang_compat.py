@@ -117,7 +117,7 @@ def test_users_engine_arguments(model: ModelConfig) -> None:
     assert arguments(model, False, engine_args={"page_size": 16})["page_size"] == 16
     with pytest.raises(ValueError, match=r"actor_infer\.strategy\.engine_args\.sampling_backend: roll_lite sets"):
         check_engine_args("SGLang", {"sampling_backend": "flashinfer"}, OWN_ARGUMENTS, ["sampling_backend"])
-    with pytest.raises(ValueError, match=r"engine_args\.page_sise: SGLang has no such engine argument; did you mean page_size\?"):
+    with pytest.raises(ValueError, match=r"engine_args\.page_sise: SGLang has no such engine argument; did you mean 'page_size'\?"):
         check_engine_args("SGLang", {"page_sise": 1}, OWN_ARGUMENTS, ["page_size", "device"])
 
 

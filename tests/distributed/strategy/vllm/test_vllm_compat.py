@@ -117,7 +117,7 @@ def test_users_engine_arguments() -> None:
     own = settings.OWN_ARGUMENTS
     with pytest.raises(ValueError, match=r"actor_infer\.strategy\.engine_args\.logprobs_mode: roll_lite sets"):
         check_engine_args("vLLM", {"logprobs_mode": "raw_logprobs"}, own, ["logprobs_mode"])
-    with pytest.raises(ValueError, match=r"engine_args\.block_sise: vLLM has no such engine argument; did you mean block_size\?"):
+    with pytest.raises(ValueError, match=r"engine_args\.block_sise: vLLM has no such engine argument; did you mean 'block_size'\?"):
         check_engine_args("vLLM", {"block_sise": 32}, own, ["block_size", "seed"])
 
 
