@@ -100,6 +100,13 @@ def _beside_resident(status: str) -> int:
     return sum(int(words[1]) << 10 for words in lines)
 
 
+def _has_memory(process: int) -> bool:
+    try:
+        return b"VmSize:" in _content(process, "status")
+    except OSError:  # gone meanwhile
+        return False
+
+
 def _threads(status: str) -> int:
     return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("Threads:")), 1)
 
@@ -127,7 +134,7 @@ def _deleted_bytes(members: Iterable[int], folder: str, largest: int) -> int:
                     if seen.st_dev == device and seen.st_nlink == 0 and stat.S_ISREG(seen.st_mode):
                         found[seen.st_ino] = seen.st_blocks * BLOCK
         except PermissionError:
-            if os.getuid() != 0:  # it has hidden what it holds
+            if os.getuid() != 0 and _has_memory(process):  # it has hidden what it holds; one that ends shows nothing either
                 found[0] = sys.maxsize
         except OSError:  # gone meanwhile
             continue

@@ -110,6 +110,32 @@ def test_an_ordinary_user(kind: str) -> None:
     assert said in (f"{kind} ran", "landlock ran") or said.startswith("refused"), said
 
 
+MANY = f"""
+    import collections, sys
+    sys.path.insert(0, {str(ROOT)!r})
+    from roll_lite.sandbox.pool import Limits, Program, Sandbox
+    sandbox, ended = Sandbox("landlock"), collections.Counter()
+    sandbox.start()
+    short = "import os, time\\ntime.sleep(%f)\\nfor _ in range(5):\\n    if os.fork() == 0: os._exit(0)"
+    for number in range(60):
+        program = Program({{"kind": "script", "source": short % (number % 30 / 1000)}}, limits=Limits(cpu_s=30, wall_s=100))
+        ended[sandbox.run(program).stopped] += 1
+    sandbox.close()
+    print(dict(ended))
+"""
+
+
+@root_only
+def test_processes_that_are_about_to_end_hide_nothing() -> None:
+    """An ordinary user cannot look into them any more."""
+    found = as_a_user()
+    if found is None:
+        pytest.skip("no interpreter and checkout that an ordinary user may read")
+    python, change = found
+    done = subprocess.run([*change, python, "-c", textwrap.dedent(MANY)], capture_output=True, text=True, check=True, timeout=250)
+    assert done.stdout.strip() == "{'': 60}"
+
+
 @pytest.mark.parametrize(
     ("abi", "filtered", "machine_root", "other_user", "holds"),
     [
