@@ -676,3 +676,18 @@ def test_it_is_told(project: Project, broken: Broken) -> None:
 def test_it_hides_no_other(project: Project, broken: Broken) -> None:
     problems = told(project, broken, f"{SECOND}=-1")
     assert any(names(one, broken.place) for one in problems) and any(one.path == SECOND for one in problems), problems
+
+
+@pytest.mark.parametrize("key", PATH_KEYS)
+def test_what_may_not_be_looked_at(project: Project, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """A folder that is closed to this user; a test may run as somebody to whom none is."""
+    real = Path.stat
+
+    def stat(self: Path, **options: Any) -> os.stat_result:
+        if "closed" in self.parts:
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    problems = told(project, Broken("closed", key, (f"{key}=closed/inside", *PATH_KEYS[key])))
+    assert [(one.path, "Permission denied" in one.message) for one in problems if one.path == key] == [(key, True)], problems
