@@ -185,6 +185,14 @@ async def test_a_key_that_comes_back_in_another_spelling(monkeypatch: pytest.Mon
     assert "answered" in caught.value.cause and '{"error": ["no ***"]}' in caught.value.cause
 
 
+async def test_a_short_key_breaks_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a test setup it may be a single letter, which stands in every number and word."""
+    monkeypatch.setenv("JUDGE_KEY", "e1")
+    with StubServer(lambda r, n: Reply(b'{"scores": [1e1, 0.5], "verdict": "e1: yes"}')) as server:
+        answer, _ = await client(server.url, api_key_env="JUDGE_KEY").post({})
+    assert answer == {"scores": [10.0, 0.5], "verdict": "e1: yes"}
+
+
 async def test_a_key_in_the_words_of_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
 

@@ -35,6 +35,7 @@ LARGEST_ANSWER = 64 * 2**20
 SHOWN_CHARACTERS = 200
 TOO_MANY, LEAST_SERVER_ERROR, REQUEST_TIMEOUT = 429, 500, 408
 HIDDEN = "***"
+SHORTEST_SECRET = 8
 
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -181,8 +182,9 @@ class HttpClient:
             session = await self._opened()
             async with session.post(endpoint.url, data=body, headers=self._headers(), allow_redirects=False) as response:
                 content = await _read(response)
-                text = self._without_secrets(content.decode("utf-8", errors="replace"))
-                answered = f"answered {self._status(response)}{_first_line(text)}"
+                text = content.decode("utf-8", errors="replace")
+                said = _first_line(self._without_secrets(text))
+                answered = f"answered {self._status(response)}{said}"
                 if response.status in (TOO_MANY, REQUEST_TIMEOUT) or response.status >= LEAST_SERVER_ERROR:
                     wait = _retry_after(response.headers.get("Retry-After"))
                     return _Trouble(answered, is_answer=response.status != TOO_MANY, wait_s=wait)
@@ -202,7 +204,7 @@ class HttpClient:
         try:
             return self._scrubbed(json.loads(text))
         except ValueError as error:
-            return _Trouble(f"answered with malformed JSON ({error}){_first_line(text)}", is_answer=True)
+            return _Trouble(f"answered with malformed JSON ({error}){said}", is_answer=True)
 
     def _encoded(self, payload: Any) -> bytes:
         try:
@@ -248,8 +250,8 @@ class HttpClient:
         return text
 
     def _scrubbed(self, answer: Any) -> Any:
-        """Whatever escapes the key was written with are gone by now."""
-        if self.service.api_key_env is None:
+        """Whatever escapes the key was written with are gone by now. A key of a few letters is no secret, and in most words."""
+        if len(self._key() or "") < SHORTEST_SECRET:
             return answer
         if isinstance(answer, str):
             return self._without_secrets(answer)
