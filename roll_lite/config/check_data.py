@@ -10,7 +10,7 @@ from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.data_files import Shard, TagOwners, column_of, declared_columns, files_read, shards_of
+from roll_lite.config.data_files import Shard, TagOwners, column_of, declared_columns, files_read, paths_of, shards_of
 from roll_lite.config.problems import Problem, did_you_mean, show
 from roll_lite.config.schema import DataConfig, DomainConfig, RunConfig
 from roll_lite.config.text_templates import placeholders
@@ -24,9 +24,11 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
     """Every row has its columns, with values of a kind that can be used; what only the tokenizer can tell is left to the start."""
     data = domain.data
     owners = TagOwners(config.domains, data.tag) if data.tag is not None else None
-    for split, file in (("train", data.train), ("validation", data.validation)):
-        if file is None:
-            continue
+    given = {"train": data.train} | ({"validation": data.validation} if data.validation is not None else {})
+    for split, files in given.items():
+        for file in {file for file in paths_of(files) if paths_of(files).count(file) > 1}:
+            yield Problem(f"{path}.data.{split}", "stands there twice", str(file))
+    for split, file in [(split, file) for split, files in given.items() for file in paths_of(files)]:
         place = f"{path}.data.{split}"
         scan = _Scan(_columns(path, domain, split), data, owners)
         try:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from roll_lite.config.files import elsewhere, is_file, kind_of, listing, read_object
 from roll_lite.config.problems import first_line
-from roll_lite.config.schema import DataConfig, DomainConfig
+from roll_lite.config.schema import DataConfig, DataFiles, DomainConfig
 
 Kind = Literal["jsonl", "parquet", "arrow"]
 
@@ -32,6 +32,10 @@ class Shard:
     def unit(self) -> str:
         """What its rows are counted in, from 1."""
         return "line" if self.kind == "jsonl" else "row"
+
+
+def paths_of(files: DataFiles) -> list[Path]:
+    return list(files) if isinstance(files, list | dict) else [files]
 
 
 def shards_of(path: Path) -> list[Shard]:
@@ -142,8 +146,8 @@ def column_of(shard: Shard, column: str, most: int) -> list[Any]:
 def files_read(data: DataConfig) -> set[Path]:
     """By both splits. What is missing or cannot be read is its own domain's mistake."""
     files: set[Path] = set()
-    for path in (data.train, data.validation):
-        if path is not None:
+    for given in (data.train, data.validation):
+        for path in paths_of(given) if given is not None else ():
             with suppress(ValueError, OSError):
                 files |= {shard.path.resolve() for shard in shards_of(path)}
     return files

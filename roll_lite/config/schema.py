@@ -280,11 +280,15 @@ class DataFilterConfig(Section):
     """Keep rows of `train` whose difficulty lies in this range, ends included; of held-out prompts all are kept."""
 
 
+DataFiles = UserPath | Annotated[list[UserPath], Field(min_length=1)] | Annotated[dict[UserPath, PositiveFloat], Field(min_length=1)]
+
+
 class DataConfig(Section):
-    train: UserPath
-    """Prompts to train on: a .jsonl or .parquet file, or a folder with a data set saved by Hugging Face `datasets`."""
-    validation: UserPath | None = None
-    """Held-out prompts."""
+    train: DataFiles
+    """Prompts to train on: a .jsonl or .parquet file, or a folder with a data set saved by Hugging Face `datasets`. Or several: a list is
+    one after the other; a mapping of paths to shares gives each its share of the domain's prompts, whatever its length."""
+    validation: DataFiles | None = None
+    """Held-out prompts; all of them, whatever the shares."""
     tag: str | None = None
     """Name of a column that says which domain a row belongs to, for files that several domains share."""
     tags: list[str] = Field(default_factory=list)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from roll_lite.config.data_files import TagOwners
+from roll_lite.config.data_files import TagOwners, paths_of
 from roll_lite.config.schema import DomainConfig
 from roll_lite.data.samples import Prompt
 from roll_lite.data.sources import Row, read_rows
@@ -40,6 +40,8 @@ class PromptSet:
         self._rows = bytearray()
         self._row_ends = array("q", [0])
         self._weights = array("d")
+        self.parts: list[int] = []
+        """How many prompts each of the domain's files gave."""
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
         """Rows say by number which columns they have."""
@@ -108,22 +110,24 @@ def load_prompts(
     this many prompts.
     """
     setting = f"domains.{domain}.data.{split}"
-    path = config.data.train if split == "train" else config.data.validation
-    if path is None:
+    files = config.data.train if split == "train" else config.data.validation
+    if files is None:
         raise ValueError(f"{setting}: no file is configured")
     column = config.data.tag
     owners = TagOwners({**(domains or {}), domain: config}, column) if column is not None else None
     loader = _Loader(domain, config, split, tokenizer, owners)
     try:
-        loader.load(path, limit)
+        for path in paths_of(files):
+            loader.load(path, limit)
     except ValueError as error:
         raise ValueError(f"{setting}: {error}") from error
     if loader.mistakes:
         raise ValueError(_report(setting, [mistake for *_, mistake in sorted(loader.mistakes)]))
     prompts = loader.prompts
-    if not len(prompts):
-        nothing = f"no row is left ({prompts.counts()})" if prompts.left_out else "has no rows"
-        raise ValueError(f"{setting}: {path} {nothing}")
+    for path, count in zip(paths_of(files), prompts.parts, strict=True):
+        if not count and limit is None:
+            nothing = f"no row is left ({prompts.counts()})" if prompts.left_out else "has no rows"
+            raise ValueError(f"{setting}: {path} {nothing}")
     return prompts
 
 
@@ -156,6 +160,7 @@ class _Loader:
 
     def load(self, path: Path, limit: int | None) -> None:
         chunk: list[_Read] = []
+        before = len(self.prompts)
         for row in read_rows(path):
             try:
                 if (read := self._read(row)) is not None:
@@ -168,6 +173,7 @@ class _Loader:
             if len(self.mistakes) > MISTAKES_SHOWN or (limit is not None and len(self.prompts) >= limit):
                 break
         self._tokenize(chunk, limit)
+        self.prompts.parts.append(len(self.prompts) - before)
 
     def _read(self, row: Row) -> _Read | None:
         """None for a row that is left out; ValueError for one that cannot be used."""
@@ -297,6 +303,8 @@ class PromptOrder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where the state was taken; refused for other data or another seed, whose order would be another one."""
+        if "parts" in state:
+            raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not")
         for name, mine in (("count", self._count), ("seed", self._seed), ("domain", self._domain)):
             if state[name] != mine:
                 raise ValueError(f"domain {self._domain}: the checkpoint's prompt order has {name} {state[name]!r}, this run has {mine!r}")

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, Sampling
+from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import Recorder, loss_of
 
@@ -30,7 +31,7 @@ class Domain:
 
     name: str
     prompts: PromptSource
-    order: PromptOrder
+    order: PromptOrder | MixedOrder
     sampling: Sampling
     samples_per_prompt: int
     share: float

@@ -1,11 +1,14 @@
-"""How many groups of a batch each domain gets, so that shares are exact over a run."""
+"""How many groups of a batch each domain gets, and of a domain's prompts each of its files: shares are exact over a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import accumulate
 from math import lcm
 from typing import Any
+
+from roll_lite.data.prompts import PromptOrder
 
 
 class DomainMix:
@@ -68,3 +71,31 @@ class DomainMix:
         if state["weights"] == self._weights:
             self._counts = dict(state["counts"])
             self._places = state["places"]
+
+
+class MixedOrder:
+    """The order of a domain's prompts where its files have shares. Each file's prompts come once per epoch of that file."""
+
+    def __init__(self, parts: Sequence[int], shares: Sequence[float], seed: int, domain: str) -> None:
+        """`parts`: how many prompts each file has, one after the other."""
+        self._domain = domain
+        self._starts = [0, *accumulate(parts)]
+        self._orders = {str(place): PromptOrder(count, seed, f"{domain}/{place}") for place, count in enumerate(parts)}
+        self._mix = DomainMix(dict(zip(self._orders, shares, strict=True)))
+
+    def next(self) -> tuple[int, int]:
+        """(epoch of the prompt's file, row number)."""
+        (name,) = (name for name, count in self._mix.quota(1).items() if count)
+        epoch, index = self._orders[name].next()
+        return epoch, self._starts[int(name)] + index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mix": self._mix.state_dict(), "parts": {name: order.state_dict() for name, order in self._orders.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Other shares than then may be given; other files not."""
+        if state.get("parts", {}).keys() != self._orders.keys():
+            raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from other files")
+        self._mix.load_state_dict(state["mix"])
+        for name, order in self._orders.items():
+            order.load_state_dict(state["parts"][name])

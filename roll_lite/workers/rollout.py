@@ -20,6 +20,7 @@ from roll_lite.distributed.dataflow import Block
 from roll_lite.distributed.fleet import Fleet, Policy
 from roll_lite.distributed.worker import AsyncWorker
 from roll_lite.scheduler.domain import Domain
+from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutService, accepted
 from roll_lite.scheduler.stats import Progress, RolloutStats
@@ -118,10 +119,12 @@ class RolloutWorker(AsyncWorker):
 
     def _load_domain(self, name: str, config: DomainConfig, tokenizer: Any) -> Domain:
         prompts = self._load_prompts(name, config, "train", tokenizer)
+        files, seed = config.data.train, self._spec.seed
+        shares = list(files.values()) if isinstance(files, dict) else []
         return Domain(
             name=name,
             prompts=prompts,
-            order=PromptOrder(len(prompts), self._spec.seed, name),
+            order=MixedOrder(prompts.parts, shares, seed, name) if shares else PromptOrder(len(prompts), seed, name),
             sampling=sampling_of(config.sampling, self._spec.rollout.keep_mask),
             samples_per_prompt=config.samples_per_prompt or self._spec.rollout.samples_per_prompt,
             share=config.share,

@@ -35,6 +35,28 @@ def test_tables_and_folders_are_right(project: Project) -> None:
     assert told(project, copy("train: rows.parquet, validation: shards")) == []
 
 
+def test_several_files_with_and_without_shares(project: Project) -> None:
+    for name in ("rows.parquet", "more/rows.parquet"):
+        table(project.folder / name, prompt=["1+1="], answer=["2"])
+    table(project.folder / "other.parquet", prompt=["1+1="], solution=["2"])
+    assert told(project, copy("train: [rows.parquet, more]")) == []
+    assert told(project, copy("train: {rows.parquet: 0.7, more: 0.3}, validation: [rows.parquet]")) == []
+    assert dict(project.load("domains.copy.data.train={rows.parquet: 0.7, more: 3}").domains["copy"].data.train) == {
+        project.folder / "rows.parquet": 0.7,
+        project.folder / "more": 3.0,
+    }
+    for files, place, message in (
+        ("[rows.parquet, gone.parquet]", f"{COPY}.train", "no such file"),
+        ("[rows.parquet, rows.parquet]", f"{COPY}.train", "stands there twice"),
+        ("[rows.parquet, other.parquet]", f"{COPY}.answer", "no such column"),
+        ("[]", f"{COPY}.train", "expected path or list of (path), at least one or mapping of name to (number > 0), at least one"),
+        ("{rows.parquet: 0}", f"{COPY}.train", "expected path or list"),
+        ("{rows.parquet: much}", f"{COPY}.train", "expected path or list"),
+    ):
+        ((path, said),) = told(project, copy(f"train: {files}"))
+        assert path == place and message in said, (path, said)
+
+
 def test_columns_of_a_table_are_read_from_its_schema(project: Project) -> None:
     """No row is: the data of this file is gone."""
     path = table(project.folder / "rows.parquet", prompt=["1+1="] * 1000, answr=["2"] * 1000, rate=[0.5] * 1000)

@@ -149,6 +149,19 @@ def test_empty_missing_and_undecodable_files(tmp_path: Path, make_tokenizer: Mak
     assert "line 1: character 13: not valid UTF-8" in mistakes(domain(tmp_path / "latin.jsonl"), make_tokenizer())
 
 
+@pytest.mark.parametrize("shares", [None, (3.0, 1.0)])
+def test_a_domain_may_have_several_files(tmp_path: Path, make_tokenizer: MakeTokenizer, shares: tuple[float, float] | None) -> None:
+    (tmp_path / "more").mkdir()
+    first = written(tmp_path, {"prompt": "one", "answer": 1}, {"prompt": "two", "answer": 2})
+    second = written(tmp_path / "more", {"prompt": "three", "answer": 3})
+    files = [first, second] if shares is None else dict(zip([first, second], shares, strict=True))
+    prompts = load_prompts("sums", domain(first, {"train": files}), "train", make_tokenizer())
+    assert [prompt.answer for prompt in prompts] == [1, 2, 3]
+    assert prompts.parts == [2, 1]
+    second.write_text("")
+    assert f"{second} has no rows" in mistakes(domain(first, {"train": files}), make_tokenizer())
+
+
 def served(order: PromptOrder, n: int) -> list[tuple[int, int]]:
     return [order.next() for _ in range(n)]
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_lite.scheduler.mix import DomainMix
+from roll_lite.data.prompts import PromptOrder
+from roll_lite.scheduler.mix import DomainMix, MixedOrder
 
 
 @settings(max_examples=150, deadline=None)
@@ -64,3 +66,39 @@ def test_other_shares_start_a_new_account() -> None:
 
 def test_shares_are_normalised() -> None:
     assert DomainMix({"a": 3.0, "b": 1.0}).shares == pytest.approx({"a": 0.75, "b": 0.25})
+
+
+# ---------------------------------------------------------------- files of one domain
+
+
+def test_files_of_a_domain_get_their_shares_and_each_all_of_its_prompts_once_an_epoch() -> None:
+    order = MixedOrder([10, 40], [3.0, 1.0], 7, "sums")
+    served = [order.next() for _ in range(160)]
+    for end in range(1, 161):
+        assert abs(sum(index < 10 for _, index in served[:end]) - 0.75 * end) < 1
+    short, long = ([one for one in served if (one[1] < 10) is first] for first in (True, False))
+    assert [epoch for epoch, _ in short] == [place // 10 for place in range(120)]
+    assert all(sorted(index for epoch, index in short if epoch == number) == list(range(10)) for number in range(12))
+    assert sorted(long) == [(0, index) for index in range(10, 50)]
+
+
+@pytest.mark.parametrize("before", [0, 1, 33, 160])
+def test_an_order_of_several_files_goes_on_exactly(before: int) -> None:
+    order, resumed = (MixedOrder([10, 40], [3.0, 1.0], 7, "sums") for _ in range(2))
+    for _ in range(before):
+        order.next()
+    resumed.next()
+    resumed.load_state_dict(json.loads(json.dumps(order.state_dict())))
+    assert [resumed.next() for _ in range(100)] == [order.next() for _ in range(100)]
+
+
+def test_the_state_of_other_files_is_refused() -> None:
+    order, single = MixedOrder([10, 40], [3.0, 1.0], 7, "sums"), PromptOrder(50, 7, "sums")
+    for mine, other in (
+        (order, single),
+        (single, order),
+        (order, MixedOrder([50], [1.0], 7, "sums")),
+        (order, MixedOrder([10, 41], [3.0, 1.0], 7, "sums")),
+    ):
+        with pytest.raises(ValueError, match="domain sums"):
+            mine.load_state_dict(other.state_dict())
