@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 import torch
 
-from roll_lite.config.schema import AlgorithmConfig
+from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.data.microbatch import MicroBatch
 from roll_lite.workers.credit import Credit, alone, assign_credit
 

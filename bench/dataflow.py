@@ -85,8 +85,9 @@ class Dataflow:
     """Engines and service for one length of responses."""
 
     def __init__(self, tokens: int, folder: Path) -> None:
-        from roll_lite.config.schema import DataConfig, DomainConfig, ModelConfig, RewardConfig, RolloutConfig, SamplingConfig
-        from roll_lite.config.schema import ScriptedStrategyConfig as Scripted
+        from roll_lite.config.schema.domains import DataConfig, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
+        from roll_lite.config.schema.models import ModelConfig
+        from roll_lite.config.schema.models import ScriptedStrategyConfig as Scripted
         from roll_lite.distributed.cluster import ClusterSpec, start_cluster
         from roll_lite.distributed.placement import anywhere
         from roll_lite.distributed.strategy.base import EngineSpec
@@ -146,7 +147,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one small case of either length, one round")
     chosen = parser.parse_args()
     os.chdir(ROOT)
-    from roll_lite.config.schema import RayConfig
+    from roll_lite.config.schema.run import RayConfig
     from roll_lite.distributed.ray_session import ray_session
 
     costs: dict[tuple[int, int], Cost] = {}

@@ -43,7 +43,7 @@ def options(requests: int) -> dict[str, Any]:
 
 
 def strategy_of(engine: str, model: Any, requests: int) -> Any:
-    from roll_lite.config.schema import SglangStrategyConfig, VllmStrategyConfig
+    from roll_lite.config.schema.models import SglangStrategyConfig, VllmStrategyConfig
     from roll_lite.distributed.strategy.base import EngineSpec
     from roll_lite.distributed.strategy.engines import build_engine
 
@@ -84,7 +84,7 @@ def start_bare(engine: str, model: Any, requests: int, pipe: Connection) -> Any:
     """The engine alone, with the strategy's arguments but for its weight transfer, in a process of its own."""
     from rollout import bare_engine
 
-    from roll_lite.config.schema import SglangStrategyConfig, VllmStrategyConfig
+    from roll_lite.config.schema.models import SglangStrategyConfig, VllmStrategyConfig
     from roll_lite.distributed.strategy.sglang.compat import settings as sglang
     from roll_lite.distributed.strategy.vllm.compat import settings as vllm
 
@@ -109,7 +109,7 @@ def start_bare(engine: str, model: Any, requests: int, pipe: Connection) -> Any:
 
 
 async def measure(engine: str, folder: Path, rounds: int, requests: int) -> dict[str, float]:
-    from roll_lite.config.schema import ModelConfig
+    from roll_lite.config.schema.models import ModelConfig
 
     model = ModelConfig(path=folder, dtype="float32")
     pipe, far_end = multiprocessing.get_context("spawn").Pipe()

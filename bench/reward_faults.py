@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
-from roll_lite.config.schema import RayConfig, RewardConfig  # noqa: E402
+from roll_lite.config.schema.domains import RewardConfig  # noqa: E402
+from roll_lite.config.schema.run import RayConfig  # noqa: E402
 from roll_lite.data.samples import RewardInput, Score  # noqa: E402
 from roll_lite.rewards.base import RewardFailed, to_score  # noqa: E402
 from roll_lite.rewards.math import MathReward  # noqa: E402

@@ -197,7 +197,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8)
     chosen = parser.parse_args()
     os.chdir(ROOT)
-    from roll_lite.config.schema import RayConfig
+    from roll_lite.config.schema.run import RayConfig
     from roll_lite.distributed.ray_session import ray_session
 
     results = {}

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from roll_lite.config.schema import MegatronStrategyConfig, ModelConfig, OptimizerConfig
+from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, RowsAtATime
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged

@@ -13,11 +13,11 @@ from pathlib import Path
 import yaml
 
 from roll_lite.config.arithmetic import derive, render
-from roll_lite.config.check_layout import sharing_notes
+from roll_lite.config.checks.layout import sharing_notes
+from roll_lite.config.compose.overrides import alternatives
 from roll_lite.config.loading import load_config
-from roll_lite.config.overrides import alternatives
 from roll_lite.config.problems import ConfigError
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.shipped import CONFIGS, found
 from roll_lite.distributed.strategy.engines import engine_arguments_fit
 from roll_lite.rewards.check import check_rewards

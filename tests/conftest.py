@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture(scope="session")
 def ray_local() -> Iterator[object]:
     """The suite's Ray session; it starts with the first test that asks for it."""
-    from roll_lite.config.schema import RayConfig
+    from roll_lite.config.schema.run import RayConfig
     from roll_lite.distributed.ray_session import ray_session
 
     with ray_session(RayConfig(object_store_mb=200), run_folder=None) as session:

@@ -15,7 +15,7 @@ import yaml
 from support_weights import tensors, write_safetensors
 
 from roll_lite.cli import main
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.pipeline import sweep
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from roll_lite.config.schema import RewardModelStrategyConfig, TrainStrategyConfig
+from roll_lite.config.schema.models import RewardModelStrategyConfig, TrainStrategyConfig
 from roll_lite.distributed.strategy.models import STRATEGIES
 
 PACKAGE = Path(__file__).resolve().parents[1] / "roll_lite"
@@ -141,18 +141,18 @@ def test_that_guard_sees_every_kind_of_import() -> None:
 
 
 def test_the_guard_sees_every_kind_of_import() -> None:
-    known = {"cli", "pipeline.build", "pipeline", "config.schema", "data.proto", "distributed.strategy", "distributed.strategy.base"}
+    known = {"cli", "pipeline.build", "pipeline", "config.schema.run", "data.proto", "distributed.strategy", "distributed.strategy.base"}
     source = """
 import roll_lite.cli
 from roll_lite.pipeline import build
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
-    from roll_lite.config.schema import RunConfig
+    from roll_lite.config.schema.run import (RunConfig)
 def lazily():
     from ..data import proto
     from .strategy.base import TrainStrategy
 """
-    expected = {"cli", "pipeline", "pipeline.build", "config.schema", "data.proto", "distributed.strategy.base"}
+    expected = {"cli", "pipeline", "pipeline.build", "config.schema.run", "data.proto", "distributed.strategy.base"}
     assert imported(source, "distributed.cluster", known, is_package=False) == expected
     assert imported("from .base import x", "distributed.strategy", known, is_package=True) == {"distributed.strategy.base"}
     assert upward({"config.schema": {"data.proto"}, "workers.infer": {"scheduler.router"}}) == ["config.schema imports data.proto"]

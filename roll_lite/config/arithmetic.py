@@ -8,18 +8,18 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal
 
-from roll_lite.config.schema import (
+from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.config.schema.models import (
     Devices,
-    DomainConfig,
     ForwardRoleConfig,
     InferRoleConfig,
     JudgeServerConfig,
     MegatronStrategyConfig,
     OptimizerConfig,
     RewardModelConfig,
-    RunConfig,
     TrainRoleConfig,
 )
+from roll_lite.config.schema.run import RunConfig
 
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 """Whatever has devices and a strategy."""

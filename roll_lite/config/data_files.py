@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from roll_lite.config.files import elsewhere, is_file, kind_of, listing, read_object
 from roll_lite.config.problems import first_line
-from roll_lite.config.schema import DataConfig, DataFiles, DomainConfig
+from roll_lite.config.schema.domains import DataConfig, DataFiles, DomainConfig
 
 Kind = Literal["jsonl", "parquet", "arrow"]
 

@@ -11,7 +11,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from roll_lite.config.problems import dotted
-from roll_lite.config.schema import RunConfig, Section
+from roll_lite.config.schema.base import Section
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import sections, shape_of
 from roll_lite.config.wording import field_type, in_words
 
@@ -19,7 +20,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
 INTRODUCTION = """# Configuration reference
 
-Generated from `roll_lite/config/schema.py` by `python -m roll_lite.config.docs`. Do not edit.
+Generated from `roll_lite/config/schema/` by `python -m roll_lite.config.docs`. Do not edit.
 
 A configuration is a YAML file in the folder named by `--config-path`, or one of those that the package ships (`examples/configs`). It may
 build on others of either:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
 
-from roll_lite.config.checks import Check, check
-from roll_lite.config.compose import Composed, compose, find, suggestion
+from roll_lite.config.checks.across import Check, check
+from roll_lite.config.compose.layers import Composed, compose, find, suggestion
 from roll_lite.config.files import is_folder
 from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import validate
 
 

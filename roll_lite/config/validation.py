@@ -19,7 +19,9 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from roll_lite.config.problems import NO_VALUE, Path, Problem, close_names, did_you_mean, dotted, or_nearest
-from roll_lite.config.schema import RunConfig, ScriptedStrategyConfig, Section
+from roll_lite.config.schema.base import Section
+from roll_lite.config.schema.models import ScriptedStrategyConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.wording import field_type, in_words
 
 

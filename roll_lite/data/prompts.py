@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from roll_lite.config.data_files import TagOwners, paths_of
-from roll_lite.config.schema import DomainConfig
+from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.data.samples import Prompt
 from roll_lite.data.sources import Row, read_rows
 from roll_lite.data.templates import RowError, Template, Tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.config.problems import or_nearest
-from roll_lite.config.schema import TemplateConfig
+from roll_lite.config.schema.domains import TemplateConfig
 from roll_lite.config.text_templates import placeholders
 
 Tokenizer = Any

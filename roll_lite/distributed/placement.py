@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from roll_lite.config.arithmetic import device_numbers
-from roll_lite.config.schema import Devices
+from roll_lite.config.schema.models import Devices
 
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01

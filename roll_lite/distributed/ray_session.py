@@ -23,7 +23,7 @@ import psutil
 import ray
 import ray._private.utils
 
-from roll_lite.config.schema import RayConfig
+from roll_lite.config.schema.run import RayConfig
 from roll_lite.distributed import session_guard
 from roll_lite.distributed.child_processes import keep_exit_codes
 from roll_lite.distributed.rank_group import WATCH

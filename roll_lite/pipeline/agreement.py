@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 
 from roll_lite.config.keep_mask import is_truncated
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from roll_lite.config.arithmetic import group_size, longest_sequence
 from roll_lite.config.checkpoint_files import FileRecord, record
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.columns_file import write_table
 from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from roll_lite.config.arithmetic import max_model_len, model_parallel_size, roles, updates
-from roll_lite.config.schema import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig, RunConfig
+from roll_lite.config.schema.models import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather, start_cluster
 from roll_lite.distributed.placement import Placement, Slot, beside_driver

@@ -23,7 +23,7 @@ from roll_lite.config.checkpoint_files import (
     resumption,
     write_list,
 )
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.devices import FORWARD, TRAIN
 from roll_lite.workers.model import ModelWorker

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from roll_lite.config.arithmetic import device_numbers
-from roll_lite.config.schema import ForwardRoleConfig, InferRoleConfig, RewardModelConfig
+from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, RewardModelConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch, balanced_partition, spread
 from roll_lite.distributed.cluster import Cluster, Pending

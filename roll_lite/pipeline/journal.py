@@ -14,7 +14,7 @@ import torch
 from roll_lite.algorithms.rewards import Masked
 from roll_lite.algorithms.token_metrics import ratio_quantiles
 from roll_lite.config.checkpoint_files import resumption
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
 from roll_lite.observability.console import RunConsole

@@ -8,7 +8,7 @@ from typing import Any
 
 from roll_lite.algorithms.kl import KlController
 from roll_lite.config.arithmetic import aggregation_constant
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.minibatches import MiniBatch, cut_mini_batches
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.dataflow import Batch

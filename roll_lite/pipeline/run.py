@@ -15,10 +15,10 @@ from types import FrameType
 import yaml
 
 from roll_lite.config.arithmetic import roles
-from roll_lite.config.check_layout import sharing_notes
 from roll_lite.config.checkpoint_files import CONFIG_FILE, resumption
+from roll_lite.config.checks.layout import sharing_notes
 from roll_lite.config.problems import first_line
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.watchdog import WATCHDOG

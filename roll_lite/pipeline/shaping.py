@@ -20,7 +20,9 @@ from roll_lite.algorithms.rewards import (
     normalized,
     overlong_rewards,
 )
-from roll_lite.config.schema import FormatConfig, MasksConfig, RewardShapingConfig, RunConfig
+from roll_lite.config.schema.algorithm import MasksConfig, RewardShapingConfig
+from roll_lite.config.schema.domains import FormatConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
 from roll_lite.data.user_function import load_function

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll_lite.config.arithmetic import table
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.observability.report import OVERALL, SUMMARY_FILE
 
 INTERRUPTED = 130

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from roll_lite.config.schema import WeightSyncConfig
+from roll_lite.config.schema.run import WeightSyncConfig
 from roll_lite.distributed.cluster import Cluster, Pending, gather
 from roll_lite.distributed.weight_sync.checksum import require_equal
 from roll_lite.distributed.weight_sync.endpoints import DEFAULT_TRANSPORT

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roll_lite.config.check_functions import check_function
-from roll_lite.config.checks import readable
+from roll_lite.config.checks.across import readable
+from roll_lite.config.checks.functions import check_function
 from roll_lite.config.problems import Problem, did_you_mean
-from roll_lite.config.schema import RewardConfig, RewardTermConfig, RunConfig
+from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.rewards.arguments import read_arguments
 from roll_lite.rewards.registry import REWARDS, reward_type
 

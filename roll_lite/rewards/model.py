@@ -12,7 +12,7 @@ from pydantic import AfterValidator, ValidationInfo, field_validator
 from roll_lite.config.files import is_folder
 from roll_lite.config.model_files import has_chat_template
 from roll_lite.config.problems import Problem, did_you_mean
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed

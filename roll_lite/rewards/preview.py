@@ -9,7 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.schema import DomainConfig, RunConfig
+from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.prompts import PromptSet, Split, load_prompts
 from roll_lite.data.samples import FinishReason, Prompt, RewardInput
 from roll_lite.data.sources import Row, read_rows

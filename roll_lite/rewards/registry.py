@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeAdapter, ValidationError
 
-from roll_lite.config.schema import RewardConfig
+from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.user_function import did_you_mean, load_function
 from roll_lite.rewards.arguments import read_arguments
 from roll_lite.rewards.base import RewardFunction, hints_of

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.rewards.references import written
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from roll_lite.config.schema import RewardConfig
+from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.prompts import PromptSet
 from roll_lite.data.samples import FinishReason, RewardInput
 from roll_lite.rewards.running.reward_process import RewardProcess

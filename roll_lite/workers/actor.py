@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import ray
 
-from roll_lite.config.schema import AlgorithmConfig
+from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.data.columns_file import write_columns
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import padded

@@ -17,7 +17,7 @@ from roll_lite.algorithms import advantages as of
 from roll_lite.algorithms.kernels import Whitening, row_moments
 from roll_lite.algorithms.kl import full_kl, kl_estimate
 from roll_lite.algorithms.token_metrics import Peaks, mismatch_of_tokens, sums_by_domain
-from roll_lite.config.schema import AlgorithmConfig
+from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatch
 from roll_lite.workers.credit_inputs import CreditInputs, RowTable, users_advantages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from roll_lite.config.schema import AlgorithmConfig
+from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.data.keys import Columns
 from roll_lite.workers.model import ModelRole, ModelWorker, TrainShare, Update, training_columns
 from roll_lite.workers.objectives import CriticLoss

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import ray
 
-from roll_lite.config.check_judges import JUDGE
-from roll_lite.config.schema import JudgeServerConfig, RewardConfig
+from roll_lite.config.checks.judges import JUDGE
+from roll_lite.config.schema.domains import RewardConfig
+from roll_lite.config.schema.models import JudgeServerConfig
 from roll_lite.distributed.fleet import Fleet, MemberLost, Policy
 from roll_lite.distributed.worker import AsyncWorker
 

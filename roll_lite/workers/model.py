@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from roll_lite.config.checkpoint_files import FileRecord, record
-from roll_lite.config.schema import CriticRoleConfig, ForwardRoleConfig, ModelConfig, TrainRoleConfig
+from roll_lite.config.schema.models import CriticRoleConfig, ForwardRoleConfig, ModelConfig, TrainRoleConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatchPlanner, RowsAtATime
 from roll_lite.data.minibatches import MiniBatch

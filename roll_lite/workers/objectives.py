@@ -26,7 +26,7 @@ from roll_lite.algorithms.losses import (
     unclipped,
 )
 from roll_lite.algorithms.token_metrics import Peaks, RatioHistogram, mismatch_of_tokens, sums_by_domain
-from roll_lite.config.schema import CustomLossConfig, MismatchCorrectionConfig, PolicyLossConfig, PpoLossConfig
+from roll_lite.config.schema.algorithm import CustomLossConfig, MismatchCorrectionConfig, PolicyLossConfig, PpoLossConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.data.user_function import load_function
 

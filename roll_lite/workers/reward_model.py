@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from roll_lite.config.schema import ModelConfig, RewardModelConfig
+from roll_lite.config.schema.models import ModelConfig, RewardModelConfig
 from roll_lite.data.microbatch import RowsAtATime
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from roll_lite.config.schema import RewardConfig, RewardModelConfig
+from roll_lite.config.schema.domains import RewardConfig
+from roll_lite.config.schema.models import RewardModelConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy
 from roll_lite.rewards.base import RewardFailed

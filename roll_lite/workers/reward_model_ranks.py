@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from roll_lite.config.problems import first_line
-from roll_lite.config.schema import RewardModelConfig
+from roll_lite.config.schema.models import RewardModelConfig
 from roll_lite.distributed.fleet import MemberLost, cause_of, until_silent
 from roll_lite.distributed.rank_group import kill_stopped
 from roll_lite.distributed.strategy.base import RankLayout, StateGroup

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.check_reward_models import MODEL_REWARD
+from roll_lite.config.checks.reward_models import MODEL_REWARD
 from roll_lite.config.keep_mask import is_truncated
-from roll_lite.config.schema import DomainConfig, ModelConfig, RewardModelConfig, RolloutConfig, SamplingConfig
+from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, SamplingConfig
+from roll_lite.config.schema.models import ModelConfig, RewardModelConfig
 from roll_lite.data.prompts import PromptOrder, PromptSet, Split, load_prompts
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import SampleGroup, Sampling

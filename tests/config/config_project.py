@@ -10,7 +10,7 @@ from support_weights import tensors, write_safetensors
 
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError, Problem
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.rewards.check import check_rewards
 
 VALID = """

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_lite.config.arithmetic import DomainArithmetic, PassArithmetic, _fullest_rank, _largest_batch, derive, device_numbers, render
-from roll_lite.config.schema import MegatronStrategyConfig
+from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.data.microbatch import MicroBatchPlan, RowsAtATime
 from roll_lite.data.minibatches import balanced_partition
 from roll_lite.scheduler.mix import DomainMix

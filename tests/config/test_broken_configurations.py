@@ -20,7 +20,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from support_weights import tensors, write_safetensors
 
 from roll_lite.config.problems import ConfigError, Problem
-from roll_lite.config.schema import RunConfig, Section
+from roll_lite.config.schema.base import Section
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import shape_of
 from roll_lite.config.wording import field_type
 

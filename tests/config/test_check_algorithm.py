@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_project import Project
 
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 
 MISTAKES = {
     "early stop of one update": ("early_stop_kl: 0.1", "algorithm.early_stop_kl", "one update per batch"),

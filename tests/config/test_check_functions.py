@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_project import Project
 
-from roll_lite.config.check_functions import check_function
+from roll_lite.config.checks.functions import check_function
 
 MODULE = """
 import os

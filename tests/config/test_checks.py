@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from config_project import Project
 
-from roll_lite.config import check_layout
-from roll_lite.config.check_layout import sharing_notes
-from roll_lite.config.checks import readable
+from roll_lite.config.checks import layout as check_layout
+from roll_lite.config.checks.across import readable
+from roll_lite.config.checks.layout import sharing_notes
 
 CRITIC = "critic: {}\nalgorithm: {advantage: {name: gae}}\n"
 TWO_SIZES = "domains: {add: {samples_per_prompt: 6}}\n"

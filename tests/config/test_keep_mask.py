@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roll_lite.config.keep_mask import KEEP_LIMIT, TIE_ROOM, keep_mask_available, keep_mask_width
-from roll_lite.config.schema import SamplingConfig
+from roll_lite.config.schema.domains import SamplingConfig
 
 LARGE = 151_936
 

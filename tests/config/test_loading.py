@@ -13,7 +13,7 @@ from config_project import Project
 
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
-from roll_lite.config.schema import VllmStrategyConfig
+from roll_lite.config.schema.models import VllmStrategyConfig
 
 # ---------------------------------------------------------------- everything at once
 

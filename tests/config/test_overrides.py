@@ -8,7 +8,7 @@ import pytest
 from config_project import Project
 from omegaconf import OmegaConf
 
-from roll_lite.config.overrides import Override, alternatives, apply_override, parse_override
+from roll_lite.config.compose.overrides import Override, alternatives, apply_override, parse_override
 from roll_lite.config.problems import Problem
 
 TREE = {

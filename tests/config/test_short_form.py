@@ -5,21 +5,18 @@ from __future__ import annotations
 import pytest
 from config_project import Project
 
-from roll_lite.config.compose import compose
-from roll_lite.config.schema import (
+from roll_lite.config.compose.layers import compose
+from roll_lite.config.compose.short_form import is_short_form
+from roll_lite.config.schema.algorithm import (
     CispoLossConfig,
     FixedKlConfig,
     GaeAdvantageConfig,
     GmpoLossConfig,
     GspoLossConfig,
-    HfStrategyConfig,
-    MegatronStrategyConfig,
     PpoLossConfig,
     ReinforceAdvantageConfig,
-    SglangStrategyConfig,
-    VllmStrategyConfig,
 )
-from roll_lite.config.short_form import is_short_form
+from roll_lite.config.schema.models import HfStrategyConfig, MegatronStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.config.validation import validate
 
 EVERYWHERE = """

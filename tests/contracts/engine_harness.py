@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # also in the sender's proce
 from support_models import EOS_ID, Family, load_hf, make_model, make_tiny_model
 from support_passes import forward
 
-from roll_lite.config.schema import ModelConfig, SglangStrategyConfig, VllmStrategyConfig
+from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
@@ -133,7 +133,7 @@ def _serve_log_probs(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    from roll_lite.config.schema import MegatronStrategyConfig
+    from roll_lite.config.schema.models import MegatronStrategyConfig
     from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
     with tempfile.TemporaryDirectory(prefix="rl-") as folder:

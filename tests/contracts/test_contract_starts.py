@@ -11,7 +11,7 @@ from engine_harness import SHARPNESS, Harness, Make, make_strategy, require
 from left_behind import Traces, nothing_left_behind
 from support_models import make_tiny_model
 
-from roll_lite.config.schema import ModelConfig
+from roll_lite.config.schema.models import ModelConfig
 from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.strategy.vllm.compat.engine import VllmEngine
 

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from engine_harness import DISTRIBUTIONS, Make, require
 
-from roll_lite.config.schema import InferStrategyConfig
+from roll_lite.config.schema.models import InferStrategyConfig
 
 MAKES: tuple[Make, ...] = get_args(Make)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from roll_lite.config.schema import DomainConfig
+from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.data import prompts as prompts_module
 from roll_lite.data.prompts import PromptOrder, PromptSet, load_prompts
 from roll_lite.data.samples import RewardInput

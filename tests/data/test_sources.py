@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from roll_lite.config.schema import DomainConfig
+from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.data import sources
 from roll_lite.data.prompts import load_prompts
 from roll_lite.data.sources import read_rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roll_lite.config.schema import TemplateConfig
+from roll_lite.config.schema.domains import TemplateConfig
 from roll_lite.data.templates import RowError, Template, load_tokenizer
 
 MakeTokenizer = Callable[..., Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster_workers import Adder
 
-from roll_lite.config.schema import RayConfig
+from roll_lite.config.schema.run import RayConfig
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.ray_session import ray_session

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 PLACING = """
 import ray
 from cluster_workers import Adder, Collective
-from roll_lite.config.schema import RayConfig
+from roll_lite.config.schema.run import (RayConfig)
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.placement import Placement, PlacementTimeout
 from roll_lite.distributed.ray_session import ray_session

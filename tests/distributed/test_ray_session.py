@@ -18,7 +18,7 @@ import psutil
 import pytest
 from cluster_workers import Adder
 
-from roll_lite.config.schema import RayConfig
+from roll_lite.config.schema.run import RayConfig
 from roll_lite.distributed import ray_session as module
 from roll_lite.distributed import session_guard
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster

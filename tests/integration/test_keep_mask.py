@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from support_models import make_tiny_model
 from support_passes import forward
 
-from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
+from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll_lite.config.schema import MismatchCorrectionConfig
+from roll_lite.config.schema.algorithm import MismatchCorrectionConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.observability.metric_table import DERIVED, METRICS, Reduction
 from roll_lite.observability.metrics import MetricSums

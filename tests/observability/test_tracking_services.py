@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from roll_lite.config.schema import TrackerConfig
+from roll_lite.config.schema.run import TrackerConfig
 from roll_lite.observability.trackers import TrackedRun, Tracker, build_trackers
 
 SETTINGS = {"seed": 1, "model": {"path": "/models/a"}, "domains": {"add": {"share": 2}}}

@@ -13,7 +13,7 @@ from typing import Any
 from cluster_workers import Adder
 
 from roll_lite.config.loading import load_config
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.placement import anywhere
 from roll_lite.pipeline import run as module

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from roll_lite.config.loading import load_config
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.ragged import Ragged

@@ -12,7 +12,7 @@ import pytest
 
 from roll_lite.config.checkpoint_files import found, record, resumption
 from roll_lite.config.loading import load_config
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.pipeline.checkpoint import Checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from roll_lite.config.loading import load_config
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.strategy.base import TrainResult

@@ -11,7 +11,7 @@ import torch
 from shaping_support import make_rows
 
 from roll_lite.algorithms.rewards import Masked
-from roll_lite.config.schema import MasksConfig
+from roll_lite.config.schema.algorithm import MasksConfig
 from roll_lite.pipeline.shaping import masked_samples
 
 USER_MODULE = """

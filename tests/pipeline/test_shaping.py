@@ -11,7 +11,8 @@ from reference_shaping import dapo_overlong, kimi_length_rewards, normalised
 from shaping_support import make_rows
 
 from roll_lite.algorithms.rewards import RewardRows, RunningMoments
-from roll_lite.config.schema import FormatConfig, MasksConfig, RewardShapingConfig
+from roll_lite.config.schema.algorithm import MasksConfig, RewardShapingConfig
+from roll_lite.config.schema.domains import FormatConfig
 from roll_lite.pipeline.shaping import DomainRewards, shape_baseline, shape_rewards
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll_lite.config.schema import WeightSyncConfig
+from roll_lite.config.schema.run import WeightSyncConfig
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership
 from roll_lite.pipeline import weights as module
 from roll_lite.pipeline.weights import WeightSync

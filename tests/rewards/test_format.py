@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from roll_lite.config.check_rewards import check_format
-from roll_lite.config.schema import FormatConfig, RewardConfig
+from roll_lite.config.checks.rewards import check_format
+from roll_lite.config.schema.domains import FormatConfig, RewardConfig
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.text import format_check as subject
 from roll_lite.rewards.text.format_check import FormatCheck

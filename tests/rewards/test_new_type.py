@@ -9,7 +9,7 @@ import pytest
 
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
-from roll_lite.config.schema import RewardConfig
+from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.check import check_rewards
 from roll_lite.rewards.docs import render

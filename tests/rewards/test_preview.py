@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from roll_lite.cli import main
-from roll_lite.config.schema import RewardConfig
+from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.prompts import PromptSet
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.running.reward_process import RewardProcess

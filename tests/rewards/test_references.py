@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roll_lite.config.schema import RewardConfig
+from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.code.reward import CodeReward
 from roll_lite.rewards.references import written

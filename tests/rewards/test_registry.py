@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_lite.config.schema import RewardConfig
+from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.registry import build_reward

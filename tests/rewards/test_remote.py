@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support_http import Reply, StubServer, unused_url
 
-from roll_lite.config.schema import RewardConfig
+from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.http import client as http_client

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roll_lite.config.schema import RewardConfig, RewardTermConfig
+from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.registry import build_reward

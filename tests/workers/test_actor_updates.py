@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll_lite.config.schema import AlgorithmConfig
+from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.workers.actor import ActorWorker, moved_too_far
 from roll_lite.workers.objectives import ActorLoss

@@ -10,7 +10,7 @@ import pytest
 import reference_advantages as paper
 import torch
 
-from roll_lite.config.schema import AlgorithmConfig
+from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.data.microbatch import MicroBatch
 from roll_lite.workers.credit import Credit, Gather, alone, assign_credit, credit_metrics
 

@@ -16,7 +16,8 @@ import psutil
 import pytest
 import ray
 
-from roll_lite.config.schema import JudgeServerConfig, RewardConfig, RewardTermConfig, VllmStrategyConfig
+from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
+from roll_lite.config.schema.models import JudgeServerConfig, VllmStrategyConfig
 from roll_lite.data.samples import RewardInput
 from roll_lite.distributed.cluster import Cluster
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy

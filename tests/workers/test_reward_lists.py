@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from roll_lite.config.schema import RewardConfig, RewardTermConfig
+from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.workers.reward import RewardPool

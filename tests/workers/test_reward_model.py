@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support_models import BOS_ID, EOS_ID, PAD_ID, hf_scores, make_tiny_reward_model, make_tokenizer
 
-from roll_lite.config.schema import RewardModelConfig
+from roll_lite.config.schema.models import RewardModelConfig
 from roll_lite.distributed.strategy.base import StateGroup
 from roll_lite.distributed.worker import ROLE
 from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker, TextTokens

@@ -17,13 +17,8 @@ import ray
 from ray.exceptions import ActorDiedError
 from support_models import hf_scores, make_tiny_reward_model, make_tokenizer
 
-from roll_lite.config.schema import (
-    FormatConfig,
-    MegatronStrategyConfig,
-    RewardConfig,
-    RewardModelConfig,
-    RewardTermConfig,
-)
+from roll_lite.config.schema.domains import FormatConfig, RewardConfig, RewardTermConfig
+from roll_lite.config.schema.models import MegatronStrategyConfig, RewardModelConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed import fleet
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import ray
 
-from roll_lite.config.schema import FormatConfig, RewardConfig
+from roll_lite.config.schema.domains import FormatConfig, RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed import fleet
 from roll_lite.rewards.base import RewardFailed

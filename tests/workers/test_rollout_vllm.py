@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from support_models import make_tiny_model
 
-from roll_lite.config.schema import DataConfig, DomainConfig, ModelConfig, RewardConfig, RolloutConfig, SamplingConfig, VllmStrategyConfig
+from roll_lite.config.schema.domains import DataConfig, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
+from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.placement import anywhere

@@ -20,16 +20,8 @@ import ray
 from ray import cloudpickle
 from support_models import make_tokenizer
 
-from roll_lite.config.schema import (
-    DataConfig,
-    DomainConfig,
-    FormatConfig,
-    ModelConfig,
-    RewardConfig,
-    RolloutConfig,
-    SamplingConfig,
-    ScriptedStrategyConfig,
-)
+from roll_lite.config.schema.domains import DataConfig, DomainConfig, FormatConfig, RewardConfig, RolloutConfig, SamplingConfig
+from roll_lite.config.schema.models import ModelConfig, ScriptedStrategyConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, RankFailed, start_cluster
 from roll_lite.distributed.dataflow import Batch

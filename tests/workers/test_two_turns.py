@@ -8,7 +8,7 @@ from support_local_engine import LocalEngine
 from support_virtual_clock import run_virtual
 
 from roll_lite.algorithms.losses import row_weights
-from roll_lite.config.schema import AlgorithmConfig
+from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, RowsAtATime
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.proto import DataProto

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from roll_lite.config.schema import HfStrategyConfig, InferStrategyConfig, MegatronStrategyConfig, ModelConfig, OptimizerConfig
+from roll_lite.config.schema.models import HfStrategyConfig, InferStrategyConfig, MegatronStrategyConfig, ModelConfig, OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, GenerationRequest

@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_lite.config.problems import Problem, or_nearest
-from roll_lite.config.schema import (
-    EngineStrategyConfig,
-    RunConfig,
-    ScriptedStrategyConfig,
-    SglangStrategyConfig,
-    VllmStrategyConfig,
-)
+from roll_lite.config.schema.models import EngineStrategyConfig, ScriptedStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.strategy.inference.settings import OWN_ARGUMENT
 from roll_lite.distributed.strategy.sglang.compat import settings as sglang
 from roll_lite.distributed.strategy.vllm.compat import judge_server

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roll_lite.config.schema import ScriptedStrategyConfig
+from roll_lite.config.schema.models import ScriptedStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.base import (

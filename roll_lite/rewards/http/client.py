@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.reward_type import RewardType, Unshown, too_slow
 
@@ -51,7 +51,7 @@ def _is_set(variable: str) -> str:
 
 
 def _are_urls(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """Secrets in addresses are told for all of a configuration, in config/check_addresses.py."""
+    """Secrets in addresses are told for all of a configuration, in config/checks/addresses.py."""
     for url in (given,) if isinstance(given, str) else given:
         try:
             parts = urlsplit(url)

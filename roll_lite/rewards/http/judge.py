@@ -23,7 +23,7 @@ from pydantic import (
 from roll_lite.config.files import is_folder
 from roll_lite.config.model_files import has_chat_template
 from roll_lite.config.problems import Problem, did_you_mean
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, Service, of_running_loop, several, shared

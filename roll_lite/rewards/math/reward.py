@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import after_thinking, plain_boxes
 from roll_lite.rewards.base import RewardFailed

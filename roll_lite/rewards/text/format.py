@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from roll_lite.config.check_rewards import compile_format
+from roll_lite.config.checks.rewards import compile_format
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.reward_type import RewardType

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from roll_lite.config.check_rewards import compile_format
-from roll_lite.config.schema import RewardConfig
+from roll_lite.config.checks.rewards import compile_format
+from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 

@@ -11,7 +11,7 @@ from support_models import VOCAB_SIZE, Family, hf_scores, make_tiny_model, make_
 from support_passes import forward
 from transformers import BertConfig, BertForSequenceClassification
 
-from roll_lite.config.schema import HfStrategyConfig, ModelConfig
+from roll_lite.config.schema.models import HfStrategyConfig, ModelConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.base import ModelSpec, StateGroup

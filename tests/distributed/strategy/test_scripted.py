@@ -10,7 +10,7 @@ import pytest
 import torch
 from support_virtual_clock import run_virtual
 
-from roll_lite.config.schema import ScriptedStrategyConfig
+from roll_lite.config.schema.models import ScriptedStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, VersionSpan
 from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine

@@ -12,7 +12,8 @@ from typing import Any
 
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.keep_mask import keep_mask_available
-from roll_lite.config.schema import GREATEST_TEMPERATURE, LEAST_TEMPERATURE, EngineStrategyConfig
+from roll_lite.config.schema.domains import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
+from roll_lite.config.schema.models import EngineStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
 from roll_lite.distributed.strategy.base import (
     EngineHealth,

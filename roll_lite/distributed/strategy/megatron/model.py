@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from roll_lite.config.hf_config import HfConfig
-from roll_lite.config.schema import MegatronStrategyConfig
+from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.distributed.strategy.megatron.layers import SdpaAttention, TorchRMSNorm, ValueHead
 
 

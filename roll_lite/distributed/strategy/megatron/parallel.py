@@ -8,7 +8,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from roll_lite.config.arithmetic import width_multiple
 from roll_lite.config.hf_config import HfConfig
-from roll_lite.config.schema import MegatronStrategyConfig
+from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.data.microbatch import Multiples
 from roll_lite.distributed.strategy.base import RankLayout
 

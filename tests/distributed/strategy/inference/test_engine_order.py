@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from roll_lite.config.hf_config import HfConfig
-from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
+from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy

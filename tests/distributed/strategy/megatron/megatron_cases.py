@@ -10,7 +10,7 @@ import torch
 from support_models import VOCAB_SIZE, load_hf, make_tiny_model
 from transformers import PreTrainedModel
 
-from roll_lite.config.schema import MegatronStrategyConfig, ModelConfig, OptimizerConfig
+from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged

@@ -21,7 +21,7 @@ from megatron_ranks import RankPool
 from support_models import load_hf
 from support_passes import forward, train_step
 
-from roll_lite.config.schema import OptimizerConfig
+from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.data.microbatch import RowsAtATime
 from roll_lite.data.proto import DataProto
 

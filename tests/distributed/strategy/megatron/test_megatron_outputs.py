@@ -11,7 +11,7 @@ from support_models import load_hf
 from support_passes import forward, train_step
 from transformers import PreTrainedModel
 
-from roll_lite.config.schema import OptimizerConfig
+from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged

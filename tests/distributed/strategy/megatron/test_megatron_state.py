@@ -9,7 +9,7 @@ from megatron_cases import batch_of, own_weights, shard, started, tiny, weighted
 from megatron_ranks import RankPool
 from support_passes import forward, train_step
 
-from roll_lite.config.schema import OptimizerConfig
+from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.base import StateGroup, TrainResult
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 

@@ -11,7 +11,7 @@ from megatron_ranks import RankPool
 from support_models import load_hf
 from support_passes import train_step
 
-from roll_lite.config.schema import OptimizerConfig
+from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.distributed.strategy.megatron.optimizer import STRETCH, squared_norm

@@ -24,7 +24,7 @@ from support_models import load_hf
 from support_passes import forward, train_step
 from transformers import AutoModelForSequenceClassification
 
-from roll_lite.config.schema import OptimizerConfig
+from roll_lite.config.schema.models import OptimizerConfig
 
 NO_CLIPPING = OptimizerConfig(lr=1e-30, clip_grad=0.0)
 

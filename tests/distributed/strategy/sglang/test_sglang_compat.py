@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support_models import make_tiny_model
 
-from roll_lite.config.schema import ModelConfig, SglangStrategyConfig
+from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig
 from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, VersionSpan
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.sglang.compat.requests import completion

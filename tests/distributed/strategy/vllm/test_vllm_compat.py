@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roll_lite.config.schema import JudgeServerConfig, ModelConfig, VllmStrategyConfig
+from roll_lite.config.schema.models import JudgeServerConfig, ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
 from roll_lite.distributed.strategy.inference.settings import check_engine_args

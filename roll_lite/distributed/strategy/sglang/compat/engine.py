@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from roll_lite.config.hf_config import HfConfig
-from roll_lite.config.schema import SglangStrategyConfig
+from roll_lite.config.schema.models import SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode
 from roll_lite.distributed.strategy.inference.life import EngineDead

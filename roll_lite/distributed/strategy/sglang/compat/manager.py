@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from roll_lite.config.schema import SglangStrategyConfig
+from roll_lite.config.schema.models import SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.distributed.strategy.inference.processes import kill_all

@@ -8,7 +8,7 @@ from typing import Any
 
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.keep_mask import KEEP_LIMIT
-from roll_lite.config.schema import ModelConfig, SglangStrategyConfig
+from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig
 from roll_lite.distributed.strategy.inference import settings
 from roll_lite.distributed.strategy.inference.settings import Environment, kv_cache_mb
 

@@ -11,7 +11,7 @@ import torch
 
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.keep_mask import keep_mask_width
-from roll_lite.config.schema import VllmStrategyConfig
+from roll_lite.config.schema.models import VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode
 from roll_lite.distributed.strategy.inference.life import EngineDead

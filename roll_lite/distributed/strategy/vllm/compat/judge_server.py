@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from roll_lite.config.hf_config import read_model_shape
-from roll_lite.config.schema import JudgeServerConfig
+from roll_lite.config.schema.models import JudgeServerConfig
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host
 from roll_lite.distributed.strategy.inference.settings import kv_cache_mb
 from roll_lite.distributed.strategy.vllm.compat.settings import batched_tokens, check_version, engine_environment, notes

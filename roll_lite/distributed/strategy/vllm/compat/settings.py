@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from roll_lite.config.keep_mask import KEEP_LIMIT
-from roll_lite.config.schema import ModelConfig, VllmStrategyConfig
+from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.distributed.strategy.inference import settings
 from roll_lite.distributed.strategy.inference.settings import Environment, kv_cache_mb
 

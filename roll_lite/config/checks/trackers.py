@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from roll_lite.config.check_functions import check_function
+from roll_lite.config.checks.functions import check_function
 from roll_lite.config.problems import Problem, did_you_mean
-from roll_lite.config.schema import RunConfig
+from roll_lite.config.schema.run import RunConfig
 
 LOCAL = ("jsonl", "tensorboard")
 SERVICES = ("wandb", "mlflow", "swanlab")

@@ -11,15 +11,15 @@ from pathlib import Path
 from roll_lite.config.arithmetic import Role, device_numbers, max_model_len, model_parallel_size, roles
 from roll_lite.config.hf_config import ModelShape, read_model_shape
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema import (
+from roll_lite.config.schema.models import (
     CriticRoleConfig,
     EngineStrategyConfig,
     InferRoleConfig,
     JudgeServerConfig,
     MegatronStrategyConfig,
     RewardModelConfig,
-    RunConfig,
 )
+from roll_lite.config.schema.run import RunConfig
 
 
 def _device_list(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:

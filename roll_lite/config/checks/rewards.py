@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema import DomainConfig, RunConfig
+from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.config.schema.run import RunConfig
 
 
 def _terms_weigh(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:

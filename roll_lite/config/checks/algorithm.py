@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll_lite.config.arithmetic import group_size
-from roll_lite.config.check_functions import check_function
+from roll_lite.config.checks.functions import check_function
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.keep_mask import is_truncated, keep_mask_available
 from roll_lite.config.problems import Problem, show
-from roll_lite.config.schema import (
+from roll_lite.config.schema.algorithm import (
     AdaptiveKlConfig,
     CustomAdvantageConfig,
     CustomLossConfig,
-    DomainConfig,
     ReinforcePlusPlusAdvantageConfig,
     RemaxAdvantageConfig,
-    RunConfig,
     ToprLossConfig,
 )
+from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.config.schema.run import RunConfig
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg")
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
-from roll_lite.config.check_data import DOMAIN_DATA_CHECKS
 from roll_lite.config.checkpoint_files import read_state, remedy, resumption
+from roll_lite.config.checks.data import DOMAIN_DATA_CHECKS
 from roll_lite.config.files import elsewhere, is_folder, kind_of, listing
 from roll_lite.config.hf_config import SUPPORTED_TYPES, HfConfig, ModelShape, read_hf_config, read_model_shape
 from roll_lite.config.hf_fields import HEADS, POLICY_HEADS
@@ -22,7 +22,8 @@ from roll_lite.config.model_files import (
     wrong_weights,
 )
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema import DomainConfig, RunConfig
+from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.config.schema.run import RunConfig
 
 NO_TOKENIZER = f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})"
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from roll_lite.config.data_files import Shard, TagOwners, column_of, declared_columns, files_read, paths_of, shards_of
 from roll_lite.config.problems import Problem, did_you_mean, show
-from roll_lite.config.schema import DataConfig, DomainConfig, RunConfig
+from roll_lite.config.schema.domains import DataConfig, DomainConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000

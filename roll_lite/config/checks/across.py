@@ -10,27 +10,20 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from roll_lite.config.arithmetic import group_size, longest_sequence, updates
-from roll_lite.config.check_addresses import addresses_without_secrets
-from roll_lite.config.check_algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
-from roll_lite.config.check_files import DOMAIN_FILE_CHECKS, FILE_CHECKS
-from roll_lite.config.check_judges import JUDGE_CHECKS
-from roll_lite.config.check_layout import LAYOUT_CHECKS, ROLE_CHECKS
-from roll_lite.config.check_reward_models import REWARD_MODEL_CHECKS
-from roll_lite.config.check_rewards import REWARD_CHECKS
-from roll_lite.config.check_trackers import TRACKER_CHECKS
+from roll_lite.config.checks.addresses import addresses_without_secrets
+from roll_lite.config.checks.algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
+from roll_lite.config.checks.files import DOMAIN_FILE_CHECKS, FILE_CHECKS
+from roll_lite.config.checks.judges import JUDGE_CHECKS
+from roll_lite.config.checks.layout import LAYOUT_CHECKS, ROLE_CHECKS
+from roll_lite.config.checks.reward_models import REWARD_MODEL_CHECKS
+from roll_lite.config.checks.rewards import REWARD_CHECKS
+from roll_lite.config.checks.trackers import TRACKER_CHECKS
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema import (
-    LEAST_TEMPERATURE,
-    DomainConfig,
-    ForwardRoleConfig,
-    InferRoleConfig,
-    KlInLossConfig,
-    KlInRewardConfig,
-    OptimizerConfig,
-    Refused,
-    RunConfig,
-    ScriptedStrategyConfig,
-)
+from roll_lite.config.schema.algorithm import KlInLossConfig, KlInRewardConfig
+from roll_lite.config.schema.base import Refused
+from roll_lite.config.schema.domains import LEAST_TEMPERATURE, DomainConfig
+from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, OptimizerConfig, ScriptedStrategyConfig
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
 
 OVERALL = "overall"

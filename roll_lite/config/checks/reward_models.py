@@ -10,7 +10,8 @@ from typing import Any
 from roll_lite.config.hf_config import SUPPORTED_TYPES, read_config, read_hf_config
 from roll_lite.config.model_files import TOKENIZER_FILES, has_tokenizer, stored_tensors
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema import MegatronStrategyConfig, RewardModelConfig, RunConfig
+from roll_lite.config.schema.models import MegatronStrategyConfig, RewardModelConfig
+from roll_lite.config.schema.run import RunConfig
 
 MODEL_REWARD = "model"
 HEAD = "score.weight"

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from roll_lite.config.hf_config import read_config
 from roll_lite.config.model_files import stored_tensors
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema import JudgeServerConfig, RewardConfig, RewardTermConfig, RunConfig
+from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
+from roll_lite.config.schema.models import JudgeServerConfig
+from roll_lite.config.schema.run import RunConfig
 
 JUDGE = "judge"
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from roll_lite.config.problems import Problem, secret_in_address
-from roll_lite.config.schema import RunConfig, Section
+from roll_lite.config.schema.base import Section
+from roll_lite.config.schema.run import RunConfig
 
 
 def addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:

@@ -17,12 +17,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from roll_lite.config.compose.overrides import Override, apply_override, parse_override
+from roll_lite.config.compose.short_form import make_room, spell_out
+from roll_lite.config.compose.yaml_source import MOST_VALUES, parse_yaml
 from roll_lite.config.files import is_file, read_text
-from roll_lite.config.overrides import Override, apply_override, parse_override
 from roll_lite.config.problems import Path, Problem, close_names, did_you_mean, dotted, first_line
 from roll_lite.config.shipped import CONFIGS
-from roll_lite.config.short_form import make_room, spell_out
-from roll_lite.config.yaml_source import MOST_VALUES, parse_yaml
 
 DEEPEST = 50
 

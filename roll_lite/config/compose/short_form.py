@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from pydantic.fields import FieldInfo
 
 from roll_lite.config.problems import Path
-from roll_lite.config.schema import Section
+from roll_lite.config.schema.base import Section
 from roll_lite.config.validation import sections
 
 

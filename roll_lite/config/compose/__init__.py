@@ -1,0 +1,1 @@
+"""From files and overrides to one tree of plain data."""

@@ -1,0 +1,156 @@
+"""Sections: domains with their data, templates, sampling and rewards; rollouts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from roll_lite.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath
+
+
+class DataFilterConfig(Section):
+    """Rows that are left out; how many is said at the start."""
+
+    prompt_tokens: tuple[Annotated[int, Field(ge=0)], PositiveInt] | None = None
+    """Keep prompts (template applied) whose length lies in this range, ends included; held-out ones, too."""
+    difficulty: str | None = None
+    """Name of a column with a number, such as the share of samples that a model has solved. Only `train` needs it."""
+    difficulty_range: tuple[float, float] | None = None
+    """Keep rows of `train` whose difficulty lies in this range, ends included; of held-out prompts all are kept."""
+
+
+DataFiles = UserPath | Annotated[list[UserPath], Field(min_length=1)] | Annotated[dict[UserPath, PositiveFloat], Field(min_length=1)]
+
+
+class DataConfig(Section):
+    train: DataFiles
+    """Prompts to train on: a .jsonl or .parquet file, or a folder with a data set saved by Hugging Face `datasets`. Or several: a list is
+    one after the other; a mapping of paths to shares gives each its share of the domain's prompts, whatever its length."""
+    validation: DataFiles | None = None
+    """Held-out prompts; all of them, whatever the shares."""
+    tag: str | None = None
+    """Name of a column that says which domain a row belongs to, for files that several domains share."""
+    tags: list[str] = Field(default_factory=list)
+    """The tags of this domain's rows. A row whose tag belongs to no domain that reads its file is an error."""
+    filter: DataFilterConfig = Field(default_factory=DataFilterConfig)
+    """Which rows to leave out."""
+    prompt: str = "prompt"
+    """Name of the column with the prompt (a string, or a list of chat messages)."""
+    answer: str | None = "answer"
+    """Name of the column with the reference answer."""
+    weight: str | None = None
+    """Name of a column with the weight of a prompt's samples in the loss; 1 for all where absent."""
+
+
+class TemplateConfig(Section):
+    type: Literal["plain", "chat"] = "plain"
+    """plain: `text` with the prompt filled in. chat: the tokenizer's chat template."""
+    text: str = "{prompt}"
+    """For `plain`: the text that the model sees; {prompt} stands for the prompt's column."""
+    system: str | None = None
+    """For `chat`: a system message."""
+
+
+LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 0.01, 2.0
+"""vLLM samples at its least one below that, and refuses more."""
+
+
+class SamplingConfig(Section):
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=GREATEST_TEMPERATURE)] = 1.0
+    """Sampling temperature; training log-probs are taken at the same one."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; 1 is off."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample from the k most likely tokens; 0 is off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Drop tokens less likely than this share of the likeliest; 0 is off."""
+    max_prompt_tokens: PositiveInt = 1024
+    """Longer prompts are an error."""
+    max_tokens: PositiveInt = 1024
+    """Longest response."""
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """Shortest response."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=32)
+    """Texts that end a response, as part of it. One that is complete within the first min_tokens tokens does not."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
+    """Tokens that end a response, beside the model's own end of sequence; the response ends with the token."""
+
+
+class FormatConfig(Section):
+    """A bonus for responses of a certain form, whatever their answer."""
+
+    pattern: str
+    """Regular expression that has to match somewhere in the response (`.` matches line breaks; anchor with ^ and $ where needed)."""
+    bonus: float = 0.1
+    """Added to the score of responses that match."""
+    penalty: NonNegativeFloat = 0.0
+    """Taken off the score of responses that do not."""
+
+
+class RewardTermConfig(Section):
+    """A further term of a domain's reward."""
+
+    type: str
+    """As for the reward itself; `length`, `repetition` and `format` are made for this."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+    weight: float = 1.0
+    """Factor of its value; negative for a penalty."""
+
+
+class RewardConfig(Section):
+    """How a sample is scored: by a function of a known type, or by one of the user's own, and by further terms."""
+
+    type: str
+    """A known type (docs/rewards.md), or a dotted path to a function `sample -> score`, sync or async, for one sample or for a list."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the reward function."""
+    terms: list[RewardTermConfig] = Field(default_factory=list)
+    """Added to its value, each times its weight. Whether a sample is correct is the reward's own say."""
+    workers: PositiveInt = 1
+    """Processes that score this domain's samples."""
+    timeout_s: PositiveFloat = 30.0
+    """Time after which scoring one sample counts as failed."""
+    start_timeout_s: PositiveFloat = 120.0
+    """Time for a worker to start: to import the function and whatever it needs."""
+    retries: Annotated[int, Field(ge=0)] = 1
+    """How often a failed scoring is tried again before the sample is reported as failed."""
+    weight: PositiveFloat = 1.0
+    """Factor of this domain's rewards, after everything that algorithm.reward does to them."""
+    format: FormatConfig | None = None
+    """Bonus for the form of a response."""
+
+
+class DomainConfig(Section):
+    data: DataConfig
+    """Where the prompts come from."""
+    template: TemplateConfig = Field(default_factory=TemplateConfig)
+    """How a prompt becomes the model's input."""
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    """How responses are sampled in training."""
+    reward: RewardConfig
+    """How responses are scored."""
+    share: PositiveFloat = 1.0
+    """Weight of the domain in the mix; shares need not add up to one."""
+    samples_per_prompt: PositiveInt | None = None
+    """Group size of this domain; rollout.samples_per_prompt where absent."""
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+class RolloutConfig(Section):
+    prompts_per_step: PositiveInt = 32
+    """Prompts (sample groups) in one training batch, over all domains."""
+    samples_per_prompt: PositiveInt = 8
+    """Responses sampled for each prompt."""
+    request_timeout_s: PositiveFloat = 600.0
+    """Time for an engine to generate one response, from when it has begun with it: waiting in the engine does not count."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """How often a failed generation is tried again before the sample is reported as failed."""
+    keep_mask: bool = False
+    """Bring along which tokens survived top-k, top-p and min-p, and take training log-probs over the same tokens."""
+    max_mismatch: PositiveFloat | None = 0.2
+    """Nats by which the log-probs of engines and trainer may differ on average over the tokens of the first batch; beyond, they hold
+    different models and the run ends. In bfloat16 0.01 to 0.05 is usual. null: any difference."""

@@ -1,0 +1,209 @@
+"""Sections: models, how they are trained and served, and the roles that do it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from roll_lite.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, below
+
+# ---------------------------------------------------------------- model and optimisation
+
+
+class ModelConfig(Section):
+    path: UserPath
+    """Folder with the model in Hugging Face format (config.json, safetensors, tokenizer)."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of training and inference. float32 on a CPU, bfloat16 on GPUs."""
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps over which the learning rate rises: step i of n runs at i/n of lr."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay (never applied to biases and norms)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's moment decay rates."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's denominator offset."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 switches clipping off."""
+
+
+# ---------------------------------------------------------------- strategies (unions keyed on `name`)
+
+
+class MegatronStrategyConfig(Section):
+    """Training and forward passes on Megatron-Core."""
+
+    name: Literal["megatron"] = "megatron"
+    tensor_parallel: PositiveInt = 1
+    """Ranks that share every layer's matrices."""
+    pipeline_parallel: PositiveInt = 1
+    """Ranks that share the layers."""
+    sequence_parallel: bool = False
+    """Split activations between tensor-parallel regions along the sequence (needs tensor_parallel > 1)."""
+    distributed_optimizer: bool = True
+    """Shard the optimizer state over data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Overlap gradient reduction with the backward pass."""
+    recompute: Literal["none", "full"] = "none"
+    """Recompute activations of whole layers in the backward pass instead of keeping them."""
+
+
+class EngineStrategyConfig(Section):
+    """What all real engines have; switching from one to another changes the name only."""
+
+    name: str
+    tensor_parallel: PositiveInt = 1
+    """Devices of one engine replica."""
+    max_model_len: PositiveInt | None = None
+    """Longest prompt plus response in tokens; derived from the domains where absent."""
+    max_running_requests: PositiveInt = 256
+    """Requests that an engine decodes at the same time."""
+    max_batched_tokens: PositiveInt = 8192
+    """Tokens that an engine processes in one forward pass; on a CPU vLLM takes at least max_model_len, which the start says."""
+    kv_cache_mb: PositiveInt | None = None
+    """Size of the key/value cache; on GPUs derived from gpu_memory_utilization where absent, on a CPU 256."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Share of a GPU's memory: vLLM takes no more; SGLang's weights and key/value cache fill it, activations, CUDA graphs come on top."""
+    enforce_eager: bool = False
+    """Do not capture CUDA graphs."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments for the engine itself, passed on as they are."""
+
+
+class VllmStrategyConfig(EngineStrategyConfig):
+    """Rollouts on vLLM."""
+
+    name: Literal["vllm"] = "vllm"
+
+
+class SglangStrategyConfig(EngineStrategyConfig):
+    """Rollouts on SGLang."""
+
+    name: Literal["sglang"] = "sglang"
+
+
+class HfStrategyConfig(Section):
+    """Forward passes of Hugging Face transformers: any architecture that it knows, a whole model on each device."""
+
+    name: Literal["hf"] = "hf"
+
+
+class ScriptedStrategyConfig(Section):
+    """A stand-in engine with declared lengths, delays and failures: scheduler tests and simulations only."""
+
+    name: Literal["scripted"] = "scripted"
+    response_tokens: PositiveInt = 8
+    """Length of every response."""
+    seconds_per_token: NonNegativeFloat = 0.0
+    """Time that one token takes."""
+    failure_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of requests that fail."""
+
+
+TrainStrategyConfig = MegatronStrategyConfig
+InferStrategyConfig = Annotated[VllmStrategyConfig | SglangStrategyConfig | ScriptedStrategyConfig, Field(discriminator="name")]
+RewardModelStrategyConfig = Annotated[HfStrategyConfig | MegatronStrategyConfig, Field(discriminator="name")]
+
+_MOST_DEVICES = below(65536, "more than a cluster has")
+Devices = Annotated[PositiveInt, _MOST_DEVICES] | list[Annotated[int, Field(ge=0), _MOST_DEVICES]]
+
+
+# ---------------------------------------------------------------- roles
+
+
+class ForwardRoleConfig(Section):
+    """A role that runs forward passes only (the reference)."""
+
+    devices: Devices = 1
+    """Number of devices, or the list of device numbers, counted over all nodes. On a machine without GPUs a device is a CPU slot."""
+    strategy: TrainStrategyConfig = Field(default_factory=MegatronStrategyConfig)
+    """How the model is laid out."""
+    micro_batch_size: PositiveInt = 8
+    """Samples in one forward pass of a rank."""
+    offload: bool = False
+    """Free this role's memory while it is idle."""
+    threads: PositiveInt = 1
+    """CPU threads of each process."""
+
+
+class TrainRoleConfig(ForwardRoleConfig):
+    """A role that trains (the actor)."""
+
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    """Optimizer and learning rate."""
+    train_micro_batch_size: PositiveInt | None = None
+    """Samples in one forward and backward pass of a rank; micro_batch_size where absent."""
+
+
+class CriticRoleConfig(TrainRoleConfig):
+    """The value model."""
+
+    init: Literal["actor", "reward_model", "path"] = "actor"
+    """Where the weights come from: the actor's model with a fresh value head, a reward model's checkpoint with its head, or a value
+    model saved by roll_lite."""
+    path: UserPath | None = None
+    """The checkpoint's folder, for `init: reward_model` and `init: path`."""
+
+
+class InferRoleConfig(Section):
+    """The engines that generate."""
+
+    devices: Devices = 1
+    """Number of devices, or the list of device numbers. devices / strategy.tensor_parallel is the number of engine replicas."""
+    strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)
+    """The engine."""
+    offload: bool = False
+    """Free the engines' memory while the actor trains."""
+    threads: PositiveInt = 1
+    """CPU threads of each engine."""
+
+
+class RewardModelConfig(Section):
+    """A sequence-classification model with one output, which scores responses for the domains whose reward is of type `model`."""
+
+    path: UserPath
+    """Folder with the checkpoint in Hugging Face format: a ForSequenceClassification model with one label, and its tokenizer."""
+    devices: Devices = 1
+    """Number of devices, or the list of device numbers. hf: one copy of the model on each."""
+    strategy: RewardModelStrategyConfig = Field(default_factory=HfStrategyConfig)
+    """How the model is run and laid out."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Precision of its weights and forward passes. float32 on a CPU, bfloat16 on GPUs."""
+    micro_batch_size: PositiveInt = 8
+    """Samples in one forward pass of a rank."""
+    max_length: PositiveInt | None = None
+    """Longest text in tokens, the model's max_position_embeddings where absent. A longer one is a failure, never cut."""
+    offload: bool = False
+    """Free this model's memory while nothing is being generated."""
+    threads: PositiveInt = 1
+    """CPU threads of each process."""
+
+
+class JudgeServerConfig(Section):
+    """A language model that gives verdicts: vLLM's OpenAI-compatible server, started with the run, for the domains whose reward of type
+    `judge` names it."""
+
+    path: UserPath
+    """Folder with the model in Hugging Face format."""
+    devices: Devices = 1
+    """Number of devices, or the list of device numbers. devices / strategy.tensor_parallel is the number of servers."""
+    strategy: VllmStrategyConfig = Field(default_factory=VllmStrategyConfig)
+    """The engine; max_model_len is the model's own where absent. engine_args may hold any of the server's arguments."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision; auto is the checkpoint's own."""
+    threads: PositiveInt = 1
+    """CPU threads of each server."""
+    start_timeout_s: PositiveFloat = 900.0
+    """How long a server may take to load its model."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """How often a server that dies is started again before the run fails. Verdicts wait or fail in the meantime, and are retried."""

@@ -1,0 +1,168 @@
+"""The root of the configuration, and the sections of the run itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
+
+from roll_lite.config.schema.algorithm import AlgorithmConfig
+from roll_lite.config.schema.base import PositiveFloat, PositiveInt, Section, TimeLimit, UserPath
+from roll_lite.config.schema.domains import GREATEST_TEMPERATURE, DomainConfig, RolloutConfig
+from roll_lite.config.schema.models import (
+    CriticRoleConfig,
+    ForwardRoleConfig,
+    InferRoleConfig,
+    JudgeServerConfig,
+    ModelConfig,
+    RewardModelConfig,
+    TrainRoleConfig,
+)
+
+
+class RayConfig(Section):
+    address: str | None = None
+    """Address of an existing Ray cluster; RAY_ADDRESS is honoured too. A local one is started where absent."""
+    object_store_mb: Annotated[PositiveInt, Field(ge=80)] = 512
+    """Size of a local cluster's object store."""
+    placement_timeout_s: PositiveFloat = 60.0
+    """How long to wait until the cluster has room for all workers."""
+    start_timeout_s: PositiveFloat = 300.0
+    """How long Ray itself may take to start, or to let the run in."""
+
+
+class ValidationConfig(Section):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between validations; 0 validates before the first and after the last step only."""
+    samples_per_prompt: PositiveInt = 1
+    """Responses sampled for each held-out prompt."""
+    temperature: Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE)] = 1.0
+    """Sampling temperature of validation; 0 is greedy."""
+    enabled: bool = True
+    """Validate at all."""
+
+
+class CheckpointConfig(Section):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints; 0 writes none during the run."""
+    keep: PositiveInt = 2
+    """Newest checkpoints to keep."""
+    resume: Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
+    """Checkpoint folder to go on from, or a run's folder to take its newest."""
+    export_model: bool = True
+    """Write the final model in Hugging Face format."""
+
+
+class BatchFilesConfig(Section):
+    """Token ids, log-probs, advantages and mini-batches of every step in the run's folder, from which `examples/recompute.py` computes
+    losses and weights once more."""
+
+    write: Literal["auto", "always", "never"] = "auto"
+    """auto: where a step has at most 262,144 tokens."""
+    copy_models_mb: Annotated[int, Field(ge=0)] = 256
+    """Models up to this size are copied into the run's folder before training; of larger ones path and checksums are kept."""
+
+
+class TrackerConfig(Section):
+    type: str
+    """jsonl, tensorboard, wandb, mlflow, swanlab, or the dotted path to a class of your own, package.module.Class."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Of `wandb.init` or `swanlab.init`; mlflow's tracking_uri, experiment_name and run_name; those of your class."""
+
+
+class WeightSyncConfig(Section):
+    bucket_mb: PositiveInt = 256
+    """Size of one transfer."""
+    verify_weights: bool = False
+    """Compare checksums of trainer and engines after each update."""
+    timeout_s: PositiveFloat = 300.0
+    """Time after which an update counts as failed."""
+
+
+class LimitsConfig(Section):
+    """Seconds after which something counts as hung, phase by phase (as `time/<phase>` measures them): the run ends and says who did not
+    answer, and where it stood. 0 or null: no limit. Work that only takes long needs a larger number, nothing else."""
+
+    start: TimeLimit = 3600.0
+    """Until all models and engines are ready, from when Ray runs; that has ray.start_timeout_s."""
+    sync_weights: TimeLimit = 3600.0
+    """New weights to all engines; weight_sync.timeout_s is the limit for one transfer."""
+    generate: TimeLimit = 14400.0
+    """All prompts of a step; one request has rollout.request_timeout_s."""
+    log_probs: TimeLimit = 7200.0
+    """Log-probs and values of a step."""
+    advantages: TimeLimit = 3600.0
+    """Rewards, KL and advantages of a step."""
+    train: TimeLimit = 14400.0
+    """All updates of a step."""
+    validation: TimeLimit = 14400.0
+    """One validation."""
+    checkpoint: TimeLimit = 7200.0
+    """Writing a checkpoint or the final model."""
+    other: TimeLimit = 3600.0
+    """Every call that belongs to no phase: moving a role to its devices, resuming."""
+    silence: TimeLimit = 300.0
+    """A process that answers nothing at all, working or idle: stopped, or never giving Python's lock back. Counts once all are ready."""
+
+
+class RunConfig(Section):
+    """The root."""
+
+    experiment: str
+    """Name of the run's folder under run_dir."""
+    run_dir: UserPath = Field(default=Path("runs"), validate_default=True)
+    """Where runs are written: run_dir/experiment/start time."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 1
+    """Seed of prompt order, sampling and training."""
+    deterministic: bool = False
+    """Repeat a run sample for sample (CPU, synchronous); resumed, it goes on like one that was not interrupted."""
+    steps: PositiveInt = 100
+    """Training steps."""
+    model: ModelConfig
+    """The model that is trained."""
+    actor_train: TrainRoleConfig = Field(default_factory=TrainRoleConfig)
+    """The policy in training."""
+    actor_infer: InferRoleConfig = Field(default_factory=InferRoleConfig)
+    """The policy in the engines."""
+    reference: ForwardRoleConfig | None = None
+    """The frozen policy that KL is measured against."""
+    critic: CriticRoleConfig | None = None
+    """The value model (GAE)."""
+    reward_models: dict[str, RewardModelConfig] = Field(default_factory=dict)
+    """Reward models by name, for rewards of type `model`; domains may share one."""
+    judges: dict[str, JudgeServerConfig] = Field(default_factory=dict)
+    """Judges by name, for rewards of type `judge`; domains may share one."""
+    domains: Annotated[dict[str, DomainConfig], Field(min_length=1)]
+    """Reward domains by name."""
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    """Batch sizes and limits of generation."""
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    """Advantages, losses, KL, epochs."""
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    """Held-out accuracy."""
+    batches: BatchFilesConfig = Field(default_factory=BatchFilesConfig)
+    """What is kept of each step's batch."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """Checkpoints and the final model."""
+    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
+    """How new weights reach the engines."""
+    trackers: list[TrackerConfig] = Field(default_factory=lambda: [TrackerConfig(type="jsonl"), TrackerConfig(type="tensorboard")])
+    """Where metrics go."""
+    ray: RayConfig = Field(default_factory=RayConfig)
+    """The Ray cluster."""
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    """When something that does not answer counts as hung."""
+
+    _as_written: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
+
+    @model_serializer(mode="wrap")
+    def _without_secrets(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What came from the environment is written down as it was written: as `${oc.env:NAME}`."""
+        data: dict[str, Any] = handler(self)
+        for path, text in self._as_written.items():
+            section: Any = data
+            for key in path[:-1]:
+                section = section[int(key) if isinstance(section, list) else key]
+            section[int(path[-1]) if isinstance(section, list) else path[-1]] = text
+        return data
