@@ -1,7 +1,7 @@
 """A sandbox for the reward type `code` on another machine: `backend: {url: http://HOST:PORT/run}`.
 
 POST /run takes {"job": {"order": {...}, "stdin": base64, "artifact": base64, "address_space": bool, "limits": {...}}}, or
-{"job": {"program": ..., "judge": ...}} for a program and the tests that call it, and answers
+{"job": {"program": ..., "tests": ...}} for a program and the tests that call it, and answers
 {"outcome": {"exit", "stopped", "stdout", "stderr", "result", "seconds", "cpu_s"}} (the three in base64), or {"trouble": "why it could
 not be run"}. What a program did is judged by whoever asked: the server never learns what is expected.
 

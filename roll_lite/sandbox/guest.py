@@ -35,18 +35,18 @@ def main() -> None:
     job.unlink()  # a program that could read it would read the tests
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # nor from this process's memory
-    outcome = _run_pair(asked) if "judge" in asked else _Running(asked).ended()
+    outcome = _run_pair(asked) if "tests" in asked else _Running(asked).ended()
     Path("outcome.json").write_text(json.dumps(outcome), encoding="utf-8")
 
 
 def _run_pair(asked: dict[str, Any]) -> dict[str, Any]:
-    """What the judge says, with the program's time."""
+    """What the tests say, with the program's time."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        program, judge = _Running(asked["program"], ours.fileno()), _Running(asked["judge"], theirs.fileno())
-    judged, ran = judge.ended(), program.ended()
-    stopped = judged["stopped"] or ran["stopped"]
-    return {**judged, "stopped": stopped, "stderr": ran["stderr"], "cpu_s": judged["cpu_s"] + ran["cpu_s"]}
+        program, tests = _Running(asked["program"], ours.fileno()), _Running(asked["tests"], theirs.fileno())
+    said, ran = tests.ended(), program.ended()
+    stopped = said["stopped"] or ran["stopped"]
+    return {**said, "stopped": stopped, "stderr": ran["stderr"], "cpu_s": said["cpu_s"] + ran["cpu_s"]}
 
 
 @dataclass

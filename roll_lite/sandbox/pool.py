@@ -74,7 +74,7 @@ class Pair:
     """A program and the tests that call it, in processes apart."""
 
     program: Program
-    judge: Program
+    tests: Program
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ class SandboxPool:
         return list(dict.fromkeys([*heard, *late]))
 
     def run_pair(self, pair: Pair) -> Outcome:
-        """Two programs with a socket between them, each in a sandbox of its own. What the judge says, with the program's time."""
+        """Two programs with a socket between them, each in a sandbox of its own. What the tests say, with the program's time."""
         if len(self._sandboxes) < 2:
             other = Sandbox()
             other._settings = self._sandboxes[0]._settings
@@ -356,14 +356,14 @@ class SandboxPool:
         try:
             with ours, theirs:
                 first.begin(pair.program, ours.fileno())
-                second.begin(pair.judge, theirs.fileno())
-            judged = second.finish()
+                second.begin(pair.tests, theirs.fileno())
+            said = second.finish()
             ran = first.finish()
         except SandboxTrouble:
             first.close()
             second.close()
             raise
-        return replace(judged, stopped=judged.stopped or ran.stopped, stderr=ran.stderr, cpu_s=judged.cpu_s + ran.cpu_s)
+        return replace(said, stopped=said.stopped or ran.stopped, stderr=ran.stderr, cpu_s=said.cpu_s + ran.cpu_s)
 
     def close(self) -> None:
         for sandbox in self._sandboxes:

@@ -47,7 +47,7 @@ def run_program(order: dict[str, Any]) -> None:
     sys.setrecursionlimit(RECURSION)
     threading.stack_size(STACK)
     sys.argv = ["main.py"]
-    if order["kind"] != "judge":
+    if order["kind"] != "tests":
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
     builtins.exit = builtins.quit = _leave_program  # type: ignore[assignment]
     try:
@@ -164,11 +164,11 @@ def _serve(order: dict[str, Any]) -> None:
     serve(_module(order, FROM_PROGRAM), PEER)
 
 
-def _judge(order: dict[str, Any]) -> None:
+def _tests(order: dict[str, Any]) -> None:
     """The tests' side: it holds no line of the program, only its functions' stand-ins; what comes back is plain data."""
     wire = Wire(PEER, order["names"], order["source"])
     try:
-        verdict = _judged(wire, order)
+        verdict = _verdict_of(wire, order)
     except BaseException as error:
         verdict = {"value": False, "error": _what_failed(error, order["source"])}
     if isinstance(wire.over, ProgramFault):
@@ -179,7 +179,7 @@ def _judge(order: dict[str, Any]) -> None:
         json.dump(verdict, stream)
 
 
-def _judged(wire: Wire, order: dict[str, Any]) -> dict[str, Any]:
+def _verdict_of(wire: Wire, order: dict[str, Any]) -> dict[str, Any]:
     tree, asks = asks_identity(order["source"])
     if asks:
         wire.watch_identity()
@@ -218,5 +218,5 @@ MODES: dict[str, Callable[[dict[str, Any]], None]] = {
     "call": _call,
     "expression": _expression,
     "serve": _serve,
-    "judge": _judge,
+    "tests": _tests,
 }

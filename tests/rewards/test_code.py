@@ -26,7 +26,7 @@ from roll_lite.rewards.code.backends import RemoteBackend
 from roll_lite.rewards.code.compare import same_output, same_value
 from roll_lite.rewards.code.languages import Language, extract_code, known_languages
 from roll_lite.rewards.code.reward import CodeReward
-from roll_lite.rewards.code.rounds import Attempt, Judge
+from roll_lite.rewards.code.rounds import Attempt, Rounds
 from roll_lite.rewards.registry import build_reward
 from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
 from roll_lite.sandbox.values import decode, encode
@@ -168,7 +168,7 @@ def test_compiling_takes_of_a_samples_time() -> None:
             return [Outcome(0, "", b"2\n", b"", b"artifact", 3.0, 0.1)] * len(jobs)
 
     attempt = Attempt("x", Language(file="main.x", run=["./main"], compile=["make"]), [code_tests.Test("", "2\n")], False)
-    Judge(Limits(cpu_s=3.0, wall_s=9.0), "lines", 0, 1.5, True).run(Backend(), [attempt])
+    Rounds(Limits(cpu_s=3.0, wall_s=9.0), "lines", 0, 1.5, True).run(Backend(), [attempt])
     assert [(one.cpu_s, one.wall_s) for one in seen] == [(1.5, 4.5), (0.5, 1.5)] and attempt.passed == 1
 
 

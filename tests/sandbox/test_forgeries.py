@@ -73,12 +73,12 @@ CHEATS = {
 
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_forged_verdicts(pool: SandboxPool, cheat: str) -> None:
-    def judged(source: str) -> bytes:
-        judge = Program({"kind": "judge", "source": "assert f(20) == 42\nassert f(1) == 4", "names": ["f"]}, limits=LIMITS)
-        return pool.run_pair(Pair(Program({"kind": "serve", "source": source}, limits=LIMITS), judge)).result
+    def verdict(source: str) -> bytes:
+        tests = Program({"kind": "tests", "source": "assert f(20) == 42\nassert f(1) == 4", "names": ["f"]}, limits=LIMITS)
+        return pool.run_pair(Pair(Program({"kind": "serve", "source": source}, limits=LIMITS), tests)).result
 
-    assert b"true" not in judged(CHEATS[cheat])
-    assert judged("def f(x): return 2 * x + 2") == b'{"value": true}'
+    assert b"true" not in verdict(CHEATS[cheat])
+    assert verdict("def f(x): return 2 * x + 2") == b'{"value": true}'
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,16 @@ class T(unittest.TestCase):
 result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))
 assert result.wasSuccessful() and not result.skipped
 """
-    judge = Program({"kind": "judge", "source": tests, "names": ["f"]}, limits=LIMITS)
-    outcome = pool.run_pair(Pair(Program({"kind": "serve", "source": raised}, limits=LIMITS), judge))
+    tests = Program({"kind": "tests", "source": tests, "names": ["f"]}, limits=LIMITS)
+    outcome = pool.run_pair(Pair(Program({"kind": "serve", "source": raised}, limits=LIMITS), tests))
     assert b'"value": false' in outcome.result and b"cannot" not in outcome.result
 
 
 def test_a_program_cannot_choose_to_be_left_out_where_the_tests_name_an_exception(pool: SandboxPool) -> None:
     source = "class OwnError(Exception): pass\nclass E:\n    def __eq__(self, o): raise OwnError\ndef f(x): return E()"
     tests = "try:\n    assert f(1) == 4\nexcept OwnError:\n    pass"
-    judge = Program({"kind": "judge", "source": tests, "names": ["f", "OwnError"]}, limits=LIMITS)
-    outcome = pool.run_pair(Pair(Program({"kind": "serve", "source": source}, limits=LIMITS), judge))
+    tests = Program({"kind": "tests", "source": tests, "names": ["f", "OwnError"]}, limits=LIMITS)
+    outcome = pool.run_pair(Pair(Program({"kind": "serve", "source": source}, limits=LIMITS), tests))
     assert b'"value": false' in outcome.result and b"cannot" not in outcome.result
 
 

@@ -67,8 +67,8 @@ def test_nothing_of_an_earlier_program(sandbox: Sandbox) -> None:
     call = {"kind": "call", "source": "def f(x): return x", "function": "f", "args": [mark()], "kwargs": {"d": []}}
     assert b"planted-" in sandbox.run(Program(call, limits=PATIENT)).result
     assert found() == [OWN]
-    tests = {"kind": "judge", "source": f"x = {mark()!r}\nassert x", "names": []}
-    sandbox.run(Program(tests, limits=PATIENT))  # a judge without a program
+    tests = {"kind": "tests", "source": f"x = {mark()!r}\nassert x", "names": []}
+    sandbox.run(Program(tests, limits=PATIENT))  # tests without a program
     assert found() == [OWN]
 
 
@@ -77,8 +77,8 @@ def test_nothing_of_the_asserts_that_call_it(sandbox: Sandbox) -> None:
     serve = Program({"kind": "serve", "source": f"{SCAN}\ndef f(x): return planted()"}, limits=PATIENT)
     try:
         for _ in range(2):  # also where the same sandboxes have run these tests before
-            judge = {"kind": "judge", "source": f"assert f({OWN!r}) == [{OWN!r}], f('')\nassert f('') != {mark()!r}", "names": ["f"]}
-            assert pool.run_pair(Pair(serve, Program(judge, limits=PATIENT))).result == b'{"value": true}'
+            tests = {"kind": "tests", "source": f"assert f({OWN!r}) == [{OWN!r}], f('')\nassert f('') != {mark()!r}", "names": ["f"]}
+            assert pool.run_pair(Pair(serve, Program(tests, limits=PATIENT))).result == b'{"value": true}'
     finally:
         pool.close()
 

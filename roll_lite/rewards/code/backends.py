@@ -68,7 +68,7 @@ class RemoteSandbox:
 
 def job_to_json(job: Program | Pair) -> dict[str, Any]:
     if isinstance(job, Pair):
-        return {"program": job_to_json(job.program), "judge": job_to_json(job.judge)}
+        return {"program": job_to_json(job.program), "tests": job_to_json(job.tests)}
     plain = {"order": job.order, "address_space": job.address_space, "limits": asdict(job.limits)}
     return plain | {"stdin": _packed(job.stdin), "artifact": _packed(job.artifact)}
 
@@ -76,10 +76,10 @@ def job_to_json(job: Program | Pair) -> dict[str, Any]:
 def job_from_json(data: Mapping[str, Any]) -> Program | Pair:
     """KeyError, TypeError or ValueError for what is no job."""
     if "program" in data:
-        program, judge = job_from_json(data["program"]), job_from_json(data["judge"])
-        if isinstance(program, Pair) or isinstance(judge, Pair):
+        program, tests = job_from_json(data["program"]), job_from_json(data["tests"])
+        if isinstance(program, Pair) or isinstance(tests, Pair):
             raise ValueError("a pair of pairs")
-        return Pair(program, judge)
+        return Pair(program, tests)
     limits = Limits(**data["limits"])
     stdin, artifact = base64.b64decode(data["stdin"]), base64.b64decode(data["artifact"])
     return Program(dict(data["order"]), stdin, artifact, bool(data["address_space"]), limits)

@@ -15,7 +15,7 @@ from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.code.backends import Backend, RemoteBackend, backend_of
 from roll_lite.rewards.code.compare import Compare
 from roll_lite.rewards.code.languages import Extract, Language, extract_code, known_languages
-from roll_lite.rewards.code.rounds import CLOCK, LONGEST_CODE, Attempt, Judge
+from roll_lite.rewards.code.rounds import CLOCK, LONGEST_CODE, Attempt, Rounds
 from roll_lite.rewards.code.tests import Test, tests_of
 from roll_lite.rewards.references import expression_worth, no_expression
 from roll_lite.rewards.reward_type import RewardType, too_slow
@@ -173,9 +173,9 @@ class CodeReward(RewardType):
         wall = CLOCK * self.test_s if self.wall_s is None else self.wall_s
         limits = Limits(self.test_s, wall, self.memory_mb, self.output_kb, self.file_mb, processes=self.processes)
         fail_fast = self.score == "all" if self.fail_fast is None else self.fail_fast
-        judge = Judge(limits, self.compare, self.tolerance, self.total_s, fail_fast)
+        rounds = Rounds(limits, self.compare, self.tolerance, self.total_s, fail_fast)
         attempts = [self._attempt(sample, known) for sample in samples]
-        judge.run(self._backend(), [one for one in attempts if isinstance(one, Attempt)])
+        rounds.run(self._backend(), [one for one in attempts if isinstance(one, Attempt)])
         return [one.result(self.score == "fraction") if isinstance(one, Attempt) else one for one in attempts]
 
     def warm(self) -> None:

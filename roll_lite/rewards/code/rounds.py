@@ -60,7 +60,7 @@ class Attempt:
 
 
 @dataclass
-class Judge:
+class Rounds:
     limits: Limits
     compare: Compare
     tolerance: float
@@ -108,8 +108,8 @@ class Judge:
             call = {"function": test.function, "args": encode(test.args), "kwargs": encode(test.kwargs)}
             return Program({"kind": "call", **source, **call}, limits=limits)
         if test.source is not None:
-            judge = {"kind": "judge", "source": test.source, "names": test.names, "modules": test.modules}
-            return Pair(Program({"kind": "serve", **source}, limits=limits), Program(judge, limits=limits))
+            tests = {"kind": "tests", "source": test.source, "names": test.names, "modules": test.modules}
+            return Pair(Program({"kind": "serve", **source}, limits=limits), Program(tests, limits=limits))
         if language is None:
             return Program({"kind": "script", **source}, test.stdin.encode(), limits=limits)
         files = {} if language.compile else {language.file: attempt.source}
@@ -141,7 +141,7 @@ class Judge:
         if ended.stopped:
             return _LIMITS[ended.stopped]
         if test.source is not None:
-            return _judged_verdict(ended)
+            return _tests_verdict(ended)
         if attempt.is_expression or test.function is not None:
             return self._value_verdict(attempt, test, ended)
         if ended.exit != 0:
@@ -180,21 +180,21 @@ def _needed_kb(test: Test) -> int:
     return len(json.dumps(encode(test.expected))) * 2 // 1024
 
 
-def _judged_verdict(ended: Outcome) -> str:
+def _tests_verdict(ended: Outcome) -> str:
     """Of asserts. Where the program ended early, with what it said."""
-    judged = _json(ended.result)
-    if not isinstance(judged, dict):
+    verdict = _json(ended.result)
+    if not isinstance(verdict, dict):
         return "failed: the tests did not end"
-    if ended.exit == 0 and judged.get("value") is True:
+    if ended.exit == 0 and verdict.get("value") is True:
         return ""
-    said = _tail(ended.stderr) if "the program ended" in str(judged.get("error")) else ""
-    return f"failed: {judged.get('error')}{f': {said}' if said else ''}"
+    said = _tail(ended.stderr) if "the program ended" in str(verdict.get("error")) else ""
+    return f"failed: {verdict.get('error')}{f': {said}' if said else ''}"
 
 
 def _cannot(ended: Outcome) -> str:
     """Why the asserts say nothing about the program; empty where they do."""
-    judged = _json(ended.result)
-    return str(judged["cannot"])[:SHOWN] if isinstance(judged, dict) and "cannot" in judged else ""
+    verdict = _json(ended.result)
+    return str(verdict["cannot"])[:SHOWN] if isinstance(verdict, dict) and "cannot" in verdict else ""
 
 
 _LIMITS = {

@@ -29,7 +29,7 @@ main()
 
 def request_of(job: dict[str, Any]) -> dict[str, Any]:
     """The body for a job in our own protocol's form."""
-    parts = [job["program"], job["judge"]] if "judge" in job else [job]
+    parts = [job["program"], job["tests"]] if "tests" in job else [job]
     seconds = max(part["limits"]["wall_s"] for part in parts)
     files = {"job.json": json.dumps(job).encode(), "harness.zip": _harness()}
     return {

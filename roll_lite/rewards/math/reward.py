@@ -108,22 +108,22 @@ class MathReward(RewardType):
         gold = _reference(reference, self.cpu_limit_s)
         answer = Answer("")
 
-        def judge() -> str:
+        def decide() -> str:
             nonlocal answer
             response = tidy(after_thinking(sample.response, sample.prompt))
             if sample.finish_reason == "length":
                 response = CUT_OFF.sub("", response)
             answer = (find_words if gold.words else find_answer)(response, self.extract, self.boxes)
-            return _Judgement(self.accept, self.profile == "strict", self.rounded).verdict(gold, answer)
+            return _Comparison(self.accept, self.profile == "strict", self.rounded).verdict(gold, answer)
 
-        verdict = _in_time(judge, self.cpu_limit_s)
+        verdict = _in_time(decide, self.cpu_limit_s)
         return Score(float(verdict == EQUAL), verdict == EQUAL, {"extracted": answer.text[:LONGEST_SHOWN], "verdict": verdict})
 
     def warm(self) -> None:
         """Import sympy and the parser and fill their tables: most of a second that the first samples would pay."""
         gold = _read_reference(r"2\sqrt{3}")
         for response in (r"the answer is $\frac{x + 1}{2}$", r"\boxed{\sqrt{12}}", "it is 5"):
-            _Judgement().verdict(gold, find_answer(response, "auto"))
+            _Comparison().verdict(gold, find_answer(response, "auto"))
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         yield from too_slow(place, "cpu_limit_s", self.cpu_limit_s, self.cpu_limit_s, timeout_s)
@@ -132,9 +132,9 @@ class MathReward(RewardType):
         return written(answer, self.extract)
 
 
-def _in_time(judge: Any, cpu_limit_s: float) -> str:
+def _in_time(decide: Any, cpu_limit_s: float) -> str:
     try:
-        return str(limited(cpu_limit_s, judge))
+        return str(limited(cpu_limit_s, decide))
     except TimeLimitExceeded:
         return "comparison takes too long"
     except (RecursionError, MemoryError):
@@ -142,14 +142,14 @@ def _in_time(judge: Any, cpu_limit_s: float) -> str:
 
 
 def _by_the_library(reference: str, response: str, cpu_limit_s: float) -> Score:
-    def judge() -> str:
+    def decide() -> str:
         parse = library().parse
         gold = parse(f"${reference}$", parsing_timeout=None) or parse(reference, parsing_timeout=None)
         if not gold:
             raise RewardFailed(f"reward math: math-verify cannot read the reference answer {reference!r:.200}")
         return EQUAL if library().verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None) else DIFFERENT
 
-    verdict = _in_time(judge, cpu_limit_s)
+    verdict = _in_time(decide, cpu_limit_s)
     return Score(float(verdict == EQUAL), verdict == EQUAL, {"extracted": "", "verdict": verdict})
 
 
@@ -172,7 +172,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class _Judgement:
+class _Comparison:
     """The settings under which an answer is held against a reference."""
 
     accept: Accept = "simplified"
