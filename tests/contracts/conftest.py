@@ -19,9 +19,16 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def engine(make: Make, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
+async def lasting_engine(make: Make, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
     """Few batched tokens: several long prompts do not fit into one forward pass."""
     folder = tmp_path_factory.mktemp("model") / "m"
     harness = await Harness.start(folder, max_model_len=MAX_MODEL_LEN, make=make, max_batched_tokens=1024)
     yield harness
     await harness.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def engine(lasting_engine: Harness) -> AsyncIterator[Harness]:
+    """A test that fails while it has paused the engine leaves no other one waiting."""
+    yield lasting_engine
+    await lasting_engine.strategy.resume()

@@ -201,7 +201,7 @@ class EngineStrategy(InferenceStrategy):
 
     async def health(self) -> EngineHealth:
         failure = self._check()
-        count = sum(one.entered for one in self._in_flight.values())
+        count = sum(one.entered and not task.done() for task, one in self._in_flight.items())
         running = 0 if self._halted else min(count, self.options.max_running_requests)
         details: dict[str, Any] = {"state": str(self._life.state)} | ({"failure": failure} if failure else {})
         if self._life.away:
