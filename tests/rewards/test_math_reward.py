@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rewards.math_pairs import PAIRS, WORTH
+from rewards.math_pairs import ODD_ANSWERS, ODD_REFERENCES, PAIRS, WORTH
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.answer_extraction import plain_boxes
@@ -181,6 +182,31 @@ def test_endless_comparisons_are_stopped(response: str) -> None:
     )
     assert MathReward(cpu_limit_s=0.3)(item(5, response)).value == 0
     assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize("reference", ["5", "0.5", r"\sqrt{2}", r"\pi", r"\frac13\approx0.33"])
+@pytest.mark.parametrize("answer", ODD_ANSWERS[:7])
+def test_what_cannot_be_computed_is_a_wrong_answer(reference: str, answer: str) -> None:
+    assert MathReward()(item(reference, rf"\boxed{{{answer}}}")).value == 0
+
+
+@pytest.mark.parametrize("args", [{}, {"accept": "value"}, {"profile": "strict"}, {"rounded": True}, {"profile": "math_verify"}])
+def test_no_odd_answer_is_a_failure(args: dict[str, Any]) -> None:
+    dice = random.Random(7)
+    for _ in range(150):
+        reference, answers = dice.choice(ODD_REFERENCES), dice.choices(ODD_ANSWERS, k=dice.choice((1, 1, 2)))
+        said = dice.choice(("+", r"\approx ", ", ", "=", "-", r"\cdot ", " ")).join(answers)
+        response = dice.choice((r"\boxed{%s}", "%s", "The answer is $%s$.", "<answer>%s</answer>")) % said
+        assert MathReward(cpu_limit_s=1.0, **args)(item(reference, response)).value in (0, 1), (reference, response)
+
+
+def test_a_reference_that_cannot_be_compared_with_itself_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*args: Any) -> bool:
+        raise ValueError("at a pole")
+
+    monkeypatch.setattr("roll_lite.rewards.math.reward.same_expression", breaks)
+    with pytest.raises(RewardFailed, match="reference answer 'x' cannot be compared: .*at a pole"):
+        MathReward()(item("x", "y"))
 
 
 def test_an_endless_reference_is_a_failure() -> None:

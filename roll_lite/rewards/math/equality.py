@@ -117,7 +117,11 @@ def _both(one: Any, other: Any, digits: int, same: Callable[[Any, Any], bool]) -
 
 
 def irrational(parsed: Parsed) -> bool:
-    return any(expression.is_comparable and expression.doit().is_rational is False for expression in expressions(parsed))
+    """A real constant that is no fraction; matrices, relations and sums without an end are none."""
+    import sympy
+
+    constants = [one for one in expressions(parsed) if isinstance(one, sympy.Expr) and one.is_comparable]
+    return any(one.doit().is_rational is False for one in constants if not one.has(sympy.Sum, sympy.Product, sympy.Integral))
 
 
 # ---------------------------------------------------------------- equations, units, clocks, lists

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math as floats
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -42,6 +42,7 @@ from roll_lite.rewards.references import written
 from roll_lite.rewards.reward_type import RewardType, too_slow
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
+T = TypeVar("T")
 Accept = Literal["simplified", "value"]
 Profile = Literal["default", "strict", "math_verify"]
 
@@ -59,6 +60,7 @@ NOT_SIMPLIFIED = "equal, but not in the reference's form"
 OTHER_UNIT = "another unit"
 FALSE_EQUATION = "an equation that does not hold"
 UNREADABLE = "not readable as mathematics"
+BREAKS = "cannot be computed"
 LONGEST_SHOWN = 200
 
 
@@ -116,7 +118,7 @@ class MathReward(RewardType):
             answer = (find_words if gold.words else find_answer)(response, self.extract, self.boxes)
             return _Comparison(self.accept, self.profile == "strict", self.rounded).verdict(gold, answer)
 
-        verdict = _in_time(decide, self.cpu_limit_s)
+        verdict = _judged(reference, decide, lambda: _Comparison(self.accept).verdict(gold, Answer(gold.text)), self.cpu_limit_s)
         return Score(float(verdict == EQUAL), verdict == EQUAL, {"extracted": answer.text[:LONGEST_SHOWN], "verdict": verdict})
 
     def warm(self) -> None:
@@ -132,24 +134,36 @@ class MathReward(RewardType):
         return written(answer, self.extract)
 
 
-def _in_time(decide: Any, cpu_limit_s: float) -> str:
+def _judged(reference: str, decide: Callable[[], str], with_itself: Callable[[], str], cpu_limit_s: float) -> str:
+    """The verdict on an answer. What makes the libraries raise is a wrong answer; RewardFailed where the reference alone does so too."""
     try:
-        return str(limited(cpu_limit_s, decide))
+        return limited(cpu_limit_s, decide)
     except TimeLimitExceeded:
         return "comparison takes too long"
     except (RecursionError, MemoryError):
         return "answer too large"
+    except Exception:  # the policy writes what is read here: were it a failure, the policy could have a wrong answer left out
+        try:
+            limited(cpu_limit_s, with_itself)
+        except Exception as error:  # as above
+            raise RewardFailed(f"reward math: the reference answer {reference!r:.200} cannot be compared: {error!r:.200}") from error
+        return BREAKS
 
 
 def _by_the_library(reference: str, response: str, cpu_limit_s: float) -> Score:
-    def decide() -> str:
-        parse = library().parse
-        gold = parse(f"${reference}$", parsing_timeout=None) or parse(reference, parsing_timeout=None)
-        if not gold:
-            raise RewardFailed(f"reward math: math-verify cannot read the reference answer {reference!r:.200}")
-        return EQUAL if library().verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None) else DIFFERENT
+    parse, verify = library().parse, library().verify
 
-    verdict = _in_time(decide, cpu_limit_s)
+    def read() -> Parsed:
+        return list(parse(f"${reference}$", parsing_timeout=None) or parse(reference, parsing_timeout=None))
+
+    gold = _of_reference(reference, read, cpu_limit_s)
+    if not gold:
+        raise RewardFailed(f"reward math: math-verify cannot read the reference answer {reference!r:.200}")
+
+    def decide() -> str:
+        return EQUAL if verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None) else DIFFERENT
+
+    verdict = _judged(reference, decide, lambda: str(verify(gold, gold, timeout_seconds=None)), cpu_limit_s)
     return Score(float(verdict == EQUAL), verdict == EQUAL, {"extracted": "", "verdict": verdict})
 
 
@@ -263,8 +277,12 @@ def _reference_text(answer: Any) -> str:
 @lru_cache(maxsize=8192)
 def _reference(text: str, cpu_limit_s: float) -> Reference:
     """The samples of a group share their reference: it is parsed once."""
+    return _of_reference(text, lambda: _read_reference(text), cpu_limit_s)
+
+
+def _of_reference(text: str, read: Callable[[], T], cpu_limit_s: float) -> T:
     try:
-        return limited(cpu_limit_s, lambda: _read_reference(text))
+        return limited(cpu_limit_s, read)
     except (TimeLimitExceeded, RecursionError, MemoryError) as error:
         raise RewardFailed(f"reward math: the reference answer {text!r:.200} cannot be read: {error}") from error
 
