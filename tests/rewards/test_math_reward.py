@@ -209,6 +209,29 @@ def test_a_reference_that_cannot_be_compared_with_itself_is_a_failure(monkeypatc
         MathReward()(item("x", "y"))
 
 
+@pytest.mark.parametrize(
+    "ordinal",
+    [
+        "12th",
+        "12^{th}",
+        r"12^\text{th}",
+        r"12^{\text{th}}",
+        r"12^{\text{ th }}",
+        r"12\textsuperscript{th}",
+        "12^th",
+        "12 th",
+        r"\text{12th}",
+    ],
+)
+def test_an_ordinal_is_its_number_and_leaves_the_braces_around_it(ordinal: str) -> None:
+    for reference in (ordinal, "12"):
+        for response in (ordinal, rf"\boxed{{{ordinal}}}", rf"The answer is \boxed{{{ordinal}}}.", "12"):
+            assert verdict_of(reference, response) == "equal"
+    assert verdict_of("13", rf"\boxed{{{ordinal}}}") == "different"
+    assert verdict_of("12, 3", rf"\boxed{{{ordinal}}} and \boxed{{3}}") == "equal"
+    assert verdict_of("3", rf"\boxed{{{ordinal}}} and \boxed{{3}}") == "different"
+
+
 def test_an_endless_reference_is_a_failure() -> None:
     with pytest.raises(RewardFailed, match=r"cannot be read: more than 0\.1 s of computing"):
         MathReward(cpu_limit_s=0.1)(item("(" * 2000 + "5" + ")" * 2000, "5"))

@@ -9,7 +9,10 @@ from roll_lite.rewards.answer_extraction import narrow
 
 SIMPLE = str.maketrans({**dict.fromkeys("−–‐‑‒﹣－", "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " "), "％": "%"})
 VULGAR = re.compile(r"(?:(?<=\d)\s*)?([½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])")
-ORDINAL = re.compile(r"(?<=\d)\s*(?:\^\s*\{?\s*(?:\\(?:text|mathrm|textrm)\s*\{)?)?\s*(?:st|nd|rd|th)(?![A-Za-z])\s*\}{0,2}")
+SUFFIX = r"\s*(?:st|nd|rd|th)(?![A-Za-z])"
+UPRIGHT = rf"\\(?:text|mathrm|textrm|textsuperscript)\s*\{{{SUFFIX}\s*\}}"
+ORDINAL = re.compile(rf"(?<=\d)\s*\^?\s*(?:{UPRIGHT}|\{{(?:\s*{UPRIGHT}|{SUFFIX})\s*\}}|{SUFFIX})")
+r"""12th, 12^{th} or 12^{\text{th}}, with the braces that belong to it."""
 NEST = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 HALF_BRACED = re.compile(
     rf"\\frac\s*(?:({NEST})\s*([A-Za-z0-9])|([A-Za-z0-9])\s*({NEST})"
