@@ -16,7 +16,7 @@ from roll_lite.config.arithmetic import derive, render
 from roll_lite.config.checks.layout import sharing_notes
 from roll_lite.config.compose.overrides import alternatives
 from roll_lite.config.loading import load_config
-from roll_lite.config.problems import ConfigError
+from roll_lite.config.problems import ConfigError, hidden, without_secrets
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.shipped import CONFIGS, found
 from roll_lite.distributed.strategy.engines import engine_arguments_fit
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # argparse takes positional arguments in one run only; overrides may stand before and after an option.
     unknown = [argument for argument in rest if argument.startswith("-")]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}; settings are written key=value, without dashes")
+        parser.error(f"unrecognized arguments: {' '.join(map(hidden, unknown))}; settings are written key=value, without dashes")
     # A user's own rewards are modules in the folder that the run is started from; a console script does not look there by itself.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(config: RunConfig) -> None:
-    sys.stdout.write(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    sys.stdout.write(yaml.safe_dump(without_secrets(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True))
     sys.stdout.flush()
 
 
@@ -86,7 +86,7 @@ def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     choices = [Choice(one, load_config(parsed.config_name, folder, one, further=CHECKS)) for one in chosen]
     if parsed.cfg:
         for choice in choices:
-            sys.stdout.write(f"--- # {' '.join(choice.overrides)}\n")
+            sys.stdout.write(f"--- # {' '.join(map(hidden, choice.overrides))}\n")
             _print(choice.config)
         return 0
     command = [sys.executable, "-m", "roll_lite.cli", "run", "--config-name", parsed.config_name, "--config-path", str(folder)]

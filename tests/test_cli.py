@@ -191,3 +191,19 @@ def test_a_number_of_samples_is_not_negative(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["reward", "-cn", "tiny_grpo", "--limit", "-5"])
     assert "write 0 for all of them" in capsys.readouterr().err
+
+
+def test_a_key_for_a_function_of_ones_own_is_not_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scoring_with_a_key.py").write_text("def score(sample, api_key='', model=''):\n    return 0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = "domains.repeat.reward={type: scoring_with_a_key.score, args: {api_key: sk-LITERAL, model: shown}}"
+    for printed in ("--cfg=job", "-m"):
+        command = ["run", "-cn", "tiny_grpo", reward, "domains.repeat.reward.terms=[]", "--cfg=job"]
+        assert main([*command, printed]) == 0
+        output = "".join(capsys.readouterr())
+        assert "model: shown" in output and "sk-LITERAL" not in output
+    with pytest.raises(SystemExit):
+        main(["check", "-cn", "tiny_grpo", "--api_key=sk-LITERAL"])
+    assert "sk-LITERAL" not in capsys.readouterr().err

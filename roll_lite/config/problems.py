@@ -13,14 +13,22 @@ Path = tuple[str, ...]
 """Place in the YAML tree; list indices are digits."""
 
 LONGEST_VALUE = 100
+DEEPEST = 50
 
 
-ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*://)[^/?#\s\"@]*@", re.IGNORECASE)
-"""With a user, a password or a token."""
+ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*:/+)[^/?#\s\"@]*@", re.IGNORECASE)
+"""With a user, a password or a token; as a path it has lost a slash."""
+LOGIN = re.compile(r"(?<![\w.:-])[\w.-]+:[^\s/@:\"']+@(?=\w)")
+"""A user and a password in front of a host, without a scheme."""
 KEY = re.compile(
     r"([?&](?:[a-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|signature|credential)|sig|auth|authorization|pwd)=)[^&#\s\"]+", re.IGNORECASE
 )
 """In the query of an address."""
+SECRET = re.compile(r"(?:key|token|secret|passw(?:or)?d|pwd|credentials?|authorization)$", re.IGNORECASE)
+"""The end of a setting's name whose value is shown nowhere. `api_key_env` is the name of a variable, `max_tokens` a number."""
+ASSIGNED = re.compile(r"((?:key|token|secret|passw(?:or)?d|pwd|credentials?|authorization)[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)
+"""In a text that could not be read as a setting."""
+HIDDEN = "***"
 
 
 def secret_in_address(text: str) -> str | None:
@@ -51,9 +59,12 @@ class Problem:
         return replace(self, source=source)
 
     def __str__(self) -> str:
-        message = ADDRESS.sub(r"\1***@", KEY.sub(r"\1***", self.message))
-        path = self.path if len(self.path) <= LONGEST_VALUE else self.path[: LONGEST_VALUE - 3] + "..."
-        place = path if self.value is NO_VALUE else f"{path} = {show(self.value)}"
+        message = without_logins(self.message)
+        if is_secret(self.path) and isinstance(self.value, str) and not _tells_nothing(self.value):
+            message = message.replace(self.value, HIDDEN)
+        path = hidden(self.path)
+        path = path if len(path) <= LONGEST_VALUE else path[: LONGEST_VALUE - 3] + "..."
+        place = path if self.value is NO_VALUE else f"{path} = {show(self.value, self.path)}"
         return f"{place}: {message}" + (f"  [{self.source}]" if self.source else "")
 
 
@@ -71,13 +82,42 @@ def dotted(path: Path) -> str:
     return ".".join(path)
 
 
-def show(value: Any) -> str:
-    """A value as a user would write it on the command line, cut where it is long."""
+def is_secret(path: str) -> bool:
+    """Does the name of the setting, of which it may be an entry, say so?"""
+    return SECRET.search(re.sub(r"(?:\.[0-9]+)+$", "", path)) is not None
+
+
+def hidden(text: str) -> str:
+    """An override or another text that could not be read, without what it may give to a key or a password."""
+    return without_logins(ASSIGNED.sub(rf"\1{HIDDEN}", text))
+
+
+def without_logins(text: str) -> str:
+    return LOGIN.sub(f"{HIDDEN}@", ADDRESS.sub(rf"\1{HIDDEN}@", KEY.sub(rf"\1{HIDDEN}", text)))
+
+
+def without_secrets(value: Any, path: str = "", depth: int = 0) -> Any:
+    """Of a section whatever its names say."""
+    if depth < DEEPEST and isinstance(value, dict):
+        return {key: without_secrets(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+    if depth < DEEPEST and isinstance(value, list):
+        return [without_secrets(item, f"{path}.{index}", depth + 1) for index, item in enumerate(value)]
+    return HIDDEN if is_secret(path) and not _tells_nothing(value) else value
+
+
+def _tells_nothing(value: Any) -> bool:
+    """The name of a variable is no secret, only what it holds."""
+    return value is None or isinstance(value, bool) or value == "" or (isinstance(value, str) and value.startswith("${"))
+
+
+def show(value: Any, path: str = "") -> str:
+    """A value as a user would write it on the command line, cut where it is long. `path`: where it stands, which may say that it is a
+    secret."""
     try:
-        text = json.dumps(value, default=str, ensure_ascii=False)
+        text = json.dumps(without_secrets(value, path), default=str, ensure_ascii=False)
     except (ValueError, RecursionError):  # a number of thousands of digits, a list that holds itself
         text = f"({type(value).__name__})"
-    text = ADDRESS.sub(r"\1***@", KEY.sub(r"\1***", text))
+    text = without_logins(text)
     text = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
 

@@ -57,6 +57,16 @@ PROBLEMS = {
     "a scheme": (REMOTE % "url: 'h:80/get'", "domains.add.reward.args.url", "of the form http://"),
     "no address": (REMOTE % "url: []", "domains.add.reward.args.url", "at least one"),
     "the key itself": (REMOTE % f"url: 'http://h', api_key_env: {KEY}", "domains.add.reward.args.api_key_env", "must not stand here"),
+    "a key in the body": (
+        EXTERNAL % f"url: 'http://h', model: m, extra_body: {{api_key: {KEY}}}",
+        "domains.add.reward.args.extra_body",
+        "name its variable in api_key_env",
+    ),
+    "a key in the body's headers": (
+        EXTERNAL % f"url: 'http://h', model: m, extra_body: {{headers: [{{Authorization: Bearer {KEY}}}]}}",
+        "domains.add.reward.args.extra_body",
+        "name its variable in api_key_env",
+    ),
     "no variable": (REMOTE % "url: 'http://h', api_key_env: NO_SUCH", "domains.add.reward.args.api_key_env", "no environment variable"),
     "time-outs": (REMOTE % "url: 'http://h', timeout_s: 10", "domains.add.reward.args.timeout_s", "the whole sample has 10"),
 }
@@ -75,6 +85,8 @@ def test_judges_that_are_right(project: Project, monkeypatch: pytest.MonkeyPatch
     assert project.problems_of(JUDGE + ASKS % "") == []
     assert project.problems_of(JUDGE + "domains: {add: {reward: {terms: [{type: judge, args: {server: main, api: completions}}]}}}") == []
     assert project.problems_of(EXTERNAL % "url: 'https://h/v1', model: m, api_key_env: JUDGE_KEY") == []
+    body = "extra_body: {prompt_cache_key: a, logprobs: true, token: 3, stop_token_ids: [3]}"
+    assert project.problems_of(EXTERNAL % f"url: 'https://h/v1', model: m, {body}") == []
     assert project.problems_of(REMOTE % "url: ['http://h', 'http://[::1]:80/x']") == []
     project.write("model/tokenizer_config.json", json.dumps({"chat_template": "x"}))
     assert project.problems_of(JUDGE + (ASKS % "").replace("api: completions, ", "")) == []

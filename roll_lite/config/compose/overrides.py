@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from roll_lite.config.compose.short_form import is_short_form, make_room, spell_out
 from roll_lite.config.compose.yaml_source import parse_yaml
-from roll_lite.config.problems import Path, Problem, did_you_mean, dotted, first_line, show
+from roll_lite.config.problems import HIDDEN, Path, Problem, did_you_mean, dotted, first_line, is_secret, show
 
 COMMAND_LINE = "command line"
 GRAMMAR = "write key=value, +key=value to add, or ~key to delete"
@@ -44,11 +44,9 @@ def parse_override(text: str) -> Override | Problem:
     if is_short_form(parsed.data, path):
         return Override(text, (*path, "name"), parsed.data)
     if _is_placeholder(parsed.data):
-        return Problem(
-            dotted(path),
-            f"YAML takes {raw} for a section; put it in quotes, and these in the shell's: {key}='\"{raw}\"'",
-            source=COMMAND_LINE,
-        )
+        shown = HIDDEN if is_secret(dotted(path)) else raw
+        message = f"YAML takes {shown} for a section; put it in quotes, and these in the shell's: {key}='\"{shown}\"'"
+        return Problem(dotted(path), message, source=COMMAND_LINE)
     return Override(text, path, spell_out(parsed.data, path, parsed.lines))
 
 
@@ -114,7 +112,7 @@ def _parent(config: DictConfig, override: Override) -> DictConfig | ListConfig:
                 raise LookupError(f"{here} is not set in the YAML files; give the whole list: {here}=[...]")
             return config
         else:
-            raise LookupError(f"{here} is {show(container)}, not a section; it has no {key!r}")
+            raise LookupError(f"{here} is {show(container, here)}, not a section; it has no {key!r}")
         if depth == len(override.path) - 1:
             return container
         container = _child(container, key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -48,6 +49,11 @@ TEMPLATE = """Is the response a correct and complete answer to the question?
 End your reply with a line of its own, either "Verdict: yes" or "Verdict: no"."""
 ADDRESS = {"url": "url, the endpoint's address, such as https://host/v1", "model": "model, its name at the endpoint"}
 ENDPOINTS = {"chat": "/chat/completions", "completions": "/completions"}
+CREDENTIAL = re.compile(
+    r"(?:api[_-]?key|(?:^|access[_-]?|auth[_-]?|bearer[_-]?|^x-)token|^key|secret(?:[_-]key)?|passw(?:or)?d|credentials?|authorization)$",
+    re.IGNORECASE,
+)
+"""Names under which services take a key; `prompt_cache_key` is none."""
 AGAIN_TEMPERATURE = 0.7
 """Of a second question, where the first was greedy: the same one would get the same answer."""
 CUT = "\0cut"
@@ -111,6 +117,13 @@ class JudgeReward(AskingReward):
     fingerprint: str = ""
     """Tells models of one name apart in the cache."""
 
+    @field_validator("extra_body")
+    @classmethod
+    def _without_keys(cls, extra_body: dict[str, Any] | None) -> dict[str, Any] | None:
+        if (name := _credential(extra_body)) is not None:
+            raise ValueError(f"{name} is a key, which would be written into logs; remove it, and name its variable in api_key_env")
+        return extra_body
+
     @field_validator("scale")
     @classmethod
     def _of_numbers(cls, scale: tuple[float, float] | None, others: ValidationInfo) -> tuple[float, float] | None:
@@ -162,6 +175,16 @@ class JudgeReward(AskingReward):
         folder = known[self.server].path
         if self.api == "chat" and is_folder(folder) and not has_chat_template(folder):
             yield Problem(f"{place}.args.api", f"the tokenizer in {folder} has no chat template; use completions", self.api)
+
+
+def _credential(body: Any) -> str | None:
+    """The first name of a text in it that says that it is one."""
+    if isinstance(body, list):
+        return next((found for item in body if (found := _credential(item))), None)
+    if not isinstance(body, dict):
+        return None
+    named = (name for name, value in body.items() if isinstance(value, str) and CREDENTIAL.search(name))
+    return next(named, None) or _credential(list(body.values()))
 
 
 @dataclass(frozen=True)
