@@ -54,7 +54,7 @@ class _Served:
             self._links.follow(asked["now"])
             self._links.forget(asked["gone"])
             if asked["do"] == "name":
-                return self._name(asked["name"])
+                return self._name(asked["name"], asked["caught"])
             args = [self._links.take(one) for one in asked["args"]]
             kwargs = {name: self._links.take(one) for name, one in asked["kwargs"].items()}
             value = USES[asked["do"]](self._find(asked["object"]), *args, **kwargs)
@@ -75,7 +75,7 @@ class _Served:
             now = {}
         return {"error": _kinds(type(error)), "with": given, "now": now}
 
-    def _name(self, name: str) -> dict[str, Any]:
+    def _name(self, name: str, caught: bool) -> dict[str, Any]:
         solution = self._names.get("Solution")
         if name in self._names:
             value = self._names[name]
@@ -83,12 +83,14 @@ class _Served:
             value = getattr(solution(), name)
         else:
             return {"missing": True}
-        if isinstance(value, type) and issubclass(value, Exception):
+        if caught and isinstance(value, type) and issubclass(value, Exception):
             return {"exception": _kinds(value)}
         return {"value": self._links.send(value)}
 
-    def _find(self, which: int | str) -> Any:
-        """An object by its number, or one of Python's own by its name."""
+    def _find(self, which: int | str | dict[str, Any]) -> Any:
+        """An object by its number, one of Python's own by its name, or an iterator of items."""
+        if isinstance(which, dict):
+            return iter(decode(which["items"], self._find))
         return getattr(builtins, which) if isinstance(which, str) else self._objects[which]
 
     def _refer(self, value: Any) -> dict[str, Any]:

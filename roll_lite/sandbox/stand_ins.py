@@ -11,18 +11,16 @@ import builtins
 import itertools
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from roll_lite.sandbox.links import Links, inner
+from roll_lite.sandbox.questions import Questions
 from roll_lite.sandbox.values import decode, encode
 
 SOLUTION = "Solution"
 """A class that only holds the functions to be tested."""
-ASYNCHRONOUS = re.compile(r"\b(await|async|asyncio)\b")
-END_OF_ITERATOR = re.compile(r"\bStopIteration\b|\bnext\(.*,")
 LONGEST = 8 << 20
 LONGEST_NAME = 200
 MOST_ITEMS = 100_000
@@ -44,9 +42,14 @@ class Wire:
     def __init__(self, file: int, names: Sequence[str], source: str) -> None:
         """`names`: those of the program that the tests use; `source`: the tests."""
         others = [name for name in names if name != SOLUTION]
-        self._uses_classes = any(name.lstrip("_")[:1].isupper() and not _is_caught(name, source) for name in others)
+        self._questions = asked = Questions(source)
+        self._class_names = {name for name in others if name.lstrip("_")[:1].isupper() and not asked.only_catches(name)}
         self._uses_helpers = len(others) > 1
-        self._source = source
+        self._classes: set[int] = set()
+        self._made: set[int] = set()
+        """Objects that the tests had from one of these classes, and that the program has not returned otherwise."""
+        self._gave_objects = False
+        self._longest_answer = 0
         self._incoming = open(file, "rb", closefd=False)  # noqa: SIM115
         self._file = file
         self._known: dict[int, StandIn] = {}
@@ -71,21 +74,29 @@ class Wire:
         """As what the tests need and cannot have, or else as the program's fault: it returned what they did not ask for."""
         self.end(Cannot(why) if of_tests else ProgramFault(f"what the program returned is of no use: {why}"))
 
-    def end_at_object(self, why: str, *others: Any) -> NoReturn:
-        """Tests that name a class of the program, or compare what several of its functions return, need its objects."""
-        self.end_as(self._uses_classes or (self._uses_helpers and any(isinstance(one, StandIn) for one in others)), why)
+    def end_at_object(self, why: str, *operands: Any) -> NoReturn:
+        """Tests need what they make of a class of the program, and may need to compare what its functions return."""
+        objects = [one for one in operands if isinstance(one, StandIn)]
+        may_compare = len(objects) > 1 and (self._class_names or (self._uses_helpers and self._gave_objects))
+        self.end_as(may_compare or any(one._number in self._made for one in objects), why)
+
+    def end_at_type(self, why: str) -> NoReturn:
+        self.end_as(self._class_names, why)
 
     def end_of_iterator(self) -> NoReturn:
-        self.end_as(END_OF_ITERATOR.search(self._source), "next() at the end of an iterator of the program")
+        self.end_as(self._questions.looks_for_end, "next() at the end of an iterator of the program")
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
         """What the program has of them."""
-        found = {name: self.ask({"do": "name", "name": name}) for name in wanted}
-        exceptions = {name: [str(one) for one in answer["exception"]] for name, answer in found.items() if "exception" in answer}
+        caught = {name for name in wanted if self._questions.may_catch(name)}
+        found = {name: self.ask({"do": "name", "name": name, "caught": name in caught}) for name in wanted}
+        answers = {name: answer["exception"] for name, answer in found.items() if name in caught and "exception" in answer}
+        exceptions = {name: [str(one) for one in kinds] for name, kinds in answers.items()}
         for kinds in sorted(exceptions.values(), key=len):  # the base before what derives from it
             self._exceptions[kinds[0]] = type(kinds[0].rpartition(".")[2], (self._kind(kinds[1:]),), {})
         values = {name: self._take(answer["value"]) for name, answer in found.items() if "value" in answer}
         self.used = any(not isinstance(value, StandIn) for value in values.values())
+        self._classes = {value._number for name, value in values.items() if name in self._class_names and isinstance(value, StandIn)}
         return values | {name: self._exceptions[kinds[0]] for name, kinds in exceptions.items()}
 
     def use(self, what: str, target: StandIn, /, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +105,7 @@ class Wire:
         answer = self.ask({"do": what, "object": target._number, "args": given[0], "kwargs": given[1]})
         if "awaitable" in answer:
             why = f"a value of type {answer['awaitable']}, which has to be awaited"
-            self.end_as(ASYNCHRONOUS.search(self._source), why[:LONGEST_NAME])
+            self.end_as(self._questions.awaits, why[:LONGEST_NAME])
         try:
             self._links.follow(dict(answer.get("now", {})))
             value, error = self._read(answer)
@@ -102,6 +113,8 @@ class Wire:
             self.end(ProgramFault("the program sent what is no answer"))
         if error is not None:
             raise error
+        if what == "call" and target._number in self._classes and isinstance(value, StandIn):
+            self._made.add(value._number)
         return value
 
     def _read(self, answer: dict[str, Any]) -> tuple[Any, Exception | None]:
@@ -150,6 +163,7 @@ class Wire:
         except ConnectionError:
             self.end(ProgramFault("the program ended during its tests"))
         line = self._incoming.readline(LONGEST)
+        self._longest_answer = max(self._longest_answer, len(line))
         if len(line) == LONGEST:
             self.end(ProgramFault(f"the program returned a value of more than {LONGEST >> 20} MB"))
         try:
@@ -162,17 +176,21 @@ class Wire:
 
     def find(self, number: Any) -> StandIn:
         """The same one for the same object."""
+        self._made.discard(int(number))
         return self._known.setdefault(int(number), StandIn(self, int(number)))
 
     def _refer(self, value: Any) -> Any:
         if isinstance(value, StandIn):
+            self._gave_objects = True
             return {"r": value._number}
         name = str(getattr(value, "__name__", ""))
         if name and getattr(builtins, name, self) is value:
             return {"r": name}
         if isinstance(value, Iterator):
             items = list(itertools.islice(value, MOST_ITEMS + 1))
-            return {"n": encode(items, self._refer)} if len(items) <= MOST_ITEMS else self.end(Cannot("an endless argument"))
+            if len(items) > MOST_ITEMS:  # the program's, where it may have sent as many
+                self.end_as(self._longest_answer <= MOST_ITEMS, "an endless argument")
+            return {"r": {"items": encode(items, self._refer)}}
         self.end(Cannot(f"an argument of type {type(value).__name__}, which is no plain data"))
 
     def _kind(self, names: list[str]) -> type[Exception]:
@@ -249,10 +267,10 @@ class StandIn:
         if self is other:
             return True
         if other is StandIn:
-            self._wire.end_at_object("comparing the type of an object of the program", self)
+            self._wire.end_at_type("comparing the type of an object of the program")
         how, *plain = self._wire.use("how to compare", self)
         if how == "own":
-            self._wire.end_at_object("comparing an object of a class of the program, which has an __eq__ of its own", other)
+            self._wire.end_at_object("comparing an object of a class of the program, which has an __eq__ of its own", self, other)
         return bool(plain[0] == other) if plain else False
 
     def __hash__(self) -> int:
@@ -264,19 +282,13 @@ class StandIn:
         return list(self._wire.use("plain for", self, method))
 
 
-def _is_caught(name: str, source: str) -> bool:
-    """The tests name it as an exception and never make one: no object of the program that they would need."""
-    caught = re.search(rf"\b(?:except|raises|assertRaises(?:Regex)?)\b[^:\n]*\b{re.escape(name)}\b", source)
-    return caught is not None and re.search(rf"\b{re.escape(name)}\s*\(", source) is None
-
-
 def _as_plain(method: str) -> Any:
     """Of an IntEnum, a namedtuple and the like; refused where its class says itself what the method does."""
 
     def called(self: StandIn, *others: Any) -> Any:
         values = [one._plain_for(method) if isinstance(one, StandIn) else [one] for one in (self, *others)]
         if not all(values):
-            self._wire.end_at_object(f"{method} of an object of a class of the program", *others)
+            self._wire.end_at_object(f"{method} of an object of a class of the program", self, *others)
         return getattr(values[0][0], method)(*(one for [one] in values[1:]))
 
     return called
@@ -301,10 +313,10 @@ def builtins_for(wire: Wire, under_test: list[str]) -> dict[str, Any]:
         if isinstance(value, StandIn) and isinstance(kinds, StandIn):
             return bool(wire.use("isinstance", value, kinds))
         if isinstance(kinds, StandIn):
-            return wire.end_at_object("isinstance with a class of the program", kinds) if value is not None else False
+            return False
         if isinstance(value, StandIn) and kinds not in (bool, int, float, complex, str, bytes, *_CONTAINERS):
             why = f"isinstance of an object of the program and {getattr(kinds, '__name__', kinds)}"
-            wire.end(Cannot(why)) if getattr(kinds, "__module__", "") in _PROTOCOLS else wire.end_at_object(why)
+            wire.end(Cannot(why)) if getattr(kinds, "__module__", "") in _PROTOCOLS else wire.end_at_object(why, value)
         if isinstance(value, StandIn):
             return bool(wire.use("is plain", value, kinds.__name__))
         return isinstance(value, kinds)
@@ -312,8 +324,15 @@ def builtins_for(wire: Wire, under_test: list[str]) -> dict[str, Any]:
     def is_callable(value: Any) -> bool:
         return bool(wire.use("callable", value)) if isinstance(value, StandIn) else callable(value)
 
-    names = {name: value for name, value in vars(builtins).items() if name not in under_test}
-    return names | {"isinstance": is_instance, "callable": is_callable}
+    def next_of(iterator: Any, *default: Any) -> Any:
+        """With a default its end ends no loop."""
+        if not isinstance(iterator, StandIn) or len(default) != 1:
+            return next(iterator, *default)
+        found = wire.use("next", iterator)
+        return found[0] if found else default[0]
+
+    names = {"isinstance": is_instance, "callable": is_callable, "next": next_of}
+    return {name: value for name, value in {**vars(builtins), **names}.items() if name not in under_test}
 
 
 _PROTOCOLS = ("collections.abc", "typing", "types")

@@ -122,7 +122,6 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         "d": lambda pairs: dict(
             zip(_spread([decode(key, find) for key, _ in pairs]), (decode(one, find) for _, one in pairs), strict=True)
         ),
-        "n": lambda ones: iter(decode(ones, find)),
         "a": lambda array: decode(array[1], find),
     }
     return read[kind](inner)

@@ -279,3 +279,10 @@ def test_an_unknown_name_lists_those_there_are(project: Project) -> None:
     assert "valid here: another, run." in project.problems(name="xyz")[0].message
     with pytest.raises(ConfigError, match="no such folder: /no/where"):
         load_config("run", Path("/no/where"))
+
+
+@pytest.mark.parametrize("base", ["", "sampling: {max_tokens: 16}", "sampling: {max_tokens: 16, min_tokens: 2}"])
+def test_the_nearest_key_is_offered_whatever_a_base_has_set(project: Project, base: str) -> None:
+    project.write("configs/base.yaml", f"defaults: [run, _self_]\ndomains: {{add: {{{base}}}}}\n")
+    (problem,) = project.problems("domains.add.sampling.max_tokns=3", name="base")
+    assert problem.path == "domains.add.sampling.max_tokns" and "did you mean 'max_tokens'" in problem.message
