@@ -13,7 +13,7 @@ import torch
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling
-from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode
+from roll_lite.distributed.strategy.base import EngineHealth, EngineMemory, EngineSpec, PauseMode
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
 from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
@@ -217,6 +217,26 @@ async def test_a_resume_comes_after_the_pause_before_it(engine: Engine) -> None:
     await engine.make.abort(["a"])
     await asyncio.gather(pausing, resuming, running)
     assert engine.make.calls == ["pause wait", "resume"] and engine.make.runs
+
+
+async def test_a_request_that_ends_in_the_moment_of_a_pause_does_not_count_any_more(engine: Engine) -> None:
+    """An engine's messages of both may come together."""
+
+    async def paused() -> EngineHealth:
+        await engine.pause(PauseMode.WAIT)
+        return await engine.health()
+
+    running = asyncio.create_task(completions(engine, "a"))
+    await turns()
+    answer = asyncio.get_running_loop().create_future()
+    engine.make.pause = lambda mode: answer  # type: ignore[method-assign]
+    pausing = asyncio.create_task(paused())
+    await turns()
+    engine.make.requests["a"].set_result(Completion("a", (1,), finish_reason=FinishReason.STOP))
+    answer.set_result(None)
+    health = await pausing
+    assert (health.running, health.waiting) == (0, 0)
+    await running
 
 
 @pytest.mark.parametrize("how", ["pause", "offload"])
