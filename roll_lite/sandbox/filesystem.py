@@ -154,17 +154,17 @@ def _place(path: str, target: str, folder: bool) -> None:
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
     """A program may be at work in it meanwhile: what has gone does not count. What cannot be looked into does not fit."""
     taken = seen = 0
-    waiting = [folder]
+    waiting, root = [folder], os.path.realpath(folder)
     if most_bytes < 0:
         return False
     while waiting:
         place = waiting.pop()
         try:
-            with _entries(place) as entries:
+            with _entries(place, root) as entries:
                 for entry in entries:
                     seen += 1
                     if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
+                        waiting.append(f"{place}/{entry.name}")
                     else:
                         taken += entry.stat(follow_symlinks=False).st_blocks * BLOCK
                     if seen > most_files or taken > most_bytes:
@@ -177,13 +177,27 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
     return True
 
 
-def _entries(folder: str) -> Any:
-    """A program may have made a folder that its own user is not to read."""
+@contextlib.contextmanager
+def _entries(place: str, root: str) -> Iterator[Any]:
+    """What is opened is what was looked at: a program may put links in the place of folders meanwhile, and may have made a folder that its
+    own user is not to read."""
+    pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        return os.scandir(folder)
-    except PermissionError:
-        os.chmod(folder, 0o700)  # noqa: PTH101
-        return os.scandir(folder)
+        itself = f"/proc/self/fd/{pinned}"
+        if not f"{os.readlink(itself)}/".startswith(f"{root}/"):  # noqa: PTH115
+            raise FileNotFoundError(place)
+        try:
+            opened = os.open(itself, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except PermissionError:
+            os.chmod(itself, 0o700)  # noqa: PTH101
+            opened = os.open(itself, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with os.scandir(opened) as entries:
+                yield entries
+        finally:
+            os.close(opened)
+    finally:
+        os.close(pinned)
 
 
 def remove_folder(folder: str) -> None:

@@ -295,6 +295,7 @@ def _set_limits(limits: Mapping[str, Any], others: int) -> None:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 256,  # timers too; counted for all processes of a user
         resource.RLIMIT_STACK: 64 << 20,
     }
     for which, value in wanted.items():

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -39,6 +40,10 @@ class SandboxTrouble(Exception):
     """A program could not be run, through no fault of its own."""
 
 
+class SandboxDied(SandboxTrouble):
+    """While a program ran, or it has fallen silent: whose fault that is has to be found out."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """Of one program with all that it starts, except where it says process."""
@@ -69,6 +74,9 @@ class Program:
     limits: Limits = field(default_factory=Limits)
 
 
+HARMLESS = Program({"kind": "script", "source": ""})
+
+
 @dataclass(frozen=True)
 class Pair:
     """A program and the tests that call it, in processes apart."""
@@ -82,7 +90,7 @@ class Outcome:
     exit: int
     """Its exit status, negative for a signal."""
     stopped: str
-    """The limit that ended it: cpu, wall, memory, processes, output; empty where none did."""
+    """The limit that ended it: cpu, wall, memory, processes, output, sandbox (it ended that); empty where none did."""
     stdout: bytes
     stderr: bytes
     result: bytes
@@ -170,7 +178,7 @@ class Sandbox:
             self._line.sendmsg([json.dumps(_ordered_limits(program)).encode()], [rights])
         except OSError as error:
             self._forget()
-            raise SandboxTrouble(f"the sandbox died: {error}") from error
+            raise SandboxDied(f"the sandbox died: {error}") from error
 
     def finish(self) -> Outcome:
         """Wait for the program's end. SandboxTrouble where it cannot be told how it ended; the next program gets a fresh sandbox."""
@@ -250,12 +258,12 @@ class Sandbox:
             while not heard.endswith(b"\n"):
                 part = self._line.recv(65536)
                 if not part:
-                    raise SandboxTrouble("the sandbox died")
+                    raise SandboxDied("the sandbox died")
                 heard += part
         except TimeoutError as error:
-            raise SandboxTrouble(f"no word from the sandbox within {seconds:g} s") from error
+            raise SandboxDied(f"no word from the sandbox within {seconds:g} s") from error
         except OSError as error:
-            raise SandboxTrouble(f"no word from the sandbox: {error}") from error
+            raise SandboxDied(f"no word from the sandbox: {error}") from error
         return dict(json.loads(heard))
 
 
@@ -322,6 +330,8 @@ class SandboxPool:
                 sandbox, place = busy.pop(file)
                 try:
                     outcomes[place] = sandbox.finish()
+                except SandboxDied:
+                    outcomes[place] = self._once_more(jobs[place], sandbox)
                 except SandboxTrouble as trouble:
                     outcomes[place] = trouble
                 free.append(sandbox)
@@ -329,9 +339,25 @@ class SandboxPool:
             if isinstance(job, Pair):
                 try:
                     outcomes[place] = self.run_pair(job)
+                except SandboxDied:
+                    outcomes[place] = self._once_more(job, self._sandboxes[0])
                 except SandboxTrouble as trouble:
                     outcomes[place] = trouble
         return outcomes
+
+    def _once_more(self, job: Program | Pair, sandbox: Sandbox) -> Ended:
+        """A sandbox died with it. Where a fresh one does so too, and lives with another program, it is the program that ended them."""
+        try:
+            return sandbox.run(job) if isinstance(job, Program) else self.run_pair(job)
+        except SandboxDied as death:
+            try:
+                sandbox.run(HARMLESS)
+            except SandboxTrouble:
+                return death
+            limits = job.limits if isinstance(job, Program) else job.program.limits
+            return Outcome(-signal.SIGKILL, "sandbox", b"", b"", b"", limits.wall_s, limits.cpu_s)
+        except SandboxTrouble as trouble:
+            return trouble
 
     def _ended(self, busy: dict[int, tuple[Sandbox, int]]) -> list[int]:
         """Files of the sandboxes whose program has ended, or should have."""

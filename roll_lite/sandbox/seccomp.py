@@ -49,6 +49,8 @@ DENIED = {
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
     "fanotify_init": (300, 262),
+    "inotify_init": (253, 26),
+    "inotify_init1": (294, 26),
     "inotify_add_watch": (254, 27),
     "keyctl": (250, 219),
     "add_key": (248, 217),

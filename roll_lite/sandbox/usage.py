@@ -16,8 +16,10 @@ from roll_lite.sandbox.filesystem import BLOCK, fits
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
-BESIDE_RESIDENT = ("VmPTE:", "VmSwap:")
+BESIDE_RESIDENT = (b"VmPTE:", b"VmSwap:")
 """Lines of a process's status, in kB."""
+LONGEST_MAPS = 1 << 20
+"""Bytes of a process's table of mappings, some ten thousand of them: whoever has more is not read to the end, and has hidden the rest."""
 
 
 class Usage:
@@ -50,11 +52,13 @@ class Usage:
         cpu, memory, threads = 0.0, self._in_sockets(), 0
         for process in members:
             try:
-                fields = _content(process, "stat").rpartition(b")")[2].split()
-                status = _content(process, "status").decode(errors="replace")
+                fields = _fields(_content(process, "stat"))
+                thread = _living_thread(process, fields)
+                status = _content(process, f"{thread}status")
+                resident = int(_fields(_content(process, f"{thread}stat"))[21])
             except OSError:  # gone meanwhile
                 continue
-            memory += max(0, int(fields[21]) - self._own_pages) * PAGE + _beside_resident(status)
+            memory += max(0, resident - self._own_pages) * PAGE + _beside_resident(status)
             threads += _threads(status)
             used = [int(fields[place]) / TICKS for place in (11, 12, 13, 14)]
             cpu += sum(used)
@@ -90,25 +94,49 @@ class Usage:
             return int(stream.readline().split()[2]) * self._socket_bytes
 
 
-def _content(process: int, name: str) -> bytes:
+def _content(process: int, name: str, most: int = -1) -> bytes:
     with open(f"/proc/{process}/{name}", "rb") as stream:  # noqa: PTH123
-        return stream.read()
+        return stream.read(most)
 
 
-def _beside_resident(status: str) -> int:
-    lines = [line.split() for line in status.splitlines() if line.startswith(BESIDE_RESIDENT)]
-    return sum(int(words[1]) << 10 for words in lines)
+def _fields(stat_line: bytes) -> list[bytes]:
+    """Behind the name, which may hold anything."""
+    return stat_line.rpartition(b")")[2].split()
+
+
+def _threads_of(process: int) -> list[str]:
+    return [f"task/{name}/" for name in os.listdir(f"/proc/{process}/task")]  # noqa: PTH208
+
+
+def _living_thread(process: int, fields: list[bytes]) -> str:
+    """Where the first thread has ended and others go on, nothing of the process's memory is shown as its own."""
+    if fields[0] != b"Z":
+        return ""
+    for thread in _threads_of(process):
+        with contextlib.suppress(OSError):
+            if _fields(_content(process, f"{thread}stat"))[0] not in (b"Z", b"X"):
+                return thread
+    return ""
+
+
+def _lines(status: bytes, names: bytes | tuple[bytes, ...]) -> list[list[bytes]]:
+    """The kernel escapes line feeds in the name of a program, and no other character that Python takes for the end of a line."""
+    return [line.split() for line in status.split(b"\n") if line.startswith(names)]
+
+
+def _beside_resident(status: bytes) -> int:
+    return sum(int(words[1]) << 10 for words in _lines(status, BESIDE_RESIDENT))
 
 
 def _has_memory(process: int) -> bool:
     try:
-        return b"VmSize:" in _content(process, "status")
+        return bool(_lines(_content(process, "status"), b"VmSize:"))
     except OSError:  # gone meanwhile
         return False
 
 
-def _threads(status: str) -> int:
-    return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("Threads:")), 1)
+def _threads(status: bytes) -> int:
+    return next((int(words[1]) for words in _lines(status, b"Threads:")), 1)
 
 
 def _share(process: int) -> float:
@@ -121,18 +149,23 @@ def _share(process: int) -> float:
 
 def _deleted_bytes(members: Iterable[int], folder: str, largest: int) -> int:
     """Of files that have no name any more but are open, or mapped, and so still on the disk."""
-    device, found = os.stat(folder).st_dev, dict[int, int]()  # noqa: PTH116
+    device, found, inside = os.stat(folder).st_dev, dict[int, int](), f"{folder}/".encode()  # noqa: PTH116
     for process in members:
         try:
-            for line in _content(process, "maps").decode(errors="replace").splitlines():
+            threads = _threads_of(process)
+            for thread in threads:  # whose files may be their own, and whose first may have ended
+                for name in os.listdir(f"/proc/{process}/{thread}fd"):  # noqa: PTH208
+                    with contextlib.suppress(FileNotFoundError):
+                        seen = os.stat(f"/proc/{process}/{thread}fd/{name}")  # noqa: PTH116
+                        if seen.st_dev == device and seen.st_nlink == 0 and stat.S_ISREG(seen.st_mode):
+                            found[seen.st_ino] = seen.st_blocks * BLOCK
+            maps = _content(process, f"{_living_thread(process, _fields(_content(process, 'stat')))}maps", LONGEST_MAPS)
+            if len(maps) == LONGEST_MAPS:
+                found[0] = sys.maxsize
+            for line in maps.split(b"\n"):
                 words = line.split(maxsplit=5)
-                if len(words) == 6 and words[5].startswith(f"{folder}/") and words[5].endswith(" (deleted)"):
+                if len(words) == 6 and words[5].startswith(inside) and words[5].endswith(b" (deleted)"):
                     found.setdefault(int(words[4]), largest)  # of which no more than a page may be mapped
-            for name in os.listdir(f"/proc/{process}/fd"):  # noqa: PTH208
-                with contextlib.suppress(FileNotFoundError):
-                    seen = os.stat(f"/proc/{process}/fd/{name}")  # noqa: PTH116
-                    if seen.st_dev == device and seen.st_nlink == 0 and stat.S_ISREG(seen.st_mode):
-                        found[seen.st_ino] = seen.st_blocks * BLOCK
         except PermissionError:
             if os.getuid() != 0 and _has_memory(process):  # it has hidden what it holds; one that ends shows nothing either
                 found[0] = sys.maxsize

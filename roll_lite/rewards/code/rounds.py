@@ -203,6 +203,7 @@ _LIMITS = {
     "memory": "memory limit",
     "processes": "limit of processes",
     "output": "output limit",
+    "sandbox": "ended its sandbox",
 }
 
 
