@@ -139,6 +139,7 @@ def test_iterators_behave_as_in_one_process() -> None:
     assert "AssertionError" in verdict(squares, "assert f(3) == [0, 1, 4]"), "as in Python: a generator is no list"
     assert verdict("def f(xs): return next(xs) + sum(xs)", "assert f(iter([1, 2])) == f(x for x in [1, 2]) == 3") == "passed"
     assert "next() at the end of an iterator" in verdict(squares, "assert next(f(0)) == 0")
+    assert verdict(squares, "assert next(f(0), None) is None and next(iter([]), 1) == 1 and next(f(2), None) == 0") == "passed"
     assert "an endless argument" in verdict("def f(xs): return 1", "import itertools\nassert f(itertools.count()) == 1")
 
 
@@ -179,6 +180,10 @@ async def later(): return 1
         "s = Stack()\ns.push(1).push(2)\nassert s == [1, 2] and len(s) == 2 and s[-1] == 2 and list(s) == [1, 2] and 2 in s",
         "try: fail()\nexcept Empty as error: assert str(error) == \"('no', 3)\" and error.args == ('no', 3)\nelse: assert False",
         "try: fail()\nexcept Full: pass\nelse: assert False",
+        "try: fail()\nexcept Exception as error: assert isinstance(error, Full) and type(error) == Full",
+        "def fails(kind):\n    try: fail()\n    except kind: return True\nassert fails(Full)",
+        "for kind in (Empty, Full):\n    try: fail()\n    except kind: pass\n    else: assert False",
+        "assert Color['RED'] is Color.RED and not isinstance(inc(1), Point)",
         "try: fail()\nexcept ValueError: pass\nelse: assert False",
         "try: fail()\nexcept TypeError: assert False\nexcept (KeyError, ValueError): pass",
         "assert twice(inc, 3) == 5 and callable(inc) and not callable(Node(1)) and twice(abs, -3) == 3 and twice(list, 'ab') == ['a', 'b']",
@@ -212,6 +217,38 @@ def test_what_cannot_be_tested_apart_is_a_failure(tests: str, why: str) -> None:
 
 
 OWN_EQ = "class E:\n    def __eq__(self, o): return True\n    __hash__ = None\n    def __gt__(self, o): return True\n"
+
+
+TOTAL = "class Thing:\n    def total(self): return E()\n    def again(self): return self\n    def __eq__(self, o): return True\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "why"),
+    [
+        ("class is_prime(Exception): pass", ["assert is_prime(7)", "assert not is_prime(8)"], "AssertionError"),
+        (f"{OWN_EQ}{TOTAL}", "t = Thing()\nassert t.total() == 5", "comparing an object of a class of the program"),
+        (f"{OWN_EQ}{TOTAL}", "t = Thing()\nassert t.again() == 5", "comparing an object of a class of the program"),
+        (f"{OWN_EQ}{TOTAL}", "t = Thing()\nassert t.total() > 5", "__gt__ of an object"),
+        (f"{OWN_EQ}def f(x): return E()\ng = f", "assert f(1) == g(2)", "comparing an object of a class of the program"),
+        ("def f(x): return iter([])", "assert next(f(1), None) == 5", "AssertionError"),
+        ("def f(x): return iter([])", "# StopIteration, next(a, b)\nassert next(f(1)) == 5", "next() at the end of an iterator"),
+        ("async def f(x): return 5", "# no async, no await, no asyncio\nassert f(1) == 5", "a value of type coroutine"),
+        ("def f(x): return x if type(x) is int else [0] * 100_001", "assert f(iter(f([]))) == 5", "an endless argument"),
+        (
+            'import os\ndef f(x): os.write(4, b\'{"value": {"n": [\' + b"0," * 100_000 + b"0]}}\\n")',
+            "assert f(f(1)) == 5",
+            "the program sent what is no answer",
+        ),
+        (
+            'import os\ndef f(x): os.write(4, b\'{"value": {"r": {"items": [0]}}}\\n\')',
+            "assert f(f(1)) == 5",
+            "the program sent what is no answer",
+        ),
+    ],
+)
+def test_no_program_chooses_to_be_left_out(program: str, tests: Any, why: str) -> None:
+    said = verdict(program, tests)
+    assert said.startswith("test ") and ": failed: " in said and why in said
 
 
 @pytest.mark.parametrize(
@@ -249,10 +286,8 @@ def test_what_several_functions_return_may_have_to_be_compared() -> None:
 
 def test_tests_that_look_for_an_iterators_end_need_it() -> None:
     tests = "g = f(0)\ntry: next(g)\nexcept StopIteration: pass\nelse: assert False"
-    for needs_end in (tests, "assert next(f(0), None) is None"):
-        assert verdict("def f(n): yield from range(n)", needs_end).startswith(
-            "cause: reward code: test 1: the harness cannot do this: next()"
-        )
+    said = verdict("def f(n): yield from range(n)", tests)
+    assert said.startswith("cause: reward code: test 1: the harness cannot do this: next()")
 
 
 def test_views_of_dicts_are_compared_as_sets() -> None:
