@@ -150,15 +150,15 @@ class _Walker:
         return {"name": name, **value}, by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Tells it. Returns the keys that may be meant: what they are now is not known."""
-        free = [name for name in cls.model_fields if name not in data]
-        meant = close_names(key, free)
-        hint = did_you_mean(key, free if meant else cls.model_fields)
+        """Tells it, and what comes nearest, which a file below may have set. Returns the keys that may be meant and are set nowhere:
+        what they are now is not known."""
+        meant = close_names(key, cls.model_fields)
+        hint = did_you_mean(key, cls.model_fields)
         elsewhere = [place for place in _places_of(key) if place != dotted((*path, key))]
         if not meant and elsewhere:
             hint = f"there is {' and '.join(elsewhere[:3])}; {hint}"
         self._refuse((*path, key), data[key], f"unknown key; {hint}")
-        return meant
+        return close_names(key, [name for name in cls.model_fields if name not in data])
 
     def _refuse(self, path: Path, value: Any, message: str) -> None:
         self.problems.append(Problem(dotted(path) or "(top)", message, value))
