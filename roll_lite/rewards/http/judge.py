@@ -66,9 +66,10 @@ class JudgeReward(AskingReward):
     """A language model behind an OpenAI-compatible endpoint reads the response and gives a verdict, which is the value.
 
     `url` and `model` say where it is, or `server`: one of the judges that the run starts itself. Without `pattern`, `choices` and `scale`
-    the verdict is yes or no. Of the choices the one behind the last "verdict:" counts, else the one that the judge's text begins with, else
-    the only one that it names; of numbers the last. A verdict that cannot be read, or that was cut at `max_tokens`, is asked for again,
-    `asks` times in all, then the sample has failed. Greedy answers are cached: `fingerprint` tells models of one name apart.
+    the verdict is yes or no. Of the choices, or the numbers of `scale`, the one behind the last "verdict:" or "score:" counts, else the one
+    that the judge's text begins with, the one alone on its last line, or the only one that it names; not what it denies or quotes, and
+    neither the 10 of 7/10. A verdict that cannot be read, or that was cut at `max_tokens`, is asked for again, `asks` times in all, then
+    the sample has failed. Greedy answers are cached: `fingerprint` tells models of one name apart.
 
     ```yaml
     reward:
