@@ -62,7 +62,16 @@ def test_an_unusable_answer_is_a_failure(answer: Any) -> None:
         ExactReward()(item(answer, "a"))
 
 
-@pytest.mark.parametrize("answer", ["", " ", ["stone", ""], "..."])
+@pytest.mark.parametrize("answer", ["!", "??", " ... ", ["stone", "!"]])
+@pytest.mark.parametrize("args", [{}, {"strip": False}, {"contains": True}])
+def test_an_answer_of_punctuation_alone_cannot_be_compared_without_it(answer: Any, args: dict[str, bool]) -> None:
+    for response in ("", "?", "stone"):
+        with pytest.raises(RewardFailed, match="cannot be read: without punctuation nothing is left"):
+            ExactReward(ignore_punctuation=True, **args)(item(answer, response))
+    assert ExactReward()(item("!", "!")).value == 1 and ExactReward()(item("!", "?")).value == 0
+
+
+@pytest.mark.parametrize("answer", ["", " ", ["stone", ""]])
 def test_nothing_is_contained_in_everything(answer: Any) -> None:
     with pytest.raises(RewardFailed, match="must have something in it"):
         ExactReward(contains=True, ignore_punctuation=True)(item(answer, "a"))

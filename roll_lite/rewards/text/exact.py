@@ -46,6 +46,8 @@ class ExactReward(RewardType):
         if not answers:
             raise RewardFailed("reward exact: the answer is an empty list")
         accepted = [self._normal(_text(answer)) for answer in answers]
+        if any(_text(answer).strip() and not normal.strip() for answer, normal in zip(answers, accepted, strict=True)):
+            raise RewardFailed(f"reward exact: the answer {sample.answer!r:.80} cannot be read: without punctuation nothing is left of it")
         if self.contains and not all(answer.strip() for answer in accepted):
             raise RewardFailed(f"reward exact: with contains the answer must have something in it, got {sample.answer!r:.80}")
         response = self._normal(after_thinking(sample.response, sample.prompt))
