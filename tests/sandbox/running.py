@@ -8,7 +8,7 @@ import psutil
 
 from roll_lite.sandbox.pool import Limits, Outcome, Program, Sandbox
 
-LIMITS = Limits(cpu_s=0.5, wall_s=1.0, memory_mb=256, output_kb=64, file_mb=4, folder_mb=8, processes=16)
+LIMITS = Limits(cpu_s=0.5, wall_s=3.0, memory_mb=256, output_kb=64, file_mb=4, folder_mb=8, processes=16)
 PATIENT = replace(LIMITS, cpu_s=30.0, wall_s=100.0)
 SECRET = "swordfish-3141"
 """In the environment of the trusted side."""

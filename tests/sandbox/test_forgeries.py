@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from sandbox.running import LIMITS, run, said
+from sandbox.running import PATIENT, run, said
 
 from roll_lite.sandbox.pool import Pair, Program, Sandbox, SandboxPool
 from roll_lite.sandbox.values import decode, encode
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("works_after")
 def test_exit_is_no_pass(sandbox: Sandbox) -> None:
     call = {"kind": "call", "function": "f", "args": [], "kwargs": {"d": []}}
     for source in ("import os; os._exit(0)", "import sys; sys.exit(0)", "def f():\n    import os; os._exit(0)"):
-        outcome = sandbox.run(Program({**call, "source": source}, limits=LIMITS))
+        outcome = sandbox.run(Program({**call, "source": source}, limits=PATIENT))
         assert outcome.result == b""
     assert run(sandbox, "import os, signal; os.kill(os.getpid(), signal.SIGKILL); os._exit(9)").exit != 0
 
@@ -74,8 +74,8 @@ CHEATS = {
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_forged_verdicts(pool: SandboxPool, cheat: str) -> None:
     def verdict(source: str) -> bytes:
-        tests = Program({"kind": "tests", "source": "assert f(20) == 42\nassert f(1) == 4", "names": ["f"]}, limits=LIMITS)
-        return pool.run_pair(Pair(Program({"kind": "serve", "source": source}, limits=LIMITS), tests)).result
+        tests = Program({"kind": "tests", "source": "assert f(20) == 42\nassert f(1) == 4", "names": ["f"]}, limits=PATIENT)
+        return pool.run_pair(Pair(Program({"kind": "serve", "source": source}, limits=PATIENT), tests)).result
 
     assert b"true" not in verdict(CHEATS[cheat])
     assert verdict("def f(x): return 2 * x + 2") == b'{"value": true}'
@@ -93,16 +93,16 @@ class T(unittest.TestCase):
 result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))
 assert result.wasSuccessful() and not result.skipped
 """
-    tests = Program({"kind": "tests", "source": tests, "names": ["f"]}, limits=LIMITS)
-    outcome = pool.run_pair(Pair(Program({"kind": "serve", "source": raised}, limits=LIMITS), tests))
+    tests = Program({"kind": "tests", "source": tests, "names": ["f"]}, limits=PATIENT)
+    outcome = pool.run_pair(Pair(Program({"kind": "serve", "source": raised}, limits=PATIENT), tests))
     assert b'"value": false' in outcome.result and b"cannot" not in outcome.result
 
 
 def test_a_program_cannot_choose_to_be_left_out_where_the_tests_name_an_exception(pool: SandboxPool) -> None:
     source = "class OwnError(Exception): pass\nclass E:\n    def __eq__(self, o): raise OwnError\ndef f(x): return E()"
     tests = "try:\n    assert f(1) == 4\nexcept OwnError:\n    pass"
-    tests = Program({"kind": "tests", "source": tests, "names": ["f", "OwnError"]}, limits=LIMITS)
-    outcome = pool.run_pair(Pair(Program({"kind": "serve", "source": source}, limits=LIMITS), tests))
+    tests = Program({"kind": "tests", "source": tests, "names": ["f", "OwnError"]}, limits=PATIENT)
+    outcome = pool.run_pair(Pair(Program({"kind": "serve", "source": source}, limits=PATIENT), tests))
     assert b'"value": false' in outcome.result and b"cannot" not in outcome.result
 
 
