@@ -17,6 +17,7 @@ class Questions:
         self._caught |= {name for node in self._nodes for part in self._passed_on(node) for name in _names(part)}
         self._told = {name for node in self._nodes for part in _telling(node) for name in _names(part)}
         self._called = {node.func.id for node in self._nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+        self.attributes = {node.attr for node in self._nodes if isinstance(node, ast.Attribute)}
         self.awaits = any(isinstance(node, ASYNCHRONOUS) for node in self._nodes) or self._has_name("asyncio")
         self.looks_for_end = self._has_name("StopIteration")
 

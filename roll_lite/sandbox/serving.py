@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from roll_lite.sandbox.links import Links
-from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
+from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode, plain_copy
 
 
 def serve(names: dict[str, Any], peer: int) -> None:
@@ -48,11 +48,16 @@ class _Served:
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._links = Links("p", self._refer, self._find)
+        self._attributes: list[str] = []
+        self._classes = False
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         try:
             self._links.follow(asked["now"])
             self._links.forget(asked["gone"])
+            if asked["do"] == "know":
+                self._attributes, self._classes = asked["attributes"], asked["classes"]
+                return {}
             if asked["do"] == "name":
                 return self._name(asked["name"], asked["caught"])
             args = [self._links.take(one) for one in asked["args"]]
@@ -93,12 +98,27 @@ class _Served:
             return iter(decode(which["items"], self._find))
         return getattr(builtins, which) if isinstance(which, str) else self._objects[which]
 
-    def _refer(self, value: Any) -> dict[str, Any]:
+    def _refer(self, value: Any) -> Any:
         """Objects stay alive as long as the program, so that a number is the same object's for ever."""
+        if isinstance(value, COPIED) and not self._is_wanted(value):
+            return encode(plain_copy(value), self._refer)
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._objects)
             self._objects.append(value)
         return {"r": self._numbers[id(value)]}
+
+    def _is_wanted(self, value: Any) -> bool:
+        """The tests name a class, or use what no plain one has; or nothing tells it from a plain one."""
+        base = next(kind for kind in COPIED if isinstance(value, kind))
+        has_more = any(hasattr(type(value), name) and not hasattr(base, name) for name in self._attributes)
+        return (
+            self._classes or has_more or all(getattr(type(value), name) is getattr(base, name) for name in READING if hasattr(base, name))
+        )
+
+
+COPIED = (list, tuple, dict, set, frozenset)
+READING = ("__iter__", "__len__", "__getitem__", "__contains__", "keys", "values", "items", "get")
+"""What a subclass may do differently from the data that it holds."""
 
 
 def _kinds(kind: type) -> list[str]:
@@ -113,30 +133,35 @@ def _next(iterator: Any) -> list[Any]:
         return []
 
 
+def _size(value: Any) -> tuple[int, ...]:
+    """Empty for what has none."""
+    return (len(value),) if hasattr(type(value), "__len__") else ()
+
+
 _EMPTY: dict[Any, Any] = {}
 LIKE_SETS = (type(_EMPTY.keys()), type(_EMPTY.items()))
 
 
-def _how_to_compare(value: Any) -> list[Any]:
+def _how_to_compare(value: Any) -> tuple[Any, ...]:
     owner = next(kind for kind in type(value).__mro__ if "__eq__" in vars(kind))
     if owner is object:
-        return ["itself"]
+        return ("itself",)
     if owner.__module__ == FROM_PROGRAM:
-        return ["own"]
+        return ("own",)
     try:
-        return ["plain", set(value) if isinstance(value, LIKE_SETS) else decode(encode(value))]
+        return ("plain", set(value) if isinstance(value, LIKE_SETS) else decode(encode(value)))
     except TypeError:
-        return ["own"]
+        return ("own",)
 
 
-def _plain_for(value: Any, method: str) -> list[Any]:
+def _plain_for(value: Any, method: str) -> tuple[Any, ...]:
     owner = next((kind for kind in type(value).__mro__ if method in vars(kind)), object)
     if owner is object or owner.__module__ != "builtins":
-        return []
+        return ()
     try:
-        return [decode(encode(value))]
+        return (decode(encode(value)),)
     except TypeError:
-        return []
+        return ()
 
 
 USES: dict[str, Callable[..., Any]] = {
@@ -148,7 +173,7 @@ USES: dict[str, Callable[..., Any]] = {
     "delete item": operator.delitem,
     "list": list,
     "next": _next,
-    "len": len,
+    "size": _size,
     "bool": bool,
     "str": str,
     "repr": repr,

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from roll_lite.sandbox.links import Links, inner
+from roll_lite.sandbox.links import MUTABLE, Links, inner
 from roll_lite.sandbox.questions import Questions
 from roll_lite.sandbox.values import decode, encode
 
@@ -26,6 +26,8 @@ LONGEST_NAME = 200
 MOST_ITEMS = 100_000
 CONTROL = (StopIteration, StopAsyncIteration)
 """Exceptions that would end a loop of the tests, and with it what they check."""
+OBSERVING = ("size", "bool", "str", "repr", "how to compare", "plain for", "isinstance", "is plain", "callable")
+"""Uses that change nothing."""
 RUNNERS = ("unittest", "doctest", "pytest", "_pytest", "nose")
 """Modules whose exceptions tell a test runner to skip or to stop."""
 
@@ -48,6 +50,10 @@ class Wire:
         self._classes: set[int] = set()
         self._made: set[int] = set()
         """Objects that the tests had from one of these classes, and that the program has not returned otherwise."""
+        self._plain: dict[int, Any] = {}
+        """What an object derives from, which for one object is always the same."""
+        self._seen: dict[str, Any] = {}
+        """What was said of objects since they may have changed."""
         self._gave_objects = False
         self._longest_answer = 0
         self._incoming = open(file, "rb", closefd=False)  # noqa: SIM115
@@ -88,6 +94,7 @@ class Wire:
 
     def names(self, wanted: list[str]) -> dict[str, Any]:
         """What the program has of them."""
+        self.ask({"do": "know", "attributes": sorted(self._questions.attributes), "classes": bool(self._class_names)})
         caught = {name for name in wanted if self._questions.may_catch(name)}
         found = {name: self.ask({"do": "name", "name": name, "caught": name in caught}) for name in wanted}
         answers = {name: answer["exception"] for name, answer in found.items() if name in caught and "exception" in answer}
@@ -108,6 +115,7 @@ class Wire:
             self.end_as(self._questions.awaits, why[:LONGEST_NAME])
         try:
             self._links.follow(dict(answer.get("now", {})))
+            self._see(json.dumps([what, target._number, *given]), answer, what)
             value, error = self._read(answer)
         except (ValueError, TypeError, LookupError, RecursionError):
             self.end(ProgramFault("the program sent what is no answer"))
@@ -116,6 +124,23 @@ class Wire:
         if what == "call" and target._number in self._classes and isinstance(value, StandIn):
             self._made.add(value._number)
         return value
+
+    def _see(self, asked: str, answer: dict[str, Any], what: str) -> None:
+        """An object that nobody changes says the same as before."""
+        if what in OBSERVING and self._seen.setdefault(asked, answer.get("value")) != answer.get("value"):
+            raise ValueError("a different answer")
+        if what not in (*OBSERVING, "list"):
+            self._seen.clear()
+
+    def held(self, one: StandIn, plain: list[Any]) -> list[Any]:
+        """What it derives from: the same whatever is done with it. Empty for an object that is only itself."""
+        try:
+            said = [type(part).__name__ if type(part) in MUTABLE else encode(part) for part in plain]
+        except TypeError:
+            said = None
+        if said is None or self._plain.setdefault(one._number, said) != said:
+            self.end(ProgramFault("an object of the program is one value here and another there"))
+        return plain
 
     def _read(self, answer: dict[str, Any]) -> tuple[Any, Exception | None]:
         """The value, and what was raised instead."""
@@ -236,7 +261,11 @@ class StandIn:
         self._wire.use("delete item", self, key)
 
     def __iter__(self) -> Any:
-        return iter(self._wire.use("list", self))
+        """As many as it says that it has: a loop over fewer would check less."""
+        items, size = self._wire.use("list", self), self._wire.use("size", self)
+        if size and size != (len(items),):
+            self._wire.end(ProgramFault(f"an object of the program has the length {size[0]} and {len(items)} items"))
+        return iter(items)
 
     def __next__(self) -> Any:
         """Its end could end a loop of the tests: those who need it have to write a loop."""
@@ -244,7 +273,10 @@ class StandIn:
         return found[0] if found else self._wire.end_of_iterator()
 
     def __len__(self) -> int:
-        return int(self._wire.use("len", self))
+        size = self._wire.use("size", self)
+        if not size:
+            raise TypeError("an object of the program has no len()")
+        return int(size[0])
 
     def __bool__(self) -> bool:
         return bool(self._wire.use("bool", self))
@@ -271,7 +303,11 @@ class StandIn:
         how, *plain = self._wire.use("how to compare", self)
         if how == "own":
             self._wire.end_at_object("comparing an object of a class of the program, which has an __eq__ of its own", self, other)
-        return bool(plain[0] == other) if plain else False
+        return any(one == other for one in self._wire.held(self, plain))
+
+    def _may_be(self, kind: type) -> bool:
+        how, *plain = self._wire.use("how to compare", self)
+        return how == "own" or any(isinstance(one, kind) for one in self._wire.held(self, plain))
 
     def __hash__(self) -> int:
         plain = self._plain_for("__hash__")
@@ -279,7 +315,8 @@ class StandIn:
 
     def _plain_for(self, method: str) -> list[Any]:
         """The number, text or tuple that it derives from, where it has the method from there; else empty."""
-        return list(self._wire.use("plain for", self, method))
+        plain = list(self._wire.use("plain for", self, method))
+        return self._wire.held(self, plain) if plain else plain
 
 
 def _as_plain(method: str) -> Any:
@@ -318,7 +355,10 @@ def builtins_for(wire: Wire, under_test: list[str]) -> dict[str, Any]:
             why = f"isinstance of an object of the program and {getattr(kinds, '__name__', kinds)}"
             wire.end(Cannot(why)) if getattr(kinds, "__module__", "") in _PROTOCOLS else wire.end_at_object(why, value)
         if isinstance(value, StandIn):
-            return bool(wire.use("is plain", value, kinds.__name__))
+            is_one = bool(wire.use("is plain", value, kinds.__name__))
+            if is_one and kinds not in _CONTAINERS and not value._may_be(kinds):
+                wire.end(ProgramFault(f"an object of the program is a {kinds.__name__} and derives from none"))
+            return is_one
         return isinstance(value, kinds)
 
     def is_callable(value: Any) -> bool:

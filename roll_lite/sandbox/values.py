@@ -36,6 +36,21 @@ LONGEST_NUMBER = 10_000
 """Digits of what other numbers are made of, such as the parts of a Fraction, which are reduced."""
 SAME_HASH = 100
 """Most items of a set or dict that may share a hash: finding one of them takes as long as there are others."""
+HELD: dict[type, Callable[[Any], Any]] = {
+    bool: lambda value: value,
+    list: lambda value: list(list.__iter__(value)),
+    tuple: lambda value: tuple(tuple.__iter__(value)),
+    set: lambda value: set(set.__iter__(value)),
+    frozenset: lambda value: set(frozenset.__iter__(value)),
+    collections.OrderedDict: lambda value: dict(collections.OrderedDict.items(value)),
+    dict: lambda value: dict(dict.items(value)),
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
+    bytes: lambda value: bytes(bytes.__iter__(value)),
+    complex: lambda value: complex(complex.__pos__(value)),
+}
+"""Plain data as their own methods read it: those of a subclass may say something else of it."""
 FROM_PROGRAM = "solution"
 """The module that a program is."""
 
@@ -48,14 +63,15 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
         return {"o": [type(value).__name__, [encode(one, refer) for one in STANDARD[type(value)](value)]]}
     if refer is not None and type(value).__module__ == FROM_PROGRAM:  # a list with methods of its own is more than a list
         return refer(value)
-    if isinstance(value, list):
-        return [encode(one, refer) for one in value]
-    if isinstance(value, tuple):
-        return {"t": [encode(one, refer) for one in value]}
-    if isinstance(value, set | frozenset):
-        return {"s": [encode(one, refer) for one in value]}
-    if isinstance(value, dict):
-        return {"d": [[encode(key, refer), encode(one, refer)] for key, one in value.items()]}
+    plain = plain_copy(value)
+    if isinstance(plain, list):
+        return [encode(one, refer) for one in plain]
+    if isinstance(plain, tuple):
+        return {"t": [encode(one, refer) for one in plain]}
+    if isinstance(plain, set):
+        return {"s": [encode(one, refer) for one in plain]}
+    if isinstance(plain, dict):
+        return {"d": [[encode(key, refer), encode(one, refer)] for key, one in plain.items()]}
     if any(kind.__module__ == "numpy" and kind.__name__ == "generic" for kind in type(value).__mro__):
         return encode(value.item(), refer)
     if any(kind.__module__ == "numpy" and kind.__name__ == "ndarray" for kind in type(value).__mro__):
@@ -67,18 +83,23 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
     raise TypeError(f"a value of type {type(value).__name__} is no plain data")
 
 
+def plain_copy(value: Any) -> Any:
+    """The data that a list, tuple, set, dict, text or number holds, whatever a class of the program says of it; else the value."""
+    for base, read in HELD.items():
+        if isinstance(value, base):
+            return value if type(value) is base else read(value)
+    return value
+
+
 def _scalar(value: Any) -> Any:
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, str):
-        return str(value)
+    value = plain_copy(value)
     if isinstance(value, int):
-        return int(value) if -(2**63) < value < 2**63 else {"i": hex(value)}
+        return value if isinstance(value, bool) or -(2**63) < value < 2**63 else {"i": hex(value)}
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"f": repr(float(value))}
+        return value if math.isfinite(value) else {"f": repr(value)}
     if isinstance(value, complex):
         return {"c": [repr(value.real), repr(value.imag)]}
-    return {"b": value.hex()}
+    return {"b": value.hex()} if isinstance(value, bytes) else value
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:

@@ -355,3 +355,75 @@ def test_exceptions_of_python_keep_their_type(kind: str) -> None:
 def test_forged_verdicts(cheat: str) -> None:
     for tests in ("assert f(20) == 42", "assert abs(f(20) - 42) < 1e-6", "assert f(20) in [42]", "assert not (f(20) != 42)"):
         assert verdict(cheat, tests) != "passed"
+
+
+EVEN = "r = f([3, 1, 2])\nassert len(r) == 3\nfor a, b in zip(r, [1, 2, 3]): assert a == b"
+PRIME = "r = f(91)\nassert 91 % r == 0\nassert r != 1 and r != 91\nassert r > 1"
+EMPTY = (
+    "    def __iter__(self): return iter(())\n    def __len__(self): return 3\n    def __getitem__(self, i): return 0\ndef f(x): return L()"
+)
+SPEAKS = """
+import json, os
+def f(x):
+    def say(value): os.write(4, json.dumps({'value': value}).encode() + bytes([10]))
+    say({'r': 0})
+    for line in iter(lambda: json.loads(os.read(4, 99999)), None):
+        asked = line['args'][0] if line['args'] else line['do']
+        say(ANSWERS(asked))
+"""
+
+
+@pytest.mark.parametrize("base", ["", "(list)", "(tuple)", "(dict)", "(set)"])
+@pytest.mark.parametrize("tests", [EVEN, f"import math\n{EVEN}\nassert math.pi > 3 or r.pi"])
+def test_no_object_has_a_length_and_no_items(base: str, tests: str) -> None:
+    said = verdict(f"class L{base}:\n    pi = 4\n{EMPTY}", tests)
+    assert said.startswith("test 1: failed: ")
+    assert "AssertionError" in said or "the length 3 and 0 items" in said
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        "lambda asked: {'t': [1]} if asked == '__rmod__' else {'t': ['plain', 7.5]} if asked == 'how to compare' else {'t': [7.5]}",
+        "lambda asked: {'t': [1]} if asked == '__rmod__' else {'t': ['itself']} if asked == 'how to compare' else {'t': [7.5]}",
+        "lambda asked: {'t': [{'r': 1}]} if asked == '__rmod__' else {'t': ['itself']} if asked == 'how to compare' else {'t': [7.5]}",
+    ],
+)
+def test_no_object_is_one_value_here_and_another_there(answers: str) -> None:
+    said = verdict(f"ANSWERS = {answers}{SPEAKS}", PRIME)
+    assert said.startswith("test 1: failed: an object of the program ")
+    honest = "lambda asked: {'t': ['plain', 7]} if asked == 'how to compare' else {'t': [7]}"
+    assert verdict(f"ANSWERS = {honest}{SPEAKS}", PRIME) == "passed"
+
+
+def test_no_object_answers_differently_the_second_time() -> None:
+    program = "class L:\n    n = 0\n    def __len__(self):\n        self.n += 1\n        return self.n\ndef f(x): return L()"
+    assert "AssertionError" in verdict(program, "r = f(1)\nassert len(r) == 2")
+    assert "the program sent what is no answer" in verdict(program, "r = f(1)\nassert len(r) == 1\nassert len(r) == 2")
+
+
+def test_objects_that_change_may_say_so() -> None:
+    program = """
+from collections import namedtuple
+Pair = namedtuple('Pair', 'x y')
+def pair(x): return Pair(x, [x])
+class Box(list):
+    def __len__(self): return list.__len__(self)
+    def put(self, x): self.append(x)
+def box(): return Box()
+class Bag:
+    def __init__(self): self.items = []
+    def __len__(self): return len(self.items)
+    def __iter__(self): return iter(self.items)
+def bag(): return Bag()
+class Upper(dict):
+    def __getitem__(self, key): return dict.__getitem__(self, key)
+def upper(): return Upper(a=1)
+"""
+    for tests in (
+        "p = pair(1)\nassert p.x == 1 and p == (1, [1])\np.y.append(2)\nassert repr(p) == 'Pair(x=1, y=[1, 2])' and list(p) == [1, [1, 2]]",
+        "b = box()\nassert len(b) == 0\nb.put(1)\nassert len(b) == 1 and b == [1]\nb.put(2)\nassert list(b) == [1, 2] and b == [1, 2]",
+        "b = bag()\nassert len(b) == 0\nb.items.append(1)\nassert list(b) == [1] and len(b) == 1 and 1 in b",
+        "assert upper() == {'a': 1} and upper()['a'] == 1 and dict(upper()) == {'a': 1} and isinstance(upper(), dict)",
+    ):
+        assert verdict(program, tests) == "passed", tests
