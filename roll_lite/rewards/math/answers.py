@@ -18,14 +18,35 @@ STATED = re.compile(
     r"(?:^\s*#{4}|\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+([^\n]+)", re.IGNORECASE | re.MULTILINE
 )
 """GSM8K's #### 72, The answer is 72, and the same in Chinese."""
-DENIED = re.compile(r"(?:not|never|neither|cannot|can't|不是|不等于)\b(?:.*?\b(?:but|rather|而是)\b\s*(.*))?", re.IGNORECASE)
-ALTERNATIVES, EITHER = re.compile(r"\s*,?\s*\b(?:or|and)\b\s*|\s*[或和]\s*"), re.compile(r"^(?:either|both)\s+", re.IGNORECASE)
+AGAIN = re.compile(
+    r"\A(?:.*[.!?;]\s+(?:(?:so|no|wait|thus|hence|therefore|actually|but)\b,?\s+)*(?:the\s+|my\s+)?(?:final\s+|correct\s+|right\s+)?"
+    r"answer\b[\s*`]*(?:\bis\b[\s*`]*[:=]?|[:=])|.*#{4})[\s*`]*(?=(?:[$({\[*+-]|\\[(\[])*\s*(?:\.?\d|\\[a-z]))",
+    re.IGNORECASE,
+)
+"""The answer is 5. The answer is 6: behind it stands what counts."""
+SURELY = r"(?:(?:is|was|definitely|certainly|clearly|surely|probably|absolutely|really|simply|likely)\s+)*"
+DENIED = re.compile(
+    rf"{SURELY}(?:not|never|neither|cannot|(?:ca|is|was|could|would|should|does|wo)n['’]t|不是|不等于)\b"
+    r"(?:.*?(?:\b(?:but|rather|it\s+is|it['’]s)\b|而是)\s*(.*))?",
+    re.IGNORECASE,
+)
+DENIED_BEFORE = re.compile(
+    rf"(?:(?:\b(?:not|never|cannot)\b|n['’]t\b)\s+(?:(?:be|equal|equals|equal\s+to|the|an?)\s+)*{SURELY}"
+    r"|\b(?:other|rather)\s+than\s+|\banything\s+but\s+|\bneither\s+)(?:[$*`(\s]|\\[(\[])*\Z",
+    re.IGNORECASE,
+)
+PERHAPS = r"(?:maybe|perhaps|possibly|alternatively|even|else)\b[\s,]*"
+ALTERNATIVES = re.compile(rf"\s*[.;,]?\s*\b(?:or|and|alternatively)\b\s*(?:{PERHAPS})?|\s*[.;,]\s*{PERHAPS}|\s*[或和]\s*", re.IGNORECASE)
+EITHER = re.compile(r"^(?:either|both)\s+", re.IGNORECASE)
 """3 or 5 are two answers."""
 ONE_OR_OTHER = re.compile(rf"([+-]?{DIGITS}(?:/\d+)?(?:\s*\\?%)?)\s+or\s+\Z")
 LABEL = re.compile(r"\A\s*A:\s+(?=\S)")
 """As behind Q: in examples."""
-REMARK = re.compile(r"\s*(?:\(|[.!](?=\s)|\b(?:an?|in|for|on|at|by|with|from|because|since|when|after|each|every|per)\b)")
+REMARK = re.compile(r"\s*(?:\((?!\s*\\?p?mod\b)|[.!](?=\s)|\b(?:an?|in|for|on|at|by|with|from|because|since|when|after|each|every|per)\b)")
 """Behind a quantity: what follows says more about it."""
+RATE = re.compile(r"\s*\b(?:in|for|per|each|every)\s+(?:every\s+)?\d+\Z")
+"""5 in 6 is no 5."""
+HEDGED = re.compile(r"[.;,(]\s*(?:or|alternatively|maybe|perhaps)\b[\s,]*[$\\(+-]*\d", re.IGNORECASE)
 GOES_ON = re.compile(r"[√π^!][^\s,;]*")
 """Signs that math-verify's search in running text does not know."""
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
@@ -66,7 +87,7 @@ def find_answer(response: str, extract: Extract, boxes: Boxes = "last") -> Answe
     boxed = _boxed(response, boxes)
     if boxed is not None:
         return boxed
-    stated = [_affirmed(text) for text in STATED.findall(response)]
+    stated = _statements(response)
     if stated and not stated[-1]:
         return Answer("")
     found = _alternatives(stated[-1]) or _leading(stated[-1]) if stated else _alternatives(response)
@@ -102,12 +123,17 @@ def _said(text: str) -> Answer:
     text = LABEL.sub("", text).strip()
     if is_formula(text):
         return Answer(text)
-    stated = [_affirmed(text) for text in STATED.findall(text)]
+    stated = _statements(text)
     if stated and not stated[-1]:
         return Answer("")
     if stated and is_formula(stated[-1].strip("*` .!\r\t")):
         return Answer(stated[-1].strip("*` .!\r\t"))
     return _leading(stated[-1] if stated else text) or Answer(text)
+
+
+def _statements(text: str) -> list[str]:
+    """What is said to be the answer, one after the other."""
+    return [_affirmed(AGAIN.sub("", stated, count=1)) for stated in STATED.findall(text)]
 
 
 def _affirmed(stated: str) -> str:
@@ -136,7 +162,9 @@ def _leading(text: str) -> Answer | None:
     """The quantity that the text begins with, 42 apples of: 42 apples in 3 days."""
     text = text.strip("*` .!\r\n\t")
     remark = REMARK.search(text)
-    if remark is None or SEVERAL.search(text, remark.start()) or quantity(text[: remark.start()]) is None:
+    if remark is None or RATE.match(text, remark.start()):
+        return None
+    if SEVERAL.search(text, remark.start()) or HEDGED.search(text, remark.start()) or quantity(text[: remark.start()]) is None:
         return None
     return Answer(text[: remark.start()].strip())
 
@@ -146,7 +174,10 @@ def _searched(response: str) -> Answer:
     text, parsed = searched(response)
     if not parsed:
         return Answer("")
-    behind = response.rfind(text) + len(text)
+    place = response.rfind(text)
+    if place > 0 and DENIED_BEFORE.search(response[max(0, place - LONGEST_NUMBER) : place]):
+        return Answer("")
+    behind = place + len(text)
     beyond = (GOES_ON.match(response, behind) or CHANGES.match(response, behind)) if text in response else None
     if beyond is not None:
         return Answer(text + beyond[0].rstrip("."))

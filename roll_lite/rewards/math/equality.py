@@ -23,6 +23,7 @@ MIXED = re.compile(r"\d\s*\\frac")
 ARITHMETIC = re.compile(r"(?:[\d\s.,+\-*/^(){}!]|\\(?:frac|sqrt|cdot|times|div)(?![A-Za-z]))+")
 VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 CLOCK = re.compile(r"(\d{1,2}):([0-5]\d)(?::([0-5]\d))?(?:\s|~|\\ |\\text\s*\{|\\,)*(?:([ap])\.?\s?m\.?)?\s*\}?", re.IGNORECASE)
+PROPORTION = re.compile(r"\d+(?:\.\d+)?(?: *: *\d+(?:\.\d+)?)+")
 
 CLOSE, ROUNDED = Fraction(1, 10_000), 6
 """A decimal may differ by this share of itself, where both are the same to this many decimal places."""
@@ -195,6 +196,18 @@ def clock(text: str) -> tuple[str, ...] | None:
     """Hours, minutes, seconds and a or p of 10:30 or 9:05:30 p.m."""
     found = CLOCK.fullmatch(unwrapped(text))
     return (found[1].lstrip("0") or "0", found[2], found[3] or "00", (found[4] or "").lower()) if found else None
+
+
+def proportion(text: str) -> tuple[Fraction, ...] | None:
+    """The parts of 2:3 or 1:2:5. It is worth a fraction, but whoever asks for one form does not mean the other."""
+    plain = unwrapped(text).replace("{:}", ":").replace("\\colon", ":")
+    return tuple(map(Fraction, plain.replace(" ", "").split(":"))) if PROPORTION.fullmatch(plain) else None
+
+
+def same_proportion(one: tuple[Fraction, ...], other: tuple[Fraction, ...]) -> bool:
+    if len(one) != len(other) or not any(one) or not any(other):
+        return one == other
+    return all(a * sum(other) == b * sum(one) for a, b in zip(one, other, strict=True))
 
 
 def same_time(one: tuple[str, ...], other: tuple[str, ...]) -> bool:

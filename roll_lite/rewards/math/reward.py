@@ -25,10 +25,12 @@ from roll_lite.rewards.math.equality import (
     holds,
     irrational,
     list_of,
+    proportion,
     right_side,
     same_expression,
     same_items,
     same_number,
+    same_proportion,
     same_time,
     without_unit,
     worth,
@@ -69,10 +71,10 @@ class MathReward(RewardType):
 
     A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm. 50% is
     0.5, and 50 as well. Several formulas in a reference are a list: all of them, as often as there, in any order. Numerals such as `1001_2`
-    and times such as 10:30 are equal to themselves only. A response without an answer, or one that takes longer than `cpu_limit_s`, is
-    wrong, and so is a last word that the limit of tokens may have cut; a reference answer that cannot be read is a failure. Of a reference
-    with "####", as GSM8K has them, what is behind it counts; one in words, such as no solution, is compared as text, without regard to
-    case. `extracted` in the details is what was compared.
+    and times such as 10:30 are equal to themselves only; 2:3 is 4:6, not 2/3. A response without an answer, or one that takes longer than
+    `cpu_limit_s`, is wrong, and so is a last word that the limit of tokens may have cut; a reference answer that cannot be read is a
+    failure. Of a reference with "####", as GSM8K has them, what is behind it counts; one in words, such as no solution, is compared as
+    text, without regard to case. `extracted` in the details is what was compared.
 
     ```yaml
     reward:
@@ -208,6 +210,10 @@ class _Comparison:
             return EQUAL if based == gold.numeral else DIFFERENT
         if gold.time is not None or (time is not None and ":" not in gold.text):
             return EQUAL if gold.time is not None and time is not None and same_time(gold.time, time) else DIFFERENT
+        parts = proportion(gold.text)
+        if parts is not None:
+            found = proportion(unnamed(answer.text))
+            return EQUAL if found is not None and same_proportion(parts, found) else DIFFERENT
         if gold.quantity is None:
             return self._expression(gold, answer.text, answer.parsed)
         return self._number(gold, gold.quantity, answer)

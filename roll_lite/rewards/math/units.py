@@ -71,6 +71,9 @@ SCALES: dict[str, int | Fraction] = {
     "万": 10**4,
     "百万": 10**6,
     "亿": 10**8,
+    "half": Fraction(1, 2),
+    "halve": Fraction(1, 2),
+    "quarter": Fraction(1, 4),
     "tenth": Fraction(1, 10),
     "hundredth": Fraction(1, 100),
     "thousandth": Fraction(1, 1000),
@@ -79,6 +82,7 @@ NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twe
 NO_UNITS = {
     *("squared", "cubed", "factorial", "sin", "cos", "tan", "log", "exp", "sqrt", "pi"),
     *("and", "or", "nor", "not", "but", "plus", "minus", "times", "over", "divided", "out", "than", "either", "maybe", "perhaps"),
+    *("less", "mod"),
     *("third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth"),
     *NUMBER_WORDS.split(),
 }
