@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll_lite.config.checks.across import readable
+from roll_lite.config.checks.data import columns_missing
 from roll_lite.config.checks.functions import check_function
 from roll_lite.config.problems import Problem, did_you_mean
-from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
+from roll_lite.config.schema.domains import DomainConfig, RewardConfig, RewardTermConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.rewards.arguments import read_arguments
 from roll_lite.rewards.registry import REWARDS, reward_type
@@ -15,13 +16,29 @@ from roll_lite.rewards.registry import REWARDS, reward_type
 
 def check_rewards(config: RunConfig) -> Iterator[Problem]:
     for name, domain in config.domains.items():
-        yield from readable(_reward(config, f"domains.{name}.reward", domain.reward) if "reward" in vars(domain) else ())
+        yield from readable(_reward(config, f"domains.{name}.reward", domain) if "reward" in vars(domain) else ())
 
 
-def _reward(config: RunConfig, path: str, reward: RewardConfig) -> Iterator[Problem]:
+def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    reward = domain.reward
     yield from readable(check_part(config, path, reward, reward))
+    yield from readable(_data_of(path, domain, reward))
     for index, term in enumerate(reward.terms):
         yield from readable(check_part(config, f"{path}.terms.{index}", term, reward))
+        yield from readable(_data_of(f"{path}.terms.{index}", domain, term))
+
+
+def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig) -> Iterator[Problem]:
+    """What it reads of the data has to be there. A type with wrong arguments says nothing of it."""
+    read = read_arguments(part.type, reward_type(part.type), part.args, f"{place}.args") if part.type in REWARDS else []
+    if isinstance(read, list):
+        return
+    if read.needs_answer() and domain.data.answer is None:
+        message = f"{part.type} ({place}) reads the reference answer: name its column"
+        yield Problem(f"{place.partition('.reward')[0]}.data.answer", message, None)
+    for argument, columns in read.named_columns().items():
+        for column, message in columns_missing(domain.data, columns):
+            yield Problem(f"{place}.args.{argument}", message, column)
 
 
 def check_part(config: RunConfig, place: str, part: RewardConfig | RewardTermConfig, reward: RewardConfig) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.placeholders import chat_as_text, checked_template, filling, is_chat, template_parts
+from roll_lite.rewards.placeholders import chat_as_text, checked_template, columns_in, filling, is_chat, template_parts
 from roll_lite.rewards.reward_type import RewardType
 
 ScoredText = str | list[dict[str, str]]
@@ -79,6 +79,15 @@ class ModelReward(RewardType):
 
     def __call__(self, sample: RewardInput) -> Score:
         raise RewardFailed(f"reward model: {self.model!r} scores within a run only, in the processes that hold the model")
+
+    def needs_answer(self) -> bool:
+        return "answer" in placeholders(self._text_read())
+
+    def named_columns(self) -> dict[str, tuple[str, ...]]:
+        return {"question" if self.template == CHAT else "template": columns_in(self._text_read())}
+
+    def _text_read(self) -> str:
+        return self.question if self.template == CHAT else self.template
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         known = config.reward_models

@@ -28,6 +28,14 @@ def checked_template(template: str) -> str:
     return template
 
 
+OF_THE_SAMPLE = ("prompt", "response", "answer", QUESTION)
+"""What is no column, or need be none."""
+
+
+def columns_in(template: str) -> tuple[str, ...]:
+    return tuple(name for name in placeholders(template) if name not in OF_THE_SAMPLE)
+
+
 def filling(name: str, sample: RewardInput) -> Any:
     """{prompt} is the policy's input with its template applied, {question} the prompt as the data has it, {response} (without
     its thinking) and {answer} the sample's, any other name a column of the data; a column that is called question comes first. None where

@@ -56,6 +56,8 @@ def preview(config: RunConfig, look: Look) -> int:
     """Score, show, say how it went. Wrong use is told on standard error. Returns the exit code."""
     looked: list[Looked] = []
     try:
+        if look.responses is not None and look.column is not None:
+            raise ValueError(f"--column: {look.column!r} would be ignored, --responses says where the responses are; give one of them")
         name = _domain(config, look)
         domain = config.domains[name]
         prompts, tries = _tries(name, domain, config, look)

@@ -46,6 +46,14 @@ class RewardType(ArgumentSection):
         """What is wrong with it in this configuration. `place` is that of its section, `timeout_s` the time of a whole sample."""
         yield from ()
 
+    def needs_answer(self) -> bool:
+        """Can it score nothing without a reference answer?"""
+        return False
+
+    def named_columns(self) -> dict[str, tuple[str, ...]]:
+        """Columns of the data that its arguments name, by argument: what was given, no default."""
+        return {}
+
     def no_response(self) -> str | None:
         """What the reference answers are, where they are no responses."""
         return None

@@ -97,7 +97,10 @@ def test_files_that_cannot_be_read(project: Project, file: str, fragment: str) -
 def test_shared_files(project: Project) -> None:
     project.write("both.jsonl", '{"prompt": "1", "answer": "1", "task": "a"}\n{"question": "1", "task": "b"}\n')
     shared = "train: both.jsonl, validation: null, tag: task, tags: "
-    both = "domains: {{add: {{data: {{{}}}}}, copy: {{data: {{{}}}}}}}\nvalidation: {{enabled: false}}"
+    boxed = "reward: {{type: format, args: {{preset: boxed}}}}"  # reads no answer
+    both = (
+        f"domains: {{{{add: {{{{data: {{{{{{}}}}}}}}}}, copy: {{{{data: {{{{{{}}}}}}, {boxed}}}}}}}}}\nvalidation: {{{{enabled: false}}}}"
+    )
     assert told(project, both.format(f"{shared}[a]", f"{shared}[b], prompt: question, answer: null")) == []
     assert told(project, both.format(f"{shared}[a]", f"{shared}[b]"))[0][0] == f"{COPY}.prompt", "only its own rows count"
     claimed = told(project, both.format(f"{shared}[a, b]", f"{shared}[c, b], prompt: question, answer: null"))

@@ -66,6 +66,83 @@ def test_a_samples_comparison_ends_before_the_sample(project: Project) -> None:
     assert term.path == "domains.copy.reward.terms.0.args.cpu_limit_s"
 
 
+# ---------------------------------------------------------------- what a reward reads of the data
+
+NO_ANSWER = "domains: {copy: {data: {answer: null}, reward: {timeout_s: 90, type: %s, args: {%s}%s}}}"
+JUDGED = "url: 'http://h/v1', model: m"
+
+
+@pytest.mark.parametrize(
+    ("kind", "args"),
+    [
+        ("exact", ""),
+        ("math", ""),
+        ("choice", ""),
+        ("code", ""),
+        ("code", "mode: expression, column: prompt"),
+        ("judge", JUDGED),
+        ("judge", JUDGED + ", template: '{response} {answer}'"),
+    ],
+)
+def test_an_answer_that_a_reward_needs(project: Project, kind: str, args: str) -> None:
+    (problem,) = project.problems_of(NO_ANSWER % (kind, args, ""))
+    assert problem.path == "domains.copy.data.answer" and f"{kind} (domains.copy.reward) reads the reference answer" in problem.message
+
+
+def test_an_answer_that_nothing_needs(project: Project) -> None:
+    for kind, args in (("code", "column: prompt"), ("judge", JUDGED + ", template: '{question} {response}'"), ("repetition", "")):
+        assert project.problems_of(NO_ANSWER % (kind, args, "")) == []
+    (problem,) = project.problems_of(NO_ANSWER % ("repetition", "", ", terms: [{type: repetition}, {type: math}]"))
+    assert problem.path == "domains.copy.data.answer" and "math (domains.copy.reward.terms.1)" in problem.message
+
+
+READS = "domains: {copy: {reward: {timeout_s: 90, type: %s, args: {%s}}}}"
+COLUMNS = {
+    "options": ("choice", "options: opts", "options", "'options'"),
+    "ids": ("instruction", "ids: nocol", "ids", "answer, options, prompt"),
+    "arguments": ("instruction", "arguments: nocol", "arguments", "answer, options, prompt"),
+    "tests": ("code", "column: tests", "column", "answer, options, prompt"),
+    "for a service": ("remote", "url: 'http://h', columns: [answer, promt]", "columns", "'prompt'"),
+    "of a judge's template": ("judge", JUDGED + ", template: '{response} {optons}'", "template", "'options'"),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_column_that_is_not_there(project: Project, name: str) -> None:
+    project.write("train.jsonl", '{"prompt": "1", "answer": "A"}\n{"prompt": "2", "answer": "A", "options": ["x"]}\n')
+    kind, args, argument, hint = COLUMNS[name]
+    (problem,) = project.problems_of(READS % (kind, args))
+    assert problem.path == f"domains.copy.reward.args.{argument}"
+    assert "train.jsonl has no such column" in problem.message and hint in problem.message
+
+
+def test_columns_that_are_there(project: Project) -> None:
+    """One row that has it is enough; what a type looks for by itself need not be there."""
+    project.write("train.jsonl", '{"prompt": "1", "answer": "A"}\n{"prompt": "2", "answer": "A", "options": ["x"]}\n')
+    for kind, args in (("choice", "options: options"), ("choice", ""), ("instruction", ""), ("code", "column: options")):
+        assert project.problems_of(READS % (kind, args)) == []
+
+
+PROGRAMS = {
+    "a prelude": ("prelude: 'import ('", "prelude", "is no Python: line 1"),
+    "readable": ("readable: [/nope]", "readable", "no such folder: /nope"),
+    "python_path": ("python_path: [/, /nope2]", "python_path", "no such folder: /nope2"),
+    "test_s": ("test_s: 9", "test_s", "total_s: 8"),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_that_could_not_run(project: Project, name: str) -> None:
+    args, argument, message = PROGRAMS[name]
+    (problem,) = project.problems_of(READS % ("code", args))
+    assert problem.path == f"domains.copy.reward.args.{argument}" and message in problem.message
+
+
+def test_programs_that_can(project: Project) -> None:
+    for args in ("prelude: 'import math'", "readable: [/usr]", "test_s: 8", "total_s: 2", "backend: {url: 'http://h'}, readable: [/nope]"):
+        assert project.problems_of(READS % ("code", args)) == []
+
+
 # ---------------------------------------------------------------- as the command line looks them up, in a fresh interpreter
 
 

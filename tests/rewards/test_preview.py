@@ -223,8 +223,15 @@ def test_expressions(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "1 responses of column solution: 1 correct" in capfd.readouterr().out
 
 
+def test_responses_come_from_one_place(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    given = lines([{"prompt": "1+1=", "response": "2"}])
+    given.to(project / "given.jsonl")
+    assert look("--responses", str(project / "given.jsonl"), "--column", "answer") == 2
+    assert "--column: 'answer' would be ignored" in capfd.readouterr().err
+
+
 def test_domains_without_reference_responses(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert look("domains.sums.data.answer=null") == 2
+    assert look("domains.sums.data.answer=null", "domains.sums.reward={type: format, args: {preset: boxed}}") == 2
     assert "domains.sums.data.answer: there are no reference answers; give --responses FILE" in capfd.readouterr().err
     lines([{"prompt": "1+1=", "answer": "2", "solution": "1 + 1", "source": "me"}]).to(project / "train.jsonl")
     expression = (*CODE, "domains.sums.reward.args={mode: expression, must_contain: ['sum']}")

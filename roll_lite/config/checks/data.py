@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
@@ -142,6 +142,27 @@ class _Scan:
             if column.setting in self.unfit:
                 where, wrong = self.unfit[column.setting]
                 yield Problem(column.setting, f"{file}, {where}: {wrong}", column.name)
+
+
+def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Of `wanted`, what no row of a file has, and what is to be said of it. A file that cannot be read is its own mistake."""
+    given = [data.train, data.validation]
+    for file in dict.fromkeys(path for files in given if files is not None for path in paths_of(files)):
+        seen: dict[str, None] = {}
+        try:
+            shards = shards_of(file)
+            for shard in shards if shards[0].kind != "jsonl" else ():
+                seen |= dict.fromkeys(declared_columns(shard))
+            for _, _, row in islice(_lines(shards), SCANNED_ROWS) if shards[0].kind == "jsonl" else ():
+                if isinstance(row, dict) and (data.tag is None or str(row.get(data.tag)) in data.tags):
+                    seen |= dict.fromkeys(row)
+                if set(wanted) <= seen.keys():
+                    break
+        except (ValueError, OSError):
+            continue
+        for name in wanted if seen else ():
+            if name not in seen:
+                yield name, f"{file} has no such column; {did_you_mean(name, seen)}"
 
 
 _NOT_READ = object()

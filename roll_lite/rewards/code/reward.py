@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
-from roll_lite.config.problems import Problem
+from roll_lite.config.files import elsewhere, kind_of
+from roll_lite.config.problems import Problem, first_line
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
@@ -194,6 +196,23 @@ class CodeReward(RewardType):
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         """A time-out of the sample would blame the worker for a slow program."""
         yield from too_slow(place, "total_s", self.total_s, CLOCK * self.total_s, timeout_s)
+        if "test_s" in self.model_fields_set and self.test_s > self.total_s:
+            message = f"is more than all tests of a sample may have (total_s: {self.total_s:g}); use less, or raise that"
+            yield Problem(f"{place}.args.test_s", message, self.test_s)
+        if self.backend is not None:
+            return  # its Python and its folders are its own
+        if (wrong := _wrong_python(self.prelude)) is not None:
+            yield Problem(f"{place}.args.prelude", f"is no Python: {wrong}; no program would run behind it", self.prelude)
+        for name in ("readable", "python_path"):
+            for folder in getattr(self, name):
+                if kind_of(Path(folder)) is None:
+                    yield Problem(f"{place}.args.{name}", f"no such folder: {folder}{elsewhere(Path(folder))}", list(getattr(self, name)))
+
+    def needs_answer(self) -> bool:
+        return self.mode == "expression" or self.column is None
+
+    def named_columns(self) -> dict[str, tuple[str, ...]]:
+        return {"column": (self.column,)} if self.column is not None and self.mode == "tests" else {}
 
     def no_response(self) -> str | None:
         return no_expression(self.must_contain, self.forbid) if self.mode == "expression" else "tests"
@@ -244,3 +263,13 @@ def _value(answer: Any) -> Any:
         return ast.literal_eval(answer.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return answer
+
+
+def _wrong_python(text: str) -> str | None:
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}"
+    except (ValueError, RecursionError, MemoryError) as error:
+        return first_line(error)
+    return None

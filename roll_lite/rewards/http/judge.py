@@ -25,12 +25,13 @@ from roll_lite.config.files import is_folder
 from roll_lite.config.model_files import has_chat_template
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, Service, of_running_loop, several, shared
 from roll_lite.rewards.http.judge_template import filled
 from roll_lite.rewards.http.verdict import Verdict, VerdictParser, checked_pattern, checked_scale
-from roll_lite.rewards.placeholders import checked_template
+from roll_lite.rewards.placeholders import checked_template, columns_in
 from roll_lite.rewards.reward_type import Unshown
 from roll_lite.rewards.running.verdict_cache import VerdictCache, cache_key
 
@@ -160,6 +161,12 @@ class JudgeReward(AskingReward):
         parser = _parser(self.pattern, None if self.choices is None else tuple(self.choices.items()), self.scale)
         verdict, said = await _verdict(questions, request | (self.extra_body or {}), parser, self.asks)
         return Score(verdict.value, None, {"extracted": verdict.extracted, "verdict": said[:KEPT_CHARACTERS]})
+
+    def needs_answer(self) -> bool:
+        return "answer" in placeholders(self.template)
+
+    def named_columns(self) -> dict[str, tuple[str, ...]]:
+        return {"template": columns_in(self.template)}
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         yield from super().in_run(config, place, timeout_s)

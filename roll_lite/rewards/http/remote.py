@@ -49,6 +49,9 @@ class RemoteReward(AskingReward):
     concurrency: PositiveInt = 16
     """Requests under way at the same time, in each worker."""
 
+    def named_columns(self) -> dict[str, tuple[str, ...]]:
+        return {"columns": self.columns}
+
     async def __call__(self, sample: RewardInput) -> Score:
         service = self.service("remote", several(self.url))
         key = ("remote", service, self.batch_size, self.batch_wait_ms, self.columns)

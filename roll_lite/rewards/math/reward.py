@@ -129,6 +129,9 @@ class MathReward(RewardType):
         for response in (r"the answer is $\frac{x + 1}{2}$", r"\boxed{\sqrt{12}}", "it is 5"):
             _Comparison().verdict(gold, find_answer(response, "auto"))
 
+    def needs_answer(self) -> bool:
+        return True
+
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         yield from too_slow(place, "cpu_limit_s", self.cpu_limit_s, self.cpu_limit_s, timeout_s)
 

@@ -58,6 +58,12 @@ class ChoiceReward(RewardType):
         correct = chosen[0] == right
         return Score(float(correct), correct, {"extracted": chosen[0], "verdict": "equal" if correct else "different"})
 
+    def needs_answer(self) -> bool:
+        return True
+
+    def named_columns(self) -> dict[str, tuple[str, ...]]:
+        return {"options": (self.options,)} if "options" in self.model_fields_set else {}
+
     def response_for(self, answer: Any) -> str | None:
         return written(answer, self.extract)
 

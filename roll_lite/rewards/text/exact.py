@@ -54,6 +54,9 @@ class ExactReward(RewardType):
         correct = any(_stands_in(answer, response) for answer in accepted) if self.contains else response in accepted
         return Score(float(correct), correct, {"extracted": response[:LONGEST_SHOWN]})
 
+    def needs_answer(self) -> bool:
+        return True
+
     def _normal(self, text: str) -> str:
         text = MARK.sub(_kept, text) if self.ignore_punctuation else text
         text = " ".join(text.split()) if self.collapse_spaces else text

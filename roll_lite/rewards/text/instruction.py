@@ -108,6 +108,9 @@ class InstructionReward(RewardType):
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         yield from too_slow(place, "cpu_limit_s", self.cpu_limit_s, self.cpu_limit_s, timeout_s)
 
+    def named_columns(self) -> dict[str, tuple[str, ...]]:
+        return {name: (getattr(self, name),) for name in ("ids", "arguments") if name in self.model_fields_set}
+
     def no_response(self) -> str:
         return "constraints"
 
