@@ -131,6 +131,18 @@ LETTERS += [
     ("A fits best.", "A"),
     ("C seems to be the best.", "C"),
 ]
+LETTERS += [
+    ("The answer is B; maybe C", ""),
+    ("The answer is B. Perhaps C.", ""),
+    ("The answer is B.\nOr C.", ""),
+    ("The answer is B; alternatively, C", ""),
+    ("The correct option is B (C is also possible)", ""),
+    ("The answer is B, but C could be equally right.", ""),
+    ("The correct option is C (B is also tempting)", "C"),
+    ("The answer is C. B is also wrong.", "C"),
+    ("The answer is C; B is not.", "C"),
+    ("The answer is C. Or so I think.", "C"),
+]
 COLOURS = ["red", "dark blue", "blue", "C++"]
 TEXTS: list[tuple[str, str]] = [
     ("blue", "C"),
@@ -171,6 +183,9 @@ CAPTIONS: list[tuple[str, str]] = [
     (r"\boxed{Paris, Berlin}", ""),
     ("It is Paris or Berlin", ""),
     ("Paris and Berlin", ""),
+    ("Paris Berlin", ""),
+    ("It is either of Paris Berlin", ""),
+    ("I first thought of Paris. Berlin", "C"),
     (r"\boxed{A}, then \boxed{C}", "C"),
     (r"\boxed{A} or \boxed{C}", ""),
     (r"<think>it may be \boxed{C}", ""),

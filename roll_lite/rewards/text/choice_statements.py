@@ -63,8 +63,14 @@ POSTFIX = re.compile(
     re.IGNORECASE,
 )
 HEDGE = re.compile(
-    rf"\s*(?:,\s*(?:or|and)|,|/|\bor\b|\band\b|&)\s*(?:maybe|perhaps|possibly|even)?\s*(?:option|choice)?\s*{LETTER}"
+    r"\s*(?:,\s*(?:or|and)|[;.]\s*(?:or|alternatively)\b,?|[;.]\s*(?=(?:maybe|perhaps|possibly)\b)|,|/|\bor\b|\band\b|&)"
+    rf"\s*(?:maybe|perhaps|possibly|even)?\s*(?:option|choice)?\s*{LETTER}"
     r"(?!\s*(?:is|was|are|can|cannot|can['’]t|does|would|being)\b)",
+    re.IGNORECASE,
+)
+ALSO = re.compile(
+    rf"\s*[,;(.]?\s*(?:(?:but|and|though|although)\s+)?(?:(?:option|choice)\s+)?{LETTER}\s*(?:is|may\s+be|might\s+be|could\s+be)\s+(?:also|equally)\s+"
+    r"(?:possible|correct|right|true|valid|plausible)\b",
     re.IGNORECASE,
 )
 HEDGED = re.compile(r"\s*(?:,|/|\bor\b|\band\b|&|或|和)\s*(?:maybe|perhaps|possibly)?\s*\Z")
@@ -174,7 +180,7 @@ def _stated(plain: str, known: Sequence[str], texts: dict[str, str]) -> set[str]
         if option is not None:
             found = {letter for letter, text in texts.items() if same_text(text) == same_text(option)} | _hedged(plain, one.end(), texts)
         elif _letter(one) in known and _is_letter(plain, one):
-            hedge = HEDGE.match(plain, one.end())
+            hedge = HEDGE.match(plain, one.end()) or ALSO.match(plain, one.end())
             hedged = hedge is not None and _letter(hedge) in known and _is_letter(plain, hedge)
             found = {_letter(one)} | ({_letter(hedge)} if hedge is not None and hedged else set())
         else:
@@ -228,7 +234,7 @@ def _letter(found: re.Match[str]) -> str:
 
 def _ending(plain: str, texts: dict[str, str]) -> set[str]:
     """The option whose text ends the response."""
-    end = same_text(plain)
+    end = f" {same_text(plain)}"
     fitting = {letter: same_text(option) for letter, option in texts.items() if same_text(option) and end.endswith(f" {same_text(option)}")}
     longest = max(map(len, fitting.values()), default=0)
     before = end[: len(end) - longest]
@@ -236,4 +242,5 @@ def _ending(plain: str, texts: dict[str, str]) -> set[str]:
         return set()
     found = {letter for letter, option in fitting.items() if len(option) == longest}
     hedge = HEDGED.search(before)
-    return found | (_ending(before[: hedge.start()], texts) if hedge is not None else set())
+    other = before[: hedge.start()] if hedge is not None else before.rstrip()
+    return found | (_ending(other, texts) if hedge is not None or (found and other[-1:].isalnum()) else set())
