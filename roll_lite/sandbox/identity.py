@@ -1,4 +1,4 @@
-"""Tests that ask whether one object is another: values of the program cross as copies, so Python's own `is` cannot tell them."""
+"""Tests that ask whether one object is another, or what its type is called: Python itself sees only copies and stand-ins."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 
 IDENTICAL = "__identical__"
 """The name under which the tests find who can."""
+TYPE_NAME = "__type_name__"
 OF_UNITTEST = ("assertIs", "assertIsNot")
 
 
@@ -36,6 +37,14 @@ class _Asker(ast.NodeTransformer):
                 truth = "assertTrue" if name == "assertIs" else "assertFalse"
                 func = ast.copy_location(ast.Attribute(node.func.value, truth, ast.Load()), node.func)  # type: ignore[attr-defined]
                 return ast.copy_location(ast.Call(func, [self._identical(node, one, other), *more], node.keywords), node)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """`type(a).__name__`."""
+        self.generic_visit(node)
+        match node:
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="type"), args=[one], keywords=[]), attr="__name__", ctx=ast.Load()):
+                return ast.copy_location(ast.Call(ast.Name(TYPE_NAME, ast.Load()), [one], []), node)
         return node
 
     def _identical(self, node: ast.expr, one: ast.expr, other: ast.expr) -> ast.Call:

@@ -21,7 +21,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
-from roll_lite.sandbox.identity import IDENTICAL, asks_identity
+from roll_lite.sandbox.identity import IDENTICAL, TYPE_NAME, asks_identity
 from roll_lite.sandbox.serving import serve
 from roll_lite.sandbox.stand_ins import Cannot, ProgramFault, Wire, builtins_for
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
@@ -191,7 +191,8 @@ def _verdict_of(wire: Wire, order: dict[str, Any]) -> dict[str, Any]:
     tests = types.ModuleType("__main__")
     sys.modules["__main__"] = tests  # where unittest.main() looks for them
     names = tests.__dict__
-    names |= {"__name__": "tests", "__builtins__": builtins_for(wire, order["names"]), IDENTICAL: wire.same, **found}
+    names |= {"__name__": "tests", "__builtins__": builtins_for(wire, order["names"]), IDENTICAL: wire.same, TYPE_NAME: wire.type_name}
+    names |= found
     try:
         names |= {name: importlib.import_module(path) for name, path in order.get("modules", {}).items()}
         exec(compile(tree, "tests.py", "exec", dont_inherit=True), names)

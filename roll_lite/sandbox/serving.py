@@ -78,7 +78,7 @@ class _Served:
             now = self._links.changes()
         except Exception:  # a list that holds itself
             now = {}
-        return {"error": _kinds(type(error)), "with": given, "now": now}
+        return {"error": _kinds(type(error)), "with": given, "now": now, **_told(error)}
 
     def _name(self, name: str, caught: bool) -> dict[str, Any]:
         solution = self._names.get("Solution")
@@ -119,6 +119,18 @@ class _Served:
 COPIED = (list, tuple, dict, set, frozenset)
 READING = ("__iter__", "__len__", "__getitem__", "__contains__", "keys", "values", "items", "get")
 """What a subclass may do differently from the data that it holds."""
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    """Attributes of an exception that are plain data, and its text where its class has a way of its own."""
+    told: dict[str, Any] = {"attributes": {}}
+    for name, value in vars(error).items():
+        with contextlib.suppress(TypeError, RecursionError):
+            told["attributes"][name] = encode(value)
+    if any("__str__" in vars(kind) and kind.__module__ == FROM_PROGRAM for kind in type(error).__mro__):
+        with contextlib.suppress(Exception):
+            told["text"] = str(error)
+    return told
 
 
 def _kinds(kind: type) -> list[str]:
@@ -171,6 +183,9 @@ USES: dict[str, Callable[..., Any]] = {
     "item": operator.getitem,
     "set item": operator.setitem,
     "delete item": operator.delitem,
+    "delete": delattr,
+    "contains": operator.contains,
+    "type name": lambda target: type(target).__name__,
     "list": list,
     "next": _next,
     "size": _size,

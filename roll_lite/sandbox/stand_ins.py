@@ -26,7 +26,7 @@ LONGEST_NAME = 200
 MOST_ITEMS = 100_000
 CONTROL = (StopIteration, StopAsyncIteration)
 """Exceptions that would end a loop of the tests, and with it what they check."""
-OBSERVING = ("size", "bool", "str", "repr", "how to compare", "plain for", "isinstance", "is plain", "callable")
+OBSERVING = ("size", "bool", "str", "repr", "how to compare", "plain for", "isinstance", "is plain", "callable", "type name")
 """Uses that change nothing."""
 RUNNERS = ("unittest", "doctest", "pytest", "_pytest", "nose")
 """Modules whose exceptions tell a test runner to skip or to stop."""
@@ -86,6 +86,13 @@ class Wire:
         may_compare = len(objects) > 1 and (self._class_names or (self._uses_helpers and self._gave_objects))
         self.end_as(may_compare or any(one._number in self._made for one in objects), why)
 
+    def is_made(self, one: StandIn) -> bool:
+        """By the tests, of a class of the program."""
+        return one._number in self._made
+
+    def type_name(self, value: Any) -> str:
+        return str(self.use("type name", value)) if isinstance(value, StandIn) else type(value).__name__
+
     def end_at_type(self, why: str) -> NoReturn:
         self.end_as(self._class_names, why)
 
@@ -100,7 +107,7 @@ class Wire:
         answers = {name: answer["exception"] for name, answer in found.items() if name in caught and "exception" in answer}
         exceptions = {name: [str(one) for one in kinds] for name, kinds in answers.items()}
         for kinds in sorted(exceptions.values(), key=len):  # the base before what derives from it
-            self._exceptions[kinds[0]] = type(kinds[0].rpartition(".")[2], (self._kind(kinds[1:]),), {})
+            self._exceptions[kinds[0]] = type(kinds[0].rpartition(".")[2], (self._kind(kinds[1:]),), {"__str__": _said})
         values = {name: self._take(answer["value"]) for name, answer in found.items() if "value" in answer}
         self.used = any(not isinstance(value, StandIn) for value in values.values())
         self._classes = {value._number for name, value in values.items() if name in self._class_names and isinstance(value, StandIn)}
@@ -147,8 +154,13 @@ class Wire:
         if "error" not in answer:
             return self._take(answer["value"]), None
         kind = self._kind([str(one) for one in answer["error"]])
+        if "text" in answer and kind not in self._exceptions.values():
+            kind = type(kind.__name__, (kind,), {"__str__": _said})
         error = kind.__new__(kind, *decode(answer["with"]))
-        error.__dict__["of_program"] = True
+        told = {str(name): decode(value) for name, value in dict(answer.get("attributes", {})).items()}
+        error.__dict__.update(told, of_program=True)
+        if "text" in answer:
+            error.__dict__["text of program"] = str(answer["text"])
         return None, error
 
     def _take(self, data: Any) -> Any:
@@ -251,6 +263,15 @@ class StandIn:
     def __setattr__(self, name: str, value: Any) -> None:
         self._wire.use("set", self, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        self._wire.use("delete", self, name)
+
+    def __contains__(self, item: Any) -> bool:
+        """Asked of the program where the tests made the object; what it returns otherwise is looked through."""
+        if self._wire.is_made(self):
+            return bool(self._wire.use("contains", self, item))
+        return any(one is item or one == item for one in self)
+
     def __getitem__(self, key: Any) -> Any:
         return self._wire.use("item", self, key)
 
@@ -317,6 +338,12 @@ class StandIn:
         """The number, text or tuple that it derives from, where it has the method from there; else empty."""
         plain = list(self._wire.use("plain for", self, method))
         return self._wire.held(self, plain) if plain else plain
+
+
+def _said(error: Exception) -> str:
+    """Its own text, where the program has given it one."""
+    of_python = next(kind.__str__ for kind in type(error).__mro__ if kind.__str__ is not _said)
+    return str(error.__dict__.get("text of program", of_python(error)))
 
 
 def _as_plain(method: str) -> Any:

@@ -427,3 +427,44 @@ def upper(): return Upper(a=1)
         "assert upper() == {'a': 1} and upper()['a'] == 1 and dict(upper()) == {'a': 1} and isinstance(upper(), dict)",
     ):
         assert verdict(program, tests) == "passed", tests
+
+
+RICH = """
+class Failed(Exception):
+    def __init__(self, code):
+        self.code = code
+        self.source = object()
+    def __str__(self): return f'code {self.code}'
+class Quiet(ValueError):
+    def __str__(self): return 'quiet'
+class Missing(KeyError): pass
+def miss(): raise Missing('k')
+def fail(): raise Failed(5)
+def fail_quietly(): raise Quiet('loud')
+class Evens:
+    def __contains__(self, x): return x % 2 == 0
+class Point:
+    def __init__(self): self.x = 1
+class All:
+    def __contains__(self, x): return True
+    def __iter__(self): return iter([1])
+def every(): return All()
+"""
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "try: fail()\nexcept Failed as e: assert e.code == 5 and str(e) == 'code 5' and type(e) == Failed\nelse: assert False",
+        "try: fail()\nexcept Exception as e: assert e.code == 5 and str(e) == 'code 5'\nelse: assert False",
+        "try: fail_quietly()\nexcept ValueError as e: assert str(e) == 'quiet' and e.args == ('loud',)\nelse: assert False",
+        "try: miss()\nexcept Missing as e: assert str(e) == repr('k')\nelse: assert False",
+        "e = Evens()\nassert 2 in e and 3 not in e",
+        "assert 1 in every() and 2 not in every()",
+        "p = Point()\nassert type(p).__name__ == 'Point' and type(1).__name__ == 'int' and type(p.x).__name__ == 'int'",
+        "p = Point()\ndel p.x\nassert not hasattr(p, 'x')",
+    ],
+)
+def test_what_objects_and_exceptions_of_the_program_say_of_themselves(tests: str) -> None:
+    assert verdict(RICH, tests) == "passed"
+    assert verdict(RICH, f"{tests}\nassert fail_quietly is None").startswith("test 1: failed: AssertionError")
