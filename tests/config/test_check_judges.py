@@ -31,6 +31,16 @@ PROBLEMS = {
         "domains.add.reward.args.server",
         "there is no section `judges` yet",
     ),
+    "a misspelt judge": (
+        JUDGE + ASKS.replace("server: main", "server: mian") % "",
+        "domains.add.reward.args.server",
+        "did you mean 'main'?",
+    ),
+    "a misspelt argument": (
+        JUDGE + EXTERNAL % "servr: main, api: completions",
+        "domains.add.reward.args.servr",
+        "did you mean 'server'?",
+    ),
     "a judge with an address": (JUDGE + ASKS % "url: 'http://h/v1'", "domains.add.reward.args.url", "is the run's to say"),
     "no chat template": (JUDGE + (ASKS % "").replace("api: completions, ", ""), "domains.add.reward.args.api", "use completions"),
     "no model": (EXTERNAL % "url: 'http://h/v1'", "domains.add.reward.args", "needs model"),

@@ -25,7 +25,7 @@ actor_train: {devices: 3, strategy: {tensor_parallel: 2}}
 rollout: {prompts_per_step: 0}
 domains:
   copy: {share: -1, reward: {type: exakt}}
-  empty: {data: {train: train.jsonl}, sampling: {max_prompt_tokens: 9, max_tokens: 9}}
+  empty: {data: {train: train.jsonl}, sampling: {max_prompt_tokens: 9, max_tokens: 9}, reward: 3}
 algorithm: {kl_in_loss: {coef: 0.1}}
 experiment: ${nothing.there}
 """
@@ -200,6 +200,14 @@ def test_mistakes_of_composition(project: Project, case: tuple[str, str, str]) -
     assert len(problems) == 1, project.problems(name="wrong")
     assert fragment in problems[0].message
     assert problems[0].path.startswith("wrong.yaml") or problems[0].source.startswith("wrong.yaml:")
+
+
+@pytest.mark.parametrize("defaults", ["[Run_]", "[first]", "[wrong]", "['../conf/x']", "[/etc/passwd]"])
+def test_what_an_unreadable_file_would_have_set_is_not_missing(project: Project, defaults: str) -> None:
+    project.write("configs/first.yaml", "defaults: [wrong]\n")
+    project.write("configs/wrong.yaml", f"defaults: {defaults}\nseed: 3\n")
+    (problem,) = project.problems(name="wrong")
+    assert "defaults[0]" in problem.path, problem
 
 
 def test_yaml_that_cannot_be_read(project: Project) -> None:

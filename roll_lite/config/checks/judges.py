@@ -20,8 +20,9 @@ def _used(config: RunConfig, path: str, judge: JudgeServerConfig) -> Iterator[Pr
     name = path.removeprefix("judges.")
     if not NAME.fullmatch(name):
         yield Problem(path, "a judge's name is part of file names: a letter, then letters, digits, '_' and '-'")
-    parts = [part for domain in config.domains.values() for part in _parts(domain.reward)]
-    if not any(part.type == JUDGE and part.args.get("server") == name for part in parts):
+    asking = [part.args for domain in config.domains.values() for part in _parts(domain.reward) if part.type == JUDGE]
+    servers = [args.get("server") for args in asking if "server" in args or "url" not in args]
+    if name not in servers and all(server in config.judges for server in servers):  # another one is a mistake, and may mean this
         message = f"no domain uses it; remove the section, or set a domain's reward to {{type: {JUDGE}, args: {{server: {name}}}}}"
         yield Problem(path, message)
 

@@ -23,7 +23,8 @@ def _used(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Pr
     if not NAME.fullmatch(name):
         yield Problem(path, "a reward model's name is part of file names: a letter, then letters, digits, '_' and '-'")
     rewards = [domain.reward for domain in config.domains.values()]
-    if not any(reward.type == MODEL_REWARD and reward.args.get("model") == name for reward in rewards):
+    models = [reward.args.get("model") for reward in rewards if reward.type == MODEL_REWARD]
+    if name not in models and all(model in config.reward_models for model in models):  # another one is a mistake, and may mean this
         message = f"no domain uses it; remove the section, or set a domain's reward to {{type: {MODEL_REWARD}, args: {{model: {name}}}}}"
         yield Problem(path, message)
 

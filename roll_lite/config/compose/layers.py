@@ -99,15 +99,15 @@ class _Composer:
         name = posixpath.normpath(entry.removesuffix(".yaml"))
         if name.startswith(("/", "..")):
             message = "names are looked up in the configuration folder, then among the shipped ones; write the name without a path"
-            self.problems.append(Problem(where, message, entry))
+            self._unreadable(where, message, entry)
             return
         try:
             path = find(name, self.folder)
             if path is None:
-                self.problems.append(Problem(where, f"no {name}.yaml in {self.folder}; {suggestion(name, self.folder)}", entry))
+                self._unreadable(where, f"no {name}.yaml in {self.folder}; {suggestion(name, self.folder)}", entry)
             elif path.resolve() in stack:
                 chain = " -> ".join(one.stem for one in (*stack, path.resolve()))
-                self.problems.append(Problem(where, f"loads itself: {chain}", entry))
+                self._unreadable(where, f"loads itself: {chain}", entry)
             else:
                 self.add_file(path, name, stack)
         except ValueError as error:
