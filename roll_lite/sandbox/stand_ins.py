@@ -342,7 +342,8 @@ class StandIn:
 
 def _said(error: Exception) -> str:
     """Its own text, where the program has given it one."""
-    of_python = next(kind.__str__ for kind in type(error).__mro__ if kind.__str__ is not _said)
+    ways: list[Any] = [kind.__str__ for kind in type(error).__mro__]
+    of_python = next(way for way in ways if way is not _said)
     return str(error.__dict__.get("text of program", of_python(error)))
 
 
