@@ -949,6 +949,8 @@ HEDGED_AND_DENIED: list[tuple[str, str, bool]] = [
     ("1:2", "0:0", False),
     ("2:3", r"\boxed{2 : 3}", True),
     ("1:2:5", "1:2:5", True),
+    ("5", "The answer is **5**. Then one may count them.", True),
+    ("5", "The answer is **6**. Then one may count them.", False),
     ("1:2:5", "1:2:4", False),
     ("0.5", "The answer is 1/2, or 0.5", True),
 ]

@@ -164,9 +164,9 @@ def _leading(text: str) -> Answer | None:
     remark = REMARK.search(text)
     if remark is None or RATE.match(text, remark.start()):
         return None
-    if SEVERAL.search(text, remark.start()) or HEDGED.search(text, remark.start()) or quantity(text[: remark.start()]) is None:
+    if SEVERAL.search(text, remark.start()) or HEDGED.search(text, remark.start()) or quantity(text[: remark.start()].strip("*` ")) is None:
         return None
-    return Answer(text[: remark.start()].strip())
+    return Answer(text[: remark.start()].strip("*` "))
 
 
 def _searched(response: str) -> Answer:
