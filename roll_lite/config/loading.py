@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 
 from roll_lite.config.checks.across import Check, check
 from roll_lite.config.compose.layers import Composed, compose, find, suggestion
-from roll_lite.config.files import is_folder
+from roll_lite.config.files import is_file, is_folder
 from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import validate
@@ -37,6 +37,8 @@ def load_config(
 def _no_such_config(name: str, folder: FilePath) -> Problem | None:
     try:
         if not is_folder(folder):
+            if is_file(folder):
+                return Problem("--config-path", "is a file; name its folder here, and the file with --config-name", str(folder))
             return Problem("--config-path", f"no such folder: {folder.absolute()}", str(folder))
         if find(name, folder) is not None:
             return None

@@ -294,3 +294,13 @@ def test_the_nearest_key_is_offered_whatever_a_base_has_set(project: Project, ba
     project.write("configs/base.yaml", f"defaults: [run, _self_]\ndomains: {{add: {{{base}}}}}\n")
     (problem,) = project.problems("domains.add.sampling.max_tokns=3", name="base")
     assert problem.path == "domains.add.sampling.max_tokns" and "did you mean 'max_tokens'" in problem.message
+
+
+def test_where_and_why(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOPE", raising=False)
+    (twice,) = project.problems_of("seed: 1\nsteps: 3\nrun_dir: runs\nsteps: 4\n")
+    assert (twice.path, twice.source) == ("steps", "changed.yaml:5")
+    (unset,) = project.problems_of("run_dir: ${oc.env:NOPE}\n")
+    assert unset.message == "the environment variable NOPE is not set"
+    with pytest.raises(ConfigError, match="is a file; name its folder here"):
+        load_config("run", project.folder / "configs/run.yaml")

@@ -182,7 +182,7 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
         try:
             value = node[key]
         except (OmegaConfBaseException, RecursionError, ValueError) as error:
-            _refuse(composer, here, "cannot be resolved" if _were_set(variables) else first_line(error), raw)
+            _refuse(composer, here, _why(error, variables), raw)
             continue
         finally:
             _from_environment.reset(token)
@@ -199,9 +199,12 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
     return {key: value for key, value in result.items() if (*path, key) not in composer.broken}
 
 
-def _were_set(variables: list[str]) -> bool:
-    """The message would quote one of them."""
-    return any(variable in os.environ for variable in variables)
+def _why(error: Exception, variables: list[str]) -> str:
+    """Without what any of the variables holds."""
+    for variable in variables:
+        if f"Environment variable '{variable}' not found" in str(error):
+            return f"the environment variable {variable} is not set"
+    return "cannot be resolved" if any(variable in os.environ for variable in variables) else first_line(error)
 
 
 def _refuse(composer: _Composer, path: Path, message: str, raw: Any = None) -> None:

@@ -80,7 +80,8 @@ def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: Y
         return _scalar(loader, node, path, place, source)
     own_keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge"]
     for key in sorted({key for key in own_keys if own_keys.count(key) > 1}):
-        source.problems.append(Problem(dotted((*path, key)), "written twice; keep one", source=f"{place}:{node.start_mark.line + 1}"))
+        line = max(one.start_mark.line for one, _ in node.value if one.value == key) + 1
+        source.problems.append(Problem(dotted((*path, key)), "written twice; keep one", source=f"{place}:{line}"))
     if any(value is node or (isinstance(value, yaml.SequenceNode) and node in value.value) for _, value in node.value):
         _refuse(source, path, "is merged into itself", NO_VALUE, f"{place}:{source.lines[path]}")
         return None
