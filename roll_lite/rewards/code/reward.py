@@ -64,13 +64,16 @@ class CodeReward(RewardType):
     - What the program prints during a call, the tests print; where it asks for `input`, the tests' own answers, which they may patch.
     - Other objects stay with the program: the tests can call them, read and set attributes, index, loop, ask for `len`, truth, `next` and
       `isinstance` with the program's classes. They are compared, and reckoned with, as what they are: itself, or the list or
-      number that they derive from.
-    - Exceptions of Python and of the program keep their types; one that would end a loop of the tests (`StopIteration`) becomes another.
+      number that they derive from. One that is a list here and a number there, or that has another length than items, fails the tests. A
+      subclass of a list, tuple, dict or set that loops, indexes or counts in its own way crosses as the plain data that it holds, where the
+      tests name no class of the program and use nothing that only the subclass has.
+    - Exceptions of Python and of the program keep their types, their text and attributes that are plain data;
+      one that would end a loop of the tests (`StopIteration`) becomes another.
     - What the tests need and cannot be done that way is a failure with its cause, not a verdict: functions of the tests as arguments,
-      comparing or adding objects of a class that the tests name and that has its own `__eq__` or `__add__`, awaiting coroutines, a module
+      comparing or adding objects that they make of a class with its own `__eq__` or `__add__`, awaiting coroutines, a module
       that is not there (`python_path`), tests that never use the program, `is` about something inside of a value.
-    - What a program brings about by itself is wrong: a coroutine that the tests do not await, an object of its own where they name no
-      class or helper of the program (`assert f(1) == 5`), a value of more than 8 MB.
+    - What a program brings about by itself is wrong: a coroutine that the tests do not await, an object of its own that is compared with
+      plain data (`assert f(1) == 5`), an exception where they call a function, a value of more than 8 MB.
 
     **What programs find.** Python's own library, the system's programs and libraries, an empty folder of their own, and what `readable`
     and `python_path` name: nothing else below /usr, no installed packages, nothing of the project. Behind mount namespaces they also have
