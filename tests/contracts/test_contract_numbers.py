@@ -112,7 +112,7 @@ async def test_requests_with_other_sampling_beside_them_change_nothing(engine: H
     found = {completion.request_id: completion for completion in await engine.all([asking, plain, untruncated, greedy])}
     assert found[plain.request_id].kept_ids is None
     assert found[plain.request_id].token_ids == found[asking.request_id].token_ids
-    assert found[plain.request_id].log_probs == pytest.approx(found[asking.request_id].log_probs, abs=1e-5)
+    assert found[plain.request_id].log_probs == pytest.approx(found[asking.request_id].log_probs, abs=1e-4)
     assert all(2 < len(kept) <= 4 for kept in found[asking.request_id].kept_ids or ())
     for request in (untruncated, greedy):
         completion = found[request.request_id]
