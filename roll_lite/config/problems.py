@@ -24,9 +24,10 @@ KEY = re.compile(
     r"([?&](?:[a-z0-9_.-]*(?:key|token|secret|passw(?:or)?d|signature|credential)|sig|auth|authorization|pwd)=)[^&#\s\"]+", re.IGNORECASE
 )
 """In the query of an address."""
-SECRET = re.compile(r"(?:key|token|secret|passw(?:or)?d|pwd|credentials?|authorization)$", re.IGNORECASE)
+_SECRETS = r"(?:key|token|secret|passw(?:or)?d|pwd|credentials?|authorization)"
+SECRET = re.compile(rf"{_SECRETS}$", re.IGNORECASE)
 """The end of a setting's name whose value is shown nowhere. `api_key_env` is the name of a variable, `max_tokens` a number."""
-ASSIGNED = re.compile(r"((?:key|token|secret|passw(?:or)?d|pwd|credentials?|authorization)[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)
+ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)
 """In a text that could not be read as a setting."""
 HIDDEN = "***"
 

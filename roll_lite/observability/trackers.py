@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from roll_lite.config.problems import without_secrets
 from roll_lite.config.schema.run import TrackerConfig
 
 METRICS_FILE = "metrics.jsonl"
@@ -123,14 +124,14 @@ SERVICES = {
 """Imported where they are wanted."""
 
 
-SECRET = re.compile("key|token|secret|password|credential", re.IGNORECASE)
+SECRET_VARIABLE = re.compile("key|token|secret|password|credential", re.IGNORECASE)
 SHORTEST_SECRET = 6
 
 
-def without_secrets(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """As trackers may have them: the name of an environment variable for its value, where the name says that it is a secret; and not
-    what trackers themselves are given."""
-    secrets = {value: name for name, value in environment.items() if SECRET.search(name) and len(value) >= SHORTEST_SECRET}
+def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """As trackers may have them: no value whose setting's name says that it is a secret, nor that of such an environment variable wherever
+    it stands; and not what trackers themselves are given."""
+    secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -141,7 +142,7 @@ def without_secrets(settings: Mapping[str, Any], environment: Mapping[str, str])
             value = value.replace(secret, f"${{oc.env:{name}}}")
         return value
 
-    return {key: shown(value) for key, value in settings.items() if key != "trackers"}
+    return {key: shown(value) for key, value in without_secrets(dict(settings)).items() if key != "trackers"}
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, goes_on_from: Path | None = None) -> list[Tracker]:

@@ -22,7 +22,7 @@ from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
 from roll_lite.observability.report import OVERALL, Accuracy, LivePicture, accuracy_change, write_summary
 from roll_lite.observability.timers import StepTimers
-from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Trackers, build_trackers, without_secrets
+from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
 from roll_lite.pipeline.weights import Pushed
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.actor import CreditReport
@@ -59,7 +59,7 @@ class Journal:
     def connect(self) -> None:
         """Start the trackers; ValueError for one that cannot be."""
         config, resume = self._config, self._config.checkpoint.resume
-        settings = without_secrets(config.model_dump(mode="json"), os.environ)
+        settings = for_trackers(config.model_dump(mode="json"), os.environ)
         earlier = resumption(resume).checkpoint.parent.parent if resume is not None else None
         built = build_trackers(config.trackers, TrackedRun(self.folder, config.experiment, settings), earlier)
         self._trackers = Trackers([*built, self.history], self.console.message)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll_lite.config.arithmetic import table
+from roll_lite.config.problems import hidden
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.observability.report import OVERALL, SUMMARY_FILE
 
@@ -31,14 +32,15 @@ def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
     Returns the first exit code that is not 0."""
     rows, codes = [], []
     for number, choice in enumerate(choices, start=1):
-        sys.stderr.write(f"run {number} of {len(choices)}: {' '.join(choice.overrides)}\n")
+        settings = " ".join(map(hidden, choice.overrides))
+        sys.stderr.write(f"run {number} of {len(choices)}: {settings}\n")
         started = time.monotonic()
         before = _latest(choice.config)
         codes.append(_run([*command, *choice.overrides]))
         folder = _latest(choice.config)
         end, accuracy = _summary(folder) if folder is not None and folder != before else ("did not start", "")
         seconds = f"{time.monotonic() - started:.0f}"
-        rows.append([" ".join(choice.overrides), str(codes[-1]), end, seconds, accuracy, str(folder) if folder != before else ""])
+        rows.append([settings, str(codes[-1]), end, seconds, accuracy, str(folder) if folder != before else ""])
         if codes[-1] == INTERRUPTED:
             break
     sys.stdout.write(f"\n{table(['overrides', 'exit', 'end', 'seconds', 'accuracy', 'folder'], rows)}\n")

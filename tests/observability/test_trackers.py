@@ -17,7 +17,7 @@ from roll_lite.observability.trackers import (
     TrackedRun,
     Trackers,
     build_trackers,
-    without_secrets,
+    for_trackers,
 )
 
 
@@ -147,9 +147,11 @@ def test_secrets_are_not_shown() -> None:
     settings = {
         "model": {"path": "/models/a"},
         "domains": {"x": {"reward": {"args": {"headers": ["Bearer sk-12345678"], "api_key_env": "MY_API_KEY"}}}},
+        "mine": {"api_key": "written out"},
         "trackers": [{"type": "wandb", "args": {"key": "sk-other"}}],
     }
-    shown = without_secrets(settings, {"MY_API_KEY": "sk-12345678", "SHORT_TOKEN": "a", "HOME": "/models"})
+    shown = for_trackers(settings, {"MY_API_KEY": "sk-12345678", "SHORT_TOKEN": "a", "HOME": "/models"})
+    assert shown["mine"] == {"api_key": "***"}
     assert "trackers" not in shown and shown["model"] == {"path": "/models/a"}
     assert shown["domains"]["x"]["reward"]["args"] == {"headers": ["Bearer ${oc.env:MY_API_KEY}"], "api_key_env": "MY_API_KEY"}
 

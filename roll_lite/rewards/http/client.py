@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
-from roll_lite.config.problems import Problem
+from roll_lite.config.problems import HIDDEN, Problem
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.reward_type import RewardType, Unshown, too_slow
@@ -34,7 +34,6 @@ CONNECT_S = 5.0
 LARGEST_ANSWER = 64 * 2**20
 SHOWN_CHARACTERS = 200
 TOO_MANY, LEAST_SERVER_ERROR, REQUEST_TIMEOUT = 429, 500, 408
-HIDDEN = "***"
 SHORTEST_SECRET = 8
 
 
