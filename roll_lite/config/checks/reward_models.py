@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from roll_lite.config.checks.named import used_by_a_reward
 from roll_lite.config.hf_config import SUPPORTED_TYPES, read_config, read_hf_config
 from roll_lite.config.model_files import TOKENIZER_FILES, has_tokenizer, stored_tensors
 from roll_lite.config.problems import Problem
@@ -15,18 +15,12 @@ from roll_lite.config.schema.run import RunConfig
 
 MODEL_REWARD = "model"
 HEAD = "score.weight"
-NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def _used(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:
-    name = path.removeprefix("reward_models.")
-    if not NAME.fullmatch(name):
-        yield Problem(path, "a reward model's name is part of file names: a letter, then letters, digits, '_' and '-'")
     rewards = [domain.reward for domain in config.domains.values()]
     models = [reward.args.get("model") for reward in rewards if reward.type == MODEL_REWARD]
-    if name not in models and all(model in config.reward_models for model in models):  # another one is a mistake, and may mean this
-        message = f"no domain uses it; remove the section, or set a domain's reward to {{type: {MODEL_REWARD}, args: {{model: {name}}}}}"
-        yield Problem(path, message)
+    yield from used_by_a_reward(path, "reward model", config.reward_models, models, MODEL_REWARD, "model")
 
 
 def _checkpoint(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:
