@@ -12,6 +12,7 @@ from roll_lite.config.schema.domains import DomainConfig, RewardConfig, RewardTe
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.rewards.arguments import read_arguments
 from roll_lite.rewards.registry import REWARDS, reward_type
+from roll_lite.rewards.reward_type import RewardType
 
 
 def check_rewards(config: RunConfig) -> Iterator[Problem]:
@@ -21,18 +22,13 @@ def check_rewards(config: RunConfig) -> Iterator[Problem]:
 
 def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     reward = domain.reward
-    yield from readable(check_part(config, path, reward, reward))
-    yield from readable(_data_of(path, domain, reward))
+    yield from readable(_part(config, path, domain, reward))
     for index, term in enumerate(reward.terms):
-        yield from readable(check_part(config, f"{path}.terms.{index}", term, reward))
-        yield from readable(_data_of(f"{path}.terms.{index}", domain, term))
+        yield from readable(_part(config, f"{path}.terms.{index}", domain, term))
 
 
-def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig) -> Iterator[Problem]:
-    """What it reads of the data has to be there. A type with wrong arguments says nothing of it."""
-    read = read_arguments(part.type, reward_type(part.type), part.args, f"{place}.args") if part.type in REWARDS else []
-    if isinstance(read, list):
-        return
+def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig, read: RewardType) -> Iterator[Problem]:
+    """What it reads of the data has to be there."""
     if read.needs_answer() and domain.data.answer is None:
         message = f"{part.type} ({place}) reads the reference answer: name its column"
         yield Problem(f"{place.partition('.reward')[0]}.data.answer", message, None)
@@ -41,8 +37,9 @@ def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermCo
             yield Problem(f"{place}.args.{argument}", message, column)
 
 
-def check_part(config: RunConfig, place: str, part: RewardConfig | RewardTermConfig, reward: RewardConfig) -> Iterator[Problem]:
+def _part(config: RunConfig, place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig) -> Iterator[Problem]:
     """Problems with a type and its arguments, which stand at `place`, as the reward itself or as a term of it."""
+    reward = domain.reward
     if "." in part.type:
         yield from check_function(place, "type", part.type, part.args)
         return
@@ -57,4 +54,5 @@ def check_part(config: RunConfig, place: str, part: RewardConfig | RewardTermCon
     if part is not reward and read.within_a_run:
         message = f"{part.type} gives a domain's reward itself, not a further term of it; make it the reward's type"
         yield Problem(f"{place}.type", message, part.type)
-    yield from read.in_run(config, place, reward.timeout_s)
+    yield from readable(read.in_run(config, place, reward.timeout_s))
+    yield from readable(_data_of(place, domain, part, read))

@@ -104,7 +104,7 @@ def _fields(stat_line: bytes) -> list[bytes]:
     return stat_line.rpartition(b")")[2].split()
 
 
-def _threads_of(process: int) -> list[str]:
+def _tasks_of(process: int) -> list[str]:
     return [f"task/{name}/" for name in os.listdir(f"/proc/{process}/task")]  # noqa: PTH208
 
 
@@ -112,7 +112,7 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
     """Where the first thread has ended and others go on, nothing of the process's memory is shown as its own."""
     if fields[0] != b"Z":
         return ""
-    for thread in _threads_of(process):
+    for thread in _tasks_of(process):
         with contextlib.suppress(OSError):
             if _fields(_content(process, f"{thread}stat"))[0] not in (b"Z", b"X"):
                 return thread
@@ -152,7 +152,7 @@ def _deleted_bytes(members: Iterable[int], folder: str, largest: int) -> int:
     device, found, inside = os.stat(folder).st_dev, dict[int, int](), f"{folder}/".encode()  # noqa: PTH116
     for process in members:
         try:
-            threads = _threads_of(process)
+            threads = _tasks_of(process)
             for thread in threads:  # whose files may be their own, and whose first may have ended
                 for name in os.listdir(f"/proc/{process}/{thread}fd"):  # noqa: PTH208
                     with contextlib.suppress(FileNotFoundError):
