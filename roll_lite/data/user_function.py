@@ -33,12 +33,13 @@ def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if function is None:
         public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
-        raise ValueError(f"{path}: {name!r}: module {module_name} has no {attribute!r}{did_you_mean(attribute, public)}")
+        raise ValueError(f"{path}: {name!r}: module {module_name} has no {attribute!r}{nearest_aside(attribute, public)}")
     if not callable(function) or isinstance(function, type):
         raise ValueError(f"{path}: {name!r} is {type(function).__name__}, expected a function `{shape}`")
     loaded: Callable[..., Any] = function
     return loaded
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
+def nearest_aside(word: str, known: list[str]) -> str:
+    """For the middle of a message."""
     return or_nearest(word, known).replace(";", ",", 1)

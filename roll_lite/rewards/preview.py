@@ -15,7 +15,7 @@ from roll_lite.data.prompts import PromptSet, Split, load_prompts
 from roll_lite.data.samples import FinishReason, Prompt, RewardInput
 from roll_lite.data.sources import Row, read_rows
 from roll_lite.data.templates import RowError, Template, Tokenizer, load_tokenizer
-from roll_lite.data.user_function import did_you_mean
+from roll_lite.data.user_function import nearest_aside
 from roll_lite.rewards.preview_table import Looked, render, render_references
 from roll_lite.rewards.references import written
 from roll_lite.rewards.registry import REWARDS, typed_reward
@@ -94,7 +94,7 @@ def _domain(config: RunConfig, look: Look) -> str:
         raise ValueError(f"--domain: which one? There are {', '.join(names)}")
     name = look.domain or names[0]
     if name not in names:
-        raise ValueError(f"--domain: {name!r} is no domain{did_you_mean(name, names)}; there are {', '.join(names)}")
+        raise ValueError(f"--domain: {name!r} is no domain{nearest_aside(name, names)}; there are {', '.join(names)}")
     reward = _typed(name, config.domains[name])
     if reward is not None and reward.within_a_run:
         raise ValueError(f"domains.{name}.reward.type: {config.domains[name].reward.type!r} is scored by processes that only a run starts")

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import PydanticSchemaGenerationError, PydanticUndefinedAnnotation, TypeAdapter, ValidationError
 
 from roll_lite.config.schema.domains import RewardConfig
-from roll_lite.data.user_function import did_you_mean, load_function
+from roll_lite.data.user_function import load_function, nearest_aside
 from roll_lite.rewards.arguments import read_arguments
 from roll_lite.rewards.base import RewardFunction, hints_of
 from roll_lite.rewards.reward_type import RewardType
@@ -59,7 +59,7 @@ def _build_function(name: str, args: Mapping[str, Any], path: str) -> RewardFunc
         return RewardFunction(name, typed_reward(name, args, path), {})
     if "." not in name:
         raise ValueError(
-            f"{path}.type: {name!r} is no reward{did_you_mean(name, list(REWARDS))}; "
+            f"{path}.type: {name!r} is no reward{nearest_aside(name, list(REWARDS))}; "
             f"there are {', '.join(REWARDS)}, and dotted paths to functions of your own, package.module.function"
         )
     function = load_function(name, f"{path}.type", "sample -> score")
@@ -83,7 +83,7 @@ def _checked_args(name: str, function: Callable[..., Any], args: Mapping[str, An
     for argument in args:
         if argument not in accepted and not (open_ended and argument != parameters[0].name):
             raise ValueError(
-                f"{path}.{argument}: reward {name!r} takes no such argument{did_you_mean(argument, accepted)}; "
+                f"{path}.{argument}: reward {name!r} takes no such argument{nearest_aside(argument, accepted)}; "
                 f"it takes {', '.join(accepted) or 'none'}"
             )
     missing = [p.name for p in parameters[1:] if p.name in accepted and p.default is inspect.Parameter.empty and p.name not in args]
