@@ -98,6 +98,14 @@ class GenerationRequest:
     sampling: Sampling
     context: TokenRow | None = None
     """What precedes prompt_ids, from an earlier request. The worker beside the engine fetches it: an engine gets whole prompts."""
+    resumed: int = 0
+    """So many of the last tokens before the response belong to it already: an earlier request was ended in the middle of it. The answer's
+    text is that of the whole response, and a stop text may begin in one part and end in the other; all else counts the new tokens."""
+
+    @property
+    def resumed_ids(self) -> tuple[int, ...]:
+        """Those tokens, of a request whose prompt is whole."""
+        return self.prompt_ids[len(self.prompt_ids) - self.resumed :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,7 @@ class Completion:
     log_probs: tuple[float, ...] = ()
     """Of the distribution that was sampled from (after temperature and truncation), one per token."""
     text: str = ""
-    """The response without special tokens."""
+    """The whole response without special tokens, also what was resumed."""
     finish_reason: FinishReason | None = None
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
@@ -133,8 +141,9 @@ class Turn:
 
     request_id: str
     length: int = 0
-    """Tokens of the response."""
+    """Tokens that were generated for the request, of which `versions` speaks as well."""
     text: str = ""
+    """Of the whole response, also what was resumed. Empty where an abort came before the first token."""
     finish_reason: FinishReason | None = None
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None

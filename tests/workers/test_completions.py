@@ -176,6 +176,34 @@ def test_a_request_goes_on_where_another_ended() -> None:
     assert block.ragged("rollout_log_probs").row(0).tolist() == [0, LOG_PROB, LOG_PROB, 0, 0, 0, LOG_PROB, LOG_PROB]
 
 
+def test_a_response_goes_on_with_another_request() -> None:
+    """What comes back is the whole response's text and row, and the new tokens' number and versions."""
+    strategy = Remembering(lambda r: Response(10 - r.resumed, 1.0))
+
+    async def main() -> tuple[Turn, Turn, Turn]:
+        engine = LocalEngine("e", strategy)
+        begun = asyncio.create_task(engine.generate(request("r")))
+        await asyncio.sleep(4.5)
+        engine.abort(["r"])
+        first = await begun
+        rest = GenerationRequest("r/part1", (), Sampling(temperature=1.0, max_tokens=96), first.tokens, resumed=first.length)
+        waiting = asyncio.create_task(engine.generate(rest))
+        await asyncio.sleep(0.1)
+        engine.abort(["r/part1"])
+        return first, await waiting, await engine.generate(replace(rest, request_id="r/part2"))
+
+    first, nothing, second = run_virtual(main())
+    assert first.tokens and second.tokens
+    said = first.tokens.block.ragged("input_ids").row(0).tolist()
+    assert strategy.prompts == [(1, 2), tuple(said), tuple(said)]
+    assert (first.length, first.text, first.finish_reason) == (4, "4 tokens", FinishReason.ABORT)
+    assert (nothing.length, nothing.finish_reason, nothing.tokens) == (0, FinishReason.ABORT, None)
+    assert (second.length, second.text, second.finish_reason) == (6, "10 tokens", FinishReason.STOP)
+    block = second.tokens.block
+    assert block.ragged("input_ids").row(0)[:6].tolist() == said and second.tokens.length == 12
+    assert block.ragged("response_mask").row(0).int().tolist() == [0, 0, *[1] * 10]
+
+
 def test_a_failed_request_and_an_empty_abort_have_no_tokens_and_a_partial_one_has() -> None:
     async def main() -> list[Turn]:
         strategy = ScriptedEngine(lambda r: Response(10, 1.0, error="bad" if r.request_id == "bad" else None), slots=2)

@@ -160,7 +160,7 @@ class ScriptedEngine(InferenceStrategy):
                 request_id=run.request.request_id,
                 token_ids=_token_ids(run.request, tokens),
                 log_probs=(LOG_PROB,) * tokens,
-                text=run.response.text if run.response.text is not None else f"{tokens} tokens",
+                text=run.response.text if run.response.text is not None else f"{run.request.resumed + tokens} tokens",
                 finish_reason=reason,
                 versions=tuple(span for span in run.versions if span.start < max(1, tokens)),
             )

@@ -9,6 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from roll_lite.data.samples import GenerationRequest, Sampling
+from roll_lite.distributed.strategy.inference.seam import seam_tokens
 from roll_lite.distributed.strategy.sglang.compat.stop_text import StopText
 
 
@@ -22,10 +24,23 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<eos>", pad_token="<pad>")
 
 
-def first_stop(tokenizer: PreTrainedTokenizerFast, prompt: list[int], response: list[int], stops: list[str], least: int = 0) -> int | None:
+def first_stop(
+    tokenizer: PreTrainedTokenizerFast, prompt: list[int], response: list[int], stops: list[str], least: int = 0, seam: int = 0
+) -> int | None:
     """So many tokens has a response that they end."""
-    seen = StopText(tokenizer, prompt, stops)
+    seen = StopText(tokenizer, prompt, stops, seam)
     return next((seen.tokens for token in response if seen.next(token) is not None and seen.tokens > least), None)
+
+
+def test_across_a_seam(tokenizer: PreTrainedTokenizerFast) -> None:
+    """A character in pieces, and special tokens in between."""
+    prompt, response = tokenizer.encode("ab"), tokenizer.encode("xé<eos>é.x")
+    whole = [*prompt, *response]
+    for length in range(1, 6):
+        seen = StopText(tokenizer, whole[: 2 + length], ["éé", "ab"], seam=length)
+        assert [seen.next(token) for token in response[length:]].index("éé") == 5 - length
+    again = StopText(tokenizer, whole[:8], ["é"], seam=6)
+    assert [again.next(token) for token in response[6:]] == [None, None], "what was found or passed over before is not found again"
 
 
 def test_by_hand(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -58,4 +73,15 @@ def test_vllm_finds_the_same(tokenizer: PreTrainedTokenizerFast) -> None:
         expected = next((count for count, token in enumerate(response, 1) if theirs.update([token], False) is not None), None)
         assert first_stop(tokenizer, prompt, response, stops, least) == expected
         found += expected is not None
+        across = pytest.importorskip("roll_lite.distributed.strategy.vllm.compat.stop_text").detokenizer_across
+        length = chance.randrange(len(response) if expected is None else expected)
+        so_far, rest = [*prompt, *response[:length]], response[length:]
+        sampling = Sampling(1.0, 100, min_tokens=max(0, least - length), stop=tuple(stops))
+        seam = seam_tokens(GenerationRequest("r", tuple(so_far), sampling, resumed=length))
+        parameters.min_tokens = sampling.min_tokens
+        if seam:
+            theirs = across(tokenizer, SimpleNamespace(sampling_params=parameters, prompt_token_ids=so_far, request_id="r"), seam)
+            goes_on = next((count for count, token in enumerate(rest, 1) if theirs.update([token], False) is not None), None)
+            assert goes_on == (None if expected is None else expected - length)
+        assert first_stop(tokenizer, so_far, rest, stops, sampling.min_tokens, seam) == (None if expected is None else expected - length)
     assert 50 < found < 250

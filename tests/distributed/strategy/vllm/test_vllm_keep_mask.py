@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.strategy.vllm.compat import requests
 
 
@@ -23,6 +24,7 @@ def test_all_tokens_that_tie_with_the_last_are_kept() -> None:
     )
     response = SimpleNamespace(token_ids=[7, 8], logprobs=flat, finish_reason="length", weight_versions=None)
     output: Any = SimpleNamespace(request_id="r", outputs=[response], num_cached_tokens=0, prompt_token_ids=[1])
-    found = requests.completion(output, SimpleNamespace(decode=lambda *_, **__: ""), 0, alternatives=5)
+    asked = GenerationRequest("r", (1,), Sampling(temperature=1.0, max_tokens=2))
+    found = requests.completion(asked, output, SimpleNamespace(decode=lambda *_, **__: ""), 0, alternatives=5)
     assert found.kept_ids == ((7, 4, 8, 9), (8, 4))
     assert found.log_probs == (math.log(0.2), math.log(0.5))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
+from roll_lite.distributed.strategy.inference.seam import SEAM, seam_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -29,6 +30,7 @@ def generate_input(request: GenerationRequest, rid: str, seed: int, max_model_le
             "stop": list(sampling.stop) or None,
             "stop_token_ids": list(sampling.stop_token_ids) or None,
             "no_stop_trim": True,
+            "custom_params": {SEAM: seam} if (seam := seam_tokens(request)) else None,
         },
         return_logprob=True,
         return_sampling_mask=reports_survivors(request),
@@ -74,7 +76,7 @@ def completion(request: GenerationRequest, output: Mapping[str, Any], tokenizer:
         request_id=request.request_id,
         token_ids=tokens,
         log_probs=log_probs,
-        text=tokenizer.decode(tokens, skip_special_tokens=True),
+        text=tokenizer.decode((*request.resumed_ids, *tokens), skip_special_tokens=True),
         finish_reason=FinishReason(finish["type"]),
         versions=tuple(VersionSpan(span["start"], int(span["version"])) for span in meta.get("weight_versions") or ()) if tokens else (),
         kept_ids=kept,

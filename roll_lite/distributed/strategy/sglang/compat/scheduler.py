@@ -26,6 +26,7 @@ from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
+from roll_lite.distributed.strategy.inference.seam import SEAM
 from roll_lite.distributed.strategy.sglang.compat.stop_text import StopText
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
@@ -171,7 +172,8 @@ def ends_with_stop_text(request: Req, _: int = 1) -> bool:
     if not parameters.stop_strs:
         return False
     if not hasattr(request, "roll_lite_stop_text"):
-        request.roll_lite_stop_text = StopText(request.tokenizer, request.origin_input_ids, parameters.stop_strs)
+        seam = (parameters.custom_params or {}).get(SEAM, 0)
+        request.roll_lite_stop_text = StopText(request.tokenizer, request.origin_input_ids, parameters.stop_strs, seam)
     seen: StopText = request.roll_lite_stop_text
     while seen.tokens < len(request.output_ids):
         found = seen.next(request.output_ids[seen.tokens])

@@ -14,17 +14,22 @@ _INCOMPLETE = "\ufffd"
 class StopText:
     """Special tokens have no text here. A character of several tokens comes with the last of them."""
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], seam: int = 0) -> None:
+        """`seam`: so many tokens at the end of the prompt belong to the response."""
+        begin = len(prompt_ids) - seam
         self._tokenizer = tokenizer
         self._stops = stops
-        self._pending = list(prompt_ids[-_CONTEXT:])
+        self._pending = list(prompt_ids[max(0, begin - _CONTEXT) : begin])
         """Tokens that the next one is decoded together with: alone it may read otherwise."""
         self._shown = len(self._pending)
         """So many of them have their text in `_text`, or belong to the prompt."""
         self._before = self._decoded().rstrip(_INCOMPLETE)
         self._text = ""
         self._longest = max(map(len, stops))
-        self.tokens = 0
+        self.tokens = -seam
+        """Of the response so far, as far as the engine has generated it."""
+        for token in prompt_ids[begin:]:
+            self.next(token)
 
     def next(self, token: int) -> str | None:
         """The stop string that the token's text completes."""

@@ -20,6 +20,7 @@ from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.vllm.compat import settings
 from roll_lite.distributed.strategy.vllm.compat.requests import completion, prompt_input, sampling_params
+from roll_lite.distributed.strategy.vllm.compat.stop_text import look_across_seams
 from roll_lite.distributed.weight_sync.group import TransferError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class VllmEngine:
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():
             self._running = self._start()
+        look_across_seams(self._running.output_processor)
         config = self._llm.model_config.hf_config.get_text_config()
         self._vocabulary, self._tied = int(config.vocab_size), bool(config.tie_word_embeddings)
         self._tokenizer = self._llm.get_tokenizer()
@@ -128,7 +130,7 @@ class VllmEngine:
         params = sampling_params(request, alternatives or 0)
         async for output in self._llm.generate(prompt_input(request.prompt_ids), params, request.request_id):
             if output.finished:
-                return completion(output, self._tokenizer, version, alternatives)
+                return completion(request, output, self._tokenizer, version, alternatives)
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
+from roll_lite.distributed.strategy.inference.seam import SEAM, seam_tokens
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
@@ -34,6 +35,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
         detokenize=bool(sampling.stop),  # only stop strings need text while tokens still come
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
+        extra_args={SEAM: seam} if (seam := seam_tokens(request)) else None,
     )
 
 
@@ -44,7 +46,9 @@ def prompt_input(token_ids: tuple[int, ...]) -> Any:
     return tokens_input(list(token_ids))
 
 
-def completion(output: RequestOutput, tokenizer: Any, version: int, alternatives: int | None = None) -> Completion:
+def completion(
+    request: GenerationRequest, output: RequestOutput, tokenizer: Any, version: int, alternatives: int | None = None
+) -> Completion:
     """The final output of a request. `version`: of the engine, for outputs that carry none. `alternatives`: as the request asked for, of
     which those that sampling could have chosen are reported; None reports nothing."""
     response = output.outputs[0]
@@ -58,7 +62,7 @@ def completion(output: RequestOutput, tokenizer: Any, version: int, alternatives
         request_id=output.request_id,
         token_ids=tokens,
         log_probs=log_probs,
-        text=tokenizer.decode(tokens, skip_special_tokens=True),
+        text=tokenizer.decode((*request.resumed_ids, *tokens), skip_special_tokens=True),
         finish_reason=FinishReason(response.finish_reason),
         versions=spans or ((VersionSpan(0, version),) if tokens else ()),
         kept_ids=None if alternatives is None else _kept_ids(response.logprobs, alternatives) if tokens else (),

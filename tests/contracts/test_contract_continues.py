@@ -1,0 +1,147 @@
+"""A response that was ended in its middle goes on with another request, through the token blocks, as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+from engine_harness import PROMPT, Harness, log_probs_of
+from support_local_engine import TokensInProcess
+from support_models import EOS_ID
+
+from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan
+from roll_lite.workers.completions import CompletionPump
+from roll_lite.workers.token_blocks import TokenRecord
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+LONG = 600
+KEPT = {"top_k": 8, "top_p": 0.9, "keep_mask": True}
+
+
+@pytest.fixture
+def pump(engine: Harness) -> CompletionPump:
+    return CompletionPump(engine.strategy, TokensInProcess(), linger_s=0.0)
+
+
+async def turns(pump: CompletionPump, *requests: GenerationRequest) -> dict[str, Turn]:
+    await pump.submit(requests, frozen=False, kept_ids=True)
+    return await answers(pump, len(requests))
+
+
+async def answers(pump: CompletionPump, count: int) -> dict[str, Turn]:
+    found: dict[str, Turn] = {}
+    while len(found) < count:
+        found |= {turn.request_id: turn for turn in (await pump.collect(30.0)).turns}
+    return found
+
+
+async def interrupted(engine: Harness, pump: CompletionPump, request: GenerationRequest) -> Turn:
+    """Ended by an abort, somewhere in the middle."""
+    await pump.submit([request], frozen=False, kept_ids=True)
+    while request.request_id not in engine.strategy.begun([request.request_id]):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await pump.abort([request.request_id])
+    turn = (await answers(pump, 1))[request.request_id]
+    assert turn.finish_reason is FinishReason.ABORT and 0 < turn.length < request.sampling.max_tokens, turn
+    return turn
+
+
+def rest_of(request: GenerationRequest, turn: Turn, part: int = 1) -> GenerationRequest:
+    """What is missing, as a request: `turn` is what there is of it."""
+    sampling = request.sampling
+    missing = replace(
+        sampling, max_tokens=sampling.max_tokens - turn.length, min_tokens=max(0, sampling.min_tokens - turn.length), seed=None
+    )
+    return GenerationRequest(f"{request.request_id}/part{part}", (), missing, turn.tokens, request.resumed + turn.length)
+
+
+def whole(turn: Turn) -> TokenRecord:
+    assert turn.error is None and isinstance(turn.tokens, TokenRow), turn
+    return TokenRecord.read(turn.tokens.block, turn.tokens.row)
+
+
+def assert_record(record: TokenRecord, logits: torch.Tensor) -> None:
+    prompt = len(PROMPT)
+    assert record.ids[:prompt].tolist() == list(PROMPT) and record.mask.tolist() == [False] * prompt + [True] * (len(record) - prompt)
+    expected = log_probs_of(logits, record.ids[prompt:].tolist())
+    torch.testing.assert_close(torch.from_numpy(record.log_probs[prompt:]), expected, atol=1e-4, rtol=0)
+
+
+async def test_greedy_equals_the_uninterrupted_response_twice_interrupted(engine: Harness, pump: CompletionPump) -> None:
+    request = engine.request(LONG, min_tokens=LONG)
+    uninterrupted = await engine.one(LONG, min_tokens=LONG)
+    first = await interrupted(engine, pump, request)
+    rest = rest_of(request, first)
+    second = await interrupted(engine, pump, rest)
+    last = rest_of(rest, second, part=2)
+    third = (await turns(pump, last))[last.request_id]
+    assert first.length + second.length + third.length == LONG and third.finish_reason is FinishReason.LENGTH
+    record = whole(third)
+    assert record.ids[len(PROMPT) :].tolist() == list(uninterrupted.token_ids)
+    assert third.text == uninterrupted.text and uninterrupted.text.startswith(second.text) and second.text.startswith(first.text)
+    assert_record(record, engine.hf_logits(uninterrupted.token_ids, without_eos=True))
+
+
+async def test_sampled_under_truncation_and_two_sets_of_weights(engine: Harness, pump: CompletionPump) -> None:
+    """Log-probs and masks of each part are those of the weights that it was sampled from, and its versions say which."""
+    old, old_version = engine.reference, engine.version
+    request = engine.request(LONG, temperature=0.8, min_tokens=LONG, **KEPT)
+    first = await interrupted(engine, pump, request)
+    await engine.update(seed=191)
+    rest = rest_of(request, first)
+    second = (await turns(pump, rest))[rest.request_id]
+    assert (first.versions, second.versions) == ((VersionSpan(0, old_version),), (VersionSpan(0, engine.version),))
+    record, seam = whole(second), len(PROMPT) + first.length
+    assert len(record) == len(PROMPT) + LONG
+    assert record.kept_ids is not None
+    tokens = record.ids[len(PROMPT) :].tolist()
+    now = replace(engine, reference=old).hf_logits(tokens, without_eos=True), engine.hf_logits(tokens, without_eos=True)
+    logits = torch.cat([now[0][: first.length], now[1][first.length :]]) / 0.8
+    for position, kept in enumerate(record.kept_ids[len(PROMPT) :]):
+        dropped = torch.ones(logits.shape[-1], dtype=torch.bool)
+        dropped[torch.from_numpy(kept[kept >= 0]).long()] = False
+        assert 1 <= int((~dropped).sum()) <= 9 and not dropped[tokens[position]]
+        logits[position, dropped] = -torch.inf
+    assert_record(record, logits)
+    earlier = whole(first)
+    assert record.log_probs[:seam].tolist() == earlier.log_probs.tolist(), "nothing of the first part has been recomputed"
+
+
+async def test_a_stop_text_across_the_seam_ends_it_at_the_same_token(engine: Harness, pump: CompletionPump) -> None:
+    free = await engine.one(60, min_tokens=60)
+    stop = free.text[20:24]
+    ended = await engine.one(60, stop=(stop,))
+    length = len(ended.token_ids)
+    assert ended.finish_reason is FinishReason.STOP and free.text.count(stop, 0, 24) == 1 and length < 60
+    for seam in range(length - 3, length):
+        before = engine.request(seam, min_tokens=seam)
+        first = (await turns(pump, before))[before.request_id]
+        assert first.length == seam
+        asked = replace(before, sampling=replace(before.sampling, max_tokens=60, min_tokens=0, stop=(stop,)))
+        rest = rest_of(asked, first)
+        second = (await turns(pump, rest))[rest.request_id]
+        assert (second.length, second.finish_reason, second.text) == (length - seam, FinishReason.STOP, ended.text)
+        assert whole(second).ids[len(PROMPT) :].tolist() == list(ended.token_ids)
+    # What ended before the seam, where min_tokens forbade it, does not end what comes after.
+    before = engine.request(length, min_tokens=length)
+    first = (await turns(pump, before))[before.request_id]
+    rest = rest_of(replace(before, sampling=replace(before.sampling, max_tokens=length + 3, min_tokens=length + 3, stop=(stop,))), first)
+    assert (await turns(pump, rest))[rest.request_id].length == 3
+
+
+async def test_continued_samples_follow_the_distribution(engine: Harness, pump: CompletionPump) -> None:
+    """The first token after the seam, over many requests."""
+    before = engine.request(12, min_tokens=12)
+    first = (await turns(pump, before))[before.request_id]
+    count, tokens = 1500, whole(first).ids[len(PROMPT) :].tolist()
+    asked = [rest_of(replace(before, sampling=replace(before.sampling, temperature=1.0, max_tokens=13)), first, n) for n in range(count)]
+    drawn = [int(whole(turn).ids[-1]) for turn in (await turns(pump, *asked)).values()]
+    probabilities = engine.hf_logits([*tokens, EOS_ID])[-1].softmax(-1)
+    expected, counts = probabilities * count, torch.bincount(torch.tensor(drawn), minlength=len(probabilities)).float()
+    often = expected > 5
+    chi_squared = (((counts - expected) ** 2) / expected)[often].sum()
+    degrees = int(often.sum())
+    assert degrees > 3 and chi_squared < degrees + 5 * (2 * degrees) ** 0.5
