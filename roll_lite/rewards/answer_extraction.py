@@ -1,8 +1,10 @@
-r"""Where in a response an answer stands: after the thinking, in <answer></answer>, in \boxed{}."""
+r"""Where in a response an answer stands: after the thinking, in front of where it was cut, in <answer></answer>, in \boxed{}."""
 
 from __future__ import annotations
 
 import re
+
+from roll_lite.data.samples import FinishReason, RewardInput
 
 TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 THINKING = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
@@ -16,8 +18,12 @@ BETWEEN_BOXES = re.compile(r"[\s,;$]*(?:\b(?:or|and)\b|\\text\{\s*(?:or|and)\s*\
 """What makes one answer of two boxes."""
 MOST_BOXES = 20
 WIDE = str.maketrans({chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | dict(zip("。、【】《》", ".,[]<>", strict=True)))
+CUT = "cut at its limit of tokens"
 HAN = "\u3040-\u30ff\u4e00-\u9fff"
 BESIDE_HAN = re.compile(rf"(?<=[{HAN}])(?=[\w\\$+(-])(?![{HAN}])|(?<=[\w}}$%)])(?<![{HAN}])(?=[{HAN}])")
+
+SENTENCE = re.compile(r"[.!?…][*_\"'”’)\]]*(?=\s)|[。！？]|\n")
+DISPLAY = re.compile(r"\$\$.*?(?:(\$\$)|\Z)|\\\[.*?(?:(\\\])|\Z)", re.DOTALL)
 
 
 def narrow(text: str) -> str:
@@ -25,12 +31,37 @@ def narrow(text: str) -> str:
     return text if text.isascii() else BESIDE_HAN.sub(" ", text.translate(WIDE))
 
 
-def after_thinking(response: str, prompt: str = "") -> str:
-    """What the response says once it has thought: behind the last </think>, and nothing where a thought is not closed. `prompt`: a chat
-    template may have opened the thought already."""
-    tags = list(THINKING.finditer(response))
+def after_thinking(sample: RewardInput) -> str:
+    """What the response says once it has thought; a chat template may have opened the thought already."""
+    return without_thinking(sample.response, sample.prompt)
+
+
+def without_thinking(text: str, prompt: str = "") -> str:
+    """What stands behind the last </think>, and nothing where a thought is not closed."""
+    tags = list(THINKING.finditer(text))
     is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
-    return "" if is_open else response[tags[-1].end() :] if tags else response
+    return "" if is_open else text[tags[-1].end() :] if tags else text
+
+
+def is_cut(sample: RewardInput) -> bool:
+    """At the limit of tokens: what it says last may be the beginning of something else, as 12 is of 123."""
+    return sample.finish_reason == FinishReason.LENGTH
+
+
+def complete(sample: RewardInput) -> str:
+    """What the response says, for what looks at all of it: nothing where the response was cut."""
+    return "" if is_cut(sample) else after_thinking(sample)
+
+
+def finished(sample: RewardInput) -> str:
+    """What the response says, for what looks for an answer in it: of one that was cut what the cut cannot have shortened. That are whole
+    sentences and lines, and of the last sentence the boxes and tags that are closed; a displayed formula that is still open is none."""
+    if not is_cut(sample):
+        return after_thinking(sample)
+    text = BOX_NAME.sub(r"\\boxed{", after_thinking(sample))
+    ends = [0, *(one.end() for one in SENTENCE.finditer(text)), *(one.end() for one in TAG.finditer(text) if one[1])]
+    ends += [end + 1 for _, end in _boxes(text)]
+    return DISPLAY.sub(lambda one: one[0] if one.lastindex else "", text[: max(ends)])
 
 
 def last_tagged(response: str) -> str | None:

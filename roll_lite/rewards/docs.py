@@ -39,7 +39,22 @@ domains:
 
 Thinking is not judged: of `<think>...</think>` only what stands behind counts, for `math`, `choice`, `code`, `exact`, `instruction`, and in
 what a `judge` or a reward `model` reads. A thought that was opened, by the response or at the end of the prompt, and never closed is no
-answer. `length`, `repetition` and `format`, `remote` servers and functions of your own see the whole response.
+answer.
+
+A response that was cut at its limit of tokens (finish reason `length`) may go on in any way: 12 may be the beginning of 123. So an answer
+in it counts only where the cut cannot have shortened it, which one rule says for all types:
+
+| type | of a response that was cut |
+|---|---|
+| `math`, `choice`, `exact` with `contains` | Whole sentences and lines count, and of the last sentence closed boxes and tags. |
+| `code` | Code blocks that are closed count. |
+| `exact`, `instruction`, `code` without a block | What is judged is the whole response, which is not there: 0. |
+| `judge` | It reads what counts for `math`, and that the response was cut. |
+| `model` | It reads the response as it is. |
+
+So give every response room to end, also where one letter is asked for.
+
+`length`, `repetition` and `format`, `remote` servers and functions of your own see the whole response, with thinking and unfinished end.
 
 What holds for all types:
 

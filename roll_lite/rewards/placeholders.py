@@ -40,7 +40,7 @@ def filling(name: str, sample: RewardInput) -> Any:
     """{prompt} is the policy's input with its template applied, {question} the prompt as the data has it, {response} (without
     its thinking) and {answer} the sample's, any other name a column of the data; a column that is called question comes first. None where
     there is no such thing."""
-    own = {"prompt": sample.prompt, "response": after_thinking(sample.response, sample.prompt), "answer": sample.answer}
+    own = {"prompt": sample.prompt, "response": after_thinking(sample), "answer": sample.answer}
     if name in own:
         return own[name]
     if name == QUESTION and name not in sample.columns:

@@ -2,10 +2,23 @@ r"""Where answers stand: nested and unfinished tags and boxes."""
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from roll_lite.rewards.answer_extraction import after_thinking, all_boxed, last_tagged
+from roll_lite.config.schema.domains import RewardConfig
+from roll_lite.data.samples import RewardInput
+from roll_lite.rewards.answer_extraction import after_thinking, all_boxed, complete, finished, last_tagged, without_thinking
+from roll_lite.rewards.http.judge_template import filled
+from roll_lite.rewards.placeholders import filling
+from roll_lite.rewards.registry import build_reward
 from roll_lite.rewards.running.time_limit import limited
+
+
+def sample_of(response: str, finish_reason: str) -> RewardInput:
+    return RewardInput("mine", "prompt", response, None, {}, finish_reason)
 
 
 @pytest.mark.parametrize(
@@ -41,16 +54,96 @@ def test_tags(text: str, tagged: str | None) -> None:
 
 
 def test_thinking() -> None:
-    assert [after_thinking(text) for text in ("1", "1</think>2</thinking>3", "<think>1</think>2")] == ["1", "3", "2"]
+    assert [without_thinking(text) for text in ("1", "1</think>2</thinking>3", "<think>1</think>2")] == ["1", "3", "2"]
 
 
 def test_a_thought_that_was_not_closed_is_no_answer() -> None:
-    assert [after_thinking(text) for text in ("<think>1", "<think>1</think>2<THINK>3", "a <thinking>1")] == ["", "", ""]
-    assert after_thinking("1 but wait", prompt="Q\n<think>\n") == "" and after_thinking("1</think>2", prompt="Q<think>") == "2"
-    assert after_thinking("1", prompt="<think>earlier</think> Q") == "1"
+    assert [without_thinking(text) for text in ("<think>1", "<think>1</think>2<THINK>3", "a <thinking>1")] == ["", "", ""]
+    assert without_thinking("1 but wait", prompt="Q\n<think>\n") == "" and without_thinking("1</think>2", prompt="Q<think>") == "2"
+    assert without_thinking("1", prompt="<think>earlier</think> Q") == "1"
 
 
 @pytest.mark.parametrize("piece", ["\\boxed{", "<answer>", "</think", "x", "{", "}"])
 def test_unfinished_ones_take_no_time(piece: str) -> None:
     text = (piece * 400_000)[:350_000]
-    limited(20.0, lambda: (after_thinking(text), last_tagged(text), all_boxed(text)))
+    limited(20.0, lambda: (without_thinking(text), last_tagged(text), all_boxed(text)))
+
+
+@pytest.mark.parametrize(
+    ("response", "counts"),
+    [
+        ("The answer is 12", ""),
+        ("The answer is 12.", ""),
+        ("The answer is 12. And furtherm", "The answer is 12."),
+        ("The answer is 12\nso", "The answer is 12\n"),
+        ("(Done.) The ans", "(Done.)"),
+        ("答案是13。因", "答案是13。"),
+        (r"so \boxed{12} which i", r"so \boxed{12}"),
+        (r"so \fbox{12} wh", r"so \boxed{12}"),
+        (r"so \boxed 12", ""),
+        (r"First. So \boxed{12}, \boxed{1", r"First. So \boxed{12}"),
+        ("<answer>12</answer> whi", "<answer>12</answer>"),
+        ("<answer>12", ""),
+        ("It is 5. Now $$x^2\n+ 3", "It is 5. Now "),
+        ("It is 5. Now\n\\[\nx = 5\n", "It is 5. Now\n"),
+        ("$$x$$ \\[y\\]\nand", "$$x$$ \\[y\\]\n"),
+        ("<think>1. 2\n", ""),
+        ("<think>1</think>2\n3", "2\n"),
+    ],
+)
+def test_of_a_response_that_was_cut_counts_what_the_cut_cannot_have_shortened(response: str, counts: str) -> None:
+    assert finished(sample_of(response, "length")) == counts
+    assert complete(sample_of(response, "length")) == ""
+    whole = after_thinking(sample_of(response, "stop"))
+    assert whole == finished(sample_of(response, "stop")) == complete(sample_of(response, "stop"))
+
+
+ANSWERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "math": ("12", {}, {}),
+    "choice": ("C", {}, {}),
+    "exact": ("12", {"contains": True}, {}),
+    "code": (12, {"mode": "expression"}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("type_", "response", "cut", "ended"),
+    [
+        ("math", "The answer is 12", 0, 1),
+        ("math", "The answer is 12 + 1", 0, 0),
+        ("math", r"So \boxed{12} a", 1, 1),
+        ("math", "The answer is 12. And furtherm", 1, 1),
+        ("math", "The answer is $$12\n+ 3", 0, 0),
+        ("choice", "The answer is C", 0, 1),
+        ("choice", r"\boxed{C}, si", 1, 1),
+        ("choice", "The answer is C.\nBeca", 1, 1),
+        ("exact", "so it is 12", 0, 1),
+        ("exact", "so it is 12\nan", 1, 1),
+        ("code", "12", 0, 1),
+        ("code", "```python\n12", 0, 1),
+        ("code", "```python\n12\n```", 1, 1),
+        ("code", "```python\n12\n```\nor\n```python\n13", 1, 0),
+    ],
+)
+def test_every_type_has_the_same_rule(type_: str, response: str, cut: int, ended: int) -> None:
+    answer, args, columns = ANSWERS[type_]
+    with closing(build_reward(RewardConfig(type=type_, args=args))) as reward:
+        values = [reward(replace(sample_of(response, reason), answer=answer, columns=columns)).value for reason in ("length", "stop")]
+    assert values == [cut, ended]
+
+
+def test_what_looks_at_the_whole_response_finds_none_where_it_was_cut() -> None:
+    exact = build_reward(RewardConfig(type="exact"))
+    instruction = build_reward(RewardConfig(type="instruction"))
+    asked = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    for reward, response in ((exact, "Paris\n"), (instruction, "No such mark here.\n")):
+        for reason, value in (("stop", 1.0), ("length", 0.0)):
+            score = reward(replace(sample_of(response, reason), answer="Paris", columns=asked))
+            assert score.value == value and (score.details.get("verdict") == "cut at its limit of tokens") is (reason == "length")
+
+
+def test_a_judge_is_told_of_the_cut_and_a_reward_model_reads_what_there_is() -> None:
+    cut = sample_of("It is 1. The answer is 12", "length")
+    assert filled("[{response}]", cut) == "[It is 1.\n[The response was cut at its limit of tokens.]]"
+    assert filled("[{response}]", replace(cut, finish_reason="stop")) == "[It is 1. The answer is 12]"
+    assert filling("response", cut) == cut.response

@@ -361,15 +361,6 @@ def test_a_rounded_reference_stands_for_what_rounds_to_it(response: str, equal: 
     assert MathReward()(item("0.33", response)).correct is (response == "0.33")
 
 
-def test_a_last_word_that_the_limit_may_have_cut_is_no_answer() -> None:
-    def cut(response: str) -> RewardInput:
-        return RewardInput("math", "prompt", response, "1", {}, "length")
-
-    assert MathReward()(cut("The answer is 1")).correct is False, "it may have become 12"
-    assert MathReward()(cut(r"so \boxed{1}")).correct is True
-    assert MathReward()(cut("The answer is 1. And furtherm")).correct is True
-
-
 def test_all_boxes_as_a_list() -> None:
     assert MathReward(boxes="all")(item("3, 5", r"$x=\boxed{3}$. Then $x=\boxed{5}$")).correct is True
     assert MathReward()(item("3, 5", r"$x=\boxed{3}$. Then $x=\boxed{5}$")).correct is False

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from roll_lite.rewards.answer_extraction import after_thinking
 from roll_lite.rewards.reward_type import ArgumentSection
 
 Extract = Literal["auto", "fenced", "whole"]
@@ -62,21 +61,21 @@ def known_languages(names: Sequence[str], commands: Mapping[str, Language], loca
 
 
 def extract_code(
-    response: str, extract: Extract, languages: Collection[str] = (), needed: Collection[str] = (), prompt: str = ""
+    text: str, extract: Extract, languages: Collection[str] = (), needed: Collection[str] = (), ends_early: bool = False
 ) -> tuple[str, str] | None:
     """(code, language tag) of the fenced block that is the program. auto: where nothing is fenced, the whole response.
 
     That is the last block in one of `languages`, else the last without a tag, else the last; of each, one that defines most of `needed`.
+    Where the text ends too early, what is not closed is none.
     """
-    text = after_thinking(response, prompt)
     if extract != "whole":
-        blocks = _blocks(text)
+        blocks = _blocks(text, ends_early)
         if blocks:
             best = max(range(len(blocks)), key=lambda at: (_fits(blocks[at], languages, needed), at))
             return blocks[best]
         if extract == "fenced" or "```" in text:
             return None
-    return (text, "") if text.strip() else None
+    return (text, "") if text.strip() and not ends_early else None
 
 
 def _fits(block: tuple[str, str], languages: Collection[str], needed: Collection[str]) -> tuple[int, int]:
@@ -94,7 +93,7 @@ def defines(code: str, name: str) -> bool:
     return re.search(f"{as_function}|{as_variable}", code, re.MULTILINE) is not None
 
 
-def _blocks(text: str) -> list[tuple[str, str]]:
+def _blocks(text: str, ends_early: bool) -> list[tuple[str, str]]:
     """(code, tag) of each fenced block. One that is not closed goes on to the end; without a tag it may be the end of one, and is none."""
     found: list[tuple[str, str]] = []
     lines: list[str] = []
@@ -107,7 +106,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
             opened = None
         else:
             lines.append(line)
-    if opened is not None and opened["tag"] and lines:
+    if not ends_early and opened is not None and opened["tag"] and lines:
         found.append(_block(opened, lines))
     return found
 

@@ -13,6 +13,7 @@ from roll_lite.config.files import elsewhere, kind_of
 from roll_lite.config.problems import Problem, first_line
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.answer_extraction import after_thinking, is_cut
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.code.backends import Backend, RemoteBackend, backend_of
 from roll_lite.rewards.code.compare import Compare
@@ -33,7 +34,7 @@ class CodeReward(RewardType):
 
     The program is looked for after the thinking (`</think>`). Of several code blocks it is the last in one of `languages`, else the last
     without a label; where the tests call functions, the last of them that defines these. So an example of its use, its output or a command
-    may follow it. A block that is not closed (cut, or ended by a stop text) goes on to the end.
+    may follow it. A block that a stop text has ended goes on to the end.
 
     The tests of a sample, in its answer or in `column`, as a list, a mapping or JSON text:
 
@@ -237,7 +238,7 @@ class CodeReward(RewardType):
             languages = {name: language for name, language in languages.items() if language is None}
         if not languages:
             return RewardFailed("reward code: function calls and asserts are for python only")
-        found = extract_code(sample.response, self.extract, languages, needed, sample.prompt)
+        found = extract_code(after_thinking(sample), self.extract, languages, needed, is_cut(sample))
         if found is None:
             return Score(0.0, False, {"verdict": "no program found"})
         source, tag = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from roll_lite.data.samples import RewardInput
+from roll_lite.rewards.answer_extraction import CUT, finished, is_cut
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.placeholders import chat_as_text, filling, is_chat, template_parts
 
@@ -15,6 +16,8 @@ def filled(template: str, sample: RewardInput) -> str:
 
 
 def _filling(name: str, sample: RewardInput) -> str:
+    if name == "response":
+        return f"{finished(sample)}\n[The response was {CUT}.]" if is_cut(sample) else finished(sample)
     value = filling(name, sample)
     if value is None:
         raise RewardFailed(f"reward judge: the template has {{{name}}}, which this sample has not")

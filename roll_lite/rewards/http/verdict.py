@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from roll_lite.rewards.answer_extraction import after_thinking
+from roll_lite.rewards.answer_extraction import without_thinking
 
 NUMBER = r"(?<!\w)[-+]?\d+(?:\.\d+)?"
 NAMES = r"(?:verdict|score|rating|grade)"
@@ -82,7 +82,7 @@ class VerdictParser:
 
     def __call__(self, text: str) -> Verdict | None:
         """None where the text holds no verdict. What a model thought aloud before it is not looked at."""
-        text = after_thinking(text)
+        text = without_thinking(text)
         if self.pattern is None:
             text = self._without_the_question(text)
             match = _settled(text, list(self.search.finditer(text)))

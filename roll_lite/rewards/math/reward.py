@@ -14,7 +14,7 @@ from pydantic import Field
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.answer_extraction import after_thinking, plain_boxes
+from roll_lite.rewards.answer_extraction import finished, plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.math.answers import Answer, Boxes, Extract, find_answer, find_words
 from roll_lite.rewards.math.equality import (
@@ -53,8 +53,6 @@ REFERENCE = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 """In front of the answer in columns with whole solutions."""
-CUT_OFF = re.compile(r"[^\s$}\])>]+\Z")
-"""The last word of a response that was cut at its limit."""
 
 EQUAL, DIFFERENT, NOTHING = "equal", "different", "no answer found"
 NOT_A_NUMBER = "an expression, where a number was asked for"
@@ -72,9 +70,9 @@ class MathReward(RewardType):
     A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm. 50% is
     0.5, and 50 as well. Several formulas in a reference are a list: all of them, as often as there, in any order. Numerals such as `1001_2`
     and times such as 10:30 are equal to themselves only; 2:3 is 4:6, not 2/3. A response without an answer, or one that takes longer than
-    `cpu_limit_s`, is wrong, and so is a last word that the limit of tokens may have cut; a reference answer that cannot be read is a
-    failure. Of a reference with "####", as GSM8K has them, what is behind it counts; one in words, such as no solution, is compared as
-    text, without regard to case. `extracted` in the details is what was compared.
+    `cpu_limit_s`, is wrong; a reference answer that cannot be read is a failure. Of a reference with "####", as GSM8K has them, what is
+    behind it counts; one in words, such as no solution, is compared as text, without regard to case. `extracted` in the details is what
+    was compared.
 
     ```yaml
     reward:
@@ -108,16 +106,13 @@ class MathReward(RewardType):
     def __call__(self, sample: RewardInput) -> Score:
         reference = _reference_text(sample.answer)
         if self.profile == "math_verify":
-            return _by_the_library(reference, after_thinking(sample.response, sample.prompt), self.cpu_limit_s)
+            return _by_the_library(reference, finished(sample), self.cpu_limit_s)
         gold = _reference(reference, self.cpu_limit_s)
         answer = Answer("")
 
         def decide() -> str:
             nonlocal answer
-            response = tidy(after_thinking(sample.response, sample.prompt))
-            if sample.finish_reason == "length":
-                response = CUT_OFF.sub("", response)
-            answer = (find_words if gold.words else find_answer)(response, self.extract, self.boxes)
+            answer = (find_words if gold.words else find_answer)(tidy(finished(sample)), self.extract, self.boxes)
             return _Comparison(self.accept, self.profile == "strict", self.rounded).verdict(gold, answer)
 
         verdict = _judged(reference, decide, lambda: _Comparison(self.accept).verdict(gold, Answer(gold.text)), self.cpu_limit_s)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.answer_extraction import after_thinking, last_boxed, last_boxes, last_tagged, narrow, plain_boxes
+from roll_lite.rewards.answer_extraction import finished, last_boxed, last_boxes, last_tagged, narrow, plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.references import written
 from roll_lite.rewards.reward_type import RewardType
@@ -50,7 +50,7 @@ class ChoiceReward(RewardType):
         texts, labels = _options(sample.columns.get(self.options), self.options)
         known = list(texts) or list(ALPHABET[: self.letters])
         right = _reference(sample.answer, known, texts, labels)
-        response = narrow(plain_boxes(after_thinking(sample.response, sample.prompt)))
+        response = narrow(plain_boxes(finished(sample)))
         chosen = sorted(_chosen(response, self.extract, known, texts))
         if len(chosen) != 1:
             verdict = "no choice found" if not chosen else f"ambiguous: {', '.join(chosen)}"

@@ -7,7 +7,7 @@ import unicodedata
 from typing import Any
 
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.answer_extraction import after_thinking
+from roll_lite.rewards.answer_extraction import CUT, complete, finished, is_cut
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.reward_type import RewardType
 
@@ -50,9 +50,10 @@ class ExactReward(RewardType):
             raise RewardFailed(f"reward exact: the answer {sample.answer!r:.80} cannot be read: without punctuation nothing is left of it")
         if self.contains and not all(answer.strip() for answer in accepted):
             raise RewardFailed(f"reward exact: with contains the answer must have something in it, got {sample.answer!r:.80}")
-        response = self._normal(after_thinking(sample.response, sample.prompt))
+        response = self._normal((finished if self.contains else complete)(sample))
         correct = any(_stands_in(answer, response) for answer in accepted) if self.contains else response in accepted
-        return Score(float(correct), correct, {"extracted": response[:LONGEST_SHOWN]})
+        cut = {"verdict": CUT} if is_cut(sample) and not correct else {}
+        return Score(float(correct), correct, {"extracted": response[:LONGEST_SHOWN], **cut})
 
     def needs_answer(self) -> bool:
         return True

@@ -11,7 +11,7 @@ from pydantic import Field
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.answer_extraction import after_thinking
+from roll_lite.rewards.answer_extraction import CUT, complete, is_cut
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.reward_type import RewardType, too_slow
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
@@ -88,7 +88,7 @@ class InstructionReward(RewardType):
 
     def __call__(self, sample: RewardInput) -> Score:
         asked = asked_of(sample, self.ids, self.arguments)
-        response = visible(after_thinking(sample.response, sample.prompt))
+        response = visible(complete(sample))
         texts = [response] if self.mode == "strict" else _variants(response)
         too_long: list[str] = []
 
@@ -103,7 +103,8 @@ class InstructionReward(RewardType):
         followed = len(asked) - len(missed)
         value = followed / len(asked) if self.score == "fraction" else float(not missed)
         details: dict[str, float | str] = {"followed": float(followed), "instructions": float(len(asked)), "missed": ", ".join(missed)}
-        return Score(value, not missed, details | ({"too_long": ", ".join(too_long)} if too_long else {}))
+        details |= {"too_long": ", ".join(too_long)} if too_long else {}
+        return Score(value, not missed, details | ({"verdict": CUT} if is_cut(sample) else {}))
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
         yield from too_slow(place, "cpu_limit_s", self.cpu_limit_s, self.cpu_limit_s, timeout_s)
