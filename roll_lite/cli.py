@@ -14,9 +14,10 @@ import yaml
 
 from roll_lite.config.arithmetic import derive, render
 from roll_lite.config.checks.layout import sharing_notes
-from roll_lite.config.compose.overrides import alternatives
+from roll_lite.config.checks.secrets import plain_secrets
+from roll_lite.config.compose.overrides import COMMAND_LINE, alternatives
 from roll_lite.config.loading import load_config
-from roll_lite.config.problems import ConfigError, hidden, without_secrets
+from roll_lite.config.problems import ConfigError, Problem, hidden
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.shipped import CONFIGS, found
 from roll_lite.distributed.strategy.engines import engine_arguments_fit
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(config: RunConfig) -> None:
-    sys.stdout.write(yaml.safe_dump(without_secrets(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True))
+    sys.stdout.write(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
     sys.stdout.flush()
 
 
@@ -72,7 +73,7 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
     _print(config)
     if parsed.cfg:
         return 0
-    notes = "".join(f"\nnote: {note}" for note in sharing_notes(config))
+    notes = "".join(f"\nnote: {note}" for note in (*sharing_notes(config), *plain_secrets(config)))
     sys.stderr.write(f"\n{render(derive(config))}\n{notes}\n" if notes else f"\n{render(derive(config))}\n")
     return 0
 
@@ -82,7 +83,7 @@ def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     from roll_lite.pipeline.sweep import Choice, run_each
 
     folder = found(parsed.config_path)
-    chosen = list(product(*map(alternatives, overrides)))
+    chosen = list(product(*(_alternatives(parsed.config_name, text) for text in overrides)))
     choices = [Choice(one, load_config(parsed.config_name, folder, one, further=CHECKS)) for one in chosen]
     if parsed.cfg:
         for choice in choices:
@@ -91,6 +92,13 @@ def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     command = [sys.executable, "-m", "roll_lite.cli", "run", "--config-name", parsed.config_name, "--config-path", str(folder)]
     return run_each(command, choices)
+
+
+def _alternatives(name: str, override: str) -> list[str]:
+    try:
+        return alternatives(override)
+    except ValueError as error:
+        raise ConfigError(name, [Problem(override, str(error), source=COMMAND_LINE)]) from None
 
 
 def _run(config: RunConfig, parsed: argparse.Namespace) -> int:

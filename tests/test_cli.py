@@ -185,6 +185,10 @@ def test_nothing_of_a_sweep_runs_where_one_combination_is_wrong(
     monkeypatch.setattr(sweep, "run_each", lambda *_: pytest.fail("ran"))
     assert main(["run", "-m", "-cn", "tiny_grpo", "seed=1,-2"]) == 2
     assert "seed = -2" in capsys.readouterr().err
+    assert main(["run", "-m", "-cn", "tiny_grpo", "seed=interval(0,1)"]) == 2
+    assert "seed=interval(0,1): a sweep does not know interval()" in capsys.readouterr().err
+    assert main(["run", "-m", "-cn", "tiny_grpo", "seed=range(1,3)", "steps=0"]) == 2
+    assert "steps = 0" in capsys.readouterr().err
 
 
 def test_a_number_of_samples_is_not_negative(capsys: pytest.CaptureFixture[str]) -> None:

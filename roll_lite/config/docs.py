@@ -33,9 +33,10 @@ domains:
   make: {share: "${domains.add.share}"}
 ```
 
-`???` stands for a value that has to be given, `${oc.env:NAME}` for one of the environment, which is never written down. Where a section
-is chosen by its `name`, the name alone is enough: `strategy: sglang` sets `strategy.name`, and drops the keys that only the former choice
-had. On the command line, with values in YAML:
+`???` stands for a value that has to be given, `${oc.env:NAME}` for one of the environment, which is never written down. A setting whose
+name says that it is a secret (`api_key`, `token`, `password`) is written down as `???`, wherever a run writes its configuration: read
+again, it has to be given. Where a section is chosen by its `name`, the name alone is enough: `strategy: sglang` sets `strategy.name`, and
+drops the keys that only the former choice had. On the command line, with values in YAML:
 
 | | |
 |---|---|
@@ -46,7 +47,8 @@ had. On the command line, with values in YAML:
 | `~a.b` | delete |
 | `trackers.0.type=jsonl` | an entry of a list |
 
-With `-m`, a run's `seed=1,2 algorithm.policy_loss=ppo,gspo` is one run for every combination, one after the other, and a table at the end.
+With `-m`, a run's `seed=1,2 algorithm.policy_loss=ppo,gspo` is one run for every combination, one after the other, and a table at the end;
+`seed=range(1,4)` and `seed=choice(1,2,3)` stand for their values.
 As in Hydra, `-cn`, `-cp` and `--config-dir` are short for the options, and `--cfg job` only prints the configuration.
 
 Relative paths count from the folder that the run is started in. Everything is checked before anything starts, and all mistakes are

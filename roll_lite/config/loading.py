@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path as FilePath
 
 from roll_lite.config.checks.across import Check, check
-from roll_lite.config.compose.layers import Composed, compose, find, suggestion
-from roll_lite.config.files import is_file, is_folder
-from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted
+from roll_lite.config.compose.layers import Composed, compose, find, searched, suggestion
+from roll_lite.config.compose.overrides import is_sweep
+from roll_lite.config.files import is_file, is_folder, listing
+from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted, or_nearest
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import validate
 
@@ -26,6 +27,7 @@ def load_config(
     validated = validate(composed.data, composed.broken)
     cross = check(validated.partial, allow_scripted=allow_scripted, further=further)
     problems = [_with_source(problem, composed.origins) for problem in [*composed.problems, *validated.problems, *cross]]
+    problems = [_meant_for_a_sweep(problem, overrides) for problem in problems]
     if problems:
         problems = [_without_secrets(problem, composed) for problem in problems]
         raise ConfigError(name, list({str(problem): problem for problem in problems}.values()))
@@ -39,12 +41,20 @@ def _no_such_config(name: str, folder: FilePath) -> Problem | None:
         if not is_folder(folder):
             if is_file(folder):
                 return Problem("--config-path", "is a file; name its folder here, and the file with --config-name", str(folder))
-            return Problem("--config-path", f"no such folder: {folder.absolute()}", str(folder))
+            near = or_nearest(folder.name, [one.name for one in listing(folder.parent) if one.is_dir()]) if is_folder(folder.parent) else ""
+            return Problem("--config-path", f"no such folder: {folder.absolute()}{near}", str(folder))
         if find(name, folder) is not None:
             return None
     except ValueError as error:
         return Problem("--config-name", str(error), name)
-    return Problem("--config-name", f"no {name}.yaml in {folder.absolute()}; {suggestion(name, folder)}", name)
+    return Problem("--config-name", f"no {name}.yaml in {searched(folder.absolute())}; {suggestion(name, folder)}", name)
+
+
+def _meant_for_a_sweep(problem: Problem, overrides: Sequence[str]) -> Problem:
+    places = [text.lstrip("+").partition("=")[0] for text in overrides if is_sweep(text)]
+    if not problem.message.startswith("expected ") or not any(f"{problem.path}.".startswith(f"{place}.") for place in places):
+        return problem
+    return replace(problem, message=f"{problem.message}; a sweep is started by roll-lite run -m, one run for each value")
 
 
 def _without_secrets(problem: Problem, composed: Composed) -> Problem:

@@ -30,6 +30,8 @@ SECRET = re.compile(rf"{_SECRETS}$", re.IGNORECASE)
 ASSIGNED = re.compile(rf"({_SECRETS}[\"']?\s*[=:]\s*).+", re.IGNORECASE | re.DOTALL)
 """In a text that could not be read as a setting."""
 HIDDEN = "***"
+LEFT_OUT = "???"
+"""In a configuration that is written down: whoever reads it is asked for the value."""
 
 
 def secret_in_address(text: str) -> str | None:
@@ -97,13 +99,13 @@ def without_logins(text: str) -> str:
     return LOGIN.sub(f"{HIDDEN}@", ADDRESS.sub(rf"\1{HIDDEN}@", KEY.sub(rf"\1{HIDDEN}", text)))
 
 
-def without_secrets(value: Any, path: str = "", depth: int = 0) -> Any:
+def without_secrets(value: Any, path: str = "", depth: int = 0, hidden_as: str = HIDDEN) -> Any:
     """Of a section whatever its names say."""
     if depth < DEEPEST and isinstance(value, dict):
-        return {key: without_secrets(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+        return {key: without_secrets(item, f"{path}.{key}", depth + 1, hidden_as) for key, item in value.items()}
     if depth < DEEPEST and isinstance(value, list):
-        return [without_secrets(item, f"{path}.{index}", depth + 1) for index, item in enumerate(value)]
-    return HIDDEN if is_secret(path) and not _tells_nothing(value) else value
+        return [without_secrets(item, f"{path}.{index}", depth + 1, hidden_as) for index, item in enumerate(value)]
+    return hidden_as if is_secret(path) and not _tells_nothing(value) else value
 
 
 def _tells_nothing(value: Any) -> bool:

@@ -41,6 +41,11 @@ PROBLEMS = {
         "domains.add.reward.args.servr",
         "did you mean 'server'?",
     ),
+    "a misspelt type": (
+        JUDGE + "domains: {add: {reward: {type: juge, args: {server: main}}}}",
+        "domains.add.reward.type",
+        "did you mean 'judge'?",
+    ),
     "a judge with an address": (JUDGE + ASKS % "url: 'http://h/v1'", "domains.add.reward.args.url", "is the run's to say"),
     "no chat template": (JUDGE + (ASKS % "").replace("api: completions, ", ""), "domains.add.reward.args.api", "use completions"),
     "no model": (EXTERNAL % "url: 'http://h/v1'", "domains.add.reward.args", "needs model"),

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from config_project import Project
 
+from roll_lite.config.checks.secrets import plain_secrets
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.schema.models import VllmStrategyConfig
@@ -250,6 +251,23 @@ def test_what_comes_from_the_environment_is_never_written_down(project: Project,
     assert project.load(name="again") == config
 
 
+def test_a_secret_that_is_written_plainly_is_written_nowhere_else(project: Project) -> None:
+    """config.yaml and state.json are dumps, and nobody resumes from what they say of it."""
+    (project.folder / "keyed.py").write_text("def score(sample, api_key, headers):\n    return 0.0\n")
+    reward = "domains.add.reward={type: keyed.score, args: {api_key: %s, headers: {x-token: [%s]}}}"
+    config = project.load(reward % (SECRET, SECRET), "domains.add.template.system=null")
+    assert config.domains["add"].reward.args == {"api_key": SECRET, "headers": {"x-token": [SECRET]}}
+    written = config.model_dump(mode="json")
+    assert SECRET not in str(written) and written["domains"]["add"]["reward"]["args"] == {"api_key": "???", "headers": {"x-token": ["???"]}}
+    assert [note.partition(" ")[0] for note in plain_secrets(config)] == [
+        "domains.add.reward.args.api_key",
+        "domains.add.reward.args.headers.x-token.0",
+    ]
+    project.write("configs/again.yaml", yaml.safe_dump(written))
+    assert {problem.path for problem in project.problems(name="again")} >= {"domains.add.reward.args.api_key"}
+    assert plain_secrets(project.load()) == []
+
+
 @pytest.mark.parametrize(
     "override",
     [
@@ -285,8 +303,11 @@ def test_an_unknown_name_lists_those_there_are(project: Project) -> None:
     assert "did you mean 'run'?" in problem.message
     project.write("configs/another.yaml", "")
     assert "valid here: another, run." in project.problems(name="xyz")[0].message
+    assert f"no xyz.yaml in {project.folder / 'configs'}, nor among the shipped ones in " in project.problems(name="xyz")[0].message
     with pytest.raises(ConfigError, match="no such folder: /no/where"):
         load_config("run", Path("/no/where"))
+    with pytest.raises(ConfigError, match="no such folder: .*/conf; did you mean 'configs'"):
+        load_config("run", project.folder / "conf")
 
 
 @pytest.mark.parametrize("base", ["", "sampling: {max_tokens: 16}", "sampling: {max_tokens: 16, min_tokens: 2}"])

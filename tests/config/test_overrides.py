@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -127,7 +128,42 @@ def test_an_override_may_refer_to_other_values(project: Project) -> None:
         ("~a", ["~a"]),
         ("a=[1", ["a=[1"]),
         ("a=1e-6,3.0e-5", ["a=1e-6", "a=3.0e-5"]),
+        ("a=choice(x, y,[1,2])", ["a=x", "a=y", "a=[1,2]"]),
+        ("a=choice(x)", ["a=x"]),
+        ("a=range(3)", ["a=0", "a=1", "a=2"]),
+        ("a=range(1,4)", ["a=1", "a=2", "a=3"]),
+        ("a=range(4, 0, -2)", ["a=4", "a=2"]),
+        ("a=range(0.1,0.4,0.1)", ["a=0.1", "a=0.2", "a=0.3"]),
+        ("a=f(x, y)", ["a=f(x, y)"]),
+        ("a=f(x,g(y,z)),u", ["a=f(x,g(y,z))", "a=u"]),
+        ("a='(',x", ["a='('", "a=x"]),
     ],
 )
 def test_what_a_sweep_makes_of_an_override(text: str, expected: list[str]) -> None:
     assert alternatives(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a=range(x)", "range(x) takes numbers"),
+        ("a=range()", "takes numbers"),
+        ("a=range(1,4,0)", "takes numbers"),
+        ("a=range(1,2,3,4)", "takes numbers"),
+        ("a=range(4,1)", "has no value"),
+        ("a=range(1000000000)", "1000000000 values, more than 1000"),
+        ("a=interval(0,1)", "does not know interval(); write a=a,b or a=choice(a,b) or a=range("),
+        ("a=glob(*)", "does not know glob()"),
+    ],
+)
+def test_what_no_sweep_is_made_of(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        alternatives(text)
+
+
+def test_values_of_a_sweep_outside_of_one_say_how_it_is_started(project: Project) -> None:
+    for override in ("steps=1,2", "steps=range(1,4)", "actor_infer.strategy=vllm,sglang", "+steps=choice(1,2)"):
+        (problem,) = project.problems(override)
+        assert problem.message.startswith("expected ") and "roll-lite run -m" in problem.message
+    for override in ("steps=none", "steps=[1,2]", "domains.add.template.text='{promt}, please'"):
+        assert all("run -m" not in problem.message for problem in project.problems(override))

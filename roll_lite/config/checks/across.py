@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from roll_lite.config.arithmetic import group_size, longest_sequence, updates
-from roll_lite.config.checks.addresses import addresses_without_secrets
 from roll_lite.config.checks.algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
 from roll_lite.config.checks.files import DOMAIN_FILE_CHECKS, FILE_CHECKS
 from roll_lite.config.checks.judges import JUDGE_CHECKS
 from roll_lite.config.checks.layout import LAYOUT_CHECKS, ROLE_CHECKS
 from roll_lite.config.checks.reward_models import REWARD_MODEL_CHECKS
 from roll_lite.config.checks.rewards import REWARD_CHECKS
+from roll_lite.config.checks.secrets import addresses_without_secrets
 from roll_lite.config.checks.trackers import TRACKER_CHECKS
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.algorithm import KlInLossConfig, KlInRewardConfig

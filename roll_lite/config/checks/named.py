@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator
 
-from roll_lite.config.problems import Problem
+from roll_lite.config.problems import Problem, close_names
+from roll_lite.config.schema.run import RunConfig
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
-def used_by_a_reward(
-    path: str, what: str, sections: Collection[str], asked: Sequence[Any], reward: str, argument: str
-) -> Iterator[Problem]:
-    """`sections`: all of them; `asked`: those that rewards of this type name in their argument."""
+def used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collection[str], reward: str, argument: str) -> Iterator[Problem]:
+    """`sections`: all of them, of which rewards of this type name one in their argument, or an address in its place."""
     name = path.partition(".")[2]
+    parts = [part for domain in config.domains.values() for part in (domain.reward, *domain.reward.terms)]
+    asked = [part.args.get(argument) for part in parts if part.type == reward and (argument in part.args or "url" not in part.args)]
+    misspelt = any(part.type != reward and "." not in part.type and close_names(part.type, [reward]) for part in parts)
     if not NAME.fullmatch(name):
         yield Problem(path, f"a {what}'s name is part of file names: a letter, then letters, digits, '_' and '-'")
-    if name not in asked and all(one in sections for one in asked):  # another one is a mistake, and may mean this
+    if name not in asked and not misspelt and all(one in sections for one in asked):  # another one is a mistake, and may mean this
         message = f"no domain uses it; remove the section, or set a domain's reward to {{type: {reward}, args: {{{argument}: {name}}}}}"
         yield Problem(path, message)

@@ -18,9 +18,7 @@ HEAD = "score.weight"
 
 
 def _used(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:
-    rewards = [domain.reward for domain in config.domains.values()]
-    models = [reward.args.get("model") for reward in rewards if reward.type == MODEL_REWARD]
-    yield from used_by_a_reward(path, "reward model", config.reward_models, models, MODEL_REWARD, "model")
+    yield from used_by_a_reward(config, path, "reward model", config.reward_models, MODEL_REWARD, "model")
 
 
 def _checkpoint(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:

@@ -104,7 +104,7 @@ class _Composer:
         try:
             path = find(name, self.folder)
             if path is None:
-                self._unreadable(where, f"no {name}.yaml in {self.folder}; {suggestion(name, self.folder)}", entry)
+                self._unreadable(where, f"no {name}.yaml in {searched(self.folder)}; {suggestion(name, self.folder)}", entry)
             elif path.resolve() in stack:
                 chain = " -> ".join(one.stem for one in (*stack, path.resolve()))
                 self._unreadable(where, f"loads itself: {chain}", entry)
@@ -117,6 +117,10 @@ class _Composer:
 def find(name: str, folder: FilePath) -> FilePath | None:
     """In the configuration folder, else among the shipped ones, so that a folder of one's own can build on them."""
     return next((path for path in (folder / f"{name}.yaml", CONFIGS / f"{name}.yaml") if is_file(path)), None)
+
+
+def searched(folder: FilePath) -> str:
+    return str(folder) if folder.resolve() == CONFIGS else f"{folder}, nor among the shipped ones in {CONFIGS}"
 
 
 def suggestion(name: str, folder: FilePath) -> str:

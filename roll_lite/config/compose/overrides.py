@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import yaml
@@ -17,6 +19,10 @@ from roll_lite.config.problems import HIDDEN, Path, Problem, did_you_mean, dotte
 COMMAND_LINE = "command line"
 GRAMMAR = "write key=value, +key=value to add, or ~key to delete"
 _KEY = re.compile(r"[A-Za-z0-9_\-/]+(?:\.[A-Za-z0-9_\-/]+|\[[0-9]+\])*")
+
+_CALL = re.compile(r"\s*(range|choice|interval|glob|shuffle|sort|tag)\((.*)\)\s*", re.DOTALL)
+"""The functions of Hydra's sweeps."""
+MOST_RUNS = 1000
 
 
 @dataclass(frozen=True)
@@ -56,15 +62,53 @@ def _is_placeholder(value: Any) -> bool:
 
 
 def alternatives(text: str) -> list[str]:
-    """What a sweep makes of an override: `key=a,b` is `key=a` and `key=b`. Commas in quotes, brackets and braces separate nothing."""
+    """What a sweep makes of an override: `key=a,b` and `key=choice(a,b)` are `key=a` and `key=b`, `key=range(1,3)` is `key=1` and `key=2`.
+    Commas in quotes, brackets, braces and parentheses separate nothing. ValueError for what no sweep can be made of."""
     key, separator, raw = text.partition("=")
+    if (called := _CALL.fullmatch(raw)) is None:
+        values = _parts(raw) if separator else []
+    elif called[1] in ("range", "choice"):
+        values = _range(called[2]) if called[1] == "range" else _parts(called[2])
+    else:
+        raise ValueError(f"a sweep does not know {called[1]}(); write {key}=a,b or {key}=choice(a,b) or {key}=range(start,stop,step)")
+    return [f"{key}={value}" for value in values] if len(values) > 1 or called else [text]
+
+
+def is_sweep(text: str) -> bool:
+    """An override that is meant for `run -m`."""
+    try:
+        return len(alternatives(text)) > 1
+    except ValueError:
+        return True
+
+
+def _parts(raw: str) -> list[str]:
     try:
         node = yaml.compose(f"[{raw}]", Loader=yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):  # told where it is read
-        return [text]
-    if not separator or not isinstance(node, yaml.SequenceNode) or len(node.value) < 2:
-        return [text]
-    return [f"{key}={raw[one.start_mark.index - 1 : one.end_mark.index - 1]}" for one in node.value]
+        return [raw]
+    parts: list[str] = []
+    open_ = 0
+    start = 0
+    for one in node.value if isinstance(node, yaml.SequenceNode) else ():
+        start = start if open_ else one.start_mark.index - 1
+        open_ += one.value.count("(") - one.value.count(")") if isinstance(one, yaml.ScalarNode) and one.style is None else 0
+        if open_ <= 0:
+            parts.append(raw[start : one.end_mark.index - 1])
+    return parts
+
+
+def _range(arguments: str) -> list[str]:
+    """As Python's, and of decimals as well."""
+    try:
+        given = [Decimal(one.strip()) for one in arguments.split(",")]
+        start, stop, step = {1: (Decimal(0), *given, Decimal(1)), 2: (*given, Decimal(1)), 3: tuple(given)}[len(given)]
+        count = max(0, math.ceil((stop - start) / step))
+    except (ArithmeticError, ValueError, KeyError):
+        raise ValueError(f"range({arguments}) takes numbers: range(stop), range(start,stop) or range(start,stop,step)") from None
+    if not 0 < count <= MOST_RUNS:
+        raise ValueError(f"range({arguments}) has {'no value' if not count else f'{count} values, more than {MOST_RUNS}'}")
+    return [str(start + number * step) for number in range(count)]
 
 
 def apply_override(config: DictConfig, override: Override) -> list[Problem]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
 
+from roll_lite.config.problems import LEFT_OUT, without_secrets
 from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.config.schema.base import PositiveFloat, PositiveInt, Section, TimeLimit, UserPath
 from roll_lite.config.schema.domains import GREATEST_TEMPERATURE, DomainConfig, RolloutConfig
@@ -158,11 +159,13 @@ class RunConfig(Section):
 
     @model_serializer(mode="wrap")
     def _without_secrets(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What came from the environment is written down as it was written: as `${oc.env:NAME}`."""
+        """What came from the environment is written down as it was written, as `${oc.env:NAME}`; other values of settings whose names say
+        that they are secrets are not."""
         data: dict[str, Any] = handler(self)
         for path, text in self._as_written.items():
             section: Any = data
             for key in path[:-1]:
                 section = section[int(key) if isinstance(section, list) else key]
             section[int(path[-1]) if isinstance(section, list) else path[-1]] = text
-        return data
+        written: dict[str, Any] = without_secrets(data, hidden_as=LEFT_OUT)
+        return written

@@ -50,7 +50,7 @@ def _is_set(variable: str) -> str:
 
 
 def _are_urls(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """Secrets in addresses are told for all of a configuration, in config/checks/addresses.py."""
+    """Secrets in addresses are told for all of a configuration, in config/checks/secrets.py."""
     for url in (given,) if isinstance(given, str) else given:
         try:
             parts = urlsplit(url)

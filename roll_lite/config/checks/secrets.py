@@ -1,11 +1,11 @@
-"""Addresses in a configuration: they are written into logs, so that none may hold a password or a key."""
+"""Secrets in a configuration: it is written into logs and files, so that addresses may hold none, and others are left out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from roll_lite.config.problems import Problem, secret_in_address
+from roll_lite.config.problems import LEFT_OUT, Problem, secret_in_address
 from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.run import RunConfig
 
@@ -17,6 +17,15 @@ def addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:
         if what is not None:
             message = f"holds {what}, which would be written into logs; remove it, and name a key's variable in api_key_env"
             yield Problem(path, message)
+
+
+def plain_secrets(config: RunConfig) -> list[str]:
+    """A note for each that is written in the configuration itself."""
+    return [
+        f"{path} is left out ({LEFT_OUT}) of config.yaml and checkpoints; write ${{oc.env:NAME}} in its place, which they can hold"
+        for path, text in _texts(config.model_dump(mode="json"), "")
+        if text == LEFT_OUT
+    ]
 
 
 def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
