@@ -11,9 +11,11 @@ from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import JudgeServerConfig
 from roll_lite.config.schema.run import RunConfig
 
+JUDGE = "judge"
+
 
 def _used(config: RunConfig, path: str, judge: JudgeServerConfig) -> Iterator[Problem]:
-    yield from used_by_a_reward(config, path, "judge", config.judges, "judge", "server")
+    yield from used_by_a_reward(config, path, "judge", config.judges, JUDGE, "server")
 
 
 def _model_folder(config: RunConfig, path: str, judge: JudgeServerConfig) -> Iterator[Problem]:

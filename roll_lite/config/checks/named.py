@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from roll_lite.config.problems import Problem, close_names
+from roll_lite.config.schema.domains import RewardConfig, RewardTermConfig
 from roll_lite.config.schema.run import RunConfig
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -14,7 +15,9 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 def used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collection[str], reward: str, argument: str) -> Iterator[Problem]:
     """`sections`: all of them, of which rewards of this type name one in their argument, or an address in its place."""
     name = path.partition(".")[2]
-    parts = [part for domain in config.domains.values() for part in (domain.reward, *domain.reward.terms)]
+    parts: list[RewardConfig | RewardTermConfig] = []
+    for domain in config.domains.values():
+        parts += [domain.reward, *domain.reward.terms]
     asked = [part.args.get(argument) for part in parts if part.type == reward and (argument in part.args or "url" not in part.args)]
     misspelt = any(part.type != reward and "." not in part.type and close_names(part.type, [reward]) for part in parts)
     if not NAME.fullmatch(name):
