@@ -19,6 +19,7 @@ LAYERS = (
     ("observability.viewer",),
     ("pipeline",),
     ("workers",),
+    ("simulator",),
     ("rewards", "scheduler"),
     ("sandbox",),
     ("distributed",),

@@ -9,9 +9,9 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from support_virtual_clock import run_virtual
 
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, MemberState, Policy, SlowStart
+from roll_lite.simulator.clock import run_virtual
 
 NEVER = float("inf")
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 from scheduler_support import by_tokens, make_domain, make_service, prompt_of
 from support_local_engine import LocalEngine
-from support_virtual_clock import run_virtual
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, Turn
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.engines import EngineLost
 from roll_lite.scheduler.router import EngineLoad, NoEngineLeft, RequestFailed, Router
+from roll_lite.simulator.clock import run_virtual
 
 
 def request(name: str, prompt_tokens: int = 4, max_tokens: int = 100) -> GenerationRequest:

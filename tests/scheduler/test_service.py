@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_support import Prompts, TimedReward, attempt_of, by_tokens, make_domain, make_service, prompt_of, tokens_of
-from support_virtual_clock import run_virtual
 
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import GenerationRequest, RewardInput, SampleOutcome
@@ -18,6 +17,7 @@ from roll_lite.distributed.strategy.scripted import Response, Script
 from roll_lite.scheduler.domain import DomainFailed
 from roll_lite.scheduler.router import NoEngineLeft
 from roll_lite.scheduler.service import RolloutResult, RolloutService, accepted
+from roll_lite.simulator.clock import run_virtual
 
 
 def drawn(result: RolloutResult) -> list[tuple[str, int, int]]:

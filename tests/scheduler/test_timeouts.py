@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from scheduler_support import by_tokens, make_domain, make_service
 from support_local_engine import LocalEngine
-from support_virtual_clock import run_virtual
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, SampleOutcome, Sampling, Turn
 from roll_lite.data.stable_hash import stable_hash
@@ -18,6 +17,7 @@ from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.engines import EngineLost
 from roll_lite.scheduler.router import NoEngineLeft, RequestFailed, Router
 from roll_lite.scheduler.service import RolloutResult, accepted
+from roll_lite.simulator.clock import run_virtual
 from roll_lite.workers.rollout_output import write_samples
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from support_local_engine import LocalEngine, TokensInProcess
-from support_virtual_clock import run_virtual
 
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
 from roll_lite.distributed.strategy.scripted import LOG_PROB, Response, ScriptedEngine
 from roll_lite.scheduler.engines import Collected, EngineLost
+from roll_lite.simulator.clock import run_virtual
 from roll_lite.workers.completions import CompletionPump
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, token_block
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from support_local_engine import LocalEngine
-from support_virtual_clock import run_virtual
 
 from roll_lite.algorithms.losses import row_weights
 from roll_lite.config.schema.algorithm import AlgorithmConfig
@@ -18,6 +17,7 @@ from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.episode import Conversation, Episode
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutResult, RolloutService
+from roll_lite.simulator.clock import run_virtual
 from roll_lite.workers.credit import alone, assign_credit
 from roll_lite.workers.objectives import ActorLoss
 from roll_lite.workers.rollout_output import rows_of

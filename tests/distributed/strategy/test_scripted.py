@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support_virtual_clock import run_virtual
 
 from roll_lite.config.schema.models import ScriptedStrategyConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, VersionSpan
 from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route
+from roll_lite.simulator.clock import run_virtual
 
 
 def request(name: str, max_tokens: int = 1000, seed: int | None = None) -> GenerationRequest:

@@ -4,7 +4,8 @@ import asyncio
 import time
 
 import pytest
-from support_virtual_clock import run_virtual
+
+from roll_lite.simulator.clock import run_virtual
 
 
 def test_hours_take_no_time_and_timers_fire_in_order() -> None:
