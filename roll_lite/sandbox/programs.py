@@ -21,10 +21,11 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
-from roll_lite.sandbox.identity import IDENTICAL, TYPE_NAME, asks_identity
+from roll_lite.sandbox.rewriting import DERIVED, IDENTICAL, LIVES_THERE, TYPE_OF, rewritten
 from roll_lite.sandbox.serving import serve
-from roll_lite.sandbox.stand_ins import Cannot, ProgramFault, Wire, builtins_for
+from roll_lite.sandbox.stand_ins import Cannot, ProgramFault, StandIn, ask_there, builtins_for
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
+from roll_lite.sandbox.wire import Wire
 
 RESULT = 3
 PEER = 4
@@ -180,7 +181,7 @@ def _tests(order: dict[str, Any]) -> None:
 
 
 def _verdict_of(wire: Wire, order: dict[str, Any]) -> dict[str, Any]:
-    tree, asks = asks_identity(order["source"])
+    tree, asks = rewritten(order["source"])
     if asks:
         wire.watch_identity()
     wire.wait()
@@ -191,7 +192,11 @@ def _verdict_of(wire: Wire, order: dict[str, Any]) -> dict[str, Any]:
     tests = types.ModuleType("__main__")
     sys.modules["__main__"] = tests  # where unittest.main() looks for them
     names = tests.__dict__
-    names |= {"__name__": "tests", "__builtins__": builtins_for(wire, order["names"]), IDENTICAL: wire.same, TYPE_NAME: wire.type_name}
+    names |= {"__name__": "tests", "__builtins__": builtins_for(wire, order["names"])}
+    names |= {IDENTICAL: wire.same, TYPE_OF: wire.type_of, DERIVED: wire.derive, LIVES_THERE: _live_there}
+    if wire.awaits:
+        importlib.import_module("asyncio")
+    ask_there(wire)
     names |= found
     try:
         names |= {name: importlib.import_module(path) for name, path in order.get("modules", {}).items()}
@@ -204,6 +209,10 @@ def _verdict_of(wire: Wire, order: dict[str, Any]) -> dict[str, Any]:
             raise
         return {"cannot": f"the tests import what is not there: {error}; python_path may name its folder"}
     return {"value": True} if wire.used else {"cannot": "the tests end without having used the program"}
+
+
+def _live_there(*bases: Any) -> bool:
+    return any(isinstance(base, StandIn) for base in bases)
 
 
 def _what_failed(error: BaseException, source: str) -> str:

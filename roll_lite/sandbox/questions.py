@@ -18,6 +18,8 @@ class Questions:
         self._told = {name for node in self._nodes for part in _telling(node) for name in _names(part)}
         self._called = {node.func.id for node in self._nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
         self.attributes = {node.attr for node in self._nodes if isinstance(node, ast.Attribute)}
+        self.ends_of_blocks = {line for node in self._nodes for line in self._end_of_block(node)}
+        """Lines of what stands last in a `with` and checks nothing."""
         self.awaits = any(isinstance(node, ASYNCHRONOUS) for node in self._nodes) or self._has_name("asyncio")
         self.looks_for_end = self._has_name("StopIteration")
 
@@ -32,6 +34,15 @@ class Questions:
         used = any(isinstance(node, ast.Name) and node.id == name for node in self._nodes)
         return used or any(isinstance(node, ast.alias | ast.ImportFrom) and name in _modules(node) for node in self._nodes)
 
+    def _end_of_block(self, node: ast.AST) -> Iterator[int]:
+        if not isinstance(node, ast.With | ast.AsyncWith) or not isinstance(last := node.body[-1], ast.Raise | ast.Expr):
+            return
+        own = {one.name for one in self._nodes if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+        called = {name for one in ast.walk(last) if isinstance(one, ast.Call) for name in _called(one)}
+        alone = all((one.end_lineno or last.lineno) < last.lineno for one in node.body[:-1])
+        if alone and not called & own and not any(name.startswith(("assert", "fail")) for name in called):
+            yield from range(last.lineno, (last.end_lineno or last.lineno) + 1)
+
     def _passed_on(self, node: ast.AST) -> Iterator[ast.AST]:
         """What becomes the value of a name that is caught."""
         match node:
@@ -45,6 +56,12 @@ class Questions:
         found = [node for node in self._nodes if isinstance(node, ast.FunctionDef) and node.name == name]
         caught = {one for function in found for node in ast.walk(function) for part in _catching(node) for one in _names(part)}
         return any(arg.arg in caught for function in found for arg in function.args.args)
+
+
+def _called(node: ast.Call) -> Iterator[str]:
+    match node.func:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            yield name
 
 
 def _catching(node: ast.AST) -> Iterator[ast.AST]:

@@ -7,12 +7,12 @@ import contextlib
 import inspect
 import io
 import json
-import operator
-from collections.abc import Callable
 from typing import Any
 
+from roll_lite.sandbox.library import KINDS, by_name
 from roll_lite.sandbox.links import Links
-from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode, plain_copy
+from roll_lite.sandbox.uses import USES
+from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode, encode_args, plain_copy
 
 
 def serve(names: dict[str, Any], peer: int) -> None:
@@ -50,6 +50,7 @@ class _Served:
         self._links = Links("p", self._refer, self._find)
         self._attributes: list[str] = []
         self._classes = False
+        self._derived: dict[str, Any] = {}
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -62,23 +63,21 @@ class _Served:
                 return self._name(asked["name"], asked["caught"])
             args = [self._links.take(one) for one in asked["args"]]
             kwargs = {name: self._links.take(one) for name, one in asked["kwargs"].items()}
-            value = USES[asked["do"]](self._find(asked["object"]), *args, **kwargs)
+            use = self._derive if asked["do"] == "derive" else USES[asked["do"]]
+            value = use(self._find(asked["object"]), *args, **kwargs)
+            answer = {"value": self._links.send(value), "now": self._links.changes()}
             if inspect.isawaitable(value) or inspect.isasyncgen(value):
-                return {"awaitable": type(value).__name__}
-            return {"value": self._links.send(value), "now": self._links.changes()}
+                answer |= {"awaitable": type(value).__name__, "later": inspect.isawaitable(value)}
+            return answer
         except Exception as error:  # whatever the program raised, the tests get
             return self._raised(error)
 
     def _raised(self, error: Exception) -> dict[str, Any]:
         try:
-            given = encode(list(error.args))
-        except TypeError:
-            given = [str(error)]
-        try:
             now = self._links.changes()
         except Exception:  # a list that holds itself
             now = {}
-        return {"error": _kinds(type(error)), "with": given, "now": now, **_told(error)}
+        return {"error": _kinds(type(error)), "with": encode_args(error), "now": now, **_told(error)}
 
     def _name(self, name: str, caught: bool) -> dict[str, Any]:
         solution = self._names.get("Solution")
@@ -92,20 +91,38 @@ class _Served:
             return {"exception": _kinds(value)}
         return {"value": self._links.send(value)}
 
-    def _find(self, which: int | str | dict[str, Any]) -> Any:
-        """An object by its number, one of Python's own by its name, or an iterator of items."""
+    def _find(self, which: int | str | list[Any] | dict[str, Any]) -> Any:
+        """An object by its number, one of Python's own or a class of the program by its name, an exception, or an iterator of items."""
         if isinstance(which, dict):
             return iter(decode(which["items"], self._find))
-        return getattr(builtins, which) if isinstance(which, str) else self._objects[which]
+        if isinstance(which, list):
+            kind, args = self._find(which[0]), decode(which[1], self._find)
+            try:
+                return kind(*args)
+            except Exception:  # its class takes others
+                return kind.__new__(kind, *args)
+        if isinstance(which, str):
+            module, _, name = which.partition(".")
+            return self._names[name] if module == FROM_PROGRAM else by_name(which)
+        return self._objects[which]
 
     def _refer(self, value: Any) -> Any:
         """Objects stay alive as long as the program, so that a number is the same object's for ever."""
+        if isinstance(value, type) and KINDS.get(f"builtins.{value.__name__}") is value:
+            return {"r": f"builtins.{value.__name__}"}
         if isinstance(value, COPIED) and not self._is_wanted(value):
             return encode(plain_copy(value), self._refer)
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._objects)
             self._objects.append(value)
         return {"r": self._numbers[id(value)]}
+
+    def _derive(self, _: Any, name: str, source: str, *bases: Any) -> Any:
+        """A class of the tests, of one of the program's."""
+        names = self._names | self._derived | {f"base_{place}": base for place, base in enumerate(bases)}
+        exec(compile(source, "tests.py", "exec", dont_inherit=True), names)
+        self._derived[name] = names[name]
+        return names[name]
 
     def _is_wanted(self, value: Any) -> bool:
         """The tests name a class, or use what no plain one has; or nothing tells it from a plain one."""
@@ -135,66 +152,3 @@ def _told(error: Exception) -> dict[str, Any]:
 
 def _kinds(kind: type) -> list[str]:
     return [f"{one.__module__}.{one.__qualname__}" for one in kind.__mro__]
-
-
-def _next(iterator: Any) -> list[Any]:
-    """Empty at the end."""
-    try:
-        return [next(iterator)]
-    except StopIteration:
-        return []
-
-
-def _size(value: Any) -> tuple[int, ...]:
-    """Empty for what has none."""
-    return (len(value),) if hasattr(type(value), "__len__") else ()
-
-
-_EMPTY: dict[Any, Any] = {}
-LIKE_SETS = (type(_EMPTY.keys()), type(_EMPTY.items()))
-
-
-def _how_to_compare(value: Any) -> tuple[Any, ...]:
-    owner = next(kind for kind in type(value).__mro__ if "__eq__" in vars(kind))
-    if owner is object:
-        return ("itself",)
-    if owner.__module__ == FROM_PROGRAM:
-        return ("own",)
-    try:
-        return ("plain", set(value) if isinstance(value, LIKE_SETS) else decode(encode(value)))
-    except TypeError:
-        return ("own",)
-
-
-def _plain_for(value: Any, method: str) -> tuple[Any, ...]:
-    owner = next((kind for kind in type(value).__mro__ if method in vars(kind)), object)
-    if owner is object or owner.__module__ != "builtins":
-        return ()
-    try:
-        return (decode(encode(value)),)
-    except TypeError:
-        return ()
-
-
-USES: dict[str, Callable[..., Any]] = {
-    "call": lambda target, /, *args, **kwargs: target(*args, **kwargs),
-    "get": getattr,
-    "set": setattr,
-    "item": operator.getitem,
-    "set item": operator.setitem,
-    "delete item": operator.delitem,
-    "delete": delattr,
-    "contains": operator.contains,
-    "type name": lambda target: type(target).__name__,
-    "list": list,
-    "next": _next,
-    "size": _size,
-    "bool": bool,
-    "str": str,
-    "repr": repr,
-    "callable": callable,
-    "isinstance": isinstance,
-    "is plain": lambda target, kind: isinstance(target, getattr(builtins, kind)),
-    "how to compare": _how_to_compare,
-    "plain for": _plain_for,
-}

@@ -83,6 +83,14 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
     raise TypeError(f"a value of type {type(value).__name__} is no plain data")
 
 
+def encode_args(error: Exception) -> Any:
+    """What an exception was made of, or its text."""
+    try:
+        return encode(list(error.args))
+    except (TypeError, RecursionError):
+        return [str(error)]
+
+
 def plain_copy(value: Any) -> Any:
     """The data that a list, tuple, set, dict, text or number holds, whatever a class of the program says of it; else the value."""
     for base, read in HELD.items():

@@ -198,17 +198,10 @@ def test_classes_of_the_program(tests: str) -> None:
     ("tests", "why"),
     [
         ("assert Point(1, 2) == Point(1, 2)", "comparing an object of a class of the program, which has an __eq__ of its own"),
-        ("assert Point(1, 2) + Point(1, 2)", "__add__ of an object of a class of the program"),
-        ("assert Node(1) < 3", "__lt__ of an object"),
         ("assert twice(lambda x: x, 3) == 3", "an argument of type function"),
         ("class A: pass\nassert inc(A()) == 3", "an argument of type A"),
-        ("assert type(Node(1)) == Node", "comparing the type of an object"),
-        (
-            "from collections.abc import Iterator\nassert isinstance(Node(1), Iterator)",
-            "isinstance of an object of the program and Iterator",
-        ),
-        ("import asyncio\nassert asyncio.run(later()) == 1", "a value of type coroutine, which has to be awaited"),
-        ("try: assert Node(1) + 1\nexcept: pass", "__add__ of an object"),
+        ("try: assert Point(1, 2) == 3\nexcept: pass", "comparing an object of a class of the program"),
+        ("assert Node(1).__reduce_ex__(2)", "__reduce_ex__ of an object of a class of the program"),
         ("import no_such_module_here\nassert inc(1) == 2", "the tests import what is not there: No module named 'no_such_module_here'"),
     ],
 )
@@ -229,7 +222,6 @@ TOTAL = "class Thing:\n    def total(self): return E()\n    def again(self): ret
         (f"{OWN_EQ}{TOTAL}", "t = Thing()\nassert t.total() == 5", "comparing an object of a class of the program"),
         (f"{OWN_EQ}{TOTAL}", "t = Thing()\nassert t.again() == 5", "comparing an object of a class of the program"),
         (f"{OWN_EQ}{TOTAL}", "t = Thing()\nassert t.total() > 5", "__gt__ of an object"),
-        (f"{OWN_EQ}def f(x): return E()\ng = f", "assert f(1) == g(2)", "comparing an object of a class of the program"),
         ("def f(x): return iter([])", "assert next(f(1), None) == 5", "AssertionError"),
         ("def f(x): return iter([])", "# StopIteration, next(a, b)\nassert next(f(1)) == 5", "next() at the end of an iterator"),
         ("async def f(x): return 5", "# no async, no await, no asyncio\nassert f(1) == 5", "a value of type coroutine"),
@@ -255,13 +247,11 @@ def test_no_program_chooses_to_be_left_out(program: str, tests: Any, why: str) -
     ("program", "tests", "why"),
     [
         (f"{OWN_EQ}def f(x): return E()", ["assert f(1) == 5"], "comparing an object of a class of the program"),
-        (f"{OWN_EQ}def f(x): return E()", ["assert f(1) == f(1)"], "comparing an object of a class of the program"),
         (f"{OWN_EQ}def f(x): return E()\ng = f", ["assert f(1) == 5 and g(2) == 6"], "comparing an object of a class of the program"),
         (f"{OWN_EQ}class Solution:\n    def f(self, x): return E()", "assert Solution().f(1) == 5", "comparing an object of a class"),
         (f"{OWN_EQ}def f(x): return E()", "assert f(1) > 5", "__gt__ of an object"),
         ("def f(x): return object()", "assert f(1) > 5", "__gt__ of an object"),
         ("def f(x): return object()", "assert int(f(1)) == 5", "__int__ of an object"),
-        ("def f(x): return object()", "import numbers\nassert isinstance(f(1), numbers.Number)", "isinstance of an object"),
         ("def f(x): yield from ()", "assert next(f(1)) == 5", "next() at the end of an iterator"),
         ("async def f(x): return 5", "assert f(1) == 5", "a value of type coroutine, which has to be awaited"),
         ("def f(x): return 'x' * 9_000_000", "assert f(1) == 5", "a value of more than 8 MB"),
@@ -276,12 +266,6 @@ def test_what_a_program_brings_about_is_wrong_and_no_failure(program: str, tests
     assert said.startswith("test 1: failed: ") and why in said
     caught = f"try:\n    {tests if isinstance(tests, str) else tests[0]}\nexcept BaseException: pass".replace("\nassert", "\n    assert")
     assert why in verdict(program, caught) or "not defined" in why
-
-
-def test_what_several_functions_return_may_have_to_be_compared() -> None:
-    program = f"{OWN_EQ}def make(x): return E()\ndef join(a, b): return E()"
-    tests = "assert join(make(1), make(2)) == make(3)"
-    assert verdict(program, tests).startswith("cause: reward code: test 1: the harness cannot do this: comparing an object")
 
 
 def test_tests_that_look_for_an_iterators_end_need_it() -> None:

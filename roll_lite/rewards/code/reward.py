@@ -63,18 +63,23 @@ class CodeReward(RewardType):
       same on both sides: `box.items.append(1)`, what a function changes in its arguments, and `f(x) is not x` mean what they mean in
       Python.
     - What the program prints during a call, the tests print; where it asks for `input`, the tests' own answers, which they may patch.
-    - Other objects stay with the program: the tests can call them, read and set attributes, index, loop, ask for `len`, truth, `next` and
-      `isinstance` with the program's classes. They are compared, and reckoned with, as what they are: itself, or the list or
-      number that they derive from. One that is a list here and a number there, or that has another length than items, fails the tests. A
-      subclass of a list, tuple, dict or set that loops, indexes or counts in its own way crosses as the plain data that it holds, where the
-      tests name no class of the program and use nothing that only the subclass has.
-    - Exceptions of Python and of the program keep their types, their text and attributes that are plain data;
+    - Other objects stay with the program: the tests can do with them what they could in one process, and each operator is asked there as a
+      method is. They are compared as what they are: itself, or the list or number that they derive from. Where their class has an
+      `__eq__` of its own, two that the program returned are equal if it says so and they hold the same. One that is a list here and a
+      number there, that has another length than items, or that is both less and more than another, fails the tests. A subclass of a
+      list, tuple, dict or set that loops, indexes or counts in its own way crosses as the plain data that it holds, where the tests name
+      no class of the program and use nothing that only the subclass has.
+    - A class of the tests that derives from one of the program's is made in the program, where nothing of the tests' own but its imports
+      is. Coroutines run there as well, each a little at a time, while the tests await them.
+    - What a context manager of the program swallows is swallowed where it ends the last statement of its block, and no assert.
+    - Exceptions of Python and of the program keep their types, their text and attributes that are plain data, in both directions;
       one that would end a loop of the tests (`StopIteration`) becomes another.
     - What the tests need and cannot be done that way is a failure with its cause, not a verdict: functions of the tests as arguments,
-      comparing or adding objects that they make of a class with its own `__eq__` or `__add__`, awaiting coroutines, a module
-      that is not there (`python_path`), tests that never use the program, `is` about something inside of a value.
+      comparing with `==` an object that they make of a class with its own `__eq__`, derived classes that assert or use other
+      functions of the tests, a module that is not there (`python_path`), tests that never use the program, `is` about something inside of a
+      value.
     - What a program brings about by itself is wrong: a coroutine that the tests do not await, an object of its own that is compared with
-      plain data (`assert f(1) == 5`), an exception where they call a function, a value of more than 8 MB.
+      plain data or reckoned with it (`assert f(1) == 5`, `f(1) - 5`), an exception where they call a function, a value of more than 8 MB.
 
     **What programs find.** Python's own library, the system's programs and libraries, an empty folder of their own, and what `readable`
     and `python_path` name: nothing else below /usr, no installed packages, nothing of the project. Behind mount namespaces they also have
