@@ -61,6 +61,7 @@ def make_rows() -> DataProto:
     lengths = [prompt + int(torch.randint(32, 129, (1,), generator=generator)) for prompt in prompts]
     return DataProto(
         {
+            "temperature": torch.ones(ROWS),
             "input_ids": Ragged.from_rows([torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]),
             "response_mask": Ragged.from_rows([torch.arange(length) >= prompt for prompt, length in zip(prompts, lengths, strict=True)]),
             "advantages": Ragged.from_rows([torch.randn(length - 1, generator=generator) / 1000 for length in lengths]),
@@ -147,7 +148,7 @@ def main() -> None:
         strategy.initialize()
 
         def planned_step(data: DataProto) -> None:
-            strategy.train_step(data, policy_gradient, ["log_probs"], 1.0, strategy.plan(data.lengths, PLANNER))
+            strategy.train_step(data, policy_gradient, ["log_probs"], strategy.plan(data.lengths, PLANNER))
 
         pairs, with_prompts = (
             turns(partial(planned_step, data), bare_megatron(folder / "model", data), chosen.pairs)

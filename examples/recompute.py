@@ -119,9 +119,9 @@ class Policy(torch.nn.Module):
         super().__init__()
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=F64, attn_implementation="eager")
 
-    def forward(self, ids: torch.Tensor, attention: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Log-probs of the whole vocabulary, [B, T-1, V]."""
-        return (self.model(ids, attention_mask=attention).logits[:, :-1] / temperature).log_softmax(-1)
+    def forward(self, ids: torch.Tensor, attention: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        """Log-probs of the whole vocabulary, [B, T-1, V], each row's at its own temperature, [B]."""
+        return (self.model(ids, attention_mask=attention).logits[:, :-1] / temperatures[:, None, None]).log_softmax(-1)
 
     def hf_weights(self) -> dict[str, torch.Tensor]:
         return dict(self.model.named_parameters())
@@ -138,7 +138,7 @@ class ValueModel(torch.nn.Module):
             found = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
             self.score.data.copy_(found[HEAD])
 
-    def forward(self, ids: torch.Tensor, attention: torch.Tensor, temperature: float) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, attention: torch.Tensor, temperatures: torch.Tensor | None = None) -> torch.Tensor:
         """Values [B, T]: entry t is the value before token t + 1 is chosen, the last that of the end."""
         return (self.model(ids, attention_mask=attention).last_hidden_state @ self.score.T).squeeze(-1)
 
@@ -154,6 +154,10 @@ def padded(rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def stacked(rows: list[Row], name: str) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True)
+
+
+def temperatures(rows: list[Row]) -> torch.Tensor:
+    return torch.stack([row["temperature"] for row in rows])
 
 
 def masks(rows: list[Row]) -> torch.Tensor:
@@ -417,7 +421,7 @@ class Recomputation:
                 if model is None or name not in rows[0]:
                     continue
                 if id(model) not in said:
-                    result = model(ids, attention, step.facts["temperature"])
+                    result = model(ids, attention, temperatures(rows))
                     said[id(model)] = of_tokens(result, ids) if isinstance(model, Policy) else result[:, :-1]
                 self.compare(name, said[id(model)] * masks(rows), stacked(rows, name), f"step {step.number}")
 
@@ -455,7 +459,7 @@ class Recomputation:
     def actor_share(self, step: Step, rows: list[Row], weights: torch.Tensor) -> torch.Tensor:
         algorithm, mask = self.run.algorithm, masks(rows)
         ids, attention = padded(rows)
-        distribution = self.actor(ids, attention, step.facts["temperature"])
+        distribution = self.actor(ids, attention, temperatures(rows))
         new = of_tokens(distribution, ids) * mask
         column = {"recompute": "old_log_probs", "rollout": "rollout_log_probs", "current": None}[algorithm["old_log_probs"]]
         old = new.detach() if column is None else stacked(rows, column)
@@ -472,7 +476,7 @@ class Recomputation:
     def critic_share(self, step: Step, rows: list[Row], weights: torch.Tensor) -> torch.Tensor:
         assert self.critic is not None
         ids, attention = padded(rows)
-        values, old, returns = self.critic(ids, attention, 1.0)[:, :-1], stacked(rows, "values"), stacked(rows, "returns")
+        values, old, returns = self.critic(ids, attention)[:, :-1], stacked(rows, "values"), stacked(rows, "returns")
         error, clip = (values - returns) ** 2, self.run.algorithm["value_loss"]["clip"]
         if clip is not None:
             error = torch.maximum(error, (old + (values - old).clamp(-clip, clip) - returns) ** 2)

@@ -9,11 +9,9 @@ from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.base import ForwardStrategy, LossFn, TrainResult, TrainStrategy
 
 
-def forward(strategy: ForwardStrategy, batch: DataProto, outputs: Sequence[str], temperature: float, size: int) -> DataProto | None:
-    return strategy.forward(batch, outputs, temperature, strategy.plan(batch.lengths, RowsAtATime(size)))
+def forward(strategy: ForwardStrategy, batch: DataProto, outputs: Sequence[str], size: int) -> DataProto | None:
+    return strategy.forward(batch, outputs, strategy.plan(batch.lengths, RowsAtATime(size)))
 
 
-def train_step(
-    strategy: TrainStrategy, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], temperature: float, size: int
-) -> TrainResult:
-    return strategy.train_step(batch, loss_fn, outputs, temperature, strategy.plan(batch.lengths, RowsAtATime(size)))
+def train_step(strategy: TrainStrategy, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], size: int) -> TrainResult:
+    return strategy.train_step(batch, loss_fn, outputs, strategy.plan(batch.lengths, RowsAtATime(size)))

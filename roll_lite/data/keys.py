@@ -66,6 +66,7 @@ KEYS: dict[str, Key] = {
     "correct": Key(Kind.ROW, torch.float32, "rollout service", "metrics"),
     "format_ok": Key(Kind.ROW, torch.float32, "rollout service", "rewards: 1 where the domain's format pattern matches, else 0"),
     "sample_weight": Key(Kind.ROW, torch.float32, "rollout service", "masks: weight that the data gives the prompt, 1 by default"),
+    "temperature": Key(Kind.ROW, torch.float32, "rollout service", "log-probs: what it was sampled at, and its logits are divided by"),
     "baseline_score": Key(Kind.ROW, torch.float32, "rollout service", "ReMax: score of the greedy response to the row's prompt"),
     "max_tokens": Key(Kind.ROW, torch.int64, "driver", "rewards: the domain's limit of the response"),
     "domain_number": Key(Kind.ROW, torch.int64, "driver", "metrics: place of the domain in the configuration"),

@@ -5,7 +5,7 @@
 | `start/models.json`, `start/ROLE/`     | driver, once             | the weights that training starts from, or where they are     |
 | `batches/step_000012/rows_0000.parquet` | head of data rank 0     | its rows: tokens, masks, log-probs, values, advantages       |
 | `batches/.../mini_batches.parquet`     | driver                   | which sample is in which optimizer step, and its loss weight |
-| `batches/.../step.json`                | driver                   | temperature and KL coefficients of the step                  |
+| `batches/.../step.json`                | driver                   | KL coefficients of the step                                  |
 
 What became of each optimizer step, skipped ones included, stands in `updates.jsonl`.
 """
@@ -77,8 +77,7 @@ class BatchFiles:
         columns = Columns(reads=tuple(name for name in keys if name not in WHOLE_VOCABULARY))
         actor.ranks.heads_scatter(ActorWorker.write_rows, actor.shards(batch, columns), folder)
         write_table(folder / "mini_batches.parquet", _as_table(mini_batches))
-        temperature = next(iter(self._config.domains.values())).sampling.temperature
-        described = {"step": step, "temperature": temperature, "kl_coefs": dict(kl_coefs)}
+        described = {"step": step, "kl_coefs": dict(kl_coefs)}
         (folder / "step.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 

@@ -150,7 +150,6 @@ class Starter:
         model_role = ModelRole(
             model=config.model.model_copy(update={"path": path}) if path else config.model,
             config=role,
-            temperature=next(iter(config.domains.values())).sampling.temperature,
             total_updates=updates(config, name),
             seed=derived_seed(config.seed, name),
             deterministic=config.deterministic,

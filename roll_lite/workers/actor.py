@@ -49,7 +49,7 @@ def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:
 
 class ActorWorker(ModelWorker):
     computes: ClassVar[Mapping[str, str]] = {"old_log_probs": "log_probs", "old_entropy": "entropy", "old_distribution": "distribution"}
-    forward_columns = Columns(reads=("input_ids",), if_there=("kept_ids",))
+    forward_columns = Columns(reads=("input_ids", "temperature"), if_there=("kept_ids",))
 
     def __init__(self, role: ModelRole, algorithm: AlgorithmConfig, domains: int) -> None:
         super().__init__(role)
@@ -61,7 +61,7 @@ class ActorWorker(ModelWorker):
     def training_reads(algorithm: AlgorithmConfig) -> Columns:
         """The loss measures the distance to the reference and, where nothing has compared them yet, that to the engine as well."""
         measured = ["kept_ids", "ref_log_probs", *(() if compared_before_training(algorithm) else ("rollout_log_probs",))]
-        return training_columns(actor_loss(algorithm, 1).columns, measured)
+        return training_columns(("temperature", *actor_loss(algorithm, 1).columns), measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
         """Advantages (and the critic's targets) of this rank's rows. Called on the head ranks, all of them."""

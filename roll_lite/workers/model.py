@@ -30,7 +30,6 @@ class ModelRole:
 
     model: ModelConfig
     config: ForwardRoleConfig
-    temperature: float
     total_updates: int
     """Optimizer steps of the whole run, for a learning rate that decays."""
     seed: int
@@ -130,7 +129,7 @@ class ModelWorker(Worker):
         batch = shard.materialize()
         wanted = [self.computes[name] for name in columns]
         plan = self.strategy.plan(batch.lengths, self.spec.forward_planner)
-        outputs = self.strategy.forward(batch, wanted, self.spec.temperature, plan)
+        outputs = self.strategy.forward(batch, wanted, plan)
         if outputs is None:
             return None
         named = {name: outputs[self.computes[name]] for name in columns}
@@ -143,7 +142,7 @@ class ModelWorker(Worker):
             rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
             rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))
             plan = self.strategy.plan(rows.lengths, self.spec.train_planner)
-            yield mini_batch, self.strategy.train_step(rows, loss_fn, outputs, self.spec.temperature, plan)
+            yield mini_batch, self.strategy.train_step(rows, loss_fn, outputs, plan)
 
     def _make_heads_group(self) -> dist.ProcessGroup | None:
         layouts: list[RankLayout | None] = [None] * self.strategy.layout.world_size

@@ -102,7 +102,7 @@ class RewardModelWorker(Worker):
         # A row's last digits depend on what it is padded to: alone in its pass it has the same score in every run.
         planner = RowsAtATime(1 if self.spec.deterministic else self.spec.config.micro_batch_size)
         # Copies of the model take texts as they come: a pass is this copy's own.
-        outputs = strategy.forward(batch, ["final_value"], 1.0, strategy.plan(batch.lengths, planner, together=False))
+        outputs = strategy.forward(batch, ["final_value"], strategy.plan(batch.lengths, planner, together=False))
         if outputs is None:
             return None
         scores = [0.0] * len(rows)

@@ -80,6 +80,7 @@ class RolloutWorker(AsyncWorker):
         keep_mask = spec.rollout.keep_mask
         self._kept_ids = any(sampling_of(domain.sampling, keep_mask).keep_mask for domain in spec.domains.values())
         """Token blocks have that column."""
+        self._temperatures = {name: domain.sampling.temperature for name, domain in spec.domains.items()}
         self._pools: dict[str, RewardPool | RewardModelPool] = {}
         self._reward_models: dict[str, RewardModelClient] = {}
         self._data_counts: list[str] = []
@@ -156,7 +157,7 @@ class RolloutWorker(AsyncWorker):
         await self._write(f"step_{step:06d}.jsonl", result.groups)
         trainable = accepted(result.groups)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
-        return RolloutBatch(rows_of(trainable), [tokens_of(trainable, self._kept_ids)], result.stats, replaced)
+        return RolloutBatch(rows_of(trainable, self._temperatures), [tokens_of(trainable, self._kept_ids)], result.stats, replaced)
 
     async def progress(self) -> dict[str, Progress]:
         """While one of the two is under way: how far it is, by domain."""
@@ -167,7 +168,7 @@ class RolloutWorker(AsyncWorker):
         result = await self._service.evaluate(samples_per_prompt, temperature)
         await self._reward_models_rest()
         await self._write(f"validation_{step:06d}.jsonl", result.groups)
-        return rows_of(accepted(result.groups)), result.stats
+        return rows_of(accepted(result.groups), dict.fromkeys(self._temperatures, temperature)), result.stats
 
     async def _reward_models_rest(self) -> None:
         await asyncio.gather(*(model.rest() for model in self._reward_models.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from roll_lite.workers.token_blocks import TOKEN_COLUMNS
 # ---------------------------------------------------------------- for the driver
 
 
-def rows_of(groups: Sequence[SampleGroup]) -> DataProto:
-    """One row for each sample of the groups, numbered from 0 on. Every sample must be accepted and scored."""
+def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) -> DataProto:
+    """One row for each sample of the groups, numbered from 0 on. Every sample must be accepted and scored. `temperatures`: by domain."""
     samples = [sample for group in groups for sample in group.samples]
     scores = [sample.score for sample in samples if sample.score is not None]
     assert len(scores) == len(samples), "a sample without a score cannot train"
@@ -41,6 +41,7 @@ def rows_of(groups: Sequence[SampleGroup]) -> DataProto:
         "sample_weight": torch.tensor([sample.prompt.weight for sample in samples], dtype=torch.float32),
         "min_version": _whole(min((span.version for span in sample.transcript.versions), default=0) for sample in samples),
     }
+    columns["temperature"] = torch.tensor([temperatures[sample.id.domain] for sample in samples], dtype=torch.float32)
     if any(group.baseline is not None for group in groups):
         columns["baseline_score"] = torch.tensor(_baseline_scores(groups), dtype=torch.float32)
     return DataProto(columns)

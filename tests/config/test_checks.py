@@ -42,7 +42,6 @@ CROSS_CHECKS = {
     "kl in reward without reference": ("algorithm: {kl_in_reward: {coef: 0.1}}", "algorithm.kl_in_reward.coef", "add a `reference`"),
     "kl in loss without reference": ("algorithm: {kl_in_loss: {coef: 0.1}}", "algorithm.kl_in_loss.coef", "add a `reference`"),
     "reference without kl": ("reference: {}", "reference", "nothing uses the reference"),
-    "temperatures": ("domains: {copy: {sampling: {temperature: 0.7}}}", "domains.copy.sampling.temperature", "'add' samples at 1.0"),
     "validation temperature": ("validation: {temperature: 0.001}", "validation.temperature", "use 0.01 or 0"),
     "validation without data": ("domains: {add: {data: {validation: null}}}", "validation.enabled", "domains.add.data.validation"),
     "trackers": ("trackers: [{type: jsonl}, {type: tensorboard}, {type: jsonl}]", "trackers.2.type", "trackers.0 is jsonl too"),

@@ -70,9 +70,9 @@ def test_a_refused_field_starts_no_false_alarm(project: Project) -> None:
 
 def test_a_refused_field_hides_no_other_mistake(project: Project) -> None:
     paths = {
-        one.path for one in project.problems("domains.add.share=x", "domains.add.reward.type=y", "domains.copy.sampling.temperature=2")
+        one.path for one in project.problems("domains.add.share=x", "domains.add.reward.type=y", "domains.copy.sampling.min_tokens=9999")
     }
-    assert paths == {"domains.add.share", "domains.add.reward.type", "domains.copy.sampling.temperature"}
+    assert paths == {"domains.add.share", "domains.add.reward.type", "domains.copy.sampling.min_tokens"}
 
 
 # ---------------------------------------------------------------- schema

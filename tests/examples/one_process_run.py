@@ -2,7 +2,7 @@
 
     python one_process_run.py FOLDER RECIPE [key=value ...]
 
-Rollouts are random tokens with the log-probs that the actor gives them; clusters are called directly.
+Rollouts are random tokens with the log-probs that the actor gives them, at two temperatures; clusters are called directly.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from roll_lite.workers.model import ModelRole
 from roll_lite.workers.reference import ReferenceWorker
 
 SAMPLES, GROUP, PROMPT = 24, 4, 5
+TEMPERATURES = (1.0, 0.6)
+"""Of one group and the next."""
 
 
 class Answer:
@@ -85,11 +87,13 @@ def rollouts(actor: Any, domains: list[str], generator: torch.Generator) -> Batc
         "correct": zeros,
         "format_ok": zeros,
         "sample_weight": torch.ones(SAMPLES),
+        "temperature": torch.tensor(TEMPERATURES).repeat_interleave(GROUP).repeat(SAMPLES)[:SAMPLES],
     }
     mask = [torch.arange(len(row)) >= PROMPT for row in ids]
     tokens = DataProto({"sample": numbers, "input_ids": Ragged.from_rows(ids), "response_mask": Ragged.from_rows(mask)})
+    asked = tokens.with_columns(temperature=rows["temperature"])
     plan = actor.strategy.plan(tokens.lengths, actor.spec.forward_planner)
-    said = actor.strategy.forward(tokens, ["log_probs"], 1.0, plan)
+    said = actor.strategy.forward(asked, ["log_probs"], plan)
     return Batch(DataProto(rows), [put_block(tokens.with_columns(rollout_log_probs=said["log_probs"]))])
 
 
@@ -102,7 +106,7 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
         role = getattr(config, name)
         if role is None:
             return None
-        settings = ModelRole(config.model, role, 1.0, updates(config, name), seed=1, deterministic=False)
+        settings = ModelRole(config.model, role, updates(config, name), seed=1, deterministic=False)
         return Model(Local(worker(settings, *arguments)), role, worker)  # type: ignore[arg-type]
 
     actor = model("actor_train", ActorWorker, config.algorithm, len(config.domains))

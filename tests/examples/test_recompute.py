@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation.enabled=false"]
+TEMPERATURES = ["domains.add.sampling.temperature=0.6", "domains.repeat.sampling.temperature=1.5"]
 SCHEDULE = "{warmup_steps: 2, decay: cosine, min_lr: 1.0e-6, weight_decay: 0.1, clip_grad: 0.5, lr: 2.0e-4}"
 PPO = [
     "steps=4",
@@ -48,7 +50,7 @@ def differences(output: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(("recipe", "settings", "compared"), [("tiny_grpo", GRPO, BOTH), ("tiny_ppo", PPO, BOTH | OF_PPO)])
 def test_losses_and_weights_come_out_again(recipe: str, settings: list[str], compared: set[str], tmp_path: Path) -> None:
-    """Of a run in one process: everything but Ray and engines."""
+    """Of a run in one process: everything but Ray and engines. Two groups in turn have been sampled at two temperatures."""
     settings = [setting for setting in settings if "devices" not in setting]
     run = python("tests/examples/one_process_run.py", str(tmp_path / "run"), recipe, *settings)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -62,8 +64,13 @@ def test_losses_and_weights_come_out_again(recipe: str, settings: list[str], com
     [pytest.param("tiny_grpo", GRPO, BOTH, marks=pytest.mark.nightly), ("tiny_ppo", PPO, BOTH | OF_PPO)],
 )
 def test_a_whole_runs_losses_and_weights_come_out_again(recipe: str, settings: list[str], compared: set[str], tmp_path: Path) -> None:
-    run = python("examples/start_rlvr_pipeline.py", f"--config-name={recipe}", *SMALL, *settings, f"run_dir={tmp_path / 'runs'}")
+    run = python(
+        "examples/start_rlvr_pipeline.py", f"--config-name={recipe}", *SMALL, *TEMPERATURES, *settings, f"run_dir={tmp_path / 'runs'}"
+    )
     assert run.returncode == 0, run.stdout + run.stderr
+    metrics = [json.loads(line) for line in (tmp_path / "runs" / "latest" / "metrics.jsonl").read_text().splitlines()]
+    between = {name: value for name, value in metrics[0].items() if name.endswith("mismatch/mean")}
+    assert len(between) == 4 and max(between.values()) < 1e-5, between
     elsewhere = tmp_path / "moved"
     shutil.move((tmp_path / "runs" / "latest").resolve(), elsewhere)
     comes_out_again(elsewhere, compared)

@@ -24,7 +24,7 @@ from roll_lite.data.samples import Completion, GenerationRequest, Sampling
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 VOCABULARY = 258
-TEMPERATURE = 0.7
+TEMPERATURES = (0.7, 1.0, 0.4)
 TRUNCATIONS: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.7},
@@ -60,7 +60,7 @@ async def sampled(model: Path) -> dict[str, list[tuple[GenerationRequest, Comple
     try:
         requests = {
             f"{name}/{number}": GenerationRequest(
-                f"{name}/{number}", (5 + number, 9, 101), Sampling(TEMPERATURE, 40, seed=number, keep_mask=True, **truncation)
+                f"{name}/{number}", (5 + number, 9, 101), Sampling(TEMPERATURES[number % 3], 40, seed=number, keep_mask=True, **truncation)
             )
             for name, truncation in TRUNCATIONS.items()
             for number in range(8)
@@ -87,6 +87,7 @@ def batch_of(samples: list[tuple[GenerationRequest, Completion]]) -> tuple[DataP
             kept[len(prompt) - 1 + step, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         kept_rows.append(kept)
     columns = {"input_ids": Ragged.from_rows(ids), "response_mask": Ragged.from_rows(masks), "kept_ids": Ragged.from_rows(kept_rows)}
+    columns["temperature"] = torch.tensor([request.sampling.temperature for request, _ in samples])
     engine = torch.tensor([log_prob for _, completion in samples for log_prob in completion.log_probs])
     return DataProto(columns), engine
 
@@ -100,7 +101,7 @@ def trainers_log_probs(
     for name, batch in batches.items():
         chosen = torch.cat([mask[1:] for mask in batch.ragged("response_mask").rows()])
         without = batch.select([name for name in batch.columns if name != "kept_ids"])
-        outs = [forward(strategy, each, ["log_probs"], TEMPERATURE, 3) for each in (batch, without)]
+        outs = [forward(strategy, each, ["log_probs"], 3) for each in (batch, without)]
         found[name] = tuple(out.ragged("log_probs").values[chosen] for out in outs if out is not None)
     return found if strategy.layout.is_head else None  # type: ignore[return-value]
 

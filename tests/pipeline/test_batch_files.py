@@ -84,7 +84,7 @@ def test_a_step_has_its_rows_its_mini_batches_in_their_order_and_its_coefficient
         "loss_weight": [0.5, 0.25, 1.0],
     }
     facts = json.loads((folder / "step.json").read_text())
-    assert facts == {"step": 12, "temperature": 1.0, "kl_coefs": {"kl_in_reward": 0.01, "kl_in_loss": 0.0}}
+    assert facts == {"step": 12, "kl_coefs": {"kl_in_reward": 0.01, "kl_in_loss": 0.0}}
 
 
 def test_every_rank_writes_its_own_rows_with_all_their_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def batch() -> Batch:
         "truncated": torch.zeros(SAMPLES, dtype=torch.bool),
         "reward": (numbers % 2).float(),
         "train_weight": torch.ones(SAMPLES),
+        "temperature": torch.ones(SAMPLES),
     }
     ids = [torch.randint(5, 100, (TOKENS,), generator=generator) for _ in range(SAMPLES)]
     tokens = {
@@ -101,7 +102,7 @@ def pipeline(ray_local: object, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> I
     config = load_config("tiny_ppo", ROOT / "examples/configs", [*shared, "algorithm.critic_warmup_steps=0", "algorithm.mini_batches=1"])
 
     def model(name: str, role: Any, worker: Any, *arguments: Any) -> Model[Any]:
-        settings = ModelRole(config.model.model_copy(update={"path": tmp / "model"}), role, 1.0, 10, seed=1, deterministic=False)
+        settings = ModelRole(config.model.model_copy(update={"path": tmp / "model"}), role, 10, seed=1, deterministic=False)
         made = Model(start_cluster(ClusterSpec(name, anywhere(1)), worker, settings, *arguments), role, worker)
         made.ranks.all(ModelWorker.initialize)
         made.ranks.all(ModelWorker.offload, TRAIN)

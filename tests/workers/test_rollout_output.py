@@ -35,6 +35,7 @@ def sample(group: int, index: int, prompt: tuple[int, ...], response: int, score
     return Sample(sample_id, Prompt("maths", sample_id.prompt_uid, "a b", prompt), transcript, SampleOutcome.ACCEPTED, score)
 
 
+AT = {"maths": 0.5}
 GROUPS = [
     SampleGroup(
         3,
@@ -49,7 +50,7 @@ GROUPS = [
 
 
 def test_rows_by_hand() -> None:
-    rows = rows_of(GROUPS)
+    rows = rows_of(GROUPS, AT)
     expected = {
         "sample": [0, 1, 2],
         "group": [3, 3, 4],
@@ -67,6 +68,7 @@ def test_rows_by_hand() -> None:
         "min_version": [5, 0, 5],
         "format_ok": [0.0, 0.0, 0.0],
         "sample_weight": [1.0, 1.0, 1.0],
+        "temperature": [0.5, 0.5, 0.5],
     }
     assert {name: rows[name].tolist() for name in expected} == expected
     written = {name for name, key in KEYS.items() if key.writer == "rollout service"}
@@ -91,7 +93,7 @@ def test_only_the_policys_tokens_count_as_its_own() -> None:
         Segment(Author.POLICY, 5, (VersionSpan(0, 7),)),
     )
     two_turns = replace(one, transcript=replace(one.transcript, segments=turns))
-    rows = rows_of([replace(GROUPS[0], samples=(two_turns,))])
+    rows = rows_of([replace(GROUPS[0], samples=(two_turns,))], AT)
     assert [int(rows.tensor(name)) for name in ("prompt_length", "response_length", "policy_tokens", "min_version")] == [3, 19, 9, 6]
     assert two_turns.transcript.versions == (VersionSpan(0, 6), VersionSpan(2, 7), VersionSpan(14, 7))
 
@@ -99,7 +101,7 @@ def test_only_the_policys_tokens_count_as_its_own() -> None:
 def test_what_the_driver_gets_does_not_grow_with_the_responses() -> None:
     def size(tokens: int) -> int:
         groups = [SampleGroup(0, "maths", tuple(sample(0, i, (1, 2), tokens, Score(1.0), ("one", i)) for i in range(8)))]
-        return len(pickle.dumps((rows_of(groups), tokens_of(groups, False))))
+        return len(pickle.dumps((rows_of(groups, AT), tokens_of(groups, False))))
 
     assert size(4000) == size(40)
 
@@ -108,12 +110,12 @@ def test_a_sample_without_a_score_is_refused() -> None:
     whole = GROUPS[0].samples[0]
     failed = Sample(whole.id, whole.prompt, whole.transcript, SampleOutcome.FAILED, failure="time-out")
     with pytest.raises(AssertionError, match="score"):
-        rows_of([SampleGroup(0, "maths", (failed,))])
+        rows_of([SampleGroup(0, "maths", (failed,))], AT)
 
 
 def test_an_empty_batch_has_all_columns() -> None:
-    assert len(rows_of([])) == 0
-    assert set(rows_of([]).keys()) == set(rows_of(GROUPS).keys())
+    assert len(rows_of([], AT)) == 0
+    assert set(rows_of([], AT).keys()) == set(rows_of(GROUPS, AT).keys())
 
 
 def test_form_and_weight_by_hand() -> None:
@@ -121,7 +123,7 @@ def test_form_and_weight_by_hand() -> None:
     assert first.score and second.score
     first = replace(first, score=replace(first.score, format_ok=True), prompt=replace(first.prompt, weight=0.5))
     second = replace(second, score=replace(second.score, format_ok=False), prompt=replace(second.prompt, weight=0.0))
-    rows = rows_of([replace(GROUPS[0], samples=(first, second)), GROUPS[1]])
+    rows = rows_of([replace(GROUPS[0], samples=(first, second)), GROUPS[1]], AT)
     assert rows["format_ok"].tolist() == [1.0, 0.0, 0.0]
     assert rows["sample_weight"].tolist() == [0.5, 0.0, 1.0]
 
@@ -129,14 +131,14 @@ def test_form_and_weight_by_hand() -> None:
 def test_every_row_has_its_groups_baseline_and_the_baseline_has_no_row() -> None:
     greedy = sample(3, 3, (1, 10, 11), 2, Score(0.25), ("one", 5))
     groups = [replace(GROUPS[0], baseline=greedy), replace(GROUPS[1], baseline=replace(greedy, score=Score(-2.0)))]
-    rows = rows_of(groups)
+    rows = rows_of(groups, AT)
     assert rows["baseline_score"].tolist() == [0.25, 0.25, -2.0]
     assert rows["index"].tolist() == [0, 2, 0]
     assert len(tokens_of(groups, False).samples) == 3
     with pytest.raises(AssertionError, match="group 4 has no scored greedy baseline"):
-        rows_of([groups[0], GROUPS[1]])
+        rows_of([groups[0], GROUPS[1]], AT)
     with pytest.raises(AssertionError, match="group 3 has no scored"):
-        rows_of([replace(GROUPS[0], baseline=replace(greedy, score=None, outcome=SampleOutcome.FAILED, failure="time-out"))])
+        rows_of([replace(GROUPS[0], baseline=replace(greedy, score=None, outcome=SampleOutcome.FAILED, failure="time-out"))], AT)
 
 
 def test_every_sample_is_one_line_failed_ones_too(tmp_path: Path) -> None:

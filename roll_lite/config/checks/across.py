@@ -151,17 +151,6 @@ def _kl_and_reference_belong_together(config: RunConfig) -> Iterator[Problem]:
         yield Problem("reference", f"{message}; set one of them, or remove the section (reference: null)")
 
 
-def _one_temperature(config: RunConfig) -> Iterator[Problem]:
-    temperatures = {name: domain.sampling.temperature for name, domain in config.domains.items()}
-    first_name, first = next(iter(temperatures.items()))
-    for name, temperature in temperatures.items():
-        if temperature != first:
-            message = (
-                f"domain {first_name!r} samples at {first}; training log-probs are taken at one temperature, so use one for all domains"
-            )
-            yield Problem(f"domains.{name}.sampling.temperature", message, temperature)
-
-
 def _validation_temperature(config: RunConfig) -> Iterator[Problem]:
     temperature = config.validation.temperature
     if 0 < temperature < LEAST_TEMPERATURE:
@@ -205,7 +194,6 @@ RUN_CHECKS = (
     _critic_and_gae_belong_together,
     _critic_warmup,
     _kl_and_reference_belong_together,
-    _one_temperature,
     _validation_temperature,
     _validation_has_data,
     *TRACKER_CHECKS,

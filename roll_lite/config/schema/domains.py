@@ -58,7 +58,7 @@ LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 0.01, 2.0
 
 class SamplingConfig(Section):
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=GREATEST_TEMPERATURE)] = 1.0
-    """Sampling temperature; training log-probs are taken at the same one."""
+    """Sampling temperature; training log-probs of the domain's samples are taken at the same one."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling; 1 is off."""
     top_k: Annotated[int, Field(ge=0)] = 0

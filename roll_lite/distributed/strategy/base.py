@@ -110,11 +110,12 @@ class ForwardStrategy(ABC):
         ranks that hold this copy of the model make a pass of their own."""
 
     @abstractmethod
-    def forward(self, batch: DataProto, outputs: Sequence[str], temperature: float, plan: MicroBatchPlan) -> DataProto | None:
+    def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
         """`outputs`: of log_probs, entropy, distribution; with a value head of values, final_value. Columns under those names on head
         ranks, None elsewhere. No gradient.
 
-        Where the batch has the column kept_ids, here and in train_step, every softmax goes over those tokens only (and the target)."""
+        Here and in train_step a softmax is that of logits / temperature, a column of the batch. Where the batch has the column kept_ids,
+        it goes over those tokens only (and the target)."""
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> None:
@@ -129,9 +130,7 @@ class TrainStrategy(ForwardStrategy):
     """One that can train as well."""
 
     @abstractmethod
-    def train_step(
-        self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], temperature: float, plan: MicroBatchPlan
-    ) -> TrainResult:
+    def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
         """One optimizer step on this data-parallel rank's rows of a mini-batch, possibly none. loss_fn is called on every micro-batch of
         the plan, also on those without rows."""
 

@@ -49,8 +49,8 @@ class HfRewardStrategy(ForwardStrategy):
         """No rank waits for another one here: each has a number of micro-batches of its own."""
         return MicroBatchPlan.of(lengths, planner)
 
-    def forward(self, batch: DataProto, outputs: Sequence[str], temperature: float, plan: MicroBatchPlan) -> DataProto | None:
-        """`outputs` is final_value, the model's output after each row's last token; nothing here depends on the temperature."""
+    def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
+        """`outputs` is final_value, the model's output after each row's last token."""
         if list(outputs) != OUTPUTS:
             raise ValueError(f"outputs {list(outputs)}: a reward model has {', '.join(OUTPUTS)}")
         tokens = batch.select(["input_ids"])

@@ -42,7 +42,7 @@ def started(path: Path, dtype: str = "float32") -> HfRewardStrategy:
 
 
 def scores(strategy: HfRewardStrategy, of: list[list[int]], size: int) -> list[float]:
-    out = forward(strategy, batch(of), ["final_value"], 1.0, size)
+    out = forward(strategy, batch(of), ["final_value"], size)
     assert out is not None
     return out.tensor("final_value").tolist()
 
@@ -97,4 +97,4 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"reward_models\.toy\.path: "):
         started(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="a reward model has final_value"):
-        forward(started(make_tiny_reward_model(tmp_path / "model")), batch(rows()), ["log_probs"], 1.0, 2)
+        forward(started(make_tiny_reward_model(tmp_path / "model")), batch(rows()), ["log_probs"], 2)

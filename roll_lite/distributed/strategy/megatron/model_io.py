@@ -14,8 +14,9 @@ from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.megatron.distribution import distribution
 from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entropy
 
-KEPT = "kept_ids"
-"""The column that says which tokens a softmax goes over. It is for the head; losses do not see it."""
+KEPT, TEMPERATURE = "kept_ids", "temperature"
+"""The columns that say which tokens a softmax goes over, and what their logits are divided by. They are for the head; losses do not see
+them."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class ModelInput:
     """For the loss; without rows where this one only keeps step with other ranks."""
     kept: torch.Tensor | None = None
     """[N, K] the column kept_ids, where the batch has it."""
+    temperatures: torch.Tensor | None = None
+    """[N] that of the position's row; a value head does without."""
 
 
 def model_inputs(
@@ -57,8 +60,9 @@ def _model_input(
     positions = step * batch + row
     if lengths is not None:
         positions = torch.cat([positions, (lengths - 1) * batch + torch.arange(batch)])
-    kept = micro_batch.columns.get(KEPT)
-    wanted = {name: column for name, column in micro_batch.columns.items() if (columns is None or name in columns) and name != KEPT}
+    kept, temperatures = micro_batch.columns.get(KEPT), micro_batch.columns.get(TEMPERATURE)
+    seen = set(micro_batch.columns if columns is None else columns) - {KEPT, TEMPERATURE}
+    wanted = {name: column for name, column in micro_batch.columns.items() if name in seen}
     on_device = {name: _to(column, device) for name, column in wanted.items()}
     return ModelInput(
         # Without rows the model still runs, on one row of padding of which nothing is asked.
@@ -68,11 +72,12 @@ def _model_input(
         targets=_to(targets, device),
         micro_batch=MicroBatch(on_device, _to(mask, device)),
         kept=_to(kept.flatten(0, 1).index_select(0, slots), device) if kept is not None else None,
+        temperatures=_to(temperatures.index_select(0, row), device) if temperatures is not None else None,
     )
 
 
 def outputs_of(
-    result: torch.Tensor, given: ModelInput, outputs: Sequence[str], temperature: float, vocab_size: int, group: dist.ProcessGroup
+    result: torch.Tensor, given: ModelInput, outputs: Sequence[str], vocab_size: int, group: dist.ProcessGroup
 ) -> MicroBatchOutputs:
     """What the model's last stage returned, as the padded columns that losses read; 0 where the mask is 0."""
     shape = (given.micro_batch.mask.shape[0], given.input_ids.shape[1] - 1)
@@ -82,7 +87,9 @@ def outputs_of(
             values=_scatter(values, given.slots, shape) if "values" in outputs else None,
             final_value=ends if "final_value" in outputs else None,
         )
-    arguments = (result, given.targets, temperature, vocab_size, group)
+    if given.temperatures is None:
+        raise ValueError(f"{', '.join(outputs)} of a batch without the column {TEMPERATURE}: a softmax is that of its row's temperature")
+    arguments = (result, given.targets, given.temperatures, vocab_size, group)
     found = MicroBatchOutputs()
     if "distribution" in outputs:
         found = replace(found, distribution=_scatter(distribution(*arguments, kept=given.kept), given.slots, shape))

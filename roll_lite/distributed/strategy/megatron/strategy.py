@@ -31,7 +31,7 @@ from roll_lite.distributed.strategy.megatron.hf_export import save_hf as write_h
 from roll_lite.distributed.strategy.megatron.hf_load import load_weights
 from roll_lite.distributed.strategy.megatron.hf_mapping import bind
 from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
-from roll_lite.distributed.strategy.megatron.model_io import KEPT, ModelInput, check_outputs, model_inputs, outputs_of, to_host
+from roll_lite.distributed.strategy.megatron.model_io import KEPT, TEMPERATURE, ModelInput, check_outputs, model_inputs, outputs_of, to_host
 from roll_lite.distributed.strategy.megatron.offload import StateMover
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.parallel import check_layout, join_groups, layout_multiples
@@ -107,14 +107,14 @@ class MegatronStrategy(TrainStrategy):
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
         return MicroBatchPlan.of(lengths, planner, layout_multiples(self._config), most_over_data_ranks if together else None)
 
-    def forward(self, batch: DataProto, outputs: Sequence[str], temperature: float, plan: MicroBatchPlan) -> DataProto | None:
+    def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
         check_outputs(outputs, self._value_head)
         self._mover.require(StateGroup.WEIGHTS)
-        needed = batch.select(name for name in ("input_ids", "response_mask", KEPT) if name in batch)
+        needed = batch.select(name for name in ("input_ids", "response_mask", KEPT, TEMPERATURE) if name in batch)
         inputs = model_inputs(needed, plan, self.device, columns=(), ends="final_value" in outputs)
 
         def on_head(result: torch.Tensor, given: ModelInput) -> MicroBatchOutputs:
-            found = self._outputs(result, given, outputs, temperature)
+            found = self._outputs(result, given, outputs)
             return to_host(found) if self.layout.is_head else MicroBatchOutputs()
 
         results: list[MicroBatchOutputs] = run_forward(self._chunks, inputs, on_head)
@@ -126,9 +126,7 @@ class MegatronStrategy(TrainStrategy):
             columns[name] = plan.collect_rows(found) if name == "final_value" else plan.collect_transitions(found, batch)
         return DataProto(columns)
 
-    def train_step(
-        self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], temperature: float, plan: MicroBatchPlan
-    ) -> TrainResult:
+    def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
         check_outputs(outputs, self._value_head, training=True)
         assert self._optimizer is not None, "this strategy was made without an optimizer"
         self._mover.require(*StateGroup)
@@ -138,7 +136,7 @@ class MegatronStrategy(TrainStrategy):
         self._optimizer.zero_grad()
 
         def on_head(result: torch.Tensor, given: ModelInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss, metrics = loss_fn(self._outputs(result, given, outputs, temperature), given.micro_batch)
+            loss, metrics = loss_fn(self._outputs(result, given, outputs), given.micro_batch)
             return loss, {**metrics, LOSS: loss}
 
         sums = run_training(self._chunks, inputs, on_head)
@@ -147,8 +145,8 @@ class MegatronStrategy(TrainStrategy):
         loss = metrics.pop(LOSS)
         return TrainResult(metrics, loss, step.grad_norm, step.lr, step.skipped)
 
-    def _outputs(self, result: torch.Tensor, given: ModelInput, outputs: Sequence[str], temperature: float) -> MicroBatchOutputs:
-        return outputs_of(result, given, outputs, temperature, self._hf.vocab_size, self._tensor_group)
+    def _outputs(self, result: torch.Tensor, given: ModelInput, outputs: Sequence[str]) -> MicroBatchOutputs:
+        return outputs_of(result, given, outputs, self._hf.vocab_size, self._tensor_group)
 
     # ------------------------------------------------------------ weights out
 

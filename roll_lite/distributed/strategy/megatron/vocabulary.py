@@ -19,17 +19,25 @@ are 0; and it is finite, so that differences and squares of two of them are no N
 class Vocabulary:
     """logits [N, V/tp] are this rank's columns (all where group is None), of which only the first vocab_size over all ranks are words.
 
+    temperatures [N] float32: what a row's logits are divided by.
     kept [N, K]: the tokens that a row's softmax goes over, beside its target; -1 pads, a row of -1 alone and kept None mean all.
     """
 
     def __init__(
-        self, logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, group: dist.ProcessGroup | None, kept: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
+        vocab_size: int,
+        group: dist.ProcessGroup | None,
+        kept: torch.Tensor | None,
     ) -> None:
         self.group = group if group is not None and group.size() > 1 else None
         self.start = logits.shape[1] * (self.group.rank() if self.group is not None else 0)
         self.size = min(max(vocab_size - self.start, 0), logits.shape[1])
         self.words = logits[:, : self.size]
         self._targets = targets
+        self._temperatures = temperatures
         self._kept = kept
 
     def reduce(self, tensor: torch.Tensor, operation: Any) -> None:
@@ -58,20 +66,21 @@ class Vocabulary:
         dropped = torch.ones(len(kept), self.size + 1, dtype=torch.bool, device=kept.device).scatter_(1, column, False)
         return dropped[:, : self.size] & (kept >= 0).any(dim=1, keepdim=True)
 
-    def largest(self, temperature: float, chunk: int) -> torch.Tensor:
+    def largest(self, chunk: int) -> torch.Tensor:
         """[N] float32: the largest of the scaled logits in a row's softmax, over all ranks."""
         if self._kept is None and self.size:
-            found = self.words.amax(dim=1).float() / temperature
+            found = self.words.amax(dim=1).float()
         else:
             found = torch.full((len(self.words),), -torch.inf, device=self.words.device)
             for rows in self.chunks(chunk):
-                found[rows] = self._without_dropped(self.words[rows], rows, -torch.inf).amax(dim=1).float() / temperature
+                found[rows] = self._without_dropped(self.words[rows], rows, -torch.inf).amax(dim=1).float()
+        found.div_(self._temperatures)
         self.reduce(found, dist.ReduceOp.MAX)
         return found
 
-    def scaled(self, rows: slice, temperature: float, *shifts: torch.Tensor) -> torch.Tensor:
-        """[rows, words] float32, to be written to: logits / temperature - shifts, each [N]; DROPPED where they take no part."""
-        scaled = torch.div(self.words[rows].float(), temperature)
+    def scaled(self, rows: slice, *shifts: torch.Tensor) -> torch.Tensor:
+        """[rows, words] float32, to be written to: logits / temperatures - shifts, each [N]; DROPPED where they take no part."""
+        scaled = torch.div(self.words[rows].float(), self._temperatures[rows, None])
         for shift in shifts:
             scaled.sub_(shift[rows, None])
         return self._without_dropped(scaled, rows, DROPPED)

@@ -18,6 +18,7 @@ from roll_lite.distributed.strategy.base import ModelSpec
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
 FAMILIES = ("qwen2", "qwen3", "llama")
+TEMPERATURES = torch.tensor([1.0, 0.7, 0.35, 1.6])
 
 
 def tiny(folder: Path, family: str = "qwen2", **overrides: Any) -> Path:
@@ -35,7 +36,8 @@ def started(path: Path, optimizer: OptimizerConfig | None = None, dtype: str = "
 
 
 def batch_of(lengths: Sequence[int] = (9, 4, 12, 2, 7, 5), vocab: int = VOCAB_SIZE, seed: int = 3) -> DataProto:
-    """Rows whose first third or so is the prompt, with a gap in the response mask of longer rows, and random advantages as weights.
+    """Rows whose first third or so is the prompt, with a gap in the response mask of longer rows, random advantages as weights, and
+    temperatures that differ.
 
     Token 0 does not occur: it is padding, and Hugging Face drops the gradient of its embedding."""
     generator = torch.Generator().manual_seed(seed)
@@ -48,6 +50,7 @@ def batch_of(lengths: Sequence[int] = (9, 4, 12, 2, 7, 5), vocab: int = VOCAB_SI
     return DataProto(
         {
             "sample": torch.arange(len(lengths)),
+            "temperature": TEMPERATURES[torch.arange(len(lengths)) % len(TEMPERATURES)],
             "input_ids": Ragged.from_rows([torch.randint(3, vocab, (length,), generator=generator) for length in lengths]),
             "response_mask": Ragged.from_rows(masks),
             "advantages": Ragged.from_rows([torch.randn(length - 1, generator=generator) for length in lengths]),
@@ -70,7 +73,7 @@ def weighted_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[
     return loss, {"tokens": mask.sum(), "rows": torch.tensor(mask.shape[0]), "loss": loss}
 
 
-def hf_log_probs(model: PreTrainedModel, input_ids: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def hf_log_probs(model: PreTrainedModel, input_ids: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One row: log-probs and entropy, [T - 1] each."""
     log_p = torch.log_softmax(model(input_ids[None]).logits[0, :-1].float() / temperature, dim=-1)
     return log_p.gather(1, input_ids[1:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
@@ -82,9 +85,7 @@ def hf_values(model: PreTrainedModel, head: torch.Tensor, input_ids: torch.Tenso
     return (hidden @ head.T).squeeze(-1)
 
 
-def hf_loss(
-    model: PreTrainedModel, batch: DataProto, temperature: float, entropy: bool = True, head: torch.Tensor | None = None
-) -> torch.Tensor:
+def hf_loss(model: PreTrainedModel, batch: DataProto, entropy: bool = True, head: torch.Tensor | None = None) -> torch.Tensor:
     """weighted_loss over the whole batch, row by row and without padding."""
     total = torch.zeros(())
     for row in range(len(batch)):
@@ -92,15 +93,15 @@ def hf_loss(
         if head is not None:
             token_loss = 0.5 * (hf_values(model, head, ids) - batch.ragged("returns").row(row)) ** 2
         else:
-            log_p, bonus = hf_log_probs(model, ids, temperature)
+            log_p, bonus = hf_log_probs(model, ids, batch.tensor("temperature")[row])
             token_loss = -batch.ragged("advantages").row(row) * log_p - (0.3 * bonus if entropy else 0.0)
         total = total + (token_loss * mask).sum()
     return total
 
 
-def hf_gradients(path: Path, batch: DataProto, temperature: float, entropy: bool = True) -> tuple[float, dict[str, torch.Tensor]]:
+def hf_gradients(path: Path, batch: DataProto, entropy: bool = True) -> tuple[float, dict[str, torch.Tensor]]:
     model = load_hf(path)
-    loss = hf_loss(model, batch, temperature, entropy)
+    loss = hf_loss(model, batch, entropy)
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 

@@ -54,31 +54,30 @@ def check_forward(path: Path, vocab: int, layout: dict[str, Any]) -> None:
     strategy = started(path, **layout)
     oracle = load_hf(path)
     batch = batch_of(vocab=vocab)
-    unmasked = batch.select(["input_ids"])
+    unmasked = batch.select(["input_ids", "temperature"])
     mine = shard(unmasked, strategy)
-    for temperature in (1.0, 0.7):
-        out = forward(strategy, mine, ["log_probs", "entropy"], temperature, 2)
-        masked = forward(strategy, shard(batch, strategy), ["log_probs"], temperature, 4)
-        assert (out is not None) == strategy.layout.is_head
-        if out is None or masked is None:
-            continue
-        for row in range(len(mine)):
-            ids = mine.ragged("input_ids").row(row)
-            log_p, entropy = hf_log_probs(oracle, ids, temperature)
-            torch.testing.assert_close(out.ragged("log_probs").row(row), log_p, rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(out.ragged("entropy").row(row), entropy, rtol=1e-5, atol=1e-5)
-            mask = shard(batch, strategy).ragged("response_mask").row(row)[1:]
-            torch.testing.assert_close(masked.ragged("log_probs").row(row), log_p * mask, rtol=1e-5, atol=1e-5)
+    out = forward(strategy, mine, ["log_probs", "entropy"], 2)
+    masked = forward(strategy, shard(batch, strategy), ["log_probs"], 4)
+    assert (out is not None) == strategy.layout.is_head
+    if out is None or masked is None:
+        return
+    for row in range(len(mine)):
+        ids = mine.ragged("input_ids").row(row)
+        log_p, entropy = hf_log_probs(oracle, ids, mine.tensor("temperature")[row])
+        torch.testing.assert_close(out.ragged("log_probs").row(row), log_p, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out.ragged("entropy").row(row), entropy, rtol=1e-5, atol=1e-5)
+        mask = shard(batch, strategy).ragged("response_mask").row(row)[1:]
+        torch.testing.assert_close(masked.ragged("log_probs").row(row), log_p * mask, rtol=1e-5, atol=1e-5)
 
 
 def check_gradients(path: Path, vocab: int, layout: dict[str, Any], sizes: list[int] | None, micro_batch_sizes: list[int]) -> None:
     """The same loss and gradient for every micro-batch size, equal to Hugging Face's on the whole batch without padding."""
     strategy = started(path, NO_CLIPPING, distributed_optimizer=False, **layout)
     batch = batch_of(vocab=vocab)
-    for temperature, outputs in ((1.0, ["log_probs"]), (0.7, ["log_probs", "entropy"])):
-        loss, gradients = hf_gradients(path, batch, temperature, entropy="entropy" in outputs)
+    for outputs in (["log_probs"], ["log_probs", "entropy"]):
+        loss, gradients = hf_gradients(path, batch, entropy="entropy" in outputs)
         for size in micro_batch_sizes:
-            result = train_step(strategy, shard(batch, strategy, sizes), weighted_loss, outputs, temperature, size)
+            result = train_step(strategy, shard(batch, strategy, sizes), weighted_loss, outputs, size)
             # Positive and negative terms of about 5 each cancel: the tolerance is 1e-5 of their sum without signs.
             tolerance = 1e-5 * 5 * result.metrics["tokens"]
             assert abs(result.loss - loss) < tolerance, (result.loss, loss)
@@ -139,11 +138,11 @@ def test_two_by_two(ranks: RankPool, models: dict[str, Path]) -> None:
 def forward_of_nothing(path: Path) -> None:
     strategy = started(path)
     empty: DataProto = batch_of().slice(0, 0)
-    out = forward(strategy, empty, ["log_probs"], 1.0, 4)
+    out = forward(strategy, empty, ["log_probs"], 4)
     assert out is not None
     assert len(out) == 0
     with pytest.raises(ValueError, match="has log_probs, entropy"):
-        forward(strategy, empty, ["values"], 1.0, 4)
+        forward(strategy, empty, ["values"], 4)
 
 
 def test_a_rank_without_rows_returns_an_empty_batch(ranks: RankPool, models: dict[str, Path]) -> None:
@@ -156,9 +155,9 @@ def passes_of(path: Path, sizes: list[int]) -> tuple[int, int, list[int] | None]
     mine = shard(batch_of(), strategy, sizes)
     runs: list[int] = []
     strategy._chunks[0].register_forward_pre_hook(lambda *_: runs.append(1))
-    out = forward(strategy, mine, ["log_probs"], 1.0, 2)
+    out = forward(strategy, mine, ["log_probs"], 2)
     in_forward = len(runs)
-    train_step(strategy, mine, weighted_loss, ["log_probs"], 1.0, 2)
+    train_step(strategy, mine, weighted_loss, ["log_probs"], 2)
     return in_forward, len(runs) - in_forward, None if out is None else out.lengths.tolist()
 
 
@@ -175,7 +174,7 @@ def pass_of_one_copy(path: Path) -> int | None:
     if strategy.layout.data_rank == 1:
         return None
     plan = strategy.plan(batch_of().lengths, RowsAtATime(4), together=False)
-    out = strategy.forward(batch_of(), ["log_probs"], 1.0, plan)
+    out = strategy.forward(batch_of(), ["log_probs"], plan)
     assert out is not None
     return len(out)
 

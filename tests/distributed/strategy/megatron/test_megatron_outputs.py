@@ -18,7 +18,6 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.megatron.vocabulary import DROPPED
 
 NO_CLIPPING = OptimizerConfig(lr=1e-30, clip_grad=0.0)
-TEMPERATURE = 0.7
 OUTPUTS = ["log_probs", "entropy", "distribution"]
 
 
@@ -35,9 +34,9 @@ def with_kept(batch: DataProto, vocab: int) -> DataProto:
     return batch.with_columns(kept_ids=Ragged.from_rows(rows))
 
 
-def hf_distribution(model: PreTrainedModel, ids: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
+def hf_distribution(model: PreTrainedModel, ids: torch.Tensor, temperature: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
     """[T - 1, V], DROPPED where a token was not kept."""
-    logits = model(ids[None]).logits[0, :-1].float() / TEMPERATURE
+    logits = model(ids[None]).logits[0, :-1].float() / temperature
     keeps = torch.ones_like(logits, dtype=torch.bool)
     for step, tokens in enumerate(kept.tolist() if kept is not None else []):
         if max(tokens) >= 0:
@@ -51,7 +50,8 @@ def rows_of(model: PreTrainedModel, batch: DataProto) -> list[dict[str, torch.Te
     rows = []
     for row in range(len(batch)):
         ids, mask = batch.ragged("input_ids").row(row), batch.ragged("response_mask").row(row)[1:]
-        whole = hf_distribution(model, ids, batch.ragged("kept_ids").row(row) if "kept_ids" in batch else None)
+        kept = batch.ragged("kept_ids").row(row) if "kept_ids" in batch else None
+        whole = hf_distribution(model, ids, batch.tensor("temperature")[row], kept)
         log_p, entropy = whole.gather(1, ids[1:, None]).squeeze(1), -(whole.exp() * whole).sum(-1)
         rows.append({"log_probs": log_p * mask, "entropy": entropy * mask, "distribution": whole * mask[:, None]})
     return rows
@@ -63,8 +63,8 @@ def check_forward(path: Path, vocab: int, layout: dict[str, Any]) -> None:
     plain = batch_of(vocab=vocab)
     for batch in (plain, with_kept(plain, vocab)):
         mine = shard(batch, strategy)
-        out = forward(strategy, mine, OUTPUTS, TEMPERATURE, 4)
-        alone = forward(strategy, mine, ["distribution"], TEMPERATURE, 1)
+        out = forward(strategy, mine, OUTPUTS, 4)
+        alone = forward(strategy, mine, ["distribution"], 1)
         assert (out is not None) == strategy.layout.is_head
         if out is None or alone is None:
             continue
@@ -78,7 +78,7 @@ def check_forward(path: Path, vocab: int, layout: dict[str, Any]) -> None:
 def loss_with_distribution(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """weighted_loss, and the negative entropy summed up over the whole vocabulary."""
     assert outputs.distribution is not None
-    assert "kept_ids" not in micro_batch.columns, "it is for the head, and large"
+    assert not {"kept_ids", "temperature"} & set(micro_batch.columns), "they are for the head"
     loss, metrics = weighted_loss(outputs, micro_batch)
     whole = outputs.distribution
     loss = loss + 0.2 * ((whole.exp() * whole).sum(-1) * micro_batch.mask).sum()
@@ -97,7 +97,7 @@ def check_gradients(path: Path, vocab: int, layout: dict[str, Any]) -> None:
     strategy = started(path, NO_CLIPPING, distributed_optimizer=False, **layout)
     mine = shard(batch, strategy)
     for size in (1, 4):
-        result = train_step(strategy, mine, loss_with_distribution, OUTPUTS, TEMPERATURE, size)
+        result = train_step(strategy, mine, loss_with_distribution, OUTPUTS, size)
         assert result.loss == pytest.approx(total.item(), rel=1e-5)
         ours = own_gradients(strategy)
         if ours:
@@ -146,7 +146,7 @@ def idle_ranks(path: Path) -> None:
         return total, {"rows": torch.tensor(len(difference))}
 
     mine = shard(with_kept(batch, 100), strategy, [6, 0])
-    assert train_step(strategy, mine, loss, ["distribution"], 1.0, 4).metrics["rows"] == 6
+    assert train_step(strategy, mine, loss, ["distribution"], 4).metrics["rows"] == 6
 
 
 def test_a_rank_without_rows_keeps_step(ranks: RankPool, models: dict[str, tuple[Path, int]]) -> None:
@@ -160,13 +160,13 @@ def final_values(path: Path, layout: dict[str, Any]) -> None:
     """The values of a plain forward pass over every position, the last one included."""
     strategy = started(path, OptimizerConfig(lr=1e-2), value_init="actor", **layout)
     batch = batch_of()
-    train_step(strategy, batch, weighted_loss, ["values"], 1.0, 4)  # the head starts at 0
+    train_step(strategy, batch, weighted_loss, ["values"], 4)  # the head starts at 0
     # Behind each row one more token, which causal attention does not let the positions before it see.
     longer = Ragged.from_rows([torch.cat([ids, torch.tensor([7])]) for ids in batch.ragged("input_ids").rows()])
-    everywhere = forward(strategy, DataProto({"input_ids": longer}), ["values"], 1.0, 3)
+    everywhere = forward(strategy, DataProto({"input_ids": longer}), ["values"], 3)
     for size in (1, 4):
-        out = forward(strategy, batch, ["values", "final_value"], 1.0, size)
-        alone = forward(strategy, batch, ["final_value"], 1.0, size)
+        out = forward(strategy, batch, ["values", "final_value"], size)
+        alone = forward(strategy, batch, ["final_value"], size)
         assert (out is not None) == strategy.layout.is_head
         if out is None or alone is None or everywhere is None:
             continue
@@ -178,10 +178,10 @@ def final_values(path: Path, layout: dict[str, Any]) -> None:
         for row, values in enumerate(out.ragged("values").rows()):
             mask = batch.ragged("response_mask").row(row)[1:]
             torch.testing.assert_close(values, everywhere.ragged("values").row(row)[:-1] * mask, rtol=1e-5, atol=1e-6)
-    empty = forward(strategy, batch.slice(0, 0), ["values", "final_value"], 1.0, 4)
+    empty = forward(strategy, batch.slice(0, 0), ["values", "final_value"], 4)
     assert empty is None or (len(empty) == 0 and empty.tensor("final_value").dtype == torch.float32)
     with pytest.raises(ValueError, match="final_value"):
-        train_step(strategy, batch, weighted_loss, ["values", "final_value"], 1.0, 4)
+        train_step(strategy, batch, weighted_loss, ["values", "final_value"], 4)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor_parallel": 2}], ids=["one rank", "TP2"])

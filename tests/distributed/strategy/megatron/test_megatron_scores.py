@@ -38,7 +38,7 @@ def check_scores(cases: list[tuple[Path, list[float]]], layout: dict[str, Any]) 
     for path, expected in cases:
         strategy = started(path, value_init="reward_model", path_key="reward_models.toy.path", **layout)
         for size in (1, 4, 6):
-            out = forward(strategy, batch(), ["final_value"], 1.0, size)
+            out = forward(strategy, batch(), ["final_value"], size)
             assert (out is not None) == strategy.layout.is_head
             if out is not None:
                 torch.testing.assert_close(out.tensor("final_value"), torch.tensor(expected), rtol=0, atol=1e-5)

@@ -35,7 +35,7 @@ def steps(strategy: MegatronStrategy, numbers: range) -> list[TrainResult]:
     results = []
     for number in numbers:
         batch = shard(batch_of(seed=number), strategy, [5, 1] if strategy.layout.data_size == 2 else None)
-        results.append(train_step(strategy, batch, weighted_loss, ["log_probs", "entropy"], 0.7, 3))
+        results.append(train_step(strategy, batch, weighted_loss, ["log_probs", "entropy"], 3))
     return results
 
 
@@ -77,10 +77,10 @@ def offload_and_go_on(path: Path, layout: dict[str, Any], dtype: str) -> None:
         assert (parameters_bytes(strategy) == 0) == (StateGroup.WEIGHTS in groups)
         if StateGroup.WEIGHTS in groups:
             with pytest.raises(AssertionError, match="weights are offloaded"):
-                forward(strategy, batch_of(), ["log_probs"], 1.0, 2)
+                forward(strategy, batch_of(), ["log_probs"], 2)
         if groups == [StateGroup.OPTIMIZER]:
             # Weight sync and forward passes need the weights alone.
-            forward(strategy, shard(batch_of(), strategy), ["log_probs"], 1.0, 2)
+            forward(strategy, shard(batch_of(), strategy), ["log_probs"], 2)
             same_weights(strategy, undisturbed)
         strategy.load(groups)
         strategy.load(groups)
@@ -98,16 +98,16 @@ def test_offloading_frees_memory_and_changes_no_bit(ranks: RankPool, path: Path,
 def offload_a_reference(path: Path) -> None:
     strategy = started(path)
     assert not any(parameter.requires_grad for parameter in _parameters(strategy))
-    before = forward(strategy, batch_of(), ["log_probs"], 1.0, 2)
+    before = forward(strategy, batch_of(), ["log_probs"], 2)
     strategy.offload(StateGroup)
     assert parameters_bytes(strategy) == 0
     strategy.load(StateGroup)
-    after = forward(strategy, batch_of(), ["log_probs"], 1.0, 2)
+    after = forward(strategy, batch_of(), ["log_probs"], 2)
     assert before is not None
     assert after is not None
     assert torch.equal(before.ragged("log_probs").values, after.ragged("log_probs").values)
     with pytest.raises(AssertionError, match="without an optimizer"):
-        train_step(strategy, batch_of(), weighted_loss, ["log_probs"], 1.0, 2)
+        train_step(strategy, batch_of(), weighted_loss, ["log_probs"], 2)
 
 
 def test_a_forward_only_role_has_weights_to_move_and_nothing_else(ranks: RankPool, path: Path) -> None:
@@ -174,12 +174,12 @@ def test_another_layout_goes_on_where_the_first_stopped(ranks: RankPool, path: P
 def critic_checkpoint(path: Path, folder: Path) -> None:
     straight = started(path, CONFIG, total_updates=20, value_init="actor", tensor_parallel=2)
     batch = batch_of()
-    train_step(straight, batch, weighted_loss, ["values"], 1.0, 3)
+    train_step(straight, batch, weighted_loss, ["values"], 3)
     straight.save_checkpoint(folder)
-    expected = train_step(straight, batch, weighted_loss, ["values"], 1.0, 3)
+    expected = train_step(straight, batch, weighted_loss, ["values"], 3)
     resumed = started(path, CONFIG, total_updates=20, value_init="actor", tensor_parallel=2)
     resumed.load_checkpoint(folder)
-    assert train_step(resumed, batch, weighted_loss, ["values"], 1.0, 3) == expected
+    assert train_step(resumed, batch, weighted_loss, ["values"], 3) == expected
 
 
 def test_a_critic_resumes_too(ranks: RankPool, path: Path, tmp_path: Path) -> None:

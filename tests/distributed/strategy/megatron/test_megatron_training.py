@@ -46,7 +46,7 @@ def megatron_steps(
     results = []
     for step in range(steps):
         batch = shard(batch_of(seed=step), strategy, [2, 4] if strategy.layout.data_size == 2 else None)
-        results.append(train_step(strategy, batch, weighted_loss, ["log_probs", "entropy"], 0.7, 3))
+        results.append(train_step(strategy, batch, weighted_loss, ["log_probs", "entropy"], 3))
     return own_weights(strategy), results
 
 
@@ -169,12 +169,12 @@ def skip_and_go_on(path: Path, layout: dict[str, Any]) -> None:
     # Only data-parallel rank 0 has rows, so only its gradient explodes; all ranks must skip.
     batch = shard(batch_of(), strategy, [6, 0] if strategy.layout.data_size == 2 else None)
     before = own_weights(strategy)
-    skipped = train_step(strategy, batch, exploding_loss, ["log_probs"], 1.0, 4)
+    skipped = train_step(strategy, batch, exploding_loss, ["log_probs"], 4)
     assert skipped.skipped
     assert skipped.metrics["rows"] == 6
     assert all(torch.equal(tensor, before[name]) for name, tensor in own_weights(strategy).items())
-    after = train_step(strategy, batch, weighted_loss, ["log_probs"], 1.0, 4)
-    expected = train_step(untouched, batch, weighted_loss, ["log_probs"], 1.0, 4)
+    after = train_step(strategy, batch, weighted_loss, ["log_probs"], 4)
+    expected = train_step(untouched, batch, weighted_loss, ["log_probs"], 4)
     assert after == expected, "the step after a skipped one is that of a strategy that never saw it"
     theirs = own_weights(untouched)
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in own_weights(strategy).items())
@@ -190,7 +190,7 @@ def bfloat16_training(path: Path, layout: dict[str, Any]) -> tuple[list[float], 
     losses = []
     for _ in range(8):
         batch = shard(batch_of(), strategy, [2, 4] if strategy.layout.data_size == 2 else None)
-        losses.append(train_step(strategy, batch, weighted_loss, ["log_probs"], 1.0, 3).loss)
+        losses.append(train_step(strategy, batch, weighted_loss, ["log_probs"], 3).loss)
     return losses, own_weights(strategy)
 
 
@@ -207,7 +207,7 @@ def repeated(path: Path) -> list[TrainResult]:
         strategy = started(path, CONFIG, deterministic=True, tensor_parallel=2)
         with pytest.raises(ValueError, match="another role in this process has 2 x 1; roles that share processes need the same layout"):
             started(path)
-        return [train_step(strategy, batch_of(seed=step), weighted_loss, ["log_probs", "entropy"], 0.7, 3) for step in range(3)]
+        return [train_step(strategy, batch_of(seed=step), weighted_loss, ["log_probs", "entropy"], 3) for step in range(3)]
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -48,7 +48,7 @@ def check_values(path: Path, base: Path, head: torch.Tensor, layout: dict[str, A
     batch = batch_of()
     oracle = load_hf(base)
     mine = shard(batch, strategy, [2, 4] if strategy.layout.data_size == 2 else None)
-    out = forward(strategy, mine, ["values"], 1.0, 2)
+    out = forward(strategy, mine, ["values"], 2)
     if out is not None:
         for row in range(len(mine)):
             mask = mine.ragged("response_mask").row(row)[1:]
@@ -59,7 +59,7 @@ def check_values(path: Path, base: Path, head: torch.Tensor, layout: dict[str, A
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in oracle.model.named_parameters(prefix="model")} | {"score.weight": weight.grad}
     for size in (1, 3):
-        result = train_step(strategy, mine, weighted_loss, ["values"], 1.0, size)
+        result = train_step(strategy, mine, weighted_loss, ["values"], size)
         assert result.loss == pytest.approx(loss.item(), rel=1e-5)
         ours = own_gradients(strategy)
         if ours:
@@ -100,23 +100,23 @@ def test_values_and_gradients_in_further_layouts(
 def fresh_critic(path: Path, target: Path) -> None:
     strategy = started(path, OptimizerConfig(lr=1e-2), value_init="actor")
     batch = batch_of()
-    out = forward(strategy, batch, ["values"], 1.0, 4)
+    out = forward(strategy, batch, ["values"], 4)
     assert out is not None
     assert out.ragged("values").values.abs().max() == 0, "a new critic's values are all 0"
-    first = train_step(strategy, batch, weighted_loss, ["values"], 1.0, 4).loss
+    first = train_step(strategy, batch, weighted_loss, ["values"], 4).loss
     for _ in range(5):
-        last = train_step(strategy, batch, weighted_loss, ["values"], 1.0, 4).loss
+        last = train_step(strategy, batch, weighted_loss, ["values"], 4).loss
     assert last < 0.8 * first
     strategy.save_hf(target)
     trained = own_weights(strategy)
     again = started(target, None, value_init="path")
     assert all(torch.equal(tensor, trained[name]) for name, tensor in own_weights(again).items())
-    mine, theirs = (forward(one, batch, ["values"], 1.0, 4) for one in (strategy, again))
+    mine, theirs = (forward(one, batch, ["values"], 4) for one in (strategy, again))
     assert mine is not None
     assert theirs is not None
     assert torch.equal(mine.ragged("values").values, theirs.ragged("values").values)
     with pytest.raises(ValueError, match="a model with value head has values"):
-        forward(strategy, batch, ["log_probs"], 1.0, 4)
+        forward(strategy, batch, ["log_probs"], 4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
