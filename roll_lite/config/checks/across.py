@@ -17,6 +17,7 @@ from roll_lite.config.checks.layout import LAYOUT_CHECKS, ROLE_CHECKS
 from roll_lite.config.checks.reward_models import REWARD_MODEL_CHECKS
 from roll_lite.config.checks.rewards import REWARD_CHECKS
 from roll_lite.config.checks.secrets import addresses_without_secrets
+from roll_lite.config.checks.simulation import SIMULATION_CHECKS
 from roll_lite.config.checks.trackers import TRACKER_CHECKS
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.algorithm import KlInLossConfig, KlInRewardConfig
@@ -195,6 +196,7 @@ RUN_CHECKS = (
     _critic_warmup,
     _kl_and_reference_belong_together,
     _validation_temperature,
+    *SIMULATION_CHECKS,
     _validation_has_data,
     *TRACKER_CHECKS,
     _max_model_len,

@@ -20,6 +20,7 @@ from roll_lite.config.schema.models import (
     RewardModelConfig,
     TrainRoleConfig,
 )
+from roll_lite.config.schema.simulation import SimulationConfig
 
 
 class RayConfig(Section):
@@ -154,6 +155,8 @@ class RunConfig(Section):
     """The Ray cluster."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     """When something that does not answer counts as hung."""
+    simulation: SimulationConfig = Field(default_factory=SimulationConfig)
+    """What `roll-lite simulate` assumes; a run reads nothing of it."""
 
     _as_written: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
 

@@ -1,0 +1,342 @@
+"""A modelled engine: continuous batching, computed from event to event and never token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan
+from roll_lite.scheduler.engines import EngineLost
+
+HAIR = 1e-6
+"""Of a token: what rounding may take away from one that is complete."""
+
+
+@dataclass(frozen=True)
+class EngineRates:
+    """What an engine takes for its work. One pass of the model gives one token to each request that runs."""
+
+    pass_s: float
+    """A pass, however little is in it: the weights are read."""
+    request_s: float = 0.0
+    """More for each request that runs: arithmetic."""
+    cached_token_s: float = 0.0
+    """More for each token in the key/value cache, which is read as well."""
+    prefill_token_s: float = 0.0
+    """For each token of a prompt. Nothing is decoded meanwhile."""
+
+    def seconds(self, tokens: float, running: int, cached: float) -> float:
+        """Until each of `running` requests has `tokens` more. The cache, of `cached` tokens now, grows by `running` in every pass."""
+        pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
+        return tokens * pace + running * self.cached_token_s * tokens * tokens / 2
+
+    def tokens(self, seconds: float, running: int, cached: float) -> float:
+        """How many each of them gets in that time: the inverse."""
+        pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
+        growth = running * self.cached_token_s
+        return 2 * seconds / (pace + math.sqrt(pace * pace + 2 * growth * seconds))
+
+    def work(self, prompt: int, tokens: int, slots: int, prefilled: int) -> float:
+        """Seconds of an engine that a response costs where `slots` requests always run: its share of every pass, what it adds to the
+        passes, its own cache, and `prefilled` tokens of its prompt."""
+        decode = tokens * (self.pass_s / slots + self.request_s) + self.cached_token_s * (prompt * tokens + tokens * tokens / 2)
+        return decode + prefilled * self.prefill_token_s
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    slots: int
+    """Requests that run at a time."""
+    cached_tokens: int | None = None
+    """Tokens that the key/value cache holds; None: as many as come. What does not fit waits, or starts over with its prefill."""
+    reserve: float = 0.01
+    """Of the cache, left free when requests are admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A request in an engine under one version of the weights."""
+
+    engine: int
+    slot: int
+    start: float
+    end: float
+    version: int
+    domain: str
+
+
+@dataclass(eq=False, slots=True)
+class _Run:
+    """A request on its way. The engine counts the tokens that every running request got; `zero` is what it had counted when this one
+    had none."""
+
+    request: GenerationRequest
+    answer: asyncio.Future[Turn]
+    began: asyncio.Future[None] | None
+    prompt: int
+    """Tokens that it starts from, with what is continued."""
+    tokens: int
+    """That it will have when it ends."""
+    reason: FinishReason
+    generated: float = 0.0
+    """Before it was put back for want of cache."""
+    zero: float = 0.0
+    slot: int = -1
+    since: float = 0.0
+    cached: int = 0
+    versions: list[VersionSpan] = field(default_factory=list)
+
+
+class SimulatedEngine:
+    """An EngineClient. `length(request)`: tokens of the response from its beginning, where nothing cuts it off."""
+
+    def __init__(
+        self,
+        number: int,
+        rates: EngineRates,
+        limits: EngineLimits,
+        length: Callable[[GenerationRequest], int],
+        spans: list[Span] | None = None,
+    ) -> None:
+        """`spans`: where everything that ran is written down, for the picture."""
+        self.name = f"engine {number}"
+        self.number = number
+        self.rates = rates
+        self.limits = limits
+        self.version = 0
+        self.dead: str | None = None
+        self.busy_s = 0.0
+        """Time in which something ran."""
+        self.generated = 0
+        """Tokens."""
+        self.prefilled = 0
+        self.put_back = 0
+        """Requests that gave their cache to others and were prefilled again."""
+        self._length = length
+        self._spans = spans
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[_Run] = deque()
+        self._runs: dict[str, _Run] = {}
+        """By request id, those that wait as well."""
+        self._running: dict[str, _Run] = {}
+        """In the order of their admission."""
+        self._ends: list[tuple[float, int, _Run]] = []
+        self._slots = list(range(limits.slots))
+        self._admitted = 0
+        self._prefixes: Counter[tuple[int, ...]] = Counter()
+        """Prompts of what runs: another sample of the same prompt finds it in the cache."""
+        self._decoded = 0.0
+        """Tokens that each running request has got since the start."""
+        self._cached = 0.0
+        self._prefill_s = 0.0
+        """Prefill that is still to be done."""
+        self._settled = self._loop.time()
+        self._frozen = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._arming = False
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    # ------------------------------------------------------------ what the router asks
+
+    async def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Turn:
+        if self.dead is not None:
+            raise EngineLost(self.name, self.dead)
+        whole, most = self._length(request) - request.resumed, request.sampling.max_tokens
+        prompt = len(request.prompt_ids) + (request.context.length if request.context is not None else 0)
+        reason = FinishReason.LENGTH if whole >= most else FinishReason.STOP
+        run = _Run(request, self._loop.create_future(), began, prompt, max(1, min(whole, most)), reason)
+        self._runs[request.request_id] = run
+        self._waiting.append(run)
+        self._look_soon()
+        return await run.answer
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._settle()
+        for run in [self._runs[one] for one in request_ids if one in self._runs]:
+            self._end(run, FinishReason.ABORT)
+        self._waiting = deque(run for run in self._waiting if run.request.request_id in self._runs)
+        self._look_soon()
+
+    # ------------------------------------------------------------ what happens to it
+
+    def freeze(self) -> None:
+        """Nothing moves until the weights are there; requests are taken and wait."""
+        self._settle()
+        for run in self._running.values():
+            self._note(run)
+        self._frozen = True
+        self._look_soon()
+
+    def update(self, version: int) -> None:
+        """New weights: what runs goes on with them. What was in the prefix cache belongs to the old ones."""
+        self._settle()
+        self.version = version
+        self._prefixes.clear()
+        for run in self._running.values():
+            self._note(run)
+            self._stamp(run)
+        self._frozen = False
+        self._look_soon()
+
+    def kill(self, cause: str) -> None:
+        """It is gone, with everything in it."""
+        self._settle()
+        self.dead = cause
+        for run in self._running.values():
+            self._note(run)
+        runs, self._runs, self._running = self._runs, {}, {}
+        self._waiting.clear()
+        self._ends.clear()
+        for run in runs.values():
+            if not run.answer.done():
+                run.answer.set_exception(EngineLost(self.name, cause))
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # ------------------------------------------------------------ time
+
+    def _settle(self) -> None:
+        """Account for the time since it was last looked at."""
+        now = self._loop.time()
+        elapsed, self._settled = now - self._settled, now
+        running = len(self._running)
+        if not running or self._frozen or elapsed <= 0:
+            return
+        self.busy_s += elapsed
+        prefilling = min(elapsed, self._prefill_s)
+        self._prefill_s -= prefilling
+        tokens = self.rates.tokens(elapsed - prefilling, running, self._cached)
+        self._decoded += tokens
+        self._cached += running * tokens
+
+    def _look_soon(self) -> None:
+        """After all that happens at this moment."""
+        if not self._arming and self.dead is None:
+            self._arming = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        """End what has ended, begin with what may begin, and come back when the next thing happens."""
+        self._arming = False
+        if self.dead is not None:
+            return
+        self._settle()
+        ends, reached = self._ends, self._decoded + HAIR
+        while ends and (ends[0][2].slot < 0 or ends[0][0] <= reached):
+            run = heapq.heappop(ends)[2]
+            if run.slot >= 0 and run.zero + run.tokens <= reached:
+                self._end(run, run.reason)
+        if not self._frozen:
+            if self._is_full():
+                self._put_newest_back()
+            else:
+                self._admit()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._running and not self._frozen:
+            self._timer = self._loop.call_later(self._until_next(), self._look)
+
+    def _until_next(self) -> float:
+        """The first to end, or the cache to be full."""
+        running = len(self._running)
+        tokens = self._ends[0][0] - self._decoded
+        if self.limits.cached_tokens is not None and running > 1:
+            tokens = min(tokens, (self.limits.cached_tokens - self._cached) / running)
+        return self._prefill_s + self.rates.seconds(max(0.0, tokens), running, self._cached)
+
+    # ------------------------------------------------------------ in and out
+
+    def _admit(self) -> None:
+        most = self.limits.cached_tokens
+        room = math.inf if most is None else most * (1 - self.limits.reserve)
+        while self._waiting and self._slots:
+            run = self._waiting[0]
+            if self._running and self._cached + run.prompt + run.generated > room:
+                return
+            self._waiting.popleft()
+            self._start(run)
+
+    def _start(self, run: _Run) -> None:
+        request = run.request
+        run.slot, run.since, run.zero = heapq.heappop(self._slots), self._settled, self._decoded - run.generated
+        self._stamp(run)
+        key = request.prompt_ids[:2]
+        run.cached = len(request.prompt_ids) - 1 if request.context is None and not run.generated and self._prefixes[key] > 0 else 0
+        self._prefixes[key] += 1
+        prefill = int(run.prompt + run.generated) - run.cached
+        self.prefilled += prefill
+        self._prefill_s += prefill * self.rates.prefill_token_s
+        self._cached += run.prompt + run.generated
+        self._running[request.request_id] = run
+        self._admitted += 1
+        heapq.heappush(self._ends, (run.zero + run.tokens, self._admitted, run))
+        if run.began is not None and not run.began.done():
+            run.began.set_result(None)
+
+    def _end(self, run: _Run, reason: FinishReason) -> None:
+        tokens = self._tokens(run)
+        if run.slot >= 0:
+            self._leave(run)
+        del self._runs[run.request.request_id]
+        self.generated += tokens
+        if run.answer.done():
+            return
+        before = run.request.context.length if run.request.context is not None else 0
+        row = TokenRow(None, 0, before + len(run.request.prompt_ids) + tokens)
+        versions = tuple(span for span in run.versions if span.start < max(1, tokens))
+        text = sample_of(run.request.request_id)
+        run.answer.set_result(Turn(run.request.request_id, tokens, text, reason, versions, cached_tokens=run.cached, tokens=row))
+
+    def _leave(self, run: _Run) -> None:
+        self._note(run)
+        self._cached -= run.prompt + self._decoded - run.zero
+        heapq.heappush(self._slots, run.slot)
+        run.slot = -1
+        self._prefixes[run.request.prompt_ids[:2]] -= 1
+        del self._running[run.request.request_id]
+        if not self._running:  # no rounding is carried on
+            self._cached = self._decoded = self._prefill_s = 0.0
+            self._ends.clear()
+
+    def _is_full(self) -> bool:
+        most = self.limits.cached_tokens
+        return most is not None and len(self._running) > 1 and self._cached >= most - HAIR * len(self._running)
+
+    def _put_newest_back(self) -> None:
+        run = self._running[next(reversed(self._running))]
+        run.generated = float(self._tokens(run))
+        self._leave(run)
+        self.put_back += 1
+        self._waiting.appendleft(run)
+
+    def _tokens(self, run: _Run) -> int:
+        """So far."""
+        if run.slot < 0:
+            return int(run.generated)
+        return min(run.tokens, int(self._decoded - run.zero + HAIR))
+
+    def _stamp(self, run: _Run) -> None:
+        """The tokens to come are of the weights that are here now."""
+        start = self._tokens(run)
+        kept = [span for span in run.versions if span.start < start]
+        run.versions = kept if kept and kept[-1].version == self.version else [*kept, VersionSpan(start, self.version)]
+
+    def _note(self, run: _Run) -> None:
+        """What ran up to now, for the picture."""
+        if self._spans is not None and not self._frozen and run.slot >= 0 and self._settled > run.since:
+            version = run.versions[-1].version
+            self._spans.append(Span(self.number, run.slot, run.since, self._settled, version, run.request.request_id.partition("/")[0]))
+        run.since = self._settled
+
+
+def sample_of(request_id: str) -> str:
+    """Without turns and continuations."""
+    return "/".join(request_id.partition("~")[0].split("/", 6)[:6])
