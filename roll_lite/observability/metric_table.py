@@ -71,6 +71,9 @@ METRICS: dict[str, Metric] = {
     "validation/failed": Metric(SUM, "samples", "Held-out samples that failed for good; they count in no mean.", by="domain"),
     # rollouts
     "rollout/groups": Metric(SUM, "groups", "Sample groups in the batch.", by="domain"),
+    "rollout/admitted": Metric(SUM, "groups", "Sample groups started since the last batch.", by="domain"),
+    "rollout/filtered_groups": Metric(SUM, "groups", "Sample groups that rollout.filter left out, replaced by other prompts.", by="domain"),
+    "rollout/stale_groups": Metric(SUM, "groups", "Sample groups that became too old; their prompts were put back.", by="domain"),
     "rollout/lost_groups": Metric(SUM, "groups", "Sample groups without a surviving sample, replaced by other prompts.", by="domain"),
     "rollout/timed_out_groups": Metric(
         SUM,
@@ -95,6 +98,9 @@ METRICS: dict[str, Metric] = {
     "rollout/request_seconds": Metric(MEAN, "s", "From sending a request to its completion.", by="domain"),
     "rollout/share_requested": Metric(LAST, "share", "The domain's share of the prompts as configured.", by="domain"),
     "rollout/share_realised": Metric(LAST, "share", "The domain's share of the prompts delivered in the run so far.", by="domain"),
+    "rollout/share_admitted": Metric(LAST, "share", "The domain's share of the prompts started in the run so far.", by="domain"),
+    "rollout/share_tokens": Metric(LAST, "share", "The domain's share of the response tokens of batches in the run so far.", by="domain"),
+    "rollout/epoch": Metric(LAST, "epochs", "Epoch of the domain's data that the newest prompt belongs to, from 0 on.", by="domain"),
     "rollout/generation_seconds": Metric(SUM, "s", "From the start of the batch to its last completion."),
     "rollout/reward_tail_seconds": Metric(SUM, "s", "From the last completion to the last score: reward time not hidden by generation."),
     "rollout/tokens_per_second": Metric(MEAN, "tokens/s", "Generated tokens over the time the batch took."),

@@ -122,6 +122,8 @@ class Starter:
             samples_folder=samples,
             greedy_baseline=greedy,
             reward_models=config.reward_models,
+            steps=config.steps,
+            engines_rest=config.actor_infer.offload,
         )
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
 

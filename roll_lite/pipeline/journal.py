@@ -95,6 +95,9 @@ class Journal:
         for name, domain in stats.domains.items():
             requests = sum(domain.finish_reasons.values())
             add("rollout/groups", domain.delivered, label=name)
+            add("rollout/admitted", domain.admitted, label=name)
+            add("rollout/filtered_groups", domain.filtered_groups, label=name)
+            add("rollout/stale_groups", domain.stale, label=name)
             add("rollout/lost_groups", domain.lost_groups, label=name)
             add("rollout/timed_out_groups", domain.timed_out_groups, label=name)
             add("rollout/samples", domain.accepted, label=name)
@@ -106,6 +109,9 @@ class Journal:
             add("rollout/request_seconds", domain.generation_s, requests, label=name)
             add("rollout/share_requested", domain.requested_share, label=name)
             add("rollout/share_realised", domain.realised_share, label=name)
+            add("rollout/share_admitted", domain.admitted_share, label=name)
+            add("rollout/share_tokens", domain.token_share, label=name)
+            add("rollout/epoch", domain.epoch, label=name)
             add("reward/seconds", domain.reward_s, domain.scored, label=name)
             self._tokens["prompt"] += domain.prompt_tokens
             self._tokens["response"] += domain.response_tokens

@@ -57,6 +57,7 @@ class WeightSync:
         started = time.monotonic()
         with self._model.loaded(FORWARD):
             plan = self._plan or self._connect()
+            self._rollouts.one(RolloutWorker.hold)
             gather(
                 self._engines.start_all(InferWorker.update_weights, plan.routes, version),
                 self._actor.start_all(ActorWorker.send_weights),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, Sampling
+from roll_lite.scheduler.filters import DEFAULT_TRIES, GroupFilter, Tries
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import Recorder, loss_of
@@ -40,6 +41,8 @@ class Domain:
     validation: PromptSource | None = None
     greedy_baseline: bool = False
     """One more, greedy sample of each prompt, which its group cannot do without."""
+    filter: GroupFilter | None = None
+    """Which groups train; None: all."""
 
     @property
     def group_size(self) -> int:
@@ -48,19 +51,39 @@ class Domain:
 
 @dataclass
 class Counts:
-    """Of prompts, over the run. admitted == delivered + lost + pending at all times."""
+    """Of prompts, over the run. Each that was admitted is live, or has ended in exactly one of the other ways."""
 
     admitted: int = 0
     delivered: int = 0
+    """Taken into a batch."""
+    filtered: int = 0
+    """Left out by the filter."""
+    stale: int = 0
+    """Too old; its prompt is put back."""
     lost: int = 0
+    """No sample survived, or not its greedy baseline."""
+
+    @property
+    def ended(self) -> int:
+        return self.delivered + self.filtered + self.stale + self.lost
+
+
+@dataclass(eq=False, slots=True)
+class _Live:
+    """A group from its admission to its end."""
+
+    number: int
+    row: tuple[int, int]
+    """Epoch and row number of its prompt."""
+    admitted: int
+    """On the clock of batches."""
+    task: asyncio.Task[None] | None = None
+    group: SampleGroup | None = None
+    """Once it is finished."""
 
 
 class DomainScheduler:
-    """Runs groups of one domain. Every admitted prompt ends exactly once: taken into a batch, or reported as lost.
-
-    `finished(group)` is called with every group that can train, `lost(domain)` for every one that has no surviving sample or lacks its
-    greedy baseline.
-    """
+    """Runs groups of one domain. `changed()` is called when one has ended or can be taken; `broken(error)` when no more will come."""
 
     def __init__(
         self,
@@ -68,101 +91,187 @@ class DomainScheduler:
         runner: SampleRunner,
         recorder: Recorder,
         group_numbers: Callable[[], int],
-        finished: Callable[[SampleGroup], None],
-        lost: Callable[[str], None],
+        changed: Callable[[], None],
         broken: Callable[[BaseException], None],
+        tries: Tries = DEFAULT_TRIES,
     ) -> None:
         self.name = domain.name
         self.counts = Counts()
-        self.running = 0
-        """Groups in generation or scoring."""
-        self.failure_limit = 8
-        """Consecutive lost groups after which the domain counts as broken."""
+        self.epoch = 0
+        """Of the newest prompt."""
+        self.owed = 0
+        """Places of batches whose groups ended without being delivered: others have to be admitted for them."""
         self._domain = domain
         self._runner = runner
         self._recorder = recorder
         self._group_numbers = group_numbers
-        self._finished, self._lost, self._broken = finished, lost, broken
-        self._pending: dict[int, tuple[int, int]] = {}
-        self._requeued: deque[tuple[int, int]] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed, self._broken = changed, broken
+        self._tries = tries
+        self._running: OrderedDict[int, _Live] = OrderedDict()
+        self._finished: dict[int, _Live] = {}
+        self._put_back: deque[tuple[int, int]] = deque()
+        self._failure_limit = 8
         self._failures_in_a_row: list[str] = []
+        self._tries_left = 0
+        """So many groups more of those that run may be filtered."""
+        self._waits_for: int | None = None
+        """Number of the group that the batch cannot do without."""
 
-    def admit(self, groups: int) -> None:
-        """Start the next prompts; those that a resumed run had in flight come first."""
-        for _ in range(groups):
-            epoch, index = self._requeued.popleft() if self._requeued else self._domain.order.next()
-            number = self._group_numbers()
-            self._pending[number] = (epoch, index)
-            self.counts.admitted += 1
-            self.running += 1
-            task = asyncio.get_running_loop().create_task(self._run_group(number, self._start_samples(number, epoch, index)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    @property
+    def running(self) -> int:
+        """Groups in generation or scoring."""
+        return len(self._running)
 
-    def delivered(self, group: SampleGroup) -> None:
-        """The group went into a batch: its prompt is done."""
-        del self._pending[group.group]
-        self.counts.delivered += 1
-        assert self.counts.admitted == self.counts.delivered + self.counts.lost + len(self._pending)
+    @property
+    def finished(self) -> int:
+        """Groups that can be taken."""
+        return len(self._finished)
 
-    def _start_samples(self, number: int, epoch: int, index: int) -> list[asyncio.Task[Any]]:
+    def start_batch(self, count: int) -> None:
+        """The next batch is asked for, with so many groups of this domain."""
+        self._failure_limit = max(8, 3 * count)
+        self._tries_left = (self.running + self.owed) * (self._tries.per_place - 1)
+        self._waits_for = None
+
+    # ------------------------------------------------------------ admission
+
+    def admit(self, clock: int) -> None:
+        """Start a prompt for one more place."""
+        self._tries_left += self._tries.per_place - 1
+        self._start(clock)
+
+    def replace(self, clock: int) -> None:
+        """Start a prompt for a place whose group ended without being delivered."""
+        self.owed -= 1
+        self._start(clock)
+
+    def _start(self, clock: int) -> None:
+        """The next prompt; those that were put back, or in flight in a run that is resumed, come first."""
+        row = self._put_back.popleft() if self._put_back else self._domain.order.next()
+        self.epoch = max(self.epoch, row[0])
+        live = _Live(self._group_numbers(), row, clock)
+        self._running[live.number] = live
+        self.counts.admitted += 1
+        self._recorder.domains[self.name].admitted += 1
+        live.task = asyncio.get_running_loop().create_task(self._run_group(live, self._start_samples(live)))
+
+    def _start_samples(self, live: _Live) -> list[asyncio.Task[Sample]]:
+        epoch, index = live.row
         prompt = self._domain.prompts[index]
         samplings = [self._domain.sampling] * self._domain.samples_per_prompt
         if self._domain.greedy_baseline:
             samplings.append(greedy(self._domain.sampling))
         return [
-            self._runner.start(SampleId(self.name, prompt.uid, epoch, number, place), prompt, sampling, self._recorder)
+            self._runner.start(SampleId(self.name, prompt.uid, epoch, live.number, place), prompt, sampling, self._recorder)
             for place, sampling in enumerate(samplings)
         ]
 
-    async def _run_group(self, number: int, samples: list[asyncio.Task[Any]]) -> None:
+    async def _run_group(self, live: _Live, samples: list[asyncio.Task[Sample]]) -> None:
         try:
-            group = self._group_of(number, await asyncio.gather(*samples))
-        except Exception as error:  # not the sample's failure but the end of all (no engine left): whoever waits must hear of it
+            group = self._group_of(live.number, await asyncio.gather(*samples))
+            self._judge(live, group)
+        except Exception as error:  # not a sample's failure but the end of all (no engine left, a filter that raises): it must be heard of
             for sample in samples:
                 sample.cancel()
             self._broken(error)
             return
-        self.running -= 1
-        self._recorder.group(group)
-        cause = loss_of(group)
-        if cause is None:
-            self._failures_in_a_row.clear()
-            self._finished(group)
-        else:
-            self._lose(group, cause)
+        self._changed()
 
     def _group_of(self, number: int, samples: list[Sample]) -> SampleGroup:
         """The greedy sample is the last one."""
         end = self._domain.samples_per_prompt
         return SampleGroup(number, self.name, tuple(samples[:end]), samples[end] if self._domain.greedy_baseline else None)
 
-    def _lose(self, group: SampleGroup, cause: str) -> None:
-        del self._pending[group.group]
-        self.counts.lost += 1
-        self._failures_in_a_row.append(cause)
-        if len(self._failures_in_a_row) >= self.failure_limit:
-            self._broken(
-                DomainFailed(
-                    f"domain {self.name}: the last {len(self._failures_in_a_row)} prompts yielded no group that can train; "
-                    f"first cause: {self._failures_in_a_row[0]}"
-                )
-            )
+    # ------------------------------------------------------------ the ends of a group
+
+    def _judge(self, live: _Live, group: SampleGroup) -> None:
+        """All of its samples are done: can it train?"""
+        self._recorder.group(group)
+        lost = loss_of(group)
+        filtered = self._domain.filter(group) if lost is None and self._domain.filter is not None else None
+        del self._running[live.number]
+        if lost is not None:
+            self._lose(lost)
+        elif filtered is not None:
+            self._leave_out(filtered)
         else:
-            self._lost(self.name)
+            self._failures_in_a_row.clear()
+            live.group = group
+            self._finished[live.number] = live
+
+    def _lose(self, cause: str) -> None:
+        self.counts.lost += 1
+        self.owed += 1
+        self._failures_in_a_row.append(cause)
+        if len(self._failures_in_a_row) >= self._failure_limit:
+            raise DomainFailed(
+                f"domain {self.name}: the last {len(self._failures_in_a_row)} prompts yielded no group that can train; "
+                f"first cause: {self._failures_in_a_row[0]}"
+            )
+
+    def _leave_out(self, cause: str) -> None:
+        self._failures_in_a_row.clear()
+        self.counts.filtered += 1
+        self._recorder.domains[self.name].filtered[cause] += 1
+        if self._tries_left > 0:
+            self._tries_left -= 1
+            self.owed += 1
+        elif self._tries.fill:
+            raise DomainFailed(
+                f"domain {self.name}: {self._tries.per_place} prompts for each place of the batch were tried, and too many groups filtered "
+                f"(the last one: {cause}); rollout.filter.tries allows more, rollout.filter.when_short: continue trains on what there is"
+            )
+
+    def take(self, count: int, clock: int, max_staleness: int) -> list[SampleGroup] | None:
+        """The next batch's `count` groups, in the order of their admission; None: they are not there yet.
+
+        First come those that would be too old for the batch after it, finished or not, by their admission: which of them train must not
+        depend on how long their responses are. The others are the oldest that are finished.
+        """
+        if self._waits_for is not None and self._waits_for in self._running:
+            return None
+        if len(self._finished) < count and (self._running or self.owed):
+            return None
+        oldest = next(iter(self._running.values()), None)
+        numbers = sorted(self._finished)
+        if oldest is not None and oldest.admitted <= clock - max_staleness and sum(number < oldest.number for number in numbers) < count:
+            self._waits_for = oldest.number
+            return None
+        groups = []
+        for number in numbers[:count]:
+            group = self._finished.pop(number).group
+            assert group is not None
+            groups.append(group)
+        self.counts.delivered += len(groups)
+        return groups
+
+    def drop_stale(self, clock: int, max_staleness: int) -> None:
+        """What is too old for the batch that comes next ends, and its prompt is put back."""
+        for lives in (self._running, self._finished):
+            for live in [live for live in lives.values() if live.admitted < clock - max_staleness]:
+                del lives[live.number]
+                if live.group is None and live.task is not None:
+                    live.task.cancel()
+                self._put_back.append(live.row)
+                self.counts.stale += 1
+                self.owed += 1
+                self._recorder.domains[self.name].stale += 1
 
     def cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        for live in self._running.values():
+            if live.task is not None:
+                live.task.cancel()
+
+    # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Prompts that are not delivered yet, in flight or finished, are started again by the run that goes on from this."""
-        return {"order": self._domain.order.state_dict(), "unfinished": [*self._pending.values(), *self._requeued]}
+        live = sorted([*self._running.values(), *self._finished.values()], key=lambda live: live.number)
+        return {"order": self._domain.order.state_dict(), "unfinished": [*(one.row for one in live), *self._put_back]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._domain.order.load_state_dict(state["order"])
-        self._requeued = deque((epoch, index) for epoch, index in state["unfinished"])
+        self._put_back = deque((epoch, index) for epoch, index in state["unfinished"])
 
 
 def greedy(sampling: Sampling) -> Sampling:

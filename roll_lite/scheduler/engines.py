@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from roll_lite.data.samples import GenerationRequest, Turn
+from roll_lite.data.samples import FinishReason, GenerationRequest, Turn
 
 
 class EngineLost(Exception):
@@ -89,8 +89,14 @@ class BatchedEngine(ABC):
             self._asked.pop(request.request_id, None)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        if self._dead is None:
-            self._in_background(lambda: self._abort(list(request_ids)))
+        asked = set(request_ids)
+        here = [request for request in self._outbox if request.request_id in asked]
+        self._outbox = [request for request in self._outbox if request.request_id not in asked]
+        for request in here:  # it would come to the engine after its abort
+            self._answer(Turn(request.request_id, finish_reason=FinishReason.ABORT))
+        there = asked.difference(request.request_id for request in here)
+        if there and self._dead is None:
+            self._in_background(lambda: self._abort(sorted(there)))
 
     def _flush(self) -> None:
         requests, self._outbox = [request for request in self._outbox if request.request_id in self._asked], []
@@ -122,14 +128,17 @@ class BatchedEngine(ABC):
                 for turn in collected.turns:
                     if collected.dead is not None and turn.error is not None:
                         continue  # failed because the engine died: has another chance elsewhere
-                    asked = self._asked.pop(turn.request_id, None)
-                    if asked is not None and not asked.answer.done():
-                        asked.answer.set_result(turn)
+                    self._answer(turn)
                 if collected.dead is not None:
                     self._die(collected.dead)
                     return
         except Exception as failure:
             self._die(f"{type(failure).__name__}: {failure}")
+
+    def _answer(self, turn: Turn) -> None:
+        asked = self._asked.pop(turn.request_id, None)
+        if asked is not None and not asked.answer.done():
+            asked.answer.set_result(turn)
 
     def _note_begun(self, request_id: str) -> None:
         asked = self._asked.get(request_id)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 from math import lcm
@@ -39,11 +41,18 @@ class DomainMix:
 
     def quota(self, places: int) -> dict[str, int]:
         """The next `places` places: how many each domain gets."""
-        before = dict(self._counts)
-        for _ in range(places):
-            self._counts[self._next()] += 1
-            self._places += 1
-        return {name: self._counts[name] - before[name] for name in self._counts}
+        given = Counter(self.places(places))
+        return {name: given[name] for name in self._counts}
+
+    def places(self, count: int) -> list[str]:
+        """Who gets the next `count` places, in their order."""
+        return [self._give() for _ in range(count)]
+
+    def _give(self) -> str:
+        name = self._next()
+        self._counts[name] += 1
+        self._places += 1
+        return name
 
     def _next(self) -> str:
         if len(self._weights) == 1:
@@ -73,6 +82,64 @@ class DomainMix:
             self._places = state["places"]
 
 
+@dataclass(frozen=True)
+class _Batch:
+    places: list[str]
+    after: dict[str, Any]
+    """The mix's state after it."""
+
+
+class BatchPlan:
+    """The batches to come: what each of them holds of every domain, and whose prompt is admitted next for them.
+
+    A place is charged when its prompt is admitted, which may be long before the batch is asked for.
+    """
+
+    def __init__(self, shares: Mapping[str, float]) -> None:
+        self._mix = DomainMix(shares)
+        self._handed_out = self._mix.state_dict()
+        self._open: deque[str] = deque()
+        """Places of planned batches whose prompts are not admitted yet."""
+        self._planned: deque[_Batch] = deque()
+        self.charged = 0
+        """Places, of all batches, whose prompts have been admitted."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return self._mix.shares
+
+    def admit(self, size: int) -> str:
+        """The domain whose prompt is admitted next, where batches have `size` places."""
+        if not self._open:
+            self._plan(size)
+        self.charged += 1
+        return self._open.popleft()
+
+    def next_batch(self, size: int) -> dict[str, int]:
+        """How many groups of each domain the next batch holds."""
+        if not self._planned:
+            self._plan(size)
+        batch = self._planned.popleft()
+        if len(batch.places) != size:
+            raise ValueError(f"prompts for batches of {len(batch.places)} are in the making: the next one cannot have {size}")
+        self._handed_out = batch.after
+        given = Counter(batch.places)
+        return {name: given[name] for name in self._mix.shares}
+
+    def _plan(self, size: int) -> None:
+        places = self._mix.places(size)
+        self._planned.append(_Batch(places, self._mix.state_dict()))
+        self._open.extend(places)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the batches that were asked for: what was admitted for later ones is admitted again."""
+        return self._handed_out
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._mix.load_state_dict(state)
+        self._handed_out = self._mix.state_dict()
+
+
 class MixedOrder:
     """The order of a domain's prompts where its files have shares. Each file's prompts come once per epoch of that file."""
 
@@ -85,7 +152,7 @@ class MixedOrder:
 
     def next(self) -> tuple[int, int]:
         """(epoch of the prompt's file, row number)."""
-        (name,) = (name for name, count in self._mix.quota(1).items() if count)
+        (name,) = self._mix.places(1)
         epoch, index = self._orders[name].next()
         return epoch, self._starts[int(name)] + index
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from roll_lite.data.samples import FinishReason, GenerationRequest, Turn
+from roll_lite.data.samples import FinishReason, GenerationRequest, Turn, VersionSpan
 from roll_lite.data.stable_hash import stable_hash
+from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import EngineClient, EngineLost
 
 # The first responses to finish are the short ones: the initial guess (max_tokens) counts as this many responses,
@@ -20,15 +21,23 @@ READY_SHARE = 0.25
 """So many requests more than an engine can run, as a share of those, are sent to it: when one ends, the next is there."""
 ABORT_PATIENCE_S = 10.0
 """For an engine to answer an abort with the tokens that it has."""
+CLOCK_S = 1e-6
+"""Timers may fire so much too early."""
+DEADLY = 2
+"""A request whose engines were lost so many times is not given to another: it may be what they died of."""
+FRUITLESS = 3
+"""A request that so many engines in a row have aborted before they generated anything of it has failed."""
 
 
 class RequestFailed(Exception):
     """One generation request failed; another attempt may succeed."""
 
-    def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False, began: bool = False) -> None:
-        """`partial`: what was generated before, if anything and if it is known. `began`: something was, or may have been."""
+    def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False, began: bool = False, final: bool = False) -> None:
+        """`partial`: what was generated before, if anything and if it is known. `began`: something was, or may have been. `final`: another
+        attempt must not be made."""
         super().__init__(cause)
         self.cause = cause
+        self.final = final
         self.partial = partial
         self.timed_out = timed_out
         self.began = began or partial is not None
@@ -89,176 +98,324 @@ class WaveGate:
                 place.set_result(None)
 
 
-@dataclass
-class EngineLoad:
-    client: EngineClient
-    tokens: float = 0.0
-    """Prompt tokens plus expected response tokens of the requests in flight."""
-    requests: int = 0
-    """Number of requests in flight, or given to it and about to be."""
-    generating: int = 0
-    """Requests that it is known to have begun and not to have ended."""
-    last_sign: float = 0.0
-    """When it was last heard to have begun or ended one."""
-    served: int = 0
-    dead: str | None = None
-    """Why it cannot serve any more."""
+@dataclass(eq=False)
+class _Asked:
+    """A request on its way, over all the engines that it comes to."""
+
+    domain: str
+    first: GenerationRequest
+    expected: ExpectedLength
+    so_far: Turn | None = None
+    """What was generated of it before it was interrupted."""
+    legs: int = 0
+    fruitless: int = 0
+    survived: list[EngineLost] = field(default_factory=list)
+    generating_s: float = 0.0
+    """Of its time, what is used up."""
+    place: asyncio.Future[tuple[EngineLoad, float]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """The engine that takes it, and what it adds to that one's load."""
+
+    @property
+    def prefix(self) -> str:
+        """Domain, prompt, epoch and group: its prompt begins like those of all samples of the group."""
+        return "/".join(self.first.request_id.split("/", 4)[:4])
+
+    @property
+    def prompt_tokens(self) -> int:
+        before = self.first.context.length if self.first.context is not None else 0
+        return len(self.first.prompt_ids) + before + (self.so_far.length if self.so_far is not None else 0)
+
+    @property
+    def expected_tokens(self) -> float:
+        """Of what is still to come."""
+        done = self.so_far.length if self.so_far is not None else 0
+        return min(max(self.expected.tokens - done, 1.0), float(max(1, self.first.sampling.max_tokens - done)))
+
+    def interrupted(self, turn: Turn) -> None:
+        self.so_far = joined(self.so_far, turn)
+        self.legs += 1
+
+    def request(self) -> GenerationRequest:
+        """For an engine: the first one, or what goes on from the tokens that there are."""
+        if self.so_far is None:
+            return self.first
+        sampling, done = self.first.sampling, self.so_far.length
+        seed = None if sampling.seed is None else stable_hash(sampling.seed, "continued", self.legs)
+        rest = replace(sampling, max_tokens=sampling.max_tokens - done, min_tokens=max(0, sampling.min_tokens - done), seed=seed)
+        return GenerationRequest(f"{self.first.request_id}~{self.legs}", (), rest, self.so_far.tokens, resumed=done)
 
 
-@dataclass
-class _Waiting:
-    request: GenerationRequest
-    engine: asyncio.Future[EngineLoad]
+def joined(before: Turn | None, turn: Turn) -> Turn:
+    """One response, of an interrupted request and the one that went on from it."""
+    if before is None:
+        return turn
+    shifted = tuple(VersionSpan(before.length + span.start, span.version) for span in turn.versions)
+    return replace(
+        turn,
+        request_id=before.request_id,
+        length=before.length + turn.length,
+        versions=merged(*before.versions, *shifted),
+        cached_tokens=before.cached_tokens,
+    )
+
+
+def merged(*spans: VersionSpan) -> tuple[VersionSpan, ...]:
+    """Without those that begin where the version stays the same."""
+    return tuple(span for place, span in enumerate(spans) if not place or spans[place - 1].version != span.version)
 
 
 class Router:
     """Sends each request to the engine with the fewest tokens in flight. `deterministic`: by a hash of the request's id, in waves.
 
-    `engine_slots`: how many requests an engine runs at a time at most. What is in flight to an engine is limited by it, the rest waits
-    here. A request's time, `timeout_s`, runs from when the engine is known to have begun with it: waiting costs a sample nothing, here
-    or there. Only where an engine generates nothing at all for as long does what waits there fail.
+    `engine_slots`: how many requests an engine runs at a time at most. What is in flight to an engine is limited by it and by
+    `engine_tokens`, the rest waits here, and `has_room` tells whoever would add to it. A request's time, `timeout_s`, runs from when the
+    engine is known to have begun with it: waiting costs a sample nothing, here or there. Only where an engine generates nothing at all for
+    as long does what waits there fail. A request that is interrupted, or whose engine aborts it, goes on from the tokens that it has.
     """
 
     def __init__(
-        self, engines: Sequence[EngineClient], timeout_s: float, deterministic: bool = False, engine_slots: int | None = None
+        self,
+        engines: Sequence[EngineClient],
+        timeout_s: float,
+        deterministic: bool = False,
+        engine_slots: int | None = None,
+        engine_tokens: int | None = None,
     ) -> None:
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate() if deterministic else None
-        self._alive = list(self.engines)
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when there may be room again."""
         self._timeout_s = timeout_s
-        self._most_in_flight = None if engine_slots is None else engine_slots + max(1, int(engine_slots * READY_SHARE))
-        self._waiting: deque[_Waiting] = deque()
+        self._slots = engine_slots
+        most = None if engine_slots is None or deterministic else engine_slots + max(1, int(engine_slots * READY_SHARE))
+        self._choice = EngineChoice(self.engines, most, None if deterministic else engine_tokens)
+        self._queues: dict[str, deque[_Asked]] = {}
+        """What waits for an engine, by domain."""
+        self._waiting = 0
+        self._in_flight: dict[str, int] = {}
+        """Requests, by domain."""
+        self._at_engines: dict[str, EngineLoad] = {}
+        """By the id that the engine knows."""
+        self._held = False
+        self._idle = asyncio.Event()
         self._expected: dict[str, ExpectedLength] = {}
 
     async def generate(self, domain: str, request: GenerationRequest) -> Turn:
         """A turn that can be used. Raises RequestFailed (try again) or NoEngineLeft (give up)."""
         expected = self._expected.setdefault(domain, ExpectedLength(request.sampling.max_tokens))
+        asked = _Asked(domain, request, expected)
         while True:
             if self.gate is not None:
                 await self.gate.enter(request.request_id)
-            engine = await self._engine_for(request)
+            engine, cost = await self._place(asked)
             try:
-                turn = await self._ask(engine, request, _prompt_length(request) + expected.tokens)
-            except EngineLost:
+                turn = await self._ask(engine, cost, asked)
+            except EngineLost as loss:
+                asked.survived.append(loss)
+                if len(asked.survived) >= DEADLY:
+                    causes = "; ".join(str(loss) for loss in asked.survived)
+                    raise RequestFailed(f"each of {DEADLY} engines was lost while it had it: {causes}", asked.so_far, final=True) from loss
                 continue
             if turn.error is not None:
                 raise RequestFailed(turn.error)
-            if turn.finish_reason is FinishReason.ABORT:
-                raise RequestFailed("aborted by the engine", turn if turn.length else None)
-            engine.served += 1
-            expected.observe(turn.length)
-            return turn
+            if turn.finish_reason is not FinishReason.ABORT:
+                turn = joined(asked.so_far, turn)
+                engine.served += 1
+                expected.observe(turn.length)
+                return turn
+            self._go_on_from(asked, turn)
+            if asked.so_far is not None and asked.so_far.length >= request.sampling.max_tokens:
+                return replace(asked.so_far, finish_reason=FinishReason.LENGTH)  # it was about to end
+
+    def _go_on_from(self, asked: _Asked, turn: Turn) -> None:
+        """It was aborted. Where it has made progress, or has to wait anyway, it goes on."""
+        if turn.length and turn.tokens is not None:
+            asked.interrupted(turn)
+            asked.fruitless = 0
+        elif not self._held:
+            asked.fruitless += 1
+            if asked.fruitless >= FRUITLESS or turn.length:
+                partial = joined(asked.so_far, turn) if turn.length else asked.so_far
+                raise RequestFailed("aborted by the engine", partial)
+
+    # ------------------------------------------------------------ how much there is to do
+
+    def has_room(self) -> bool:
+        """Whether more may be asked for. Little waits here: a group's age runs from its admission."""
+        if self._held or self._slots is None or self.gate is not None:
+            return not self._held
+        return self._waiting < max(1, int(self._slots * READY_SHARE * self._choice.serving))
+
+    async def hold(self, interrupt: bool) -> None:
+        """Send nothing more until `release`, and wait until nothing is in flight. `interrupt`: what is comes back with the tokens that it
+        has, and goes on from them later."""
+        self._held = True
+        if interrupt:
+            at: dict[EngineLoad, list[str]] = {}
+            for request_id, engine in self._at_engines.items():
+                at.setdefault(engine, []).append(request_id)
+            for engine, request_ids in at.items():
+                engine.client.abort(request_ids)
+        while self._at_engines:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self._send_waiting()
+            self.on_room()
+
+    # ------------------------------------------------------------ engines come and go
+
+    def add(self, client: EngineClient) -> None:
+        self.engines.append(EngineLoad(client))
+        self._choice.add(self.engines[-1])
+        self._send_waiting()
+        self.on_room()
+
+    async def drain(self, name: str) -> None:
+        """It gets nothing new; done when what it had in flight has ended, and it is forgotten."""
+        engine = self._choice.withdraw(self._named(name))
+        while engine.requests:
+            self._idle.clear()
+            await self._idle.wait()
+        self.engines.remove(engine)
+
+    def remove(self, name: str) -> None:
+        """At once: what it has in flight is interrupted, and goes on elsewhere."""
+        engine = self._choice.withdraw(self._named(name))
+        engine.client.abort([request_id for request_id, at in self._at_engines.items() if at is engine])
+        self.engines.remove(engine)
+
+    def _named(self, name: str) -> EngineLoad:
+        return next(engine for engine in self.engines if engine.client.name == name)
+
+    def _take_out(self, engine: EngineLoad, loss: EngineLost) -> None:
+        if engine.dead is None:
+            self._choice.withdraw(engine).dead = loss.cause
+            self._send_waiting()
 
     # ------------------------------------------------------------ where to
 
-    async def _engine_for(self, request: GenerationRequest) -> EngineLoad:
+    async def _place(self, asked: _Asked) -> tuple[EngineLoad, float]:
         """The engine, with a place in flight taken."""
-        if not self._waiting and (engine := self._choose(request)) is not None:
-            engine.requests += 1
-            return engine
-        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
+        found = None if self._waiting or self._held else self._choose(asked)
+        if found is not None:
+            self._give(asked, *found)
+            return found
+        asked.place = asyncio.get_running_loop().create_future()
+        queue = self._queues.setdefault(asked.domain, deque())
+        if asked.legs or asked.first.context is not None:
+            queue.appendleft(asked)  # what has begun comes first
+        else:
+            queue.append(asked)
+        self._waiting += 1
         try:
-            return await waiting.engine
+            return await asked.place
         except asyncio.CancelledError:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-                self._send_waiting()
-            elif not waiting.engine.cancelled() and waiting.engine.exception() is None:
-                self._free(waiting.engine.result())
+            if asked.place.cancelled():
+                self._waiting -= 1  # its queue drops it when it comes to the front
+            elif asked.place.exception() is None:
+                self._free(asked, *asked.place.result())
             raise
 
-    def _free(self, engine: EngineLoad) -> None:
-        engine.requests -= 1
+    def _give(self, asked: _Asked, engine: EngineLoad, cost: float) -> None:
+        self._choice.give(engine, asked.prefix, cost)
+        self._in_flight[asked.domain] = self._in_flight.get(asked.domain, 0) + 1
+
+    def _free(self, asked: _Asked, engine: EngineLoad, cost: float) -> None:
+        self._choice.take_back(engine, cost)
+        self._in_flight[asked.domain] -= 1
+        self._idle.set()
         self._send_waiting()
+        if self._waiting == 0 or self.has_room():
+            self.on_room()
 
     def _send_waiting(self) -> None:
-        while self._waiting:
-            waiting = self._waiting[0]
-            if waiting.engine.done():  # cancelled, and on its way out
-                self._waiting.popleft()
-                continue
-            try:
-                engine = self._choose(waiting.request)
-            except NoEngineLeft as error:
-                waiting.engine.set_exception(error)
-            else:
-                if engine is None:
-                    return
-                engine.requests += 1
-                waiting.engine.set_result(engine)
-            self._waiting.popleft()
+        """Of the domains, the one with the fewest requests in flight comes first: long answers of one do not keep the others waiting."""
+        while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
+            queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
+            asked = queue[0]
+            if not asked.place.cancelled():
+                try:
+                    found = self._choose(asked)
+                except NoEngineLeft as error:
+                    asked.place.set_exception(error)
+                else:
+                    if found is None:
+                        return
+                    self._give(asked, *found)
+                    asked.place.set_result(found)
+                self._waiting -= 1
+            queue.popleft()
 
-    def _choose(self, request: GenerationRequest) -> EngineLoad | None:
+    def _choose(self, asked: _Asked) -> tuple[EngineLoad, float] | None:
         """None: all of them have enough to do. In waves they get everything at once."""
-        if not self._alive:
-            causes = "; ".join(f"{engine.client.name}: {engine.dead}" for engine in self.engines)
+        tokens = asked.prompt_tokens
+        if self.gate is None and (found := self._choice.choose(asked.prefix, tokens, asked.expected_tokens)) is not None:
+            return found
+        if not self._choice.serving:
+            causes = "; ".join(f"{engine.client.name}: {engine.dead or 'drained'}" for engine in self.engines)
             raise NoEngineLeft(f"no engine is left to generate ({causes})")
-        if self.gate is not None:
-            return self._alive[stable_hash(request.request_id) % len(self._alive)]
-        most = self._most_in_flight
-        with_room = self._alive if most is None else [engine for engine in self._alive if engine.requests < most]
-        return min(with_room, key=lambda engine: engine.tokens, default=None)
-
-    def _take_out(self, engine: EngineLoad, loss: EngineLost) -> None:
-        if engine in self._alive:
-            self._alive.remove(engine)
-            engine.dead = loss.cause
-            self._send_waiting()
+        if self.gate is None:
+            return None
+        serving = [engine for engine in self.engines if engine.serves]
+        return serving[stable_hash(asked.first.request_id) % len(serving)], tokens + asked.expected_tokens
 
     # ------------------------------------------------------------ there and back
 
-    async def _ask(self, engine: EngineLoad, request: GenerationRequest, tokens: float) -> Turn:
-        engine.tokens += tokens
+    async def _ask(self, engine: EngineLoad, cost: float, asked: _Asked) -> Turn:
+        request = asked.request()
         began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         answer = asyncio.ensure_future(engine.client.generate(request, began))
+        self._at_engines[request.request_id] = engine
         try:
             await self._until_begun(engine, began, answer)
             if began.done():
-                await self._until_ended(engine, answer)
-            return answer.result() if answer.done() else await self._cut_off(engine, request, began, answer)
+                await self._until_ended(engine, asked, answer)
+            return answer.result() if answer.done() else await self._cut_off(engine, asked, request.request_id, began, answer)
         except EngineLost as loss:
             self._take_out(engine, loss)
             raise
         finally:
-            engine.tokens -= tokens
+            del self._at_engines[request.request_id]
             if not answer.done():
                 answer.cancel()
                 engine.client.abort([request.request_id])
-            self._free(engine)
+            self._free(asked, engine, cost)
 
     async def _until_begun(self, engine: EngineLoad, began: asyncio.Future[None], answer: asyncio.Future[Turn]) -> None:
         """Or answered, or the engine has stood still for as long as a request may take."""
         clock = asyncio.get_running_loop().time
-        sent, still = clock(), 0.0
-        while still < self._timeout_s and not (began.done() or answer.done()):
-            await asyncio.wait((began, answer), timeout=self._timeout_s - still, return_when=asyncio.FIRST_COMPLETED)
-            still = 0.0 if engine.generating else clock() - max(sent, engine.last_sign)
+        sent, left = clock(), self._timeout_s
+        while left > CLOCK_S and not (began.done() or answer.done()):
+            await asyncio.wait((began, answer), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            left = self._timeout_s - (0.0 if engine.generating else clock() - max(sent, engine.last_sign))
         engine.last_sign = clock() if began.done() or answer.done() else engine.last_sign
 
-    async def _until_ended(self, engine: EngineLoad, answer: asyncio.Future[Turn]) -> None:
+    async def _until_ended(self, engine: EngineLoad, asked: _Asked, answer: asyncio.Future[Turn]) -> None:
         """Until the engine has answered, or the request's time is up."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
         engine.generating += 1
         try:
-            await asyncio.wait((answer,), timeout=self._timeout_s)
+            await asyncio.wait((answer,), timeout=max(0.0, self._timeout_s - asked.generating_s))
         finally:
             engine.generating -= 1
-            engine.last_sign = asyncio.get_running_loop().time()
+            engine.last_sign = clock()
+            asked.generating_s += clock() - began
 
     async def _cut_off(
-        self, engine: EngineLoad, request: GenerationRequest, began: asyncio.Future[None], answer: asyncio.Future[Turn]
+        self, engine: EngineLoad, asked: _Asked, request_id: str, began: asyncio.Future[None], answer: asyncio.Future[Turn]
     ) -> Turn:
         """The time is up. What there is of the response by now goes with the failure; one that just ended is no failure."""
-        engine.client.abort([request.request_id])
+        engine.client.abort([request_id])
         await asyncio.wait((answer,), timeout=ABORT_PATIENCE_S)
         turn = answer.result() if answer.done() else None
         if turn is not None and turn.error is None and turn.finish_reason is not FinishReason.ABORT:
             return turn
-        partial = turn if turn is not None and turn.length else None
+        partial = joined(asked.so_far, turn) if turn is not None and turn.length else asked.so_far
         what = "no response" if began.done() else "the engine began with nothing"
         # One that has begun and does not say how far it has come may have come far.
         raise RequestFailed(f"time-out: {what} within {self._timeout_s:g} s", partial, timed_out=True, began=began.done() and turn is None)
-
-
-def _prompt_length(request: GenerationRequest) -> int:
-    return len(request.prompt_ids) + (request.context.length if request.context is not None else 0)

@@ -88,9 +88,9 @@ class SampleRunner:
             except RequestFailed as failure:
                 cause, timed_out = f"generation: {failure.cause}", failure.timed_out
                 partial = conversation.transcript()
-                if timed_out and (failure.began or partial.policy_tokens):
-                    # Starting over would keep a response only where it comes out shorter.
-                    return Sample(sample_id, prompt, partial, SampleOutcome.FAILED, failure=cause, timed_out=True)
+                if failure.final or (timed_out and (failure.began or partial.policy_tokens)):
+                    # Starting over after a time-out would keep a response only where it comes out shorter.
+                    return Sample(sample_id, prompt, partial, SampleOutcome.FAILED, failure=cause, timed_out=timed_out)
                 continue
             return await self._score(sample_id, prompt, conversation.transcript(), recorder)
         return Sample(sample_id, prompt, Transcript(), SampleOutcome.FAILED, failure=cause, timed_out=timed_out)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 from roll_lite.data.samples import SampleGroup, SampleId, SampleOutcome
 from roll_lite.scheduler.domain import Domain, DomainFailed, DomainScheduler
 from roll_lite.scheduler.episode import Episode, one_response
-from roll_lite.scheduler.mix import DomainMix
+from roll_lite.scheduler.filters import DEFAULT_TRIES, Tries
+from roll_lite.scheduler.mix import BatchPlan
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import Retries, SampleRunner, no_seeds, seeds_from
-from roll_lite.scheduler.stats import Progress, Recorder, RolloutStats
-from roll_lite.scheduler.supply import GroupStream, Supply
+from roll_lite.scheduler.stats import Progress, Recorder, RolloutStats, loss_of
+from roll_lite.scheduler.supply import OnSync, Supply, Synchronous
 
 VALIDATION_EPOCH = -1
 
@@ -28,84 +30,191 @@ class RolloutResult:
 
 
 class RolloutService:
-    """Must be made inside a running event loop, whose clock is the only clock."""
+    """Must be made inside a running event loop, whose clock is the only clock of time. The clock of staleness is the number of batches that
+    were asked for."""
 
     def __init__(
-        self, domains: Sequence[Domain], router: Router, retries: int, seed: int | None = None, episode: Episode = one_response
+        self,
+        domains: Sequence[Domain],
+        router: Router,
+        retries: int,
+        seed: int | None = None,
+        episode: Episode = one_response,
+        supply: Supply | None = None,
+        on_sync: OnSync = OnSync.PAUSE,
+        oversample: float = 1.0,
+        tries: Tries = DEFAULT_TRIES,
+        batches: int | None = None,
+        engines_rest: bool = False,
     ) -> None:
-        """`seed`: each request gets a seed of its own, derived from this one. `episode`: what happens in a sample."""
+        """`seed`: each request gets a seed of its own, derived from this one. `episode`: what happens in a sample. `oversample`: so many
+        times the prompts of a batch are admitted for the first one. `batches`: nothing is admitted for later ones. `engines_rest`: they
+        are away between two batches."""
         self._domains = {domain.name: domain for domain in domains}
-        self._mix = DomainMix({domain.name: domain.share for domain in domains})
+        self._plan = BatchPlan({domain.name: domain.share for domain in domains})
         self._router = router
-        self._clock = asyncio.get_running_loop().time
+        self._supply = supply or Synchronous()
+        self._on_sync = on_sync
+        self._oversample = oversample
+        self._batches = batches
+        self._engines_rest = engines_rest
+        self._time = asyncio.get_running_loop().time
         self._version = 0
         self._next_group = 0
+        self._size = 0
+        """Prompts of a batch."""
+        self._asked = self._handed_out = self._resumed_at = 0
+        """Batches."""
         self._delivered = dict.fromkeys(self._domains, 0)
-        self._stream = GroupStream(self._domains)
-        self._recorder = Recorder(self._domains, self._clock())
+        self._delivered_tokens = dict.fromkeys(self._domains, 0)
+        self._recorder = Recorder(self._domains, self._time())
         seeds = no_seeds if seed is None else seeds_from(seed)
         self._runners = {
             domain.name: SampleRunner(domain.name, router, domain.rewards, Retries(retries, domain.reward_retries), seeds, episode)
             for domain in domains
         }
-        self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
-        self._watched: tuple[Recorder, dict[str, tuple[int, int]]] = (self._recorder, {})
-        """What is being made: groups by domain, and samples in each."""
-        self._supply = Supply(self._schedulers, self._stream, in_waves=router.gate is not None)
+        self._schedulers = {domain.name: self._scheduler(domain, tries) for domain in domains}
+        self._progress: Callable[[], dict[str, Progress]] = dict
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+        router.on_room = self._admit
 
-    def _scheduler(self, domain: Domain) -> DomainScheduler:
-        return DomainScheduler(
-            domain,
-            self._runners[domain.name],
-            self._recorder,
-            group_numbers=self._number_group,
-            finished=self._group_finished,
-            lost=lambda name: self._supply.group_ended(name, lost=True),
-            broken=self._stream.fail,
-        )
+    def _scheduler(self, domain: Domain, tries: Tries) -> DomainScheduler:
+        runner = self._runners[domain.name]
+        return DomainScheduler(domain, runner, self._recorder, self._number_group, self._group_ended, self._break_off, tries)
 
     def _number_group(self) -> int:
         self._next_group += 1
         return self._next_group - 1
 
-    def _group_finished(self, group: SampleGroup) -> None:
-        self._stream.put(group)
-        self._supply.group_ended(group.domain, lost=False)
+    # ------------------------------------------------------------ admission
 
-    def set_version(self, version: int) -> None:
-        """The engines have new weights."""
-        self._version = version
+    def _admit(self) -> None:
+        """As many prompts as supply, replacements and the engines' queues allow. In waves replacements wait until nothing runs any more,
+        so that which prompt follows which does not depend on timing."""
+        if self._error is not None or (self._router.gate is not None and any(one.running for one in self._schedulers.values())):
+            return
+        if self._asked == self._handed_out and self._supply.max_staleness == 0:
+            return  # it would be too old for the batch that comes next
+        for scheduler in self._schedulers.values():
+            while scheduler.owed and self._router.has_room():
+                scheduler.replace(self._asked)
+        most = self._most_places()
+        while self._plan.charged < most and self._router.has_room() and not self._trainer_is_behind():
+            self._schedulers[self._plan.admit(self._size)].admit(self._asked)
+
+    def _trainer_is_behind(self) -> bool:
+        """A batch is finished behind the next one: what was started now would only grow old."""
+        return sum(scheduler.finished for scheduler in self._schedulers.values()) >= 2 * self._size
+
+    def _most_places(self) -> int:
+        """Places of batches that may have been charged by now."""
+        batches = self._supply.batches(self._asked, self._handed_out)
+        ahead = ceil((self._oversample - 1) * self._size)
+        if self._batches is not None:
+            batches, ahead = min(batches, self._batches), min(ahead, max(0, self._batches - batches) * self._size)
+        return (batches - self._resumed_at) * self._size + ahead if batches else 0
+
+    def _group_ended(self) -> None:
+        self._admit()
+        self._changed.set()
+
+    def _break_off(self, error: BaseException) -> None:
+        """Nothing more will come: whoever waits for groups gets this error, now and later."""
+        self._error = self._error or error
+        self._changed.set()
+
+    # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
         """Groups of `prompts` prompts, in exactly the mix's proportions."""
-        quota = self._mix.quota(prompts)
-        self._recorder.start(self._clock())
-        self._watched = (self._recorder, {name: (count, self._domains[name].group_size) for name, count in quota.items()})
+        if not any(scheduler.running for scheduler in self._schedulers.values()):
+            self._recorder.start(self._time())  # else it was begun when the one before was handed out
+        self._asked += 1
+        self._size = prompts
+        quota = self._plan.next_batch(prompts)
+        wanted = {name: (count, self._domains[name].group_size) for name, count in quota.items()}
+        self._progress = lambda: self._recorder.progress(wanted)
         for name, count in quota.items():
-            self._schedulers[name].failure_limit = max(8, 3 * count)
-        self._supply.want(quota)
-        groups = await self._stream.take(quota)
+            self._schedulers[name].start_batch(count)
+        self._router.release()
+        self._admit()
+        groups = await self._take(quota)
         for group in groups:
-            self._schedulers[group.domain].delivered(group)
+            self._recorder.delivered(group)
             self._delivered[group.domain] += 1
-        stats = self._recorder.finish(self._clock(), self._version)
-        total = sum(self._delivered.values())
-        for name, share in self._mix.shares.items():
-            domain = stats.domains[name]
-            domain.requested = quota[name]
-            domain.requested_share, domain.realised_share = share, self._delivered[name] / max(1, total)
+            self._delivered_tokens[group.domain] += sum(sample.transcript.policy_tokens for sample in group.samples)
+        done = self._progress()
+        self._progress = lambda: done
+        stats = self._recorder.finish(self._time(), self._version)
+        self._handed_out = self._asked
+        await self._go_on()
+        self._tell_mix(stats, quota)
         return RolloutResult(groups, stats)
 
+    def _tell_mix(self, stats: RolloutStats, quota: dict[str, int]) -> None:
+        delivered, tokens = sum(self._delivered.values()), sum(self._delivered_tokens.values())
+        admitted = sum(scheduler.counts.admitted for scheduler in self._schedulers.values())
+        for name, share in self._plan.shares.items():
+            domain, scheduler = stats.domains[name], self._schedulers[name]
+            domain.requested, domain.requested_share = quota[name], share
+            domain.realised_share = self._delivered[name] / max(1, delivered)
+            domain.admitted_share = scheduler.counts.admitted / max(1, admitted)
+            domain.token_share = self._delivered_tokens[name] / max(1, tokens)
+            domain.epoch = scheduler.epoch
+
+    async def _take(self, quota: dict[str, int]) -> list[SampleGroup]:
+        """In the order of their numbers."""
+        found: dict[str, list[SampleGroup]] = {}
+        while True:
+            if self._error is not None:
+                raise self._error
+            for name, count in quota.items():
+                if name not in found:
+                    groups = self._schedulers[name].take(count, self._asked, self._supply.max_staleness)
+                    if groups is not None:
+                        found[name] = groups
+            if len(found) == len(quota):
+                return sorted((group for groups in found.values() for group in groups), key=lambda group: group.group)
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _go_on(self) -> None:
+        """A batch is handed out: what is in flight belongs to later ones, or is too late."""
+        for scheduler in self._schedulers.values():
+            scheduler.drop_stale(self._asked + 1, self._supply.max_staleness)
+        if self._engines_rest:
+            await self._router.hold(interrupt=True)
+        self._admit()
+
+    # ------------------------------------------------------------ weights
+
+    async def hold(self) -> None:
+        """New weights are about to come. What the engines are generating ends first, is interrupted, or goes on with the new weights."""
+        if self._on_sync is OnSync.DRAIN and self._supply.whole_batches:
+            while self._error is None and any(scheduler.running for scheduler in self._schedulers.values()):
+                self._changed.clear()
+                await self._changed.wait()
+        elif self._on_sync is not OnSync.PAUSE:
+            await self._router.hold(interrupt=self._on_sync is OnSync.ABORT)
+
+    def set_version(self, version: int) -> None:
+        """The engines have them."""
+        self._version = version
+        if not self._engines_rest:
+            self._router.release()
+
     def progress(self) -> dict[str, Progress]:
-        """How far the batch is that is being made."""
-        recorder, wanted = self._watched
-        return recorder.progress(wanted)
+        """How far the batch is that is being made, or was made last."""
+        return self._progress()
 
     async def evaluate(self, samples_per_prompt: int, temperature: float) -> RolloutResult:
         """Every validation prompt of every domain. What fails is reported, not replaced."""
-        recorder = Recorder(self._domains, self._clock())
+        recorder = Recorder(self._domains, self._time())
+        self._router.release()
         held_out = {name: len(domain.validation) for name, domain in self._domains.items() if domain.validation is not None}
-        self._watched = (recorder, {name: (count, samples_per_prompt) for name, count in held_out.items()})
+        wanted = {name: (count, samples_per_prompt) for name, count in held_out.items()}
+        self._progress = lambda: recorder.progress(wanted)
         numbers = itertools.count()
         waiting: list[asyncio.Future[SampleGroup]] = []
         for domain in self._domains.values():
@@ -123,7 +232,9 @@ class RolloutService:
         for name, stats in recorder.domains.items():
             if stats.lost_groups and not stats.delivered:
                 raise DomainFailed(f"domain {name}: every sample of the validation failed; first cause: {next(iter(stats.failures))}")
-        return RolloutResult(groups, recorder.finish(self._clock(), self._version))
+        if self._engines_rest:
+            await self._router.hold(interrupt=True)
+        return RolloutResult(groups, recorder.finish(self._time(), self._version))
 
     async def _validate(self, domain: Domain, index: int, number: int, samples: int, temperature: float, recorder: Recorder) -> SampleGroup:
         assert domain.validation is not None
@@ -141,6 +252,8 @@ class RolloutService:
                 task.cancel()
             raise
         recorder.group(group)
+        if loss_of(group) is None:
+            recorder.delivered(group)
         return group
 
     def close(self) -> None:
@@ -150,17 +263,21 @@ class RolloutService:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "mix": self._mix.state_dict(),
+            "mix": self._plan.state_dict(),
+            "batches": self._handed_out,
             "next_group": self._next_group,
             "delivered": dict(self._delivered),
+            "delivered_tokens": dict(self._delivered_tokens),
             "domains": {name: scheduler.state_dict() for name, scheduler in self._schedulers.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Domains that the state does not know start from their beginning."""
-        self._mix.load_state_dict(state["mix"])
+        self._plan.load_state_dict(state["mix"])
+        self._asked = self._handed_out = self._resumed_at = state["batches"]
         self._next_group = state["next_group"]
-        self._delivered.update({name: count for name, count in state["delivered"].items() if name in self._delivered})
+        for counts, saved in ((self._delivered, state["delivered"]), (self._delivered_tokens, state["delivered_tokens"])):
+            counts.update({name: count for name, count in saved.items() if name in counts})
         for name, domain in state["domains"].items():
             if name in self._schedulers:
                 self._schedulers[name].load_state_dict(domain)

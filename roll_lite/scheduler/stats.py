@@ -14,14 +14,20 @@ from roll_lite.data.samples import SampleGroup, SampleOutcome
 class DomainStats:
     requested: int = 0
     """Groups that the batch asked for."""
+    admitted: int = 0
+    """Prompts whose groups were started."""
     delivered: int = 0
     """Groups that the batch got."""
+    filtered: Counter[str] = field(default_factory=Counter)
+    """Groups that the filter left out, by cause, each replaced by another prompt."""
+    stale: int = 0
+    """Groups that became too old; their prompts are put back."""
     lost_groups: int = 0
     """Groups without a surviving sample or without their greedy baseline, each replaced by another prompt."""
     timed_out_groups: int = 0
     """Groups that lost a member to a time-out, delivered or not."""
     accepted: int = 0
-    """Samples that can train."""
+    """Samples of the batch that can train."""
     scored: int = 0
     """Samples that got a score, greedy baselines and samples of lost groups among them."""
     failed: int = 0
@@ -43,6 +49,16 @@ class DomainStats:
     """The domain's weight among all domains."""
     realised_share: float = 0.0
     """The domain's share of all groups delivered in the run so far."""
+    admitted_share: float = 0.0
+    """Of all that were started."""
+    token_share: float = 0.0
+    """Of the response tokens in all that were delivered."""
+    epoch: int = 0
+    """Of the newest prompt."""
+
+    @property
+    def filtered_groups(self) -> int:
+        return self.filtered.total()
 
 
 @dataclass
@@ -71,7 +87,7 @@ class Progress(NamedTuple):
     generated: int
     scored: int
     wanted: int
-    """More than at first where lost groups are replaced."""
+    """More than at first where groups are replaced."""
 
 
 class Recorder:
@@ -79,45 +95,51 @@ class Recorder:
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)
+        self.domains = {name: DomainStats() for name in self._names}
         self.start(now)
 
     def start(self, now: float) -> None:
-        self.domains = {name: DomainStats() for name in self._names}
+        """A batch is begun."""
         self._started = self.last_completion = self.last_score = now
 
     def finish(self, now: float, version: int) -> RolloutStats:
-        """What was collected since the start."""
-        return RolloutStats(
-            domains=self.domains,
+        """It is there, and the next one begun."""
+        domains, self.domains = self.domains, {name: DomainStats() for name in self._names}
+        stats = RolloutStats(
+            domains=domains,
             version=version,
             wall_s=now - self._started,
             generation_s=self.last_completion - self._started,
             reward_tail_s=max(0.0, self.last_score - self.last_completion),
         )
+        self.start(now)
+        return stats
 
     def progress(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, Progress]:
         """`wanted`: groups and samples in each, by domain."""
         found = {}
         for name, (groups, samples) in wanted.items():
             domain = self.domains[name]
-            found[name] = Progress(sum(domain.finish_reasons.values()), domain.scored, (groups + domain.lost_groups) * samples)
+            replaced = domain.lost_groups + domain.filtered_groups
+            found[name] = Progress(sum(domain.finish_reasons.values()), domain.scored, (groups + replaced) * samples)
         return found
 
     def group(self, group: SampleGroup) -> None:
-        """A group is finished: count its samples by outcome."""
+        """A group is finished: count its failures."""
         domain = self.domains[group.domain]
         failures = [sample.failure or "unknown" for sample in group.samples if sample.outcome is SampleOutcome.FAILED]
-        lost = loss_of(group)
-        if lost is None:
-            domain.delivered += 1
-            domain.accepted += len(group.samples) - len(failures)
-        else:
-            domain.lost_groups += 1
+        domain.lost_groups += loss_of(group) is not None
         domain.timed_out_groups += group.timed_out
         if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
             failures.append(f"greedy baseline: {group.baseline.failure or 'unknown'}")
         domain.failed += len(failures)
         domain.failures.update(failures)
+
+    def delivered(self, group: SampleGroup) -> None:
+        """A group is in the batch."""
+        domain = self.domains[group.domain]
+        domain.delivered += 1
+        domain.accepted += sum(sample.outcome is SampleOutcome.ACCEPTED for sample in group.samples)
 
 
 def loss_of(group: SampleGroup) -> str | None:

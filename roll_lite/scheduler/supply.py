@@ -1,70 +1,79 @@
-"""Finished groups on their way to the next batch: the queue, and who fills it when."""
+"""How far ahead of the training prompts are admitted: together with it, or some batches before.
+
+The clock of all of them is the number of batches that have been asked for: whoever asks for one has trained on the one before.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-
-from roll_lite.data.samples import SampleGroup
-from roll_lite.scheduler.domain import DomainScheduler
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar, Protocol
 
 
-class GroupStream:
-    """Whoever fills it and whoever empties it do not know each other."""
+class OnSync(StrEnum):
+    """What becomes of the responses that engines are generating when new weights come."""
 
-    def __init__(self, domains: Iterable[str]) -> None:
-        self._groups: dict[str, deque[SampleGroup]] = {name: deque() for name in domains}
-        self._error: BaseException | None = None
-        self._changed = asyncio.Event()
-
-    def put(self, group: SampleGroup) -> None:
-        self._groups[group.domain].append(group)
-        self._changed.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Nothing more will come: whoever waits for groups gets this error, now and later."""
-        self._error = self._error or error
-        self._changed.set()
-
-    def available(self, domain: str) -> int:
-        return len(self._groups[domain])
-
-    async def take(self, quota: Mapping[str, int]) -> list[SampleGroup]:
-        """The oldest finished groups of each domain, once there are enough of all, in the order of their numbers."""
-        while True:
-            if self._error is not None:
-                raise self._error
-            if all(len(self._groups[name]) >= count for name, count in quota.items()):
-                break
-            self._changed.clear()
-            await self._changed.wait()
-        groups = [self._groups[name].popleft() for name, count in quota.items() for _ in range(count)]
-        return sorted(groups, key=lambda group: group.group)
+    DRAIN = "drain"
+    """They end first; nothing new is sent meanwhile."""
+    PAUSE = "pause"
+    """The engines stand still for the update, and go on with the new weights and the keys and values that they have."""
+    ABORT = "abort"
+    """They are interrupted, and go on afterwards from the tokens that they have, on any engine, with keys and values of the new weights."""
 
 
-class Supply:
-    """Admits what the batch needs and not one prompt more; every lost group is replaced by another prompt of its domain.
+class Supply(Protocol):
+    @property
+    def max_staleness(self) -> int:
+        """A group may be trained so many batches after the one in whose time its prompt was admitted."""
+        ...
 
-    `in_waves`: replacements wait until nothing runs any more, so that which prompt follows which does not depend on timing.
+    @property
+    def whole_batches(self) -> bool:
+        """A batch is generated with one version: where responses end before new weights come, all of its groups do."""
+        ...
+
+    def batches(self, asked: int, handed_out: int) -> int:
+        """So many batches' prompts, from the first one on, may have been admitted by now."""
+        ...
+
+
+@dataclass(frozen=True)
+class Synchronous:
+    """The prompts of a batch are admitted when it is asked for; nobody trains meanwhile."""
+
+    max_staleness: int = 0
+    whole_batches: ClassVar[bool] = True
+
+    def batches(self, asked: int, handed_out: int) -> int:
+        return asked
+
+
+@dataclass(frozen=True)
+class OneStepOff:
+    """While one batch is trained, the next one is generated: its prompts are admitted together, when the one before is handed out."""
+
+    max_staleness: int = 1
+    whole_batches: ClassVar[bool] = True
+
+    def batches(self, asked: int, handed_out: int) -> int:
+        return handed_out + 1 if handed_out else asked
+
+
+@dataclass(frozen=True)
+class Asynchronous:
+    """Prompts are admitted one by one as others end, as far ahead as their staleness allows: what has been admitted and not been trained
+    never exceeds max_staleness + 1 batches. Bounded so, no group ever becomes too old: it trains in time, or is waited for.
     """
 
-    def __init__(self, schedulers: Mapping[str, DomainScheduler], stream: GroupStream, in_waves: bool) -> None:
-        self._schedulers = schedulers
-        self._stream = stream
-        self._in_waves = in_waves
-        self._owed: Counter[str] = Counter()
+    max_staleness: int = 1
+    whole_batches: ClassVar[bool] = False
 
-    def want(self, quota: Mapping[str, int]) -> None:
-        """The next batch is being waited for."""
-        for name, count in quota.items():
-            scheduler = self._schedulers[name]
-            scheduler.admit(max(0, count - self._stream.available(name) - scheduler.running))
+    def batches(self, asked: int, handed_out: int) -> int:
+        return asked + self.max_staleness if asked else 0
 
-    def group_ended(self, domain: str, lost: bool) -> None:
-        """A group of the domain is finished or lost."""
-        self._owed[domain] += lost
-        if self._in_waves and any(scheduler.running for scheduler in self._schedulers.values()):
-            return
-        for name, scheduler in self._schedulers.items():
-            scheduler.admit(self._owed.pop(name, 0))
+
+SUPPLIES: dict[str, type[Synchronous | OneStepOff | Asynchronous]] = {
+    "sync": Synchronous,
+    "one_step_off": OneStepOff,
+    "async": Asynchronous,
+}

@@ -24,6 +24,7 @@ from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutService, accepted
+from roll_lite.scheduler.settings import filter_of, on_sync_of, supply_of, tries_of
 from roll_lite.scheduler.stats import Progress, RolloutStats
 from roll_lite.workers.infer import RemoteEngine
 from roll_lite.workers.judge import JudgeAddress, with_addresses
@@ -52,6 +53,10 @@ class RolloutSpec:
     """One more, greedy response to every prompt (ReMax)."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
     """The reward models that rewards may ask, by name."""
+    steps: int | None = None
+    """Nothing is generated for later ones."""
+    engines_rest: bool = False
+    """They are offloaded between two batches."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +111,20 @@ class RolloutWorker(AsyncWorker):
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         await starting
-        router = Router(clients, spec.rollout.request_timeout_s, spec.deterministic, spec.engine_slots)
-        self._service = RolloutService(domains, router, spec.rollout.retries, seed=spec.seed if spec.deterministic else None)
+        rollout = spec.rollout
+        router = Router(clients, rollout.request_timeout_s, spec.deterministic, spec.engine_slots, rollout.max_tokens_per_engine)
+        self._service = RolloutService(
+            domains,
+            router,
+            rollout.retries,
+            seed=spec.seed if spec.deterministic else None,
+            supply=supply_of(rollout),
+            on_sync=on_sync_of(rollout),
+            oversample=rollout.oversample,
+            tries=tries_of(rollout.filter),
+            batches=spec.steps,
+            engines_rest=spec.engines_rest,
+        )
 
     def _pool(self, name: str, domain: DomainConfig, judges: Mapping[str, JudgeAddress]) -> RewardPool | RewardModelPool:
         reward = with_addresses(domain.reward, judges)
@@ -134,6 +151,7 @@ class RolloutWorker(AsyncWorker):
             reward_retries=config.reward.retries,
             validation=self._load_prompts(name, config, "validation", tokenizer) if config.data.validation else None,
             greedy_baseline=self._spec.greedy_baseline,
+            filter=filter_of(self._spec.rollout.filter),
         )
 
     def _load_prompts(self, name: str, config: DomainConfig, split: Split, tokenizer: Any) -> PromptSet:
@@ -179,6 +197,10 @@ class RolloutWorker(AsyncWorker):
             await self._writing
         if self._spec.samples_folder is not None:
             self._writing = asyncio.create_task(asyncio.to_thread(write_samples, self._spec.samples_folder / name, groups))
+
+    async def hold(self) -> None:
+        """New weights are about to come to the engines; `set_version` says that they are there."""
+        await self._service.hold()
 
     async def set_version(self, version: int) -> None:
         self._service.set_version(version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from support_local_engine import LocalEngine
 
@@ -12,6 +13,7 @@ from roll_lite.data.samples import GenerationRequest, Prompt, RewardInput, Sampl
 from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.scheduler.domain import Domain, PromptSource
+from roll_lite.scheduler.filters import GroupFilter
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import RewardClient
 from roll_lite.scheduler.service import RolloutService
@@ -66,6 +68,7 @@ def make_domain(
     max_tokens: int = 64,
     prompt_tokens: int = 4,
     greedy_baseline: bool = False,
+    filter: GroupFilter | None = None,
 ) -> Domain:
     return Domain(
         name=name,
@@ -78,6 +81,7 @@ def make_domain(
         reward_retries=reward_retries,
         validation=validation,
         greedy_baseline=greedy_baseline,
+        filter=filter,
     )
 
 
@@ -90,11 +94,12 @@ def make_service(
     seed: int | None = None,
     deterministic: bool = False,
     engine_slots: int | None = None,
+    **how: Any,
 ) -> tuple[RolloutService, Router, list[ScriptedEngine]]:
     engines = [ScriptedEngine(script, slots=slots) for script in (scripts or [by_tokens(8)])]
     clients = [LocalEngine(f"engine {i}", engine, frozen_admission=deterministic) for i, engine in enumerate(engines)]
     router = Router(clients, timeout_s, deterministic, engine_slots)
-    return RolloutService(domains, router, retries, seed), router, engines
+    return RolloutService(domains, router, retries, seed, **how), router, engines
 
 
 def prompt_of(request: GenerationRequest) -> tuple[int, int]:

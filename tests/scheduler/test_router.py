@@ -10,8 +10,9 @@ from support_local_engine import LocalEngine
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, Turn
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
+from roll_lite.scheduler.choice import EngineLoad
 from roll_lite.scheduler.engines import EngineLost
-from roll_lite.scheduler.router import EngineLoad, NoEngineLeft, RequestFailed, Router
+from roll_lite.scheduler.router import NoEngineLeft, RequestFailed, Router, _Asked
 from roll_lite.simulator.clock import run_virtual
 
 
@@ -75,12 +76,12 @@ async def test_expected_lengths_are_learned_per_domain() -> None:
             await settle()
             (a if a.held else b).answer(f"{domain} {i}", tokens)
             await task
-    task = asyncio.create_task(router.generate("long", request("L", prompt_tokens=10)))
+    task = asyncio.create_task(router.generate("long", request("L", prompt_tokens=10, max_tokens=1000)))
     await settle()
     loaded = next(load for load in router.engines if load.requests)
     assert loaded.tokens == pytest.approx(1010, rel=0.01)
     task.cancel()
-    task = asyncio.create_task(router.generate("short", request("S", prompt_tokens=10)))
+    task = asyncio.create_task(router.generate("short", request("S", prompt_tokens=10, max_tokens=1000)))
     await settle()
     loaded = next(load for load in router.engines if load.requests)
     assert loaded.tokens == pytest.approx(20, rel=0.15)
@@ -144,9 +145,9 @@ class RoundRobin(Router):
 
     _turn: itertools.count[int]
 
-    def _choose(self, request: GenerationRequest) -> EngineLoad:
+    def _choose(self, asked: _Asked) -> tuple[EngineLoad, float]:
         self._turn = getattr(self, "_turn", itertools.count())
-        return self.engines[next(self._turn) % len(self.engines)]
+        return self.engines[next(self._turn) % len(self.engines)], 0.0
 
 
 def makespan(router_class: type[Router]) -> float:
@@ -176,14 +177,20 @@ def test_tokens_in_flight_beat_round_robin_by_a_third_at_least() -> None:
     assert makespan(Router) <= 11.5 + 4.0
 
 
-def test_deterministic_routing_depends_on_the_id_only() -> None:
-    def chosen(names: list[str]) -> dict[str, str]:
-        router = Router([HeldEngine(f"e{i}") for i in range(3)], timeout_s=60, deterministic=True)
-        return {name: router._choose(request(name)).client.name for name in names}
+async def test_deterministic_routing_depends_on_the_id_only() -> None:
+    async def chosen(names: list[str]) -> dict[str, str]:
+        engines = [HeldEngine(f"e{i}") for i in range(3)]
+        router = Router(engines, timeout_s=60, deterministic=True)
+        tasks = [asyncio.create_task(router.generate("d", request(name))) for name in names]
+        await settle()
+        found = {name: engine.name for engine in engines for name in engine.held}
+        for task in tasks:
+            task.cancel()
+        return found
 
     names = [f"r{i}" for i in range(60)]
-    assert chosen(names) == chosen(names[::-1])
-    assert set(chosen(names).values()) == {"e0", "e1", "e2"}
+    assert await chosen(names) == await chosen(names[::-1])
+    assert set((await chosen(names)).values()) == {"e0", "e1", "e2"}
 
 
 def test_domains_share_one_view_of_the_engines() -> None:

@@ -16,6 +16,7 @@ from roll_lite.config.checks.judges import JUDGE_CHECKS
 from roll_lite.config.checks.layout import LAYOUT_CHECKS, ROLE_CHECKS
 from roll_lite.config.checks.reward_models import REWARD_MODEL_CHECKS
 from roll_lite.config.checks.rewards import REWARD_CHECKS
+from roll_lite.config.checks.rollout import ROLLOUT_CHECKS
 from roll_lite.config.checks.secrets import addresses_without_secrets
 from roll_lite.config.checks.simulation import SIMULATION_CHECKS
 from roll_lite.config.checks.trackers import TRACKER_CHECKS
@@ -200,6 +201,7 @@ RUN_CHECKS = (
     _validation_has_data,
     *TRACKER_CHECKS,
     _max_model_len,
+    *ROLLOUT_CHECKS,
 )
 
 

@@ -140,6 +140,32 @@ class DomainConfig(Section):
 # ---------------------------------------------------------------- rollouts
 
 
+GROUP_MEASURES: dict[str, tuple[float | None, float | None]] = {"accuracy": (0.0, 1.0), "mean": (None, None), "std": (0.0, None)}
+"""What a filter may look at, and between which values groups train where nothing else is said."""
+
+
+class GroupFilterConfig(Section):
+    """Dynamic sampling: groups that teach nothing are left out, and other prompts take their places until the batch is full."""
+
+    type: str = "accuracy"
+    """What of a group is looked at: accuracy (share of right samples), mean or std (of its scores); or a dotted path to a function
+    `SampleGroup -> bool`, which says whether the group trains."""
+    above: float | None = None
+    """Groups train whose value is above this; 0 for accuracy and std where absent."""
+    below: float | None = None
+    """And below this; 1 for accuracy where absent."""
+    tries: PositiveInt = 10
+    """Prompts that may be tried for each place of a batch, on average over the batch of a domain."""
+    when_short: Literal["fail", "continue"] = "fail"
+    """When that was not enough: end the run, or train on the groups that there are."""
+
+    @property
+    def bounds(self) -> tuple[float | None, float | None]:
+        """Of a type that is not the user's own."""
+        above, below = GROUP_MEASURES[self.type]
+        return above if self.above is None else self.above, below if self.below is None else self.below
+
+
 class RolloutConfig(Section):
     prompts_per_step: PositiveInt = 32
     """Prompts (sample groups) in one training batch, over all domains."""
@@ -149,6 +175,23 @@ class RolloutConfig(Section):
     """Time for an engine to generate one response, from when it has begun with it: waiting in the engine does not count."""
     retries: Annotated[int, Field(ge=0)] = 2
     """How often a failed generation is tried again before the sample is reported as failed."""
+    supply: Literal["sync", "one_step_off", "async"] = "sync"
+    """How generation and training take turns. sync: one after the other. one_step_off: the next batch is generated while one is trained.
+    async: engines generate all the time, at most max_staleness steps ahead."""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Steps by which the weights that generated a sample may be older than those that it trains; 0 for sync and 1 for the others where
+    absent. What would become older is waited for; what is older all the same is put back and generated anew."""
+    on_sync: Literal["drain", "pause", "abort"] | None = None
+    """What becomes of responses under way when new weights come. drain: they end first. pause: they go on with the new weights. abort: they
+    go on with the new weights and recomputed keys and values, on any engine. Absent: drain for one_step_off, else pause; abort where
+    engines offload."""
+    oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
+    """So many times the prompts of a batch are under way at first, where some are filtered or slow."""
+    filter: GroupFilterConfig | None = None
+    """Which groups train (dynamic sampling); absent: all."""
+    max_tokens_per_engine: PositiveInt | None = None
+    """Expected tokens, of prompts and responses, under way in one engine; what is more waits for its turn. Absent: only
+    max_running_requests counts."""
     keep_mask: bool = False
     """Bring along which tokens survived top-k, top-p and min-p, and take training log-probs over the same tokens."""
     max_mismatch: PositiveFloat | None = 0.2

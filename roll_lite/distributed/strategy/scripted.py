@@ -68,7 +68,8 @@ class _Running:
 
     @property
     def length(self) -> int:
-        return min(self.response.tokens, self.request.sampling.max_tokens)
+        """Of what is still to come: the script speaks of whole responses."""
+        return min(max(0, self.response.tokens - self.request.resumed), self.request.sampling.max_tokens)
 
     @property
     def duration(self) -> float:

@@ -1,0 +1,62 @@
+"""How generation and training take turns, and which groups train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from roll_lite.config.arithmetic import group_size
+from roll_lite.config.checks.functions import check_function
+from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.schema.domains import GROUP_MEASURES
+from roll_lite.config.schema.run import RunConfig
+
+
+def _turns(config: RunConfig) -> Iterator[Problem]:
+    rollout = config.rollout
+    ahead = rollout.supply != "sync"
+    if ahead and config.actor_infer.offload:
+        message = f"with rollout.supply {rollout.supply} the engines generate while the actor trains, and cannot leave their devices"
+        yield Problem("actor_infer.offload", f"{message}; use false and devices of their own, or rollout.supply: sync", True)
+    if ahead and config.deterministic:
+        message = "which weights generate what depends on timing; use rollout.supply: sync, or deterministic: false"
+        yield Problem("deterministic", message, True)
+    if rollout.oversample > 1 and config.deterministic:
+        message = "which groups come first depends on timing; use 1, or deterministic: false"
+        yield Problem("rollout.oversample", message, rollout.oversample)
+
+
+def _staleness(config: RunConfig) -> Iterator[Problem]:
+    rollout, given = config.rollout, config.rollout.max_staleness
+    if given == 0 and rollout.supply == "one_step_off":
+        yield Problem("rollout.max_staleness", "a batch is generated one step before it is trained; use 1 or more, or supply: sync", given)
+    if given and rollout.supply == "sync" and rollout.oversample == 1:
+        message = "nothing is generated ahead by supply: sync without oversample; use 0, or supply: async"
+        yield Problem("rollout.max_staleness", message, given)
+
+
+def _group_filter(config: RunConfig) -> Iterator[Problem]:
+    chosen = config.rollout.filter
+    if chosen is None:
+        return
+    path = "rollout.filter"
+    if chosen.type not in GROUP_MEASURES:
+        if "." in chosen.type:
+            yield from check_function(path, "type", chosen.type, {})
+        else:
+            message = f"no such filter; {did_you_mean(chosen.type, GROUP_MEASURES)}, or a dotted path to a function of your own"
+            yield Problem(f"{path}.type", message, chosen.type)
+        for name in ("above", "below"):
+            if getattr(chosen, name) is not None:
+                message = f"belongs to the types {', '.join(GROUP_MEASURES)}: {chosen.type!r} decides by itself"
+                yield Problem(f"{path}.{name}", message, getattr(chosen, name))
+        return
+    above, below = chosen.bounds
+    if above is not None and below is not None and above >= below:
+        yield Problem(f"{path}.above", f"no group is above it and below {below:g}", above)
+    single = next((name for name, domain in config.domains.items() if group_size(config, domain) == 1), None)
+    if single is not None and chosen.type in ("accuracy", "std"):
+        message = f"groups of domain {single!r} have one sample, whose {chosen.type} says nothing"
+        yield Problem(f"{path}.type", f"{message}; use more samples_per_prompt, or another filter", chosen.type)
+
+
+ROLLOUT_CHECKS = (_turns, _staleness, _group_filter)

@@ -1,0 +1,104 @@
+"""Which engine takes a request: the one that has least to do afterwards, what it holds of the prompt already taken into account."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from roll_lite.scheduler.engines import EngineClient
+
+PREFIXES_REMEMBERED = 65_536
+
+
+@dataclass(eq=False)
+class EngineLoad:
+    client: EngineClient
+    tokens: float = 0.0
+    """Of the requests in flight: expected tokens of the responses, and those of the prompts that it does not share among them."""
+    requests: int = 0
+    """Number of requests in flight, or given to it and about to be."""
+    generating: int = 0
+    """Requests that it is known to have begun and not to have ended."""
+    last_sign: float = 0.0
+    """When it was last heard to have begun or ended one."""
+    served: int = 0
+    dead: str | None = None
+    """Why it cannot serve any more."""
+    serves: bool = True
+    """It gets requests."""
+
+
+class EngineChoice:
+    """`most_requests` and `most_tokens`: of what is in flight to one engine; None: without limit.
+
+    The least loaded engine lies on top of a heap. An entry whose engine's load has changed since is dropped when it comes to the top.
+    """
+
+    def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
+        self._most_requests = most_requests
+        self._most_tokens = most_tokens
+        self._heap: list[tuple[float, int, EngineLoad]] = []
+        self._order = itertools.count()
+        self._numbers: dict[EngineLoad, int] = {}
+        self.serving = 0
+        """Engines."""
+        self._prefixes: OrderedDict[str, dict[EngineLoad, None]] = OrderedDict()
+        for engine in engines:
+            self.add(engine)
+
+    def add(self, engine: EngineLoad) -> None:
+        self.serving += 1
+        self._offer(engine)
+
+    def withdraw(self, engine: EngineLoad) -> EngineLoad:
+        """It gets nothing new."""
+        self.serving -= engine.serves
+        engine.serves = False
+        return engine
+
+    def _offer(self, engine: EngineLoad) -> None:
+        """It may be chosen, with the load that it has now."""
+        number = self._numbers.setdefault(engine, next(self._order))
+        heapq.heappush(self._heap, (engine.tokens, number, engine))
+
+    def choose(self, prefix: str, prompt_tokens: int, response_tokens: float) -> tuple[EngineLoad, float] | None:
+        """The engine, and what the request adds to its load. `prefix`: what requests have in common whose prompts begin alike. None: all of
+        them have enough to do."""
+        best, cost = self._least(), prompt_tokens + response_tokens
+        for holder in self._prefixes.get(prefix, ()):
+            # Also where another has less to do, as long as computing the prompt once more there would take longer than that.
+            if self._has_room(holder) and (best is None or holder.tokens + response_tokens <= best.tokens + cost):
+                best, cost = holder, response_tokens
+        return None if best is None else (best, cost)
+
+    def give(self, engine: EngineLoad, prefix: str, cost: float) -> None:
+        engine.requests += 1
+        engine.tokens += cost
+        self._offer(engine)
+        self._prefixes.setdefault(prefix, {})[engine] = None
+        self._prefixes.move_to_end(prefix)
+        if len(self._prefixes) > PREFIXES_REMEMBERED:
+            self._prefixes.popitem(last=False)
+
+    def take_back(self, engine: EngineLoad, cost: float) -> None:
+        engine.requests -= 1
+        engine.tokens = engine.tokens - cost if engine.requests else 0.0
+        self._offer(engine)
+
+    def _least(self) -> EngineLoad | None:
+        while self._heap:
+            tokens, _, engine = self._heap[0]
+            if tokens == engine.tokens and self._has_room(engine):
+                return engine
+            heapq.heappop(self._heap)  # it comes back with its next change
+        return None
+
+    def _has_room(self, engine: EngineLoad) -> bool:
+        return (
+            engine.serves
+            and (self._most_requests is None or engine.requests < self._most_requests)
+            and (self._most_tokens is None or not engine.requests or engine.tokens < self._most_tokens)
+        )

@@ -1,0 +1,54 @@
+"""Dynamic sampling: which finished groups train. What is left out is replaced by another prompt, and is no failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+from roll_lite.data.samples import SampleGroup, Score
+
+GroupFilter = Callable[[SampleGroup], str | None]
+"""Why a group does not train, in a few words that can be counted; None: it does."""
+
+
+@dataclass(frozen=True)
+class Tries:
+    """How many prompts may be tried for a batch."""
+
+    per_place: int
+    """For each place of the batch, filtered ones among them."""
+    fill: bool
+    """When they are used up: False goes on with the groups that there are, True ends the run."""
+
+
+DEFAULT_TRIES = Tries(per_place=10, fill=True)
+
+
+def kept_between(value: str, above: float | None, below: float | None) -> GroupFilter:
+    """Groups whose value lies strictly between the two."""
+    measure = MEASURES[value]
+
+    def cause(group: SampleGroup) -> str | None:
+        found = measure([sample.score for sample in group.samples if sample.score is not None])
+        if above is not None and not found > above:
+            return f"{value} not above {above:g}"
+        if below is not None and not found < below:
+            return f"{value} not below {below:g}"
+        return None
+
+    return cause
+
+
+def kept_by(function: Callable[[SampleGroup], bool], name: str) -> GroupFilter:
+    def cause(group: SampleGroup) -> str | None:
+        return None if function(group) else name
+
+    return cause
+
+
+MEASURES: dict[str, Callable[[Sequence[Score]], float]] = {
+    "accuracy": lambda scores: fmean(score.is_correct for score in scores),
+    "mean": lambda scores: fmean(score.value for score in scores),
+    "std": lambda scores: pstdev([score.value for score in scores]),
+}

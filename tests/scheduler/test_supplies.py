@@ -1,0 +1,378 @@
+"""Generation and training side by side: what is admitted when, how old it may become, and that nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_support import TimedReward, make_domain, make_service
+
+from roll_lite.data.samples import GenerationRequest, SampleGroup, SampleOutcome
+from roll_lite.data.stable_hash import stable_hash
+from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
+from roll_lite.scheduler.domain import Domain, DomainFailed
+from roll_lite.scheduler.filters import Tries, kept_between
+from roll_lite.scheduler.router import NoEngineLeft
+from roll_lite.scheduler.service import RolloutService
+from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync, Synchronous
+from roll_lite.simulator.clock import run_virtual
+
+SUPPLIES = {"sync": Synchronous(), "one_step_off": OneStepOff(), "async 1": Asynchronous(1), "async 3": Asynchronous(3)}
+
+
+def whole(request_id: str) -> str:
+    """Of a request that goes on with another, the first one's id."""
+    return request_id.partition("~")[0]
+
+
+def drawn_length(request_id: str) -> int:
+    """Long-tailed, by the sample."""
+    draw = stable_hash("length", whole(request_id)) % 1000 / 1000
+    return int(4 / (1.001 - draw)) if draw < 0.98 else 200
+
+
+def drawn(seconds_per_token: float = 0.1) -> Script:
+    return lambda request: Response(drawn_length(request.request_id), seconds_per_token)
+
+
+@dataclass
+class Trained:
+    """What a pretended trainer has seen."""
+
+    batches: list[list[SampleGroup]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """That each batch was trained with."""
+    stats: list[Any] = field(default_factory=list)
+    ended_at: float = 0.0
+
+    @property
+    def staleness(self) -> list[int]:
+        return [
+            version - min(span.version for span in sample.transcript.versions)
+            for version, batch in zip(self.versions, self.batches, strict=True)
+            for group in batch
+            for sample in group.samples
+            if sample.outcome is SampleOutcome.ACCEPTED
+        ]
+
+    @property
+    def prompts(self) -> list[tuple[str, int, int]]:
+        return [(group.domain, group.samples[0].id.epoch, group.samples[0].id.prompt_uid) for batch in self.batches for group in batch]
+
+
+async def train(
+    service: RolloutService,
+    engines: list[ScriptedEngine],
+    steps: int,
+    prompts: int = 4,
+    seconds: float = 5.0,
+    each: Callable[[], Awaitable[None]] | None = None,
+) -> Trained:
+    """As the pipeline does it: new weights, the next batch, training."""
+    done = Trained()
+    for step in range(steps):
+        await service.hold()
+        for engine in engines:
+            if (await engine.health()).alive:
+                await engine.begin_weight_update([])
+                await engine.receive_bucket([])
+                await engine.finish_weight_update(step)
+        service.set_version(step)
+        result = await service.next_batch(prompts)
+        done.batches.append(result.groups)
+        done.versions.append(step)
+        done.stats.append(result.stats)
+        if each is not None:
+            await each()
+        await asyncio.sleep(seconds)
+    done.ended_at = asyncio.get_running_loop().time()
+    return done
+
+
+def run(
+    steps: int = 8, engines: int = 2, slots: int = 4, seconds: float = 5.0, prompts: int = 4, **how: Any
+) -> tuple[Trained, RolloutService]:
+    async def main() -> tuple[Trained, RolloutService]:
+        domains: list[Domain] = how.pop("domains", [make_domain("a", max_tokens=400)])
+        service, _, strategies = make_service(domains, [drawn()] * engines, slots=slots, engine_slots=slots, **how)
+        done = await train(service, strategies, steps, prompts, seconds)
+        service.close()
+        return done, service
+
+    return run_virtual(main())
+
+
+def lengths(batch: list[SampleGroup]) -> list[int]:
+    return [sample.transcript.policy_tokens for group in batch for sample in group.samples]
+
+
+@pytest.mark.parametrize("name", SUPPLIES)
+@pytest.mark.parametrize("on_sync", list(OnSync))
+def test_every_prompt_trains_once_in_time_and_with_the_length_that_was_drawn(name: str, on_sync: OnSync) -> None:
+    supply = SUPPLIES[name]
+    done, service = run(supply=supply, on_sync=on_sync)
+    assert [len(batch) for batch in done.batches] == [4] * 8
+    assert len(set(done.prompts)) == len(done.prompts)
+    assert max(done.staleness) <= supply.max_staleness
+    assert sum(done.staleness) > 0 or name == "sync"
+    for batch in done.batches:
+        for group in batch:
+            for sample in group.samples:
+                assert sample.transcript.policy_tokens == drawn_length(sample.id.request_id())
+    assert all(scheduler.counts.stale == 0 for scheduler in service._schedulers.values())
+
+
+def test_without_staleness_asynchronous_training_is_synchronous() -> None:
+    sync, _ = run(supply=Synchronous())
+    asynchronous, _ = run(supply=Asynchronous(0))
+    assert asynchronous.prompts == sync.prompts
+    assert [lengths(batch) for batch in asynchronous.batches] == [lengths(batch) for batch in sync.batches]
+    assert (asynchronous.staleness, asynchronous.ended_at) == (sync.staleness, pytest.approx(sync.ended_at))
+
+
+def test_each_supply_hides_more_of_the_generation() -> None:
+    ends = {name: run(steps=12, supply=supply, on_sync=OnSync.ABORT)[0].ended_at for name, supply in SUPPLIES.items()}
+    assert ends["sync"] > ends["one_step_off"] > ends["async 3"]
+    assert ends["async 1"] <= ends["one_step_off"]
+
+
+def test_one_step_off_generates_each_batch_with_the_weights_before() -> None:
+    done, _ = run(supply=OneStepOff(), on_sync=OnSync.DRAIN)
+    assert set(done.staleness[:16]) == {0}
+    assert set(done.staleness[16:]) == {1}
+
+
+def test_nothing_is_admitted_for_batches_that_nobody_will_ask_for() -> None:
+    _, service = run(steps=5, supply=Asynchronous(3), batches=5)
+    counts = service._schedulers["a"].counts
+    assert (counts.admitted, counts.delivered) == (20, 20)
+
+
+def test_what_is_admitted_and_not_trained_never_exceeds_the_bound() -> None:
+    seen: list[int] = []
+
+    async def main() -> None:
+        service, _, strategies = make_service([make_domain("a", max_tokens=400)], [drawn()] * 2, slots=64, supply=Asynchronous(2))
+
+        async def watch() -> None:
+            while True:
+                counts = service._schedulers["a"].counts
+                seen.append(counts.admitted - counts.delivered)
+                await asyncio.sleep(0.25)
+
+        watching = asyncio.create_task(watch())
+        await train(service, strategies, 10)
+        watching.cancel()
+        service.close()
+
+    run_virtual(main())
+    assert max(seen) == 3 * 4
+
+
+def test_an_interrupted_response_keeps_its_tokens_and_their_versions() -> None:
+    done, _ = run(supply=Asynchronous(3), on_sync=OnSync.ABORT, steps=10, seconds=3.0)
+    several = [sample for batch in done.batches for group in batch for sample in group.samples if len(sample.transcript.versions) > 2]
+    assert several
+    for sample in several:
+        spans = sample.transcript.versions
+        assert spans[0].start == 0
+        assert [span.version for span in spans] == sorted({span.version for span in spans})
+        assert spans[-1].start < sample.transcript.policy_tokens == drawn_length(sample.id.request_id())
+        assert sample.transcript.tokens is not None and sample.transcript.tokens.length == 4 + sample.transcript.policy_tokens
+
+
+# ---------------------------------------------------------------- filters
+
+
+class EveryThird(TimedReward):
+    """Right for every third prompt."""
+
+    async def score(self, item: Any) -> Any:
+        found = await super().score(item)
+        return type(found)(float(int(item.answer) % 3 == 0))
+
+
+@pytest.mark.parametrize("name", SUPPLIES)
+def test_filtered_groups_are_replaced_and_are_no_failures(name: str) -> None:
+    domain = make_domain("a", max_tokens=400, rewards=EveryThird(), filter=kept_between("accuracy", 0.5, None))
+    done, service = run(domains=[domain], supply=SUPPLIES[name], on_sync=OnSync.ABORT)
+    assert [len(batch) for batch in done.batches] == [4] * 8
+    assert all(uid % 3 == 0 for _, _, uid in done.prompts)
+    counts = service._schedulers["a"].counts
+    assert counts.lost == 0 and counts.filtered > counts.delivered
+    assert sum(stats.domains["a"].filtered.total() for stats in done.stats) <= counts.filtered
+    assert set(done.stats[0].domains["a"].filtered) == {"accuracy not above 0.5"}
+
+
+def test_too_many_filtered_groups_end_the_run_with_the_cause() -> None:
+    domain = make_domain("a", max_tokens=400, filter=kept_between("std", 0.0, None))
+    with pytest.raises(DomainFailed, match=r"domain a: 3 prompts for each place .* std not above 0"):
+        run(domains=[domain], tries=Tries(3, fill=True))
+
+
+def test_or_make_the_batch_smaller() -> None:
+    rewards = EveryThird()
+    domain = make_domain("a", max_tokens=400, rewards=rewards, filter=kept_between("accuracy", 0.5, None))
+    done, service = run(domains=[domain], tries=Tries(2, fill=False), steps=6)
+    sizes = [len(batch) for batch in done.batches]
+    assert 0 < sum(sizes) < 24 and max(sizes) <= 4
+    counts = service._schedulers["a"].counts
+    assert counts.admitted <= 6 * 4 * 2
+    assert counts.admitted == counts.ended
+
+
+def test_a_filter_that_raises_ends_the_run() -> None:
+    def broken(group: SampleGroup) -> str | None:
+        raise KeyError("level")
+
+    with pytest.raises(KeyError, match="level"):
+        run(domains=[make_domain("a", filter=broken)])
+
+
+# ---------------------------------------------------------------- more than a batch under way
+
+
+def test_oversampling_hides_the_rounds_of_a_filter() -> None:
+    def walls(oversample: float) -> list[float]:
+        domain = make_domain("a", max_tokens=400, rewards=EveryThird(), filter=kept_between("accuracy", 0.5, None))
+        done, _ = run(domains=[domain], slots=64, oversample=oversample, steps=12)
+        return [stats.wall_s for stats in done.stats]
+
+    assert fmean(walls(4.0)) < 0.7 * fmean(walls(1.0))
+
+
+@pytest.mark.parametrize("supply", [Synchronous(), Synchronous(1), Asynchronous(1)])
+def test_what_trains_does_not_depend_on_how_long_it_is(supply: Any) -> None:
+    """The first to finish are the short ones. They are not preferred: the lengths that train are those that were drawn, of the prompts in
+    the order in which they were admitted."""
+    done, _ = run(steps=40, prompts=8, slots=8, oversample=1.5, supply=supply, on_sync=OnSync.ABORT)
+    trained = [length for batch in done.batches for length in lengths(batch)]
+    admitted = sorted({group.group for batch in done.batches for group in batch})
+    assert trained == [drawn_length(sample.id.request_id()) for batch in done.batches for group in batch for sample in group.samples]
+    # Long and short groups have the same chance: of what was admitted, nothing but the last ones (and, without staleness, those that came
+    # behind a full batch) is missing.
+    assert len(admitted) == 40 * 8
+    everything = [drawn_length(f"x/{i}/0/{i}/{place}/0") for i in range(2000) for place in range(4)]
+    assert fmean(trained) == pytest.approx(fmean(everything), rel=0.25)
+
+
+def test_late_groups_are_put_back_and_come_again() -> None:
+    done, service = run(steps=10, slots=64, oversample=2.0, supply=Synchronous())
+    counts = service._schedulers["a"].counts
+    assert counts.stale > 0
+    assert len(set(done.prompts)) == len(done.prompts) == 40
+    # Those that were put back come first: all prompts trained are the first ones of the order.
+    assert counts.admitted - counts.stale <= 48
+
+
+# ---------------------------------------------------------------- anything may happen
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """How requests end is drawn by their ids."""
+
+    seed: int
+    errors: float
+    hangs: float
+    deaths: float
+    reward_failures: float
+
+    def happens(self, what: str, key: str, rate: float) -> bool:
+        return stable_hash(self.seed, what, key) % 1_000_000 < rate * 1_000_000
+
+    def script(self, request: GenerationRequest) -> Response:
+        key = request.request_id
+        if self.happens("error", key, self.errors):
+            return Response(drawn_length(key), 0.1, error="out of cache")
+        if self.happens("death", key, self.deaths):
+            return Response(drawn_length(key), 0.1, error="illegal memory access", fatal=True)
+        if self.happens("hang", key, self.hangs):
+            return Response(drawn_length(key), 0.1, delay_s=1e7)
+        return Response(drawn_length(key), 0.1)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    chaos=st.builds(
+        Chaos,
+        st.integers(0, 10_000),
+        errors=st.sampled_from([0.0, 0.05]),
+        hangs=st.sampled_from([0.0, 0.02]),
+        deaths=st.sampled_from([0.0, 0.002]),
+        reward_failures=st.sampled_from([0.0, 0.1]),
+    ),
+    supply=st.sampled_from([*SUPPLIES.values(), Synchronous(1), Asynchronous(0)]),
+    on_sync=st.sampled_from(list(OnSync)),
+    oversample=st.sampled_from([1.0, 1.3, 2.0]),
+    filtered=st.booleans(),
+    slots=st.sampled_from([2, 5, None]),
+    prompts=st.integers(1, 6),
+    seconds=st.sampled_from([0.0, 3.0, 30.0]),
+)
+def test_whatever_happens_every_prompt_ends_once_and_in_time(
+    chaos: Chaos,
+    supply: Any,
+    on_sync: OnSync,
+    oversample: float,
+    filtered: bool,
+    slots: int | None,
+    prompts: int,
+    seconds: float,
+) -> None:
+    def fails(item: Any, asked: int) -> bool:
+        return chaos.happens("reward", f"{item.prompt}{item.response}{asked}", chaos.reward_failures)
+
+    keep = kept_between("accuracy", 0.5, None) if filtered else None
+    rewards = EveryThird(0.5, fails) if filtered else TimedReward(0.5, fails)
+    domains = [
+        make_domain("a", 0, share=2, samples=3, max_tokens=400, rewards=rewards, filter=keep),
+        make_domain("b", 1, share=1, samples=2, max_tokens=400, greedy_baseline=True),
+    ]
+
+    async def main() -> tuple[Trained, RolloutService]:
+        service, _, engines = make_service(
+            domains,
+            [chaos.script] * 4,
+            slots=slots,
+            timeout_s=1000.0,
+            engine_slots=slots,
+            supply=supply,
+            on_sync=on_sync,
+            oversample=oversample,
+            tries=Tries(50, fill=True),
+        )
+
+        async def look() -> None:
+            for name, scheduler in service._schedulers.items():
+                counts, live = scheduler.counts, len(scheduler._running) + len(scheduler._finished)
+                assert counts.admitted == counts.ended + live, name
+
+        done = await train(service, engines, 6, prompts, seconds, look)
+        service.close()
+        return done, service
+
+    try:
+        done, service = run_virtual(main())
+    except NoEngineLeft:
+        assert chaos.deaths
+        return
+    assert [len(batch) for batch in done.batches] == [prompts] * 6
+    trained = Counter(done.prompts)
+    assert set(trained.values()) == {1}
+    assert max(done.staleness, default=0) <= supply.max_staleness
+    for name, share in (("a", 2 / 3), ("b", 1 / 3)):
+        assert abs(service._schedulers[name].counts.delivered - share * 6 * prompts) < 1
+    for batch in done.batches:
+        for group in batch:
+            for sample in group.samples:
+                if sample.outcome is SampleOutcome.ACCEPTED:
+                    attempt = sample.id.request_id()
+                    assert sample.transcript.policy_tokens == min(drawn_length(attempt), 400)
