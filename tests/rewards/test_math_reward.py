@@ -337,6 +337,9 @@ def test_the_same_every_time() -> None:
         (r"2\sqrt{3}", r"\sqrt{12}", True, False),
         (r"2\sqrt{3}", r"2 \sqrt 3", True, True),
         ("3", "6/2", True, False),
+        ("2:3", "2 : 3", True, True),
+        ("2:3", "4:6", True, False),
+        ("4:6", "2:3", True, False),
     ],
 )
 def test_strictly_the_form_counts_as_well(reference: str, response: str, plain: bool, strict: bool) -> None:

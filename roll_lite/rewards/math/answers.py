@@ -47,15 +47,18 @@ REMARK = re.compile(r"\s*(?:\((?!\s*\\?p?mod\b)|[.!](?=\s)|\b(?:an?|in|for|on|at
 RATE = re.compile(r"\s*\b(?:in|for|per|each|every)\s+(?:every\s+)?\d+\Z")
 """5 in 6 is no 5."""
 HEDGED = re.compile(r"[.;,(]\s*(?:or|alternatively|maybe|perhaps)\b[\s,]*[$\\(+-]*\d", re.IGNORECASE)
-GOES_ON = re.compile(r"[√π^!][^\s,;]*")
+GOES_ON = re.compile(r"(?:[√π^!]|\s?:\s?(?=\d))[^\s,;]*")
 """Signs that math-verify's search in running text does not know."""
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
 """In front of an equals sign: what is behind it is one of several answers."""
 CHANGES = re.compile(
-    r"\s+(?:over|plus|minus|times|divided|out\s+of|tenths?|hundredths?|thousandths?|thirds?|fifths?|sixths?|eighths?)\b[^\n.]*",
+    r"\s+(?:over|plus|minus|times|divided|out\s+of|tenths?|hundredths?|thousandths?|thirds?|fifths?|sixths?|eighths?|squared|cubed|factorial"
+    r"|to\s+the\s+\w*\s*power|and\s+(?:an?|one|two|three)\s+(?:half|thirds?|quarters?|fifths?)"
+    r"|(?:less|more|fewer|greater|smaller|higher|lower)\s+than\s+(?=[$\\(\d+-]|[b-hj-z]\b))\b[^\n.]*"
+    r"|\s+(?:hundred|thousand|million|billion|trillion|dozen)\b",
     re.IGNORECASE,
 )
-"""Words behind a number that make another one of it."""
+"""Words behind a number that make another one of it: 5 less than 12, and not 5 less."""
 LONGEST_NUMBER = 60
 
 

@@ -69,7 +69,8 @@ class MathReward(RewardType):
 
     A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm. 50% is
     0.5, and 50 as well. Several formulas in a reference are a list: all of them, as often as there, in any order. Numerals such as `1001_2`
-    and times such as 10:30 are equal to themselves only; 2:3 is 4:6, not 2/3. A response without an answer, or one that takes longer than
+    and times such as 10:30 are equal to themselves only; 2:3 is 4:6, not 2/3. 5 less, 5 more and 5 fewer are 5; 5 less than 12 is no
+    number, nor is 5 squared or 5 and a half. A response without an answer, or one that takes longer than
     `cpu_limit_s`, is wrong; a reference answer that cannot be read is a failure. Of a reference with "####", as GSM8K has them, what is
     behind it counts; one in words, such as no solution, is compared as text, without regard to case. `extracted` in the details is what
     was compared.
@@ -96,8 +97,8 @@ class MathReward(RewardType):
     equation with a number on its right side, such as 45+25=70, that holds. value: any term that is worth it, such as 45+25 for 70."""
     profile: Profile = "default"
     r"""How strict the comparison is. strict also wants the reference's form: fractions reduced, the same unit, no percentage for a decimal,
-    `\sqrt{12}` not for `2\sqrt{3}`. math_verify: what that library alone says of response and reference, whatever the other arguments but
-    cpu_limit_s."""
+    neither `\sqrt{12}` for `2\sqrt{3}` nor 4:6 for 2:3. math_verify: what that library alone says of response and reference, whatever the
+    other arguments but cpu_limit_s."""
     rounded: bool = False
     """A decimal reference, 0.33, stands for everything that rounds to it."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0
@@ -211,7 +212,9 @@ class _Comparison:
         parts = proportion(gold.text)
         if parts is not None:
             found = proportion(unnamed(answer.text))
-            return EQUAL if found is not None and same_proportion(parts, found) else DIFFERENT
+            if found is None or not same_proportion(parts, found):
+                return DIFFERENT
+            return NOT_SIMPLIFIED if self.strict and found != parts else EQUAL
         if gold.quantity is None:
             return self._expression(gold, answer.text, answer.parsed)
         return self._number(gold, gold.quantity, answer)

@@ -82,7 +82,7 @@ NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twe
 NO_UNITS = {
     *("squared", "cubed", "factorial", "sin", "cos", "tan", "log", "exp", "sqrt", "pi"),
     *("and", "or", "nor", "not", "but", "plus", "minus", "times", "over", "divided", "out", "than", "either", "maybe", "perhaps"),
-    *("less", "mod"),
+    "mod",
     *("third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth"),
     *NUMBER_WORDS.split(),
 }
