@@ -14,7 +14,8 @@ BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
 BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
 """A box to fill in, quoted from the question."""
-BETWEEN_BOXES = re.compile(r"[\s,;$]*(?:\b(?:or|and)\b|\\text\{\s*(?:or|and)\s*\}|[,;或和])?[\s,;$]*")
+_SPACE = r"(?:[\s,;$]|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z]))*+"
+BETWEEN_BOXES = re.compile(rf"{_SPACE}(?:\b(?:or|and)\b|\\text\s*\{{\s*,?\s*(?:or|and)\s*\}}|[或和])?{_SPACE}")
 """What makes one answer of two boxes."""
 MOST_BOXES = 20
 WIDE = str.maketrans({chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | dict(zip("。、【】《》", ".,[]<>", strict=True)))

@@ -976,6 +976,30 @@ HEDGED_AND_DENIED: list[tuple[str, str, bool]] = [
     ("1:2:5", "1:2:4", False),
     ("0.5", "The answer is 1/2, or 0.5", True),
 ]
+SEVERAL: list[tuple[str, str, bool]] = [
+    (r"\{1\pm\sqrt{5},-2\}", r"\boxed{\{1\pm\sqrt{5},-2\}}", True),
+    (r"\{1\pm\sqrt{5},-2\}", r"\boxed{\{1+\sqrt{5},1-\sqrt{5},-2\}}", True),
+    (r"\{1\pm\sqrt{5},-2\}", r"\boxed{\{1+\sqrt{5},-2\}}", False),
+    (r"$\boxed{1}\boxed{2}$", r"$\boxed{1,2}$", True),
+    (r"$\boxed{1}\boxed{2}$", r"$\boxed{2}$", False),
+    (r"$$\boxed{2}, \boxed{3}, \boxed{5}, \boxed{7}, \boxed{13}$$", r"$${2, 3, 5, 7, 13}$$", True),
+    (r"$$\boxed{2}, \boxed{3}, \boxed{5}, \boxed{7}, \boxed{13}$$", "13", False),
+    (r"\(\boxed{1}\) and \(\boxed{-2}\).", r"$\boxed{-2,1}$", True),
+    (r"\boxed{a=4,\,-8,\,-10}", r"$\boxed{-10,-8,4}$", True),
+    ("3,4", r"3,\;4", True),
+    ("3,4", r"3,\ 4", True),
+    (r"$$(2, 2), (6, 2)$$", r"$$\boxed{(2, 2)} \quad \text{and} \quad \boxed{(6, 2)}$$", True),
+    ("1,-2", r"are: \[ \boxed{-2} \quad \text{and} \quad \boxed{1}. \]", True),
+    ("1", r"are: \[ \boxed{-2} \quad \text{and} \quad \boxed{1}. \]", False),
+    (r"$\pm 2021$", "${-2021, 2021}$", True),
+    (r"$\pm 2021$", "$2021$", False),
+    (r"\left\{1,2\right\}", "1,2", True),
+    ("1,2", r"\left\{1,2\right\}", True),
+    (r"\{1,2\}", "(1,2)", False),
+    ("5", r"So $x=\boxed{3}$. Then $y=\boxed{5}$", True),
+    ("125 miles", r"The distance is $\boxed{125\textnormal{ miles}}.$", True),
+]
+"""Cases of math-verify's own tests: several boxes, lists, what LaTeX puts between them."""
 PAIRS = [
     *NUMBERS,
     *FRACTIONS,
@@ -993,6 +1017,7 @@ PAIRS = [
     *SENTENCES_AND_WORDS,
     *GAMED_AND_MISSED,
     *HEDGED_AND_DENIED,
+    *SEVERAL,
 ]
 WORTH: list[tuple[str, str, bool]] = [
     ("70", "45+25", True),

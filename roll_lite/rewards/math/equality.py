@@ -214,7 +214,7 @@ def same_time(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
     return one[:3] == other[:3] and (one[3] == other[3] or "" in (one[3], other[3]))
 
 
-SEPARATOR = re.compile(r"\s*(?:,(?!\d{3}(?!\d))|;|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*")
+SEPARATOR = re.compile(r"\s*(?:(?<!\\),(?!\d{3}(?!\d))|(?<!\\);|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*")
 PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])|±")
 AND = re.compile(r"^(?:\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b)\s*")
 

@@ -14,11 +14,12 @@ from pydantic import Field
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.answer_extraction import finished, plain_boxes
+from roll_lite.rewards.answer_extraction import finished, last_boxes, plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.math.answers import Answer, Boxes, Extract, find_answer, find_words
 from roll_lite.rewards.math.equality import (
     LOOSE,
+    PLUS_MINUS,
     agree,
     approximated,
     clock,
@@ -37,7 +38,7 @@ from roll_lite.rewards.math.equality import (
 )
 from roll_lite.rewards.math.notation import tidy
 from roll_lite.rewards.math.numbers import Quantity, numeral, quantity, unnamed, unwrapped
-from roll_lite.rewards.math.parsing import Parsed, expressions, inside_boxed, is_formula, library, parse_whole, parsed_number
+from roll_lite.rewards.math.parsing import Parsed, expressions, is_formula, library, parse_whole, parsed_number
 from roll_lite.rewards.math.units import NO_UNIT, Unit, ratio, split_unit
 from roll_lite.rewards.math.words import in_words
 from roll_lite.rewards.references import written
@@ -53,6 +54,7 @@ REFERENCE = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 """In front of the answer in columns with whole solutions."""
+SET = re.compile(r"\A\s*(?:\\left)?\\?\{(.*?)(?:\\right)?\\?\}\s*\Z", re.DOTALL)
 
 EQUAL, DIFFERENT, NOTHING = "equal", "different", "no answer found"
 NOT_A_NUMBER = "an expression, where a number was asked for"
@@ -221,8 +223,7 @@ class _Comparison:
 
     def _list(self, gold: Reference, text: str) -> str:
         text = unwrapped(text)
-        if text.startswith("\\{") and text.endswith("\\}"):
-            text = text[2:-2]
+        text = SET.sub(r"\1", text)
         found = [Answer(item) for item in list_of(text)]
         same = same_items(gold.items, found, lambda one, other: self.verdict(one, other) == EQUAL)
         return EQUAL if same else DIFFERENT
@@ -295,14 +296,15 @@ def _of_reference(text: str, read: Callable[[], T], cpu_limit_s: float) -> T:
 
 
 def _read_reference(text: str) -> Reference:
-    inner = unwrapped(inside_boxed(plain_boxes(REFERENCE.sub("", tidy(text.strip())))))
+    plain = plain_boxes(REFERENCE.sub("", tidy(text.strip())))
+    inner = unwrapped(", ".join(box.strip() for box in last_boxes(plain)) or plain)
     if words := in_words(inner):
         return Reference(inner, words=words)
     based, number, time = numeral(unnamed(inner)), quantity(inner), clock(inner)
     if time is not None:
         return Reference(inner, time=time)
     if based is None and number is None:
-        items = list_of(inner)
+        items = list_of(SET.sub(r"\1", inner) if PLUS_MINUS.search(inner) else inner)
         if len(items) > 1 and all(map(is_formula, items)):
             return Reference(inner, items=tuple(_read_reference(item) for item in items))
     body, unit = (inner, number.unit) if number is not None else without_unit(inner)

@@ -90,7 +90,7 @@ NO_UNITS = {
 
 CURRENCY = r"\\?[$€£¥₹¢]"
 SPACE = r"(?:\\[,;:! ]|~|\s)"
-TEXT = r"\\(?:text|mathrm|textrm|textbf|textit|mbox|operatorname|rm)\s*\{([^{}]*)\}"
+TEXT = r"\\(?:text|mathrm|textrm|textbf|textit|textnormal|mbox|operatorname|rm)\s*\{([^{}]*)\}"
 DEGREE = r"(?:\^\s*\{?\s*\\circ\s*\}?|°|\\degree)\s*[CF]?(?![A-Za-z])"
 POWER = r"(?:\^\s*\{?-?\d\}?|[²³])"
 WORD = rf"(?:{TEXT}|{DEGREE}|{CURRENCY}|\\[Cc]elsius|[A-Za-zµ]++\.?|[{HAN}]++)"
