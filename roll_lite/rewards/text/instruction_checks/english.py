@@ -12,11 +12,10 @@ CONJUNCTIONS = _listed("and but for nor or so yet")
 PRONOUNS = _listed(
     """
     i me we us you he him she her it they them my mine our ours your yours his hers its their theirs
-    myself ourselves yourself yourselves himself herself itself themselves this that these those who whom whose which what
-    whoever whomever whatever whichever anybody anyone anything everybody everyone everything nobody nothing somebody someone something
-    each either neither both all some any none
+    myself ourselves yourself yourselves himself herself itself themselves
     """
 )
+"""Personal, possessive and reflexive: those that IFBench counts."""
 
 STOP_WORDS = _listed(
     """
