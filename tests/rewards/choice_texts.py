@@ -37,6 +37,8 @@ LETTERS: list[tuple[str, str]] = [
     ("It is not B. The answer is C.", "C"),
     ("I thought the answer is A. Wait, the answer is C.", "C"),
     ("The answer is A. Wait, no, it's C.", "C"),
+    ("Answer: B. Answer: C", "C"),
+    ("B. The answer is C.", "C"),
     ("The answer is A. Actually, C.", "C"),
     ("The answer is B... no wait, the answer is D", "D"),
     ("The answer is C. The answer is not A.", "C"),

@@ -129,9 +129,14 @@ def _said(text: str) -> Answer:
     stated = _statements(text)
     if stated and not stated[-1]:
         return Answer("")
-    if stated and is_formula(stated[-1].strip("*` .!\r\t")):
-        return Answer(stated[-1].strip("*` .!\r\t"))
+    if stated and is_formula(_bare(stated[-1])):
+        return Answer(_bare(stated[-1]))
     return _leading(stated[-1] if stated else text) or Answer(text)
+
+
+def _bare(text: str) -> str:
+    """Without what emphasises it and ends its sentence; the point of .5 is its own."""
+    return text.lstrip("*` \r\n\t").rstrip("*` .!\r\n\t")
 
 
 def _statements(text: str) -> list[str]:
@@ -147,7 +152,7 @@ def _affirmed(stated: str) -> str:
 
 def _alternatives(text: str) -> Answer | None:
     """Of a text that is formulas only, with words between them; the same number twice is one."""
-    text = text.strip("*` .\r\n\t")
+    text = _bare(text)
     parts = ALTERNATIVES.split(EITHER.sub("", text))
     if not all(map(is_formula, parts)):
         return None
@@ -163,7 +168,7 @@ def _key(text: str) -> Any:
 
 def _leading(text: str) -> Answer | None:
     """The quantity that the text begins with, 42 apples of: 42 apples in 3 days."""
-    text = text.strip("*` .!\r\n\t")
+    text = _bare(text)
     remark = REMARK.search(text)
     if remark is None or RATE.match(text, remark.start()):
         return None

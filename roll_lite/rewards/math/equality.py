@@ -211,7 +211,15 @@ def same_proportion(one: tuple[Fraction, ...], other: tuple[Fraction, ...]) -> b
 
 
 def same_time(one: tuple[str, ...], other: tuple[str, ...]) -> bool:
-    return one[:3] == other[:3] and (one[3] == other[3] or "" in (one[3], other[3]))
+    """20:34 is 8:34 p.m.; without a or p 8:34 may be either."""
+    if "" not in (one[3], other[3]):
+        return one == other
+    return one[:3] == other[:3] or _of_the_day(one) == _of_the_day(other)
+
+
+def _of_the_day(time: tuple[str, ...]) -> tuple[str, ...]:
+    hours = {"p": int(time[0]) % 12 + 12, "a": int(time[0]) % 12}.get(time[3], int(time[0]))
+    return str(hours), *time[1:3]
 
 
 SEPARATOR = re.compile(r"\s*(?:(?<!\\),(?!\d{3}(?!\d))|(?<!\\);|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b)\s*")

@@ -46,7 +46,7 @@ THOUSANDS = re.compile(r",(?:\\!\s*|\\[,;: ])(?=\s*\d{3}(?!\d))\s*")
 TUPLE = re.compile(r"\d\s*,\s*\d")
 """In brackets 1,200 is a point."""
 NAME = re.compile(r"(?:(?:[A-Za-z]\w*|\\[A-Za-z]+)(?:_(?:\w+|\{\w+\}))?(?:\(\s*[A-Za-z]\s*\))?\s*)?(?:=|≈|\\approx|\\simeq|\\sim)(?!=)")
-END = re.compile(r"\A(?:\\[,;:! ]|\s)+|(?:\\[,;:! \\]|(?<!\\)[.,;:\s])+\Z")
+END = re.compile(r"\A(?:\\[,;:! ]|\s)+|(?:\\[,;:! \\]|(?<!\\)[.,;:\s])+\Z|\\\Z")
 
 
 @dataclass(frozen=True)

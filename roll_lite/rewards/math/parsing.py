@@ -21,7 +21,9 @@ AMBIGUOUS = re.compile(r"\d\s+\d|(?:\*\*|\^)\s*(?:\d+|[A-Za-z])\s*(?:\*\*|\^)")
 POWERS = re.compile(r"((?:\^|\*\*)\s*(?:\d+|\{[^{}]*\}))\s+(?=\d)")
 """2^6 3^5 is a product."""
 WORDS = re.compile(rf"[A-Za-z]{{2,}}|[{HAN}]")
-NO_WORDS = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+|\b(?:sqrt|sin|cos|tan|log|ln|exp|pi)\b")
+NO_WORDS = re.compile(
+    r"\\text\{[^{}]*\}|\\(?:begin|end)\{[a-z]+\*?\}|\\[A-Za-z]+|(?<![A-Za-z])(?:sqrt|sin|cos|tan|log|ln|exp|pi)(?![A-Za-z])"
+)
 LONGEST_FORMULA = 2000
 PRECISION = 30
 """Digits of a decimal."""

@@ -142,7 +142,8 @@ def _meant(plain: str, known: Sequence[str], texts: dict[str, str]) -> set[str]:
     others = {one for one, option in texts.items() if same_text(option) == same_text(rest)}
     if others:
         return {letter} | others
-    is_caption = not texts and plain[place - 1].isupper() and len(rest) <= LONGEST_CAPTION and not BRACKETED.search(rest)
+    is_caption = not texts and plain[place - 1].isupper() and len(rest) <= LONGEST_CAPTION
+    is_caption = is_caption and not BRACKETED.search(rest) and not _stated(rest, known, texts)
     return {letter} if is_caption else set()
 
 
