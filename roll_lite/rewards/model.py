@@ -118,7 +118,7 @@ class ModelReward(RewardType):
 
 
 def nothing(sample: RewardInput) -> float:
-    """What further terms and the format check of such a domain are added to before the model's output comes."""
+    """What further terms and the format of such a domain are added to before the model's output comes."""
     return 0.0
 
 

@@ -94,9 +94,9 @@ def _table(looked: Sequence[Looked]) -> Table:
 
 def _cells(one: Looked, shows_format: bool) -> list[Text]:
     score = one.score
-    value, extracted, form = "", "", ""
+    value, extracted, has_format = "", "", ""
     if not isinstance(score, str):
-        value, form = f"{score.value:.4g}", {None: "", True: "yes", False: "no"}[score.format_ok]
+        value, has_format = f"{score.value:.4g}", {None: "", True: "yes", False: "no"}[score.format_ok]
         others = ", ".join(f"{key}: {part}" for key, part in score.details.items() if key != "verdict")
         extracted = str(score.details.get("extracted", others))
     texts = [one.prompt.text, one.response, "" if one.prompt.answer is None else str(one.prompt.answer), extracted]
@@ -105,7 +105,7 @@ def _cells(one: Looked, shows_format: bool) -> list[Text]:
         *(Text(_short(text)) for text in texts),
         Text(value),
         _verdict(score),
-        *([Text(form)] if shows_format else []),
+        *([Text(has_format)] if shows_format else []),
         Text(_time(one.seconds)),
     ]
 

@@ -24,7 +24,7 @@ from roll_lite.distributed.rank_group import kill_stopped
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.registry import build_reward
 from roll_lite.rewards.running.batch_scorer import BatchScorer, Scored, slow_start, time_out
-from roll_lite.rewards.text.format_check import FormatCheck
+from roll_lite.rewards.text.format import format_check
 
 BATCH_SECONDS = 0.05
 """How much work goes into one call: much longer than the call's own cost, short enough that nobody waits for a neighbour."""
@@ -53,10 +53,9 @@ class RewardWorker:
     def prepare(self) -> tuple[bool, bool, str]:
         """Find the functions and pay for their first calls before the first sample; tells whether any is async, any takes lists, and what
         the user should know."""
-        form = FormatCheck(self._config, self._path) if self._config.format else None
         reward = build_reward(self._config, self._path)
         reward.warm()
-        self._scorer = BatchScorer(reward, self._config.timeout_s, form)
+        self._scorer = BatchScorer(reward, self._config.timeout_s, format_check(self._config))
         return reward.is_async, reward.is_batched, reward.describe()
 
     def score(self, items: dict[int, RewardInput]) -> Scored:

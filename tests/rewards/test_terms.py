@@ -95,7 +95,7 @@ def test_patterns() -> None:
 
 def test_a_runaway_search_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form, "FORMAT_SECONDS", 0.2)
-    with pytest.raises(RewardFailed, match="reward format: time-out: pattern"):
+    with pytest.raises(RewardFailed, match="reward format: time-out: format pattern"):
         FormatReward(pattern=r"^(a+)+$")(item("a" * 60 + "b"))
 
 

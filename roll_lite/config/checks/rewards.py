@@ -28,20 +28,12 @@ def compile_format(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"not a regular expression that can be compiled: {error}") from error
 
 
-def check_format(pattern: str) -> str | None:
-    """What is wrong with the pattern, if anything."""
-    try:
-        compile_format(pattern)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def _format_pattern(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    wrong = check_format(domain.reward.format.pattern) if domain.reward.format else None
-    if wrong is not None:
-        assert domain.reward.format is not None
-        yield Problem(f"{path}.reward.format.pattern", wrong, domain.reward.format.pattern)
+    if domain.reward.format is not None:
+        try:
+            compile_format(domain.reward.format.pattern)
+        except ValueError as error:
+            yield Problem(f"{path}.reward.format.pattern", str(error), domain.reward.format.pattern)
 
 
 REWARD_CHECKS = (_terms_weigh, _format_pattern)

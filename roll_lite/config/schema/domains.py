@@ -78,7 +78,7 @@ class SamplingConfig(Section):
 
 
 class FormatConfig(Section):
-    """A bonus for responses of a certain form, whatever their answer."""
+    """A bonus for responses of a certain format, whatever their answer."""
 
     pattern: str
     """Regular expression that has to match somewhere in the response (`.` matches line breaks; anchor with ^ and $ where needed)."""
@@ -119,7 +119,7 @@ class RewardConfig(Section):
     weight: PositiveFloat = 1.0
     """Factor of this domain's rewards, after everything that algorithm.reward does to them."""
     format: FormatConfig | None = None
-    """Bonus for the form of a response."""
+    """Bonus for the format of a response."""
 
 
 class DomainConfig(Section):

@@ -38,7 +38,7 @@ class CodeReward(RewardType):
 
     The tests of a sample, in its answer or in `column`, as a list, a mapping or JSON text:
 
-    | form | a test is |
+    | layout | a test is |
     |---|---|
     | `[{"stdin": "3 4", "stdout": "7"}, ...]`, `[{"input": ..., "output": ...}]` with `testtype: stdin` | a run of the program |
     | `{"inputs": [...], "outputs": [...]}` (APPS, TACO) | a run for each; a call of the function with `fn_name` |
@@ -47,7 +47,7 @@ class CodeReward(RewardType):
     | `from solution import add` and functions `test_...` (KodCode) | each of the functions |
     | `{"test": "def check(candidate): ...", "entry_point": "add"}` (HumanEval), or columns of these names | its check function |
 
-    `fn_name` may also stand as `func_name` in the column `metadata` (LiveCodeBench). In the form of APPS, where all of a sample's expected
+    `fn_name` may also stand as `func_name` in the column `metadata` (LiveCodeBench). As APPS has them, where all of a sample's expected
     values stand in lists of their own (`[[5], [7]]`), the values alone (`5`, `7`) count as well. Values are compared as JSON has them:
     tuples, ranges and iterators are lists. Integers have to be equal; other numbers may have a relative error of `tolerance`, and 1e-12
     about zero. Numbers in output (`compare: numeric`, and decimals with `auto`) may have an absolute or a relative error of `tolerance`;

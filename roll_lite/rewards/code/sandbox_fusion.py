@@ -28,7 +28,7 @@ main()
 
 
 def request_of(job: dict[str, Any]) -> dict[str, Any]:
-    """The body for a job in our own protocol's form."""
+    """The body for a job as our own protocol has it."""
     parts = [job["program"], job["tests"]] if "tests" in job else [job]
     seconds = max(part["limits"]["wall_s"] for part in parts)
     files = {"job.json": json.dumps(job).encode(), "harness.zip": _harness()}
@@ -42,7 +42,7 @@ def request_of(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer_of(answer: dict[str, Any]) -> dict[str, Any]:
-    """In our own protocol's form. KeyError, TypeError or ValueError for what SandboxFusion does not send."""
+    """As our own protocol has it. KeyError, TypeError or ValueError for what SandboxFusion does not send."""
     found = answer["files"].get("outcome.json") if answer.get("files") else None
     if found:
         return {"outcome": json.loads(base64.b64decode(found))}

@@ -1,4 +1,4 @@
-"""The tests of a sample, from its answer: in the forms that data sets use."""
+"""The tests of a sample, from its answer: in the layouts that data sets use."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ SET = re.compile(r"\A\s*(?:\\left)?\\?\{(.*?)(?:\\right)?\\?\}\s*\Z", re.DOTALL)
 
 EQUAL, DIFFERENT, NOTHING = "equal", "different", "no answer found"
 NOT_A_NUMBER = "an expression, where a number was asked for"
-NOT_SIMPLIFIED = "equal, but not in the reference's form"
+NOT_SIMPLIFIED = "equal, but not written as the reference is"
 OTHER_UNIT = "another unit"
 FALSE_EQUATION = "an equation that does not hold"
 UNREADABLE = "not readable as mathematics"
@@ -98,9 +98,9 @@ class MathReward(RewardType):
     number, percentage, power of ten, with or without a unit; for a decimal an irrational constant such as `\sqrt{2}/2` as well), or an
     equation with a number on its right side, such as 45+25=70, that holds. value: any term that is worth it, such as 45+25 for 70."""
     profile: Profile = "default"
-    r"""How strict the comparison is. strict also wants the reference's form: fractions reduced, the same unit, no percentage for a decimal,
-    neither `\sqrt{12}` for `2\sqrt{3}` nor 4:6 for 2:3. math_verify: what that library alone says of response and reference, whatever the
-    other arguments but cpu_limit_s."""
+    r"""How strict the comparison is. strict also wants what the reference shows: fractions reduced, the same unit, no percentage for a
+    decimal, neither `\sqrt{12}` for `2\sqrt{3}` nor 4:6 for 2:3. math_verify: what that library alone says of response and reference,
+    whatever the other arguments but cpu_limit_s."""
     rounded: bool = False
     """A decimal reference, 0.33, stands for everything that rounds to it."""
     cpu_limit_s: Annotated[float, Field(gt=0)] = 5.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from roll_lite.config.schema.domains import RewardConfig
@@ -15,6 +15,7 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed, RewardFunction
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 from roll_lite.rewards.terms.combine import Reward
+from roll_lite.rewards.text.format import FormatCheck
 
 WAIT_SECONDS = 0.1
 """How long a call waits for what is under way: others want to join it."""
@@ -64,10 +65,10 @@ class _Entry:
 class BatchScorer:
     """Scores samples, each within its own time limit. Sync parts run in the main thread, outside of the event loop."""
 
-    def __init__(self, reward: Reward, timeout_s: float, form: Callable[[str], bool] | None = None) -> None:
+    def __init__(self, reward: Reward, timeout_s: float, format_check: FormatCheck | None = None) -> None:
         self._reward = reward
         self._timeout_s = timeout_s
-        self._form = form
+        self._format_check = format_check
         functions = reward.functions
         self._single = [one for one in functions if not one.is_async and not one.is_batched]
         self._lists = [one for one in functions if not one.is_async and one.is_batched]
@@ -100,7 +101,7 @@ class BatchScorer:
         return scored.results[0] or time_out(self._reward.name, self._timeout_s), scored
 
     def _one_by_one(self, entries: list[_Entry], until: float, scored: Scored) -> list[_Entry]:
-        """Forms and the parts for single samples; those that were begun. A part that does not end is interrupted, and the call with it."""
+        """Formats and the parts for single samples; those that were begun. One that does not end is interrupted, and the call with it."""
         for count, entry in enumerate(entries):
             started = time.monotonic()
             if count and started > until:
@@ -117,8 +118,8 @@ class BatchScorer:
         return entries
 
     def _parts_of_one(self, entry: _Entry) -> None:
-        if self._form is not None:
-            entry.format_ok = self._form(entry.item.response)
+        if self._format_check is not None:
+            entry.format_ok = self._format_check(entry.item.response)
         for function in self._single:
             try:
                 entry.parts[function] = function(entry.item)

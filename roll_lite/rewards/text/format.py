@@ -1,19 +1,23 @@
-"""Reward `format`: a term for the response's form, by a pattern of one's own or a known one."""
+"""A response's format, by a pattern: the reward `format`, a term, and the `format` of a domain, checked beside its reward."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
 from roll_lite.config.checks.rewards import compile_format
+from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.reward_type import RewardType
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
-from roll_lite.rewards.text.format_check import FORMAT_SECONDS
+
+FORMAT_SECONDS = 1.0
+"""Computing time of one search, unless the domain's own limit is shorter: what takes longer backtracks without end."""
 
 INSIDE = "(?:(?!</?{tag}>).)*"
 THINK = "<think>" + INSIDE.format(tag="think") + "</think>"
@@ -27,7 +31,7 @@ PRESETS: dict[str, str] = {
 
 
 class FormatReward(RewardType):
-    r"""A term for the response's form, by a pattern of one's own or a known one: 1 where the response has it, else 0.
+    r"""A term for the response's format, by a pattern of one's own or a known one: 1 where the response has it, else 0.
 
     ```yaml
     reward:
@@ -40,7 +44,7 @@ class FormatReward(RewardType):
     pattern: str | None = None
     """Regular expression that has to match somewhere in the response (`.` matches line breaks; anchor with ^ and $)."""
     preset: Literal["think_answer", "think", "answer", "boxed"] | None = None
-    r"""A form by name, in place of the pattern. think_answer: `<think>...</think><answer>...</answer>`, each once, and nothing else; think
+    r"""A known format, in place of the pattern. think_answer: `<think>...</think><answer>...</answer>`, each once, and nothing else; think
     and answer: one such pair, think at the start; boxed: a `\boxed{}`."""
 
     @field_validator("pattern")
@@ -58,14 +62,31 @@ class FormatReward(RewardType):
 
     def __call__(self, sample: RewardInput) -> Score:
         compiled = _compiled(PRESETS[self.preset] if self.preset is not None else self.pattern or "")
-        try:
-            found = limited(FORMAT_SECONDS, lambda: compiled.search(sample.response)) is not None
-        except TimeLimitExceeded as error:
-            raise RewardFailed(f"reward format: time-out: pattern {compiled.pattern!r:.80}: {error}") from error
+        found = _found(compiled, sample.response, FORMAT_SECONDS, "format")
         return Score(float(found), found)
 
     def no_response(self) -> str:
         return "nothing"
+
+
+FormatCheck = Callable[[str], bool]
+
+
+def format_check(config: RewardConfig) -> FormatCheck | None:
+    """Of responses, by the domain's `format`; None where it has none."""
+    if config.format is None:
+        return None
+    pattern, seconds = compile_format(config.format.pattern), min(FORMAT_SECONDS, config.timeout_s / 2)
+    return lambda response: _found(pattern, response, seconds, config.type)
+
+
+def _found(pattern: re.Pattern[str], response: str, seconds: float, reward: str) -> bool:
+    """The search looks for signals now and then, so that a runaway one can be stopped. RewardFailed for that: a format that is not known
+    is neither right nor wrong."""
+    try:
+        return limited(seconds, lambda: pattern.search(response)) is not None
+    except TimeLimitExceeded as error:
+        raise RewardFailed(f"reward {reward}: time-out: format pattern {pattern.pattern!r:.80}: {error}") from error
 
 
 @lru_cache(maxsize=64)

@@ -39,7 +39,7 @@ class InstructionReward(RewardType):
     | IFBench, 58 | `ratio:stop_words`, `custom:csv_city` | columns `instruction_id_list` and `kwargs` |
 
     Where a row has no column `ids`, its instructions are the reference answer (`data: {answer: ground_truth}`), or what the column
-    `ground_truth` holds: in one of the forms above or a list of them, as values, as JSON or as Python writes them. Arguments carry the
+    `ground_truth` holds: in one of the layouts above or a list of them, as values, as JSON or as Python writes them. Arguments carry the
     names of the data; those that are null are not meant.
 
     The rules are our own and hold without downloads. They say what the references say of their own test cases, but for these differences:

@@ -1,4 +1,4 @@
-"""The instructions of a row, in the forms that data sets have."""
+"""The instructions of a row, in the layouts that data sets have."""
 
 from __future__ import annotations
 
