@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rewards.test_code_asserts import verdict
+from rewards.code.test_code_asserts import verdict
 
 BOX = """
 class Box:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rewards.instruction_cases import Case
+from rewards.text.instruction_cases import Case
 
 FIVE = {f"keyword{place}": word for place, word in enumerate(("door", "bread", "blue", "lamp", "river"), start=1)}
 MANY = "bread " * 2 + "blue " * 3 + "lamp " * 5 + "river " * 7

@@ -20,7 +20,7 @@ from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.http import client as http_client
 from roll_lite.rewards.registry import build_reward
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rewards.choice_texts import CAPTIONS, CITIES, FORMULAS, LETTERS, NUMBERS, NUMERIC, OTHER_SCRIPTS, TEXTS, WRITTEN
-from rewards.choice_texts import COLOURS as PAINTS
+from rewards.text.choice_texts import CAPTIONS, CITIES, FORMULAS, LETTERS, NUMBERS, NUMERIC, OTHER_SCRIPTS, TEXTS, WRITTEN
+from rewards.text.choice_texts import COLOURS as PAINTS
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed

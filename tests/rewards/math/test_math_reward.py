@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rewards.math_pairs import ODD_ANSWERS, ODD_REFERENCES, PAIRS, WORTH
+from rewards.math.math_pairs import ODD_ANSWERS, ODD_REFERENCES, PAIRS, WORTH
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.answer_extraction import plain_boxes

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rewards import ifbench_cases, instruction_cases
-from rewards.instruction_cases import Case
+from rewards.text import ifbench_cases, instruction_cases
+from rewards.text.instruction_cases import Case
 
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.base import RewardFailed

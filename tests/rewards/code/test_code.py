@@ -31,7 +31,7 @@ from roll_lite.rewards.registry import build_reward
 from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
 from roll_lite.sandbox.values import decode, encode
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DOUBLE = "print(int(input()) * 2)"
 
 
