@@ -5,13 +5,13 @@ Where no mount namespace gives that folder a limited size and an end, it is meas
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import fcntl
 import glob
+import itertools
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -45,6 +45,12 @@ SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 """Not /dev/zero: mapped, it is memory that nobody's books show."""
 CLAIM_S = 60.0
+REMOVED = "removed-"
+"""How folders on their way out are called."""
+DEEPEST = 256
+"""Folders in folders: of more than that no program has a use."""
+DEEPEST_OPEN = 100
+"""Folders that are open at a time while they are emptied."""
 BLOCK = 512
 """Bytes that `st_blocks` counts in."""
 SHARED = "/dev/shm"
@@ -152,13 +158,14 @@ def _place(path: str, target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """A program may be at work in it meanwhile: what has gone does not count. What cannot be looked into does not fit."""
+    """A program may be at work in it meanwhile: what has gone does not count. What cannot be looked into does not fit, nor what is nested
+    so deeply that looking takes long; what has many names shows them first."""
     taken = seen = 0
-    waiting, root = [folder], os.path.realpath(folder)
+    waiting, root = collections.deque([folder]), os.path.realpath(folder)
     if most_bytes < 0:
         return False
     while waiting:
-        place = waiting.pop()
+        place = waiting.popleft()
         try:
             with _entries(place, root) as entries:
                 for entry in entries:
@@ -167,7 +174,7 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
                         waiting.append(f"{place}/{entry.name}")
                     else:
                         taken += entry.stat(follow_symlinks=False).st_blocks * BLOCK
-                    if seen > most_files or taken > most_bytes:
+                    if seen > most_files or taken > most_bytes or place.count("/") > DEEPEST + folder.count("/"):
                         return False
         except FileNotFoundError:
             continue
@@ -201,17 +208,60 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Also one nested more deeply than Python recurses, or that its own user is not to read. Nothing where there is none."""
+    """Whatever is in it and however deep, also what its own user is not to read; nobody is at work in it any more. Nothing where there is
+    none."""
+    with contextlib.suppress(OSError):
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            moved, names = itertools.count(), [""]
+            while names:  # what lies too deep for open files comes to the top, and goes from there
+                names = [new for name in names for new in _empty(name, top, top, moved, 0)]
+        finally:
+            os.close(top)
+        os.rmdir(folder)  # noqa: PTH106
+
+
+def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
+    """A folder, which goes; or the one at the top itself. Returns the names there of what was moved to it."""
+    found = list[str]()
+    with contextlib.suppress(OSError):
+        if name:
+            os.chmod(name, 0o700, dir_fd=parent)
+        place = os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        try:
+            with os.scandir(place) as entries:
+                inside = sorted((entry.inode(), entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries)
+            for _, inner, is_folder in inside:
+                with contextlib.suppress(OSError):
+                    if not is_folder:
+                        os.unlink(inner, dir_fd=place)
+                    elif depth < DEEPEST_OPEN:
+                        _remove(inner, place, top, moved, depth, found)
+                    else:
+                        os.chmod(inner, 0o700, dir_fd=place)
+                        new = next(free for free in (f"{REMOVED}{number}" for number in moved) if not _exists(free, top))
+                        os.rename(inner, new, src_dir_fd=place, dst_dir_fd=top)
+                        found.append(new)
+        finally:
+            os.close(place)
+        if name:
+            os.rmdir(name, dir_fd=parent)
+    return found
+
+
+def _remove(name: str, parent: int, top: int, moved: Iterator[int], depth: int, found: list[str]) -> None:
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-        if os.path.isdir(folder):  # noqa: PTH112
-            for place, names, _ in os.walk(folder):
-                for name in names:
-                    with contextlib.suppress(OSError):
-                        os.chmod(os.path.join(place, name), 0o700, follow_symlinks=False)  # noqa: PTH101, PTH118
-            shutil.rmtree(folder, ignore_errors=True)
-    except RecursionError:
-        subprocess.run(["rm", "-rf", folder], check=False)
+        os.rmdir(name, dir_fd=parent)
+    except OSError:  # there is something in it
+        found.extend(_empty(name, parent, top, moved, depth + 1))
+
+
+def _exists(name: str, folder: int) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def claim(folder: str) -> int:

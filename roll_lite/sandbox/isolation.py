@@ -292,7 +292,7 @@ def _set_limits(limits: Mapping[str, Any], others: int) -> None:
         resource.RLIMIT_FSIZE: int(limits["file_bytes"]),
         resource.RLIMIT_NOFILE: int(limits["open_files"]),
         resource.RLIMIT_NPROC: int(limits["processes"]) + 1 + others,
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: 1,  # less than any core file, and the one limit that also holds where a program of the machine takes them
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 256,  # timers too; counted for all processes of a user

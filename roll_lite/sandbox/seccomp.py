@@ -6,12 +6,17 @@ import ctypes
 import errno
 import platform
 import struct
+from resource import RLIMIT_CORE
 
 from roll_lite.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_SECCOMP, prctl
 
 DENIED = {
     "socket": (41, 198),
     "setsockopt": (54, 208),
+    "landlock_create_ruleset": (444, 444),  # its rules are the kernel's memory
+    "landlock_add_rule": (445, 445),
+    "landlock_restrict_self": (446, 446),
+    "seccomp": (317, 277),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -120,9 +125,11 @@ ATTRIBUTES = {
     "sendmsg": (46, 211),  # an open file on its way in a socket is in no process's books
     "sendmmsg": (307, 269),
 }
+SET_LIMIT = (160, 164)
 CLONE = (56, 220)
 MMAP = (9, 222)
 PRCTL = (157, 167)
+PRLIMIT = (302, 261)
 SOCKETPAIR = (53, 199)
 SHARED, ANONYMOUS = 0x01, 0x20
 STREAM, PACKETS_IN_ORDER = 1, 5
@@ -133,6 +140,8 @@ X32 = 0x40000000
 """Numbers everywhere: of x86_64, of aarch64, -1 where it has none."""
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
+ARGUMENTS = 16
+"""Where they begin in what a filter is shown."""
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 
 
@@ -161,7 +170,12 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
     code += _where(CLONE[column], 0, [(JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES)])
     # Memory that is shared and in no file stays, in nobody's books, as long as one page of it is mapped.
     code += _where(MMAP[column], 3, [(JUMP_ANY_BIT, 0, 2, ANONYMOUS), (JUMP_ANY_BIT, 0, 1, SHARED)])
-    code += _where(PRCTL[column], 0, [(JUMP_EQUAL, 0, 1, PR_SET_DUMPABLE)])
+    code += _where(PRCTL[column], 0, [(JUMP_EQUAL, 1, 0, PR_SET_DUMPABLE), (JUMP_EQUAL, 0, 1, PR_SET_SECCOMP)])
+    low, high = ((LOAD, 0, 0, ARGUMENTS + 8 * 2 + half) for half in (0, 4))
+    is_new_core = [(JUMP_EQUAL, 0, 5, RLIMIT_CORE), low, (JUMP_EQUAL, 0, 2, 0), high, (JUMP_EQUAL, 1, 0, 0)]
+    # A limit of 1 keeps the machine's handler of crashes from being started; one of 0 would not.
+    code += _where(SET_LIMIT[column], 0, [(JUMP_EQUAL, 0, 1, RLIMIT_CORE)])
+    code += _where(PRLIMIT[column], 1, is_new_core)
     code += [(RETURN, 0, 0, ALLOW)]
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
@@ -173,8 +187,8 @@ def _only_own(own_pid: int, calls: dict[str, tuple[int, int]], column: int) -> l
 
 
 def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Refuses the call where the tests of its argument fall through; they jump one further where they do not."""
-    block = [(LOAD, 0, 0, 16 + 8 * argument), *tests, (RETURN, 0, 0, _refuse(errno.EPERM)), (RETURN, 0, 0, ALLOW)]
+    """Refuses the call where the tests of its argument fall through; they jump one further where they do not: to the next."""
+    block = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, _refuse(errno.EPERM)), (LOAD, 0, 0, 0)]
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import stat
 import sys
@@ -16,6 +17,12 @@ from roll_lite.sandbox.filesystem import BLOCK, fits
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
+STACK = 25
+"""Where it begins, in a process's line of `stat` behind the name."""
+FORKED_AND_NO_MORE = 0x40
+OF_MAPPING = 512
+"""Bytes of the kernel's for each, about."""
+MOST_MAPPINGS = 65530
 BESIDE_RESIDENT = (b"VmPTE:", b"VmSwap:")
 """Lines of a process's status, in kB."""
 LONGEST_MAPS = 1 << 20
@@ -35,12 +42,16 @@ class Usage:
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
             self._own_pages = int(stream.read().split()[1])
-            """Shared with the programs, and not to be counted for each of their processes."""
+            """Shared with the programs, and not to be counted for each of their processes, unless they have become other programs."""
+        self._own_stack = _fields(_content(os.getpid(), "stat"))[STACK]
+        self._mappings: dict[tuple[int, int], int] = {}
+        """Of processes, when last counted: one at each look."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
     def begin(self, limits: dict[str, Any]) -> None:
         self._seen.clear()
+        self._mappings.clear()
         self._unseen_s, self._looked = 0.0, time.monotonic()
         if self._group is not None:
             self._group.begin(limits)
@@ -50,19 +61,24 @@ class Usage:
         now = time.monotonic()
         since, self._looked = now - self._looked, now
         cpu, memory, threads = 0.0, self._in_sockets(), 0
+        members = list(members)
+        counted = random.choice(members) if members else -1
         for process in members:
             try:
                 fields = _fields(_content(process, "stat"))
                 thread = _living_thread(process, fields)
                 status = _content(process, f"{thread}status")
-                resident = int(_fields(_content(process, f"{thread}stat"))[21])
+                shown = _fields(_content(process, f"{thread}stat"))
             except OSError:  # gone meanwhile
                 continue
-            memory += max(0, resident - self._own_pages) * PAGE + _beside_resident(status)
+            key = process, int(fields[19])
+            if process == counted:
+                self._mappings[key] = _mappings(process, thread)
+            own = self._own_pages if self._is_forked(shown) else 0
+            memory += max(0, int(shown[21]) - own) * PAGE + _beside_resident(status) + self._mappings.get(key, 0) * OF_MAPPING
             threads += _threads(status)
             used = [int(fields[place]) / TICKS for place in (11, 12, 13, 14)]
             cpu += sum(used)
-            key = process, int(fields[19])
             if key not in self._seen and process != first and fields[0] == b"R":
                 self._unseen_s += max(0.0, since - used[0] - used[1]) * _share(process)
             self._seen[key] = used[0] + used[1]
@@ -85,6 +101,11 @@ class Usage:
     def out_of_memory(self) -> bool:
         """The kernel ended it for what it took."""
         return self._group is not None and self._group.out_of_memory()
+
+    def _is_forked(self, stat: list[bytes]) -> bool:
+        """It still is the interpreter that was warm, whose stack has a place of its own. Where that is not shown, it has at least become
+        nothing else itself."""
+        return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
         """Bytes that sockets may hold, which no process's memory shows. Only behind namespaces are they the program's alone."""
@@ -133,6 +154,14 @@ def _has_memory(process: int) -> bool:
         return bool(_lines(_content(process, "status"), b"VmSize:"))
     except OSError:  # gone meanwhile
         return False
+
+
+def _mappings(process: int, thread: str) -> int:
+    try:
+        maps = _content(process, f"{thread}maps", LONGEST_MAPS)
+    except OSError:  # gone meanwhile, or not for us to see
+        return 0
+    return MOST_MAPPINGS if len(maps) == LONGEST_MAPS else maps.count(b"\n")
 
 
 def _threads(status: bytes) -> int:

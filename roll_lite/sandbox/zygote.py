@@ -31,6 +31,7 @@ from roll_lite.sandbox.filesystem import WORK, claim, claimed_by_none, remove_fo
 from roll_lite.sandbox.isolation import Walls, build_outer_walls, go_inside, reset_signals
 from roll_lite.sandbox.process_tree import descendants, kill_descendants
 from roll_lite.sandbox.programs import run_program
+from roll_lite.sandbox.shared import share_in_files
 from roll_lite.sandbox.usage import Usage
 
 WARM = [
@@ -74,6 +75,8 @@ FIRST_LOOK_S, LOOK_S = 0.02, 0.05
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
 FOLDER = "code-"
+LEFT, MOST_LEFT = "left-", 4
+"""Folders of programs that have ended: how they are called, and how many may wait to be removed."""
 M_ARENA_MAX = -8
 
 
@@ -89,9 +92,12 @@ def main(control: int, settings: dict[str, Any]) -> None:
         folder = tempfile.mkdtemp(prefix=FOLDER)
         claim(folder)
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    left, say_left = os.pipe()
     if pid := os.fork():
         line.close()
-        _clean_up_after(pid, folder)
+        os.close(say_left)
+        _clean_up_after(pid, folder, left)
+    os.close(left)
     if walls.kind == "namespaces":
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
@@ -108,22 +114,28 @@ def main(control: int, settings: dict[str, Any]) -> None:
     kernel.libc.mallopt(M_ARENA_MAX, 1)  # else each thread reserves 64 MB of address space
     for name in WARM:
         importlib.import_module(name)
+    if walls.kind == "landlock":
+        share_in_files()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     gc.collect()
     gc.freeze()
     counted = {"counted": list(group.counts), "group": group.folder} if group is not None else {"counted": [], "group": ""}
     line.sendall(json.dumps({"kind": walls.kind, "held": walls.held, "why_not": walls.why_not, **counted}).encode() + b"\n")
     try:
-        Zygote(line, walls, settings["readable"], folder, group).serve()
+        Zygote(line, walls, settings["readable"], folder, group, say_left).serve()
     finally:
         remove_folder(folder)
 
 
-def _clean_up_after(zygote: int, folder: str) -> NoReturn:
-    """However the zygote ends, also killed in the midst of a program. Behind namespaces everything ends with it.
+def _clean_up_after(zygote: int, folder: str, left: int) -> NoReturn:
+    """After each program whose folder was left, which may take long; and however the zygote ends, also killed in the midst of a program.
+    Behind namespaces everything ends with it.
 
     The zygote in its turn cleans up where this process is killed.
     """
+    while os.read(left, 1):
+        for old in _left_folders(folder):
+            remove_folder(old)
     os.waitpid(zygote, 0)
     if folder:
         kill_descendants()
@@ -131,13 +143,18 @@ def _clean_up_after(zygote: int, folder: str) -> NoReturn:
     os._exit(0)
 
 
+def _left_folders(folder: str) -> list[str]:
+    return [f"{folder}/{name}" for name in os.listdir(folder) if name.startswith(LEFT)]  # noqa: PTH208
+
+
 class Zygote:
-    def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None) -> None:
-        """`folder`: for those of the programs, where they get none by namespaces."""
+    def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None, say_left: int) -> None:
+        """`folder`: for those of the programs, where they get none by namespaces; `say_left`: to whoever removes them."""
         self._line = line
         self._walls = walls
         self._readable = readable
         self._place = folder
+        self._say_left = say_left
         self._namespaces = walls.kind == "namespaces"
         self._group = group
         self._usage = Usage(group, self._namespaces)
@@ -198,7 +215,10 @@ class Zygote:
         try:
             yield folder
         finally:
-            remove_folder(folder)
+            for old in _left_folders(self._place)[MOST_LEFT:]:
+                remove_folder(old)
+            os.rename(folder, f"{self._place}/{LEFT}{os.path.basename(folder)}")  # noqa: PTH104, PTH119
+            os.write(self._say_left, b"x")
 
     def _child(self, limits: dict[str, Any], files: list[int], folder: str, say_ready: int) -> None:
         say, (order, *own) = say_ready, files

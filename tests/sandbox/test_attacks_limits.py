@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -13,9 +15,9 @@ from pathlib import Path
 import pytest
 from sandbox.running import LIMITS, PATIENT, refused, run, said
 
-from roll_lite.sandbox import cgroup
-from roll_lite.sandbox.filesystem import CLAIM_S, claim, claimed_by_none, fits, remove_folder
-from roll_lite.sandbox.pool import Sandbox, SandboxPool
+from roll_lite.sandbox import cgroup, filesystem
+from roll_lite.sandbox.filesystem import CLAIM_S, DEEPEST, claim, claimed_by_none, fits, remove_folder
+from roll_lite.sandbox.pool import Program, Sandbox, SandboxPool
 from roll_lite.sandbox.usage import Usage
 
 ONE_SECOND = replace(PATIENT, cpu_s=1.0, wall_s=40.0)
@@ -164,6 +166,91 @@ time.sleep(90)
 def test_disk_below_a_path_that_is_too_long_to_be_named(sandbox: Sandbox) -> None:
     outcome = run(sandbox, DEEP, PATIENT)
     assert outcome.stopped == "output" or b"No space left" in outcome.stderr, outcome
+
+
+def test_nesting_without_end_is_looked_at_to_a_depth(tmp_path: Path) -> None:
+    place = tmp_path
+    for _ in range(DEEPEST + 3):
+        place = place / "d"
+        place.mkdir()
+    assert not fits(str(tmp_path), 1 << 20, 4096)
+    assert fits(str(tmp_path / "d" / "d" / "d" / "d"), 1 << 20, 4096)
+
+
+def test_what_has_many_names_shows_them_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each folder that is looked into takes time, in which more are made."""
+    looked: list[str] = []
+    entries = filesystem._entries
+    monkeypatch.setattr(filesystem, "_entries", lambda place, root: looked.append(place) or entries(place, root))  # type: ignore[func-returns-value]
+    for outer in range(4):
+        for number in range(30):
+            (tmp_path / f"{outer}" / f"{number}").mkdir(parents=True)
+    assert not fits(str(tmp_path), 1 << 20, 100) and len(looked) <= 5
+
+
+def test_removing_what_is_deep_and_closed(tmp_path: Path) -> None:
+    left, here = tmp_path / "left", Path.cwd()
+    left.mkdir()
+    (left / "removed-0").mkdir()
+    os.chdir(left)
+    try:
+        for number in range(700):
+            os.mkdir("d")  # noqa: PTH102
+            os.mkdir("closed", 0)  # noqa: PTH102
+            os.symlink("/", "link")  # noqa: PTH211
+            os.chdir("d")
+            (Path() / f"{number}").touch()
+    finally:
+        os.chdir(here)
+    remove_folder(str(left))
+    remove_folder(str(left))
+    assert not left.exists()
+
+
+EXECUTED = r"""
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+int main() {
+    for (int i = 0; i < 24 && fork(); i++) ;
+    memset(malloc(10 << 20), 1, 10 << 20);
+    sleep(60);
+}
+"""
+
+
+@pytest.mark.usefixtures("works_after")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="takes gcc")
+def test_memory_of_processes_that_share_nothing_with_the_interpreter(sandbox: Sandbox, tmp_path: Path) -> None:
+    """240 MB where 160 are allowed; what each shares with a warm interpreter would be as much again, but these share nothing."""
+    (tmp_path / "main.c").write_text(EXECUTED)
+    subprocess.run(["gcc", "-o", str(tmp_path / "main"), str(tmp_path / "main.c")], check=True)
+    order = {"kind": "exec", "files": {}, "command": ["./main"], "artifact": "main"}
+    program = Program(order, artifact=(tmp_path / "main").read_bytes(), limits=replace(PATIENT, memory_mb=160, processes=32, wall_s=8.0))
+    assert sandbox.run(program).stopped == "memory"
+
+
+def test_processes_that_share_all_with_the_interpreter_cost_little(sandbox: Sandbox) -> None:
+    source = "import os, time\nfor _ in range(24):\n    if os.fork() == 0: break\ntime.sleep(0.5)"
+    assert run(sandbox, source, replace(PATIENT, memory_mb=64, processes=32)).stopped == ""
+
+
+MAPPINGS = f"""{LIBC}
+import time
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+for _ in range(14):
+    if os.fork() == 0: break
+size = 60_000 * 4096
+start = libc.mmap(None, size, 3, 0x22, -1, 0)
+for place in range(0, size, 8192): libc.mprotect(start + place, 4096, 1)
+time.sleep(90)
+"""
+
+
+@pytest.mark.usefixtures("works_after")
+def test_memory_of_the_kernel_for_many_mappings(sandbox: Sandbox) -> None:
+    outcome = run(sandbox, MAPPINGS, replace(PATIENT, memory_mb=192, wall_s=30.0))
+    assert outcome.stopped in ("memory", "output"), outcome
 
 
 def test_a_folder_that_cannot_be_looked_into_is_no_place_to_hide(tmp_path: Path) -> None:

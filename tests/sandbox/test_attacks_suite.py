@@ -53,6 +53,7 @@ REFUSED = {
     "a higher limit of files": "resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 16, 1 << 16))",
     "a higher limit of processes": "resource.setrlimit(resource.RLIMIT_NPROC, (9999, 9999))",
     "a core file": "resource.setrlimit(resource.RLIMIT_CORE, (1 << 30, 1 << 30))",
+    "a crash for the machine's handler": "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))",
     "locked memory": "mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x2000)",
     "the parent, by a file of it": "os.pidfd_open(os.getppid() or 999999)",
     "to be spared when memory ends": "os.write(os.open('/proc/self/oom_score_adj', os.O_WRONLY), b'-1000')",
@@ -94,6 +95,10 @@ CALLS = {
     "ports": (172, 3),
     "a file by its handle": (304, -1, 0, 0),
     "another kernel": (246, 0, 0, 0, 0),
+    "rules in the kernel's memory": (444, 0, 0, 1),
+    "filters in the kernel's memory": (317, 1, 0, 0),
+    "filters by another call": (157, 22, 2, 0, 0, 0),
+    "a lower limit of core files": (160, 4, b"\0" * 16),
 }
 
 

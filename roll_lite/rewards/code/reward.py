@@ -83,10 +83,11 @@ class CodeReward(RewardType):
       plain data or reckoned with it (`assert f(1) == 5`, `f(1) - 5`), an exception where they call a function, a value of more than 8 MB.
 
     **What programs find.** Python's own library, the system's programs and libraries, an empty folder of their own, and what `readable`
-    and `python_path` name: nothing else below /usr, no installed packages, nothing of the project. Behind mount namespaces they also have
-    a /dev/shm of their own, which multiprocessing needs; where landlock alone keeps them apart, they have none. Memory that processes
-    share has to be in a file. All of a program may use `memory_mb`; a process may have twice that as address space. `processes` counts
-    threads, too. It may print twice what is expected, where that is more than `output_kb`.
+    and `python_path` name: nothing else below /usr, no installed packages, nothing of the project. What multiprocessing
+    shares is in a /dev/shm of their own behind mount namespaces, and in that folder where landlock alone keeps them apart; its managers
+    take sockets, which no program has. Other memory that processes share has to be in a file. All of a program may use `memory_mb`; a
+    process may have twice that as address space. `processes` counts threads, too. It may print twice what is expected, where that is more
+    than `output_kb`.
 
     **What counts.** Where cgroup v2 lets a sandbox make a group (root, or an ordinary user whose group was delegated, as by `systemd-run
     --user --scope`), the kernel counts computing time there, and memory and processes where it gives these to a group; the line about the
