@@ -121,3 +121,22 @@ def test_starting_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SandboxTrouble, match=r"the sandbox does not start: no word from the sandbox within 0.5 s"):
         SandboxPool(2).start()
     assert len(psutil.Process().children()) == len(before)
+
+
+def test_folders_of_programs_go_while_others_run() -> None:
+    """They do not hold up the next program, and do not gather."""
+    sandbox = Sandbox("landlock")
+    try:
+        if sandbox.start().kind != "landlock":
+            pytest.skip("not on this platform")
+        places = [
+            Path(run(sandbox, "import os\nos.makedirs('a/b', 0)\nprint(os.getcwd())", PATIENT).stdout.decode().strip()) for _ in range(9)
+        ]
+        home, deadline = places[0].parent, time.monotonic() + LONG_S
+        assert home.name.startswith("code-") and not any(place.exists() for place in places)
+        while list(home.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not list(home.iterdir())
+    finally:
+        sandbox.close()
+    assert not home.exists()
