@@ -70,6 +70,7 @@ docs: $(STAMP)  ## Write the generated pages of docs/
 	@$(VENV)/bin/python -m roll_lite.config.docs
 	@$(VENV)/bin/python -m roll_lite.observability.metrics_page docs/metrics.md
 	@$(VENV)/bin/python -m roll_lite.rewards.docs
+	@$(VENV)/bin/python -m roll_lite.simulator.timelines docs/images
 
 recipes: $(STAMP)  ## Run every tiny recipe to its end and see whether it has learned (about 20 minutes)
 	@$(VENV)/bin/python examples/run_recipes.py

@@ -1,4 +1,4 @@
-"""The command line: `roll-lite run`, `check` and `reward`. Nothing heavy is imported before the configuration is known to be right."""
+"""The command line: `roll-lite run`, `check`, `reward`, `simulate`. Nothing heavy is imported before the configuration is right."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if parsed.command == "run" and parsed.multirun:
             return _sweep(parsed, overrides)
-        config = load_config(parsed.config_name, found(parsed.config_path), overrides, further=CHECKS)
+        further = () if parsed.command == "simulate" else CHECKS
+        config = load_config(parsed.config_name, found(parsed.config_path), overrides, further=further)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
-    commands = {"run": _run, "check": _check, "reward": _reward}
+    commands = {"run": _run, "check": _check, "reward": _reward, "simulate": _simulate}
     try:
         code = commands[parsed.command](config, parsed)
         sys.stdout.flush()
@@ -121,6 +122,17 @@ def _reward(config: RunConfig, parsed: argparse.Namespace) -> int:
     return preview(config, Look(parsed.domain, parsed.split, parsed.limit or None, responses, parsed.column))
 
 
+def _simulate(config: RunConfig, parsed: argparse.Namespace) -> int:
+    if parsed.cfg:
+        _print(config)
+        return 0
+    try:
+        from roll_lite.simulator.command import Question, answer
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return answer(config, Question(found(parsed.measured) if parsed.measured else None, parsed.compare, parsed.picture))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll-lite", description="Reinforcement learning with verifiable rewards.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('roll_lite')}")
@@ -129,6 +141,10 @@ def _parser() -> argparse.ArgumentParser:
         ("run", "train as the configuration says"),
         ("check", "only check the configuration; print it resolved as YAML, and the batch arithmetic on standard error"),
         ("reward", "score reference answers or given responses with a domain's reward and show them; nothing trains"),
+        (
+            "simulate",
+            "run the schedulers on a virtual clock, with modelled engines: step time, staleness; nothing trains",
+        ),
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument(
@@ -148,6 +164,8 @@ def _parser() -> argparse.ArgumentParser:
             _reward_options(command)
         else:
             command.add_argument("--cfg", choices=("job",), help="only print the configuration as it would be run")
+        if name == "simulate":
+            _simulate_options(command)
         if name == "run":
             text = "one run for every combination of key=a,b settings, one after the other, and a table at the end"
             command.add_argument("-m", "--multirun", action="store_true", help=text)
@@ -172,6 +190,13 @@ def _reward_options(command: argparse.ArgumentParser) -> None:
         "or the samples of a run, runs/NAME/samples/step_000001.jsonl",
     )
     command.add_argument("--column", help="take the responses from this column of the domain's data")
+
+
+def _simulate_options(command: argparse.ArgumentParser) -> None:
+    text = "a run's folder, whose metrics and samples take the place of the assumptions in `simulation`"
+    command.add_argument("--from", dest="measured", type=Path, metavar="RUN_FOLDER", help=text)
+    command.add_argument("--compare", action="store_true", help="other policies, and half and twice as many engines, in the same table")
+    command.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the engines over time")
 
 
 if __name__ == "__main__":

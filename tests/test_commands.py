@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from roll_lite.cli import main
+from roll_lite.simulator.timelines import TIMELINES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -113,7 +114,13 @@ def starts_the_entry_point(words: list[str]) -> None:
     assert words[:2] == ["python", "examples/start_rlvr_pipeline.py"] and (ROOT / words[1]).is_file()
 
 
+def draws_the_timelines(words: list[str]) -> None:
+    """Into another folder: tests/simulator/test_timelines.py."""
+    assert all((ROOT / words[3] / timeline.file).is_file() for timeline in TIMELINES)
+
+
 ELSEWHERE = {
+    "python -m roll_lite.simulator.timelines docs/images": draws_the_timelines,
     "pip check": lists_missing_packages,
     'pip install ".[vllm]"': names_an_extra,
     'pip install ".[sglang]"': names_an_extra,

@@ -1,0 +1,160 @@
+"""What a run has measured, as assumptions of the simulator.
+
+An engine's time is fitted as `passes * pass_s + tokens * request_s`, over the steps of the run: `tokens` are what each engine generated in
+a step, and `passes` is how often the model had to be run for it, which follows from the lengths of the responses and from how many run at
+a time. Reading the cache and the prompts is not told apart from the rest: it is in these two. The first step, in which things warm up, is
+left out where there are others. Trainer and weight updates are means over the tokens. Lengths, prompts and solved groups are those of each
+domain; its rewards take their mean time, and those of the slowest domain, for which a batch waits, 1% of the time at least the mean of what
+the last score came after the last response.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import yaml
+
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.schema.simulation import (
+    SimulatedEngineConfig,
+    SimulatedResponsesConfig,
+    SimulatedTrainerConfig,
+    SimulationConfig,
+)
+
+QUANTILES = 21
+"""Of a domain's lengths: every 5%."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    engines: int
+    slots: int
+    trainer_devices: int
+    metrics: dict[int, dict[str, float]]
+    """By step."""
+    samples: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    """By step, as the run has written them."""
+
+
+def calibrated(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration with the run's measurements as its assumptions; what the run says nothing of stays."""
+    simulation = measured(read_run(folder), config.simulation, list(config.domains))
+    return config.model_copy(update={"simulation": simulation})
+
+
+def read_run(folder: Path) -> MeasuredRun:
+    """ValueError where the folder is not one of a run that generated and trained."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{folder} is not the folder of a run: {error.strerror}, {Path(error.filename).name}") from error
+    metrics = {record["step"]: record for record in map(json.loads, lines)}
+    steps = {step: record for step, record in metrics.items() if "time/train" in record and "rollout/generation_seconds" in record}
+    samples = {}
+    for step in steps:
+        path = folder / "samples" / f"step_{step:06d}.jsonl"
+        if path.exists():
+            samples[step] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    if not samples:
+        raise ValueError(f"{folder}: no step with metrics and samples; the simulator needs a run of at least one step")
+    infer = settings["actor_infer"]
+    engines = _count(infer["devices"]) // infer["strategy"].get("tensor_parallel", 1)
+    return MeasuredRun(
+        max(1, engines), infer["strategy"].get("max_running_requests", 256), _count(settings["actor_train"]["devices"]), steps, samples
+    )
+
+
+def _count(devices: Any) -> int:
+    return len(devices) if isinstance(devices, list) else int(devices)
+
+
+def measured(run: MeasuredRun, assumed: SimulationConfig, domains: Iterable[str]) -> SimulationConfig:
+    usual = sorted(run.samples)[1:] or sorted(run.samples)
+    by_domain: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for step in usual:
+        for sample in run.samples[step]:
+            if sample["outcome"] == "accepted":
+                by_domain[sample["domain"]].append(sample)
+    responses = {name: _responses(name, by_domain[name], run, usual) for name in domains if by_domain[name]}
+    slowest = max(responses, key=lambda name: responses[name].reward_s)
+    tail = rounded(fmean(run.metrics[step].get("rollout/reward_tail_seconds", 0.0) for step in usual))
+    if tail > responses[slowest].reward_s > 0:
+        responses[slowest] = responses[slowest].model_copy(update={"reward_p99_s": tail})
+    return assumed.model_copy(
+        update={
+            "engine": _engine(run, usual, assumed.engine),
+            "trainer": _trainer(run, usual),
+            "domains": assumed.domains | responses,
+        }
+    )
+
+
+def _engine(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedEngineConfig) -> SimulatedEngineConfig:
+    rows, seconds = [], []
+    for step in steps:
+        lengths = [sample["response_tokens"] for sample in run.samples[step] if sample["response_tokens"]]
+        own = lengths[:: run.engines]
+        rows.append((passes(own, run.slots), sum(lengths) / run.engines))
+        seconds.append(run.metrics[step]["rollout/generation_seconds"])
+    pass_s, request_s = fit(rows, seconds)
+    in_these_two = {"cached_token_ns": 0.0, "prefill_tokens_per_s": None, "cached_tokens": None}
+    return assumed.model_copy(update={"pass_ms": rounded(1e3 * pass_s), "request_us": rounded(1e6 * request_s), **in_these_two})
+
+
+def passes(lengths: Sequence[int], slots: int) -> int:
+    """How often an engine runs the model for these responses, where `slots` run at a time and each that ends makes room for the next."""
+    ends = [0] * min(slots, len(lengths))
+    for tokens in lengths:
+        heapq.heapreplace(ends, ends[0] + tokens)
+    return max(ends)
+
+
+def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
+    """Least squares of seconds over passes and tokens, neither of which may cost less than nothing."""
+    work, time = np.array(rows, dtype=float), np.array(seconds)
+    if len(rows) > 1:
+        (pass_s, request_s), _, rank, _ = np.linalg.lstsq(work, time, rcond=1e-6)
+        if rank == 2 and pass_s > 0 and request_s >= 0:
+            return float(pass_s), float(request_s)
+    return float(work[:, 0] @ time / (work[:, 0] @ work[:, 0])), 0.0
+
+
+def _trainer(run: MeasuredRun, steps: Sequence[int]) -> SimulatedTrainerConfig:
+    """Everything of a step that is neither generation nor the weight update grows with the tokens, as far as they say so."""
+    records = [run.metrics[step] for step in steps]
+    other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
+    tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]
+    rate = fmean(tokens) / max(1e-9, fmean(other)) / run.trainer_devices
+    sync_s = fmean(record.get("time/sync_weights", 0.0) for record in records)
+    return SimulatedTrainerConfig(overhead_s=0.0, tokens_per_device_s=rounded(rate), sync_s=rounded(sync_s))
+
+
+def _responses(name: str, samples: Sequence[Mapping[str, Any]], run: MeasuredRun, steps: Sequence[int]) -> SimulatedResponsesConfig:
+    lengths = [float(sample["response_tokens"]) for sample in samples if sample["response_tokens"]]
+    groups: dict[tuple[int, int], list[bool]] = defaultdict(list)
+    for sample in samples:
+        groups[sample["epoch"], sample["group"]].append(bool(sample["correct"]))
+    seconds = [run.metrics[step].get(f"domain/{name}/reward/seconds") for step in steps]
+    known = [one for one in seconds if one is not None]
+    return SimulatedResponsesConfig(
+        prompt_tokens=max(1, round(fmean(sample["prompt_tokens"] for sample in samples))),
+        quantiles=[rounded(float(value)) for value in np.quantile(lengths, np.linspace(0, 1, QUANTILES))],
+        reward_s=rounded(fmean(known)) if known else 0.0,
+        all_right=rounded(sum(all(ones) for ones in groups.values()) / len(groups)),
+        all_wrong=rounded(sum(not any(ones) for ones in groups.values()) / len(groups)),
+    )
+
+
+def rounded(value: float) -> float:
+    """To as many digits as a measurement has."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,74 @@
+"""`roll-lite simulate`: how many engines, which policy, what staleness."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.simulator.calibration import calibrated
+from roll_lite.simulator.picture import draw_engines
+from roll_lite.simulator.report import NOTES, details, table
+from roll_lite.simulator.scenario import Scenario, scenario_of
+from roll_lite.simulator.simulation import Outcome, simulate
+
+ALTERNATIVES: tuple[dict[str, object], ...] = (
+    {"supply": "sync"},
+    {"supply": "one_step_off"},
+    {"supply": "async", "max_staleness": 1, "on_sync": "pause"},
+    {"supply": "async", "max_staleness": 2, "on_sync": "pause"},
+    {"supply": "async", "max_staleness": 4, "on_sync": "pause"},
+    {"supply": "async", "max_staleness": 4, "on_sync": "abort"},
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    measured: Path | None = None
+    """The folder of a run, whose metrics take the place of the configuration's assumptions."""
+    compare: bool = False
+    picture: Path | None = None
+
+
+def answer(config: RunConfig, question: Question) -> int:
+    """Prints what comes of it. 2 where the run that is named cannot be measured."""
+    if question.measured is not None:
+        try:
+            config = calibrated(config, question.measured)
+        except ValueError as error:
+            sys.stderr.write(f"{error}\n")
+            return 2
+        measured = config.simulation.model_dump(mode="json", exclude_unset=True)
+        text = yaml.safe_dump({"simulation": measured}, sort_keys=False, default_flow_style=None, width=120)
+        sys.stdout.write(f"measured in {question.measured}:\n{text}\n")
+    chosen = scenario_of(config)
+    outcome = simulate(chosen, spans=question.picture is not None)
+    sys.stdout.write(f"{details(outcome)}\n\n")
+    others = [] if not question.compare else [_simulated(one) for one in alternatives(chosen) if one != chosen]
+    sys.stdout.write(f"{table([outcome, *others])}\n\n{NOTES}\n")
+    if question.picture is not None:
+        draw_engines(question.picture, [outcome], [f"{config.experiment}: {chosen.policy}, {chosen.engines} engines"])
+        sys.stdout.write(f"\npicture: {question.picture}\n")
+    return 0
+
+
+def alternatives(chosen: Scenario) -> Iterator[Scenario]:
+    """Half the engines, as many, and twice as many, each under every policy; filters and limits stay."""
+    for engines in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
+        for settings in ALTERNATIVES:
+            rollout = chosen.rollout.model_copy(update={"max_staleness": None, "on_sync": None} | settings)
+            yield replace(chosen, engines=engines, rollout=rollout)
+
+
+def _simulated(scenario: Scenario) -> Outcome:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{scenario.policy}, {scenario.engines} engines ...")
+        sys.stderr.flush()
+    outcome = simulate(scenario)
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[K")
+    return outcome

@@ -1,0 +1,124 @@
+"""The picture of a simulated run: engines over time, and below them what the trainer does."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from roll_lite.observability.curves import DOMAIN_COLORS
+from roll_lite.simulator.engine import Span
+from roll_lite.simulator.simulation import Outcome
+
+VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a227")
+"""Those of neighbouring versions differ; they come round again."""
+PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728"}
+"""Training; waiting for engines that are drained; new weights."""
+MOST_ROWS = 96
+"""Slots are drawn one by one up to here; above, a row is an engine, and its colour the paler the less runs in it."""
+COLUMNS = 1400
+
+
+def draw_engines(path: Path, outcomes: Sequence[Outcome], titles: Sequence[str], by: str = "version", until: float | None = None) -> Path:
+    """One panel for each run, all on the same time axis. `by`: version of the weights, or domain."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    end = until or max(outcome.steps[-1].end for outcome in outcomes)
+    rows = [_rows(outcome) for outcome in outcomes]
+    heights = [0.7 + 2.2 * min(1.0, (count / 32) ** 0.5) for count in rows]
+    figure = Figure(figsize=(12, 0.4 + sum(heights)), dpi=110, layout=ConstrainedLayoutEngine(h_pad=0.08), facecolor="white")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(outcomes), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    for axes, outcome, title in zip(panels, outcomes, titles, strict=True):
+        _panel(axes, outcome, title, by, end)
+    panels[-1].set_xlabel("seconds", fontsize=8, color="#555555")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    figure.savefig(draft, format="png", metadata={"Software": None})
+    return draft.replace(path)
+
+
+def _rows(outcome: Outcome) -> int:
+    slots = outcome.scenario.limits.slots
+    engines = 1 + max((span.engine for span in outcome.spans), default=0)
+    return engines * slots if engines * slots <= MOST_ROWS else engines
+
+
+def _panel(axes: Any, outcome: Outcome, title: str, by: str, end: float) -> None:
+    slots, rows = outcome.scenario.limits.slots, _rows(outcome)
+    single = outcome.scenario.engines * slots <= MOST_ROWS
+    axes.set_title(title, loc="left", fontsize=10, color="#333333")
+    colors = _colors(outcome, by)
+    if single:
+        _bars(axes, outcome.spans, slots, by, colors)
+    else:
+        image = _image(outcome.spans, rows, slots, by, colors, end)
+        axes.imshow(image, extent=(0, end, rows - 0.5, -0.5), aspect="auto", interpolation="nearest")
+    trainer = rows + 0.06 * rows
+    height = 0.05 * rows + 0.35
+    for phase in outcome.phases:
+        if phase.name in PHASE_COLORS:
+            axes.barh(trainer, phase.end - phase.start, left=phase.start, height=height, color=PHASE_COLORS[phase.name], linewidth=0)
+        if phase.name == "sync" and phase.start > 0:
+            axes.axvline(phase.end, color=PHASE_COLORS["sync"], linewidth=0.8, alpha=0.7)
+    for at, number in outcome.deaths:
+        axes.plot(at, number * slots + slots / 2 if single else number, marker="x", color="black", markersize=7)
+    axes.set_xlim(0, end)
+    axes.set_ylim(trainer + height, -0.6)
+    if single:
+        engines = rows // slots
+        axes.set_yticks([*(engine * slots + slots / 2 - 0.5 for engine in range(engines)), trainer])
+        axes.set_yticklabels([*(f"engine {engine}" for engine in range(engines)), "trainer"])
+        for engine in range(1, engines):
+            axes.axhline(engine * slots - 0.5, color="white", linewidth=2)
+    else:
+        axes.set_yticks([0, rows - 1, trainer])
+        axes.set_yticklabels(["engine 0", f"engine {rows - 1}", "trainer"])
+    axes.tick_params(labelsize=8, colors="#555555", length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _colors(outcome: Outcome, by: str) -> dict[Any, str]:
+    if by == "domain":
+        return {model.name: DOMAIN_COLORS[place % len(DOMAIN_COLORS)] for place, model in enumerate(outcome.scenario.domains)}
+    return defaultdict(str) | {version: VERSION_COLORS[version % len(VERSION_COLORS)] for version in range(len(outcome.steps) + 1)}
+
+
+def _key(span: Span, by: str) -> Any:
+    return span.domain if by == "domain" else span.version
+
+
+def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[Any, str]) -> None:
+    """Every request, slot by slot."""
+    found: dict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        found[span.engine * slots + span.slot].append(span)
+    for row, ones in found.items():
+        axes.broken_barh(
+            [(span.start, span.end - span.start) for span in ones],
+            (row - 0.42, 0.84),
+            facecolors=[colors[_key(span, by)] for span in ones],
+            edgecolors="white",
+            linewidth=0.3,
+        )
+
+
+def _image(spans: Sequence[Span], rows: int, slots: int, by: str, colors: dict[Any, str], end: float) -> np.ndarray:
+    """Colours by engine and moment, mixed by what runs; white where nothing does."""
+    amount = np.zeros((rows, COLUMNS + 1, 4))  # what begins or ends in a column: red, green, blue, number
+    rgb = {key: np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]) for key, color in colors.items()}
+    for span in spans:
+        first, last = (min(COLUMNS, int(at / end * COLUMNS)) for at in (span.start, span.end))
+        value = np.append(rgb[_key(span, by)], 1.0)
+        amount[span.engine, first] += value
+        amount[span.engine, last] -= value
+    running = np.cumsum(amount, axis=1)[:, :COLUMNS]
+    count = running[..., 3:]
+    mixed = running[..., :3] / np.maximum(count, 1)
+    shade = np.clip(count / slots, 0, 1) ** 0.6
+    return np.clip(shade * mixed + (1 - shade), 0, 1)

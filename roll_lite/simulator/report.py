@@ -1,0 +1,68 @@
+"""Simulated runs as a table: one row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from roll_lite.simulator.simulation import Outcome
+
+COLUMNS = ("policy", "engines", "step s", "ideal s", "of ideal", "engines in use", "tokens/s", "waits s", "trains s", "staleness")
+NOTES = """\
+step s          seconds of a step, once the first ones are over
+ideal s         what the engines' work takes at full batches, or the trainer's, whichever is more: no policy is faster
+of ideal        ideal / step
+engines in use  share of what the engines could have generated
+waits, trains   seconds of a step in which the trainer waits for its batch, and trains
+staleness       versions between a sample's oldest token and the batch: mean / most"""
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Side by side; best read from left to right: how long, how far from the best, why."""
+    rows = [COLUMNS, *map(_cells, outcomes)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    padded = [[row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in rows]
+    lines = ["  ".join(cells) for cells in padded]
+    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
+
+
+def _cells(outcome: Outcome) -> tuple[str, ...]:
+    steady = outcome.steady
+    return (
+        outcome.scenario.policy,
+        str(outcome.scenario.engines),
+        seconds(outcome.step_s),
+        seconds(outcome.ideal_s),
+        f"{outcome.of_ideal:.0%}",
+        f"{outcome.utilisation:.0%}",
+        f"{outcome.tokens_per_s:,.0f}",
+        seconds(fmean(step.waited_s for step in steady)),
+        seconds(fmean(step.trained_s for step in steady)),
+        f"{outcome.staleness:.2f} / {outcome.staleness_max}",
+    )
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:,.1f}"
+
+
+def details(outcome: Outcome) -> str:
+    """What the table has no room for: mix, ends, engines."""
+    scenario = outcome.scenario
+    total = sum(model.share for model in scenario.domains)
+    lines = [
+        f"{scenario.engines} engines of {scenario.limits.slots} requests ({scenario.mean_slots} on average, as far as the cache goes), "
+        f"{scenario.rollout.prompts_per_step} prompts a step, {len(outcome.steps)} steps in {outcome.steps[-1].end:,.0f} simulated seconds"
+    ]
+    shares = outcome.shares
+    for model in scenario.domains:
+        lines.append(f"domain {model.name}: {shares[model.name]:.1%} of the groups, {model.share / total:.1%} wanted")
+    ends = {
+        "groups filtered": outcome.filtered,
+        "groups lost": outcome.lost,
+        "samples failed": outcome.failed,
+        "requests that lost their place in a full cache": outcome.put_back,
+        "engines that died": len(outcome.deaths),
+    }
+    lines += [f"{what}: {count}" for what, count in ends.items() if count]
+    return "\n".join(lines)

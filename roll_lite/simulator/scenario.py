@@ -1,0 +1,130 @@
+"""What is simulated, and how a run's configuration says it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from roll_lite.config.arithmetic import derive, group_size
+from roll_lite.config.schema.domains import DomainConfig, RolloutConfig
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.schema.simulation import SimulatedResponsesConfig, SimulationConfig
+from roll_lite.simulator.engine import EngineLimits, EngineRates
+from roll_lite.simulator.workload import Distribution, DomainModel, LogNormal, Quantiles
+
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class TrainerModel:
+    overhead_s: float = 0.0
+    """Of a step, whatever its size."""
+    token_s: float = 0.0
+    """For each token of the batch, prompts among them: log-prob passes and updates."""
+    sync_s: float = 0.0
+    """New weights into all engines, which stand still for it."""
+
+    def seconds(self, tokens: int) -> float:
+        return self.overhead_s + tokens * self.token_s
+
+
+@dataclass(frozen=True)
+class Failures:
+    given: tuple[tuple[float, int], ...] = ()
+    """(second, engine) at which an engine dies."""
+    mean_s: float | None = None
+    """Between two failures of one engine, drawn exponentially; None: none are drawn."""
+    start_s: float | None = None
+    """Until another engine has started in its place; None: none starts."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    domains: tuple[DomainModel, ...]
+    engines: int
+    rates: EngineRates
+    limits: EngineLimits
+    rollout: RolloutConfig
+    trainer: TrainerModel = TrainerModel()
+    failures: Failures = Failures()
+    steps: int = 16
+    seed: int = 1
+
+    @property
+    def mean_slots(self) -> int:
+        """Requests that an engine can run at a time on average, which the cache may keep below the slots: a running response is half done,
+        and long ones run for longer."""
+        most = self.limits.cached_tokens
+        if most is None:
+            return self.limits.slots
+        time = cached = 0.0
+        for model in self.domains:
+            for place in range(1000):
+                tokens = min(model.max_tokens, model.lengths.draw((place + 0.5) / 1000))
+                weight = model.share * model.samples_per_prompt * tokens
+                time += weight
+                cached += weight * (model.prompt_tokens + tokens / 2)
+        return max(1, min(self.limits.slots, int(most / (cached / time))))
+
+    @property
+    def policy(self) -> str:
+        """How generation and training take turns, in a few words."""
+        rollout = self.rollout
+        staleness = f" {rollout.max_staleness}" if rollout.max_staleness is not None and rollout.supply == "async" else ""
+        on_sync = f", {rollout.on_sync}" if rollout.on_sync is not None and rollout.supply != "sync" else ""
+        oversample = f", {rollout.oversample:g}x prompts" if rollout.oversample > 1 else ""
+        return f"{rollout.supply}{staleness}{on_sync}{oversample}".replace("_", " ")
+
+
+def scenario_of(config: RunConfig) -> Scenario:
+    simulation = config.simulation
+    engine = simulation.engine
+    rates = EngineRates(
+        pass_s=engine.pass_ms / 1e3,
+        request_s=engine.request_us / 1e6,
+        cached_token_s=engine.cached_token_ns / 1e9,
+        prefill_token_s=1 / engine.prefill_tokens_per_s if engine.prefill_tokens_per_s else 0.0,
+    )
+    trainer = simulation.trainer
+    arithmetic = derive(config)
+    devices = config.actor_train.devices
+    trained_on = devices if isinstance(devices, int) else len(devices)
+    strategy = config.actor_infer.strategy
+    return Scenario(
+        domains=tuple(_domain(config, name, domain) for name, domain in config.domains.items()),
+        engines=arithmetic.engine_replicas,
+        rates=rates,
+        limits=EngineLimits(getattr(strategy, "max_running_requests", 256), engine.cached_tokens),
+        rollout=config.rollout,
+        trainer=TrainerModel(trainer.overhead_s, 1 / (trainer.tokens_per_device_s * trained_on), trainer.sync_s),
+        failures=Failures(mean_s=DAY_S / engine.failures_per_day if engine.failures_per_day else None, start_s=engine.start_s),
+        steps=simulation.steps,
+        seed=config.seed,
+    )
+
+
+def _domain(config: RunConfig, name: str, domain: DomainConfig) -> DomainModel:
+    responses = responses_of(config.simulation, name)
+    return DomainModel(
+        name=name,
+        lengths=_lengths(responses, domain.sampling.max_tokens),
+        max_tokens=domain.sampling.max_tokens,
+        prompt_tokens=min(responses.prompt_tokens, domain.sampling.max_prompt_tokens),
+        samples_per_prompt=group_size(config, domain),
+        share=domain.share,
+        reward_s=LogNormal(responses.reward_s, responses.reward_p99_s or responses.reward_s) if responses.reward_s else None,
+        all_right=responses.all_right,
+        all_wrong=responses.all_wrong,
+        greedy_baseline=config.algorithm.advantage.name == "remax",
+    )
+
+
+def responses_of(simulation: SimulationConfig, domain: str) -> SimulatedResponsesConfig:
+    return simulation.domains.get(domain, simulation.responses)
+
+
+def _lengths(responses: SimulatedResponsesConfig, max_tokens: int) -> Distribution:
+    if responses.quantiles is not None:
+        return Quantiles(responses.quantiles)
+    median = responses.median or math.ceil(max_tokens / 10)
+    return LogNormal(median, responses.p99 or 10 * median)

@@ -1,0 +1,264 @@
+"""The loop of a run with everything heavy replaced by its duration: the schedulers and the router are the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from roll_lite.data.samples import SampleOutcome
+from roll_lite.scheduler.router import Router
+from roll_lite.scheduler.service import RolloutResult, RolloutService
+from roll_lite.scheduler.settings import filter_of, on_sync_of, supply_of, tries_of
+from roll_lite.simulator.clock import run_virtual
+from roll_lite.simulator.engine import SimulatedEngine, Span
+from roll_lite.simulator.scenario import Scenario
+from roll_lite.simulator.workload import domains, lengths, uniform
+
+GC_THRESHOLDS = (1_000_000, 50, 1000)
+"""Hundreds of thousands of samples in flight, none of them garbage."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Step:
+    end: float
+    waited_s: float
+    """For the batch."""
+    trained_s: float
+    tokens: int
+    """Prompts and responses."""
+    response_tokens: int
+    work_s: float
+    """Seconds of an engine that its responses would take where all slots are always in use."""
+    samples: int
+    groups: dict[str, int]
+    staleness: float
+    staleness_max: int
+
+
+@dataclass
+class Outcome:
+    scenario: Scenario
+    steps: list[Step] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    deaths: list[tuple[float, int]] = field(default_factory=list)
+    failed: int = 0
+    """Samples."""
+    put_back: int = 0
+    """Requests that lost their place in an engine's cache."""
+    filtered: int = 0
+    """Groups."""
+    lost: int = 0
+
+    @property
+    def steady(self) -> list[Step]:
+        """Without the first ones: an asynchronous run begins with short responses, while the long ones are on their way."""
+        return self.steps[self.warm_up :]
+
+    @property
+    def warm_up(self) -> int:
+        return min(2 + supply_of(self.scenario.rollout).max_staleness, len(self.steps) - 1)
+
+    @property
+    def step_s(self) -> float:
+        first = self.steps[self.warm_up - 1].end if self.warm_up else 0.0
+        return (self.steps[-1].end - first) / len(self.steady)
+
+    @property
+    def ideal_s(self) -> float:
+        """Of a step: the engines' work over their capacity, or the trainer's time, whichever is longer."""
+        return max(self.work_s, fmean(step.trained_s for step in self.steady))
+
+    @property
+    def work_s(self) -> float:
+        return fmean(step.work_s for step in self.steady) / self.scenario.engines
+
+    @property
+    def utilisation(self) -> float:
+        """Of the engines: work over capacity."""
+        return self.work_s / self.step_s
+
+    @property
+    def of_ideal(self) -> float:
+        return self.ideal_s / self.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return fmean(step.response_tokens for step in self.steady) / self.step_s
+
+    @property
+    def staleness(self) -> float:
+        return fmean(step.staleness for step in self.steady)
+
+    @property
+    def staleness_max(self) -> int:
+        return max(step.staleness_max for step in self.steady)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Realised, of all groups delivered."""
+        total = sum(sum(step.groups.values()) for step in self.steps)
+        return {name: sum(step.groups.get(name, 0) for step in self.steps) / total for name in self.steps[0].groups}
+
+
+def simulate(scenario: Scenario, spans: bool = False) -> Outcome:
+    """`spans`: keep what ran where, for a picture."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        return run_virtual(_Simulation(scenario, spans).run())
+    finally:
+        gc.set_threshold(*before)
+
+
+class _Simulation:
+    def __init__(self, scenario: Scenario, spans: bool) -> None:
+        self.scenario = scenario
+        self.outcome = Outcome(scenario)
+        self.keep_spans = spans
+        self.version = 0
+        self.engines: dict[int, SimulatedEngine] = {}
+        """Those that live, by number."""
+        self.gone: list[SimulatedEngine] = []
+        self.slots = scenario.mean_slots
+
+    async def run(self) -> Outcome:
+        scenario, rollout = self.scenario, self.scenario.rollout
+        self.clock = asyncio.get_running_loop().time
+        self.length = lengths(scenario.domains, scenario.seed)
+        self.failing: set[asyncio.Task[None]] = set()
+        first = [self.start_engine(number) for number in range(scenario.engines)]
+        self.router = Router(
+            first, rollout.request_timeout_s, engine_slots=scenario.limits.slots, engine_tokens=rollout.max_tokens_per_engine
+        )
+        self.service = RolloutService(
+            domains(scenario.domains, scenario.seed, filter_of(rollout.filter)),
+            self.router,
+            rollout.retries,
+            supply=supply_of(rollout),
+            on_sync=on_sync_of(rollout),
+            oversample=rollout.oversample,
+            tries=tries_of(rollout.filter),
+        )
+        try:
+            for _ in range(scenario.steps):
+                await self.step()
+        finally:
+            await self.close()
+        return self.outcome
+
+    async def close(self) -> None:
+        for task in self.failing:
+            task.cancel()
+        self.service.close()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        for engine in [*self.engines.values(), *self.gone]:
+            engine.kill("the simulation is over")
+            self.outcome.put_back += engine.put_back
+
+    # ------------------------------------------------------------ the verbs of a step
+
+    async def step(self) -> None:
+        await self.sync_weights()
+        asked = self.clock()
+        result = await self.service.next_batch(self.scenario.rollout.prompts_per_step)
+        ready = self.clock()
+        tokens = sum(
+            sample.transcript.prompt_length + sample.transcript.response_length
+            for group in result.groups
+            for sample in group.samples
+            if sample.outcome is SampleOutcome.ACCEPTED
+        )
+        seconds = self.scenario.trainer.seconds(tokens)
+        await asyncio.sleep(seconds)
+        self.version += 1
+        self.outcome.phases.append(Phase("train", ready, self.clock()))
+        self.record(result, tokens, ready - asked, seconds)
+
+    async def sync_weights(self) -> None:
+        if self.version:
+            started = self.clock()
+            await self.service.hold()
+            held = self.clock()
+            for engine in self.engines.values():
+                engine.freeze()
+            await asyncio.sleep(self.scenario.trainer.sync_s)
+            for engine in self.engines.values():
+                engine.update(self.version)
+            self.outcome.phases += [Phase("hold", started, held), Phase("sync", held, self.clock())]
+        self.service.set_version(self.version)
+
+    def record(self, result: RolloutResult, tokens: int, waited_s: float, trained_s: float) -> None:
+        version = result.stats.version
+        accepted = [sample for group in result.groups for sample in group.samples if sample.outcome is SampleOutcome.ACCEPTED]
+        staleness = [version - min(span.version for span in sample.transcript.versions) for sample in accepted]
+        groups = dict.fromkeys((model.name for model in self.scenario.domains), 0)
+        work = 0.0
+        for group in result.groups:
+            groups[group.domain] += 1
+            for place, sample in enumerate(group.samples):
+                transcript = sample.transcript
+                prompt = transcript.prompt_length
+                # The samples of a group share the prefill of their prompt where things are best.
+                work += self.scenario.rates.work(prompt, transcript.policy_tokens, self.slots, 1 if place else prompt)
+        self.outcome.failed += sum(domain.failed for domain in result.stats.domains.values())
+        self.outcome.lost += sum(domain.lost_groups for domain in result.stats.domains.values())
+        self.outcome.filtered += sum(sum(domain.filtered.values()) for domain in result.stats.domains.values())
+        self.outcome.steps.append(
+            Step(
+                end=self.clock(),
+                waited_s=waited_s,
+                trained_s=trained_s,
+                tokens=tokens,
+                response_tokens=sum(sample.transcript.policy_tokens for sample in accepted),
+                work_s=work,
+                samples=len(accepted),
+                groups=groups,
+                staleness=fmean(staleness) if staleness else 0.0,
+                staleness_max=max(staleness, default=0),
+            )
+        )
+
+    # ------------------------------------------------------------ engines that come and go
+
+    def start_engine(self, number: int) -> SimulatedEngine:
+        scenario = self.scenario
+        engine = SimulatedEngine(number, scenario.rates, scenario.limits, self.length, self.outcome.spans if self.keep_spans else None)
+        engine.update(self.version)
+        self.engines[number] = engine
+        death = self.death_of(number)
+        if death is not None:
+            task = asyncio.ensure_future(self.fail(death, number))
+            self.failing.add(task)
+            task.add_done_callback(self.failing.discard)
+        return engine
+
+    def death_of(self, number: int) -> float | None:
+        """When it dies: as given or drawn, whichever comes first."""
+        failures = self.scenario.failures
+        times = [at for at, engine in failures.given if engine == number]
+        if failures.mean_s is not None:
+            times.append(self.clock() - failures.mean_s * math.log(uniform(self.scenario.seed, "failure", number)))
+        return min(times, default=None)
+
+    async def fail(self, at: float, number: int) -> None:
+        await asyncio.sleep(at - self.clock())
+        engine = self.engines.pop(number)
+        engine.kill("simulated failure")
+        self.gone.append(engine)
+        self.outcome.deaths.append((self.clock(), number))
+        if self.scenario.failures.start_s is not None:
+            await asyncio.sleep(self.scenario.failures.start_s)
+            self.router.add(self.start_engine(len(self.engines) + len(self.gone)))

@@ -1,0 +1,143 @@
+"""What the modelled engines and rewards are given to do: prompts, response lengths, scores. Drawn by hash from a sample's identity, so
+that every policy meets the very same lengths."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Protocol
+
+from roll_lite.data.prompts import PromptOrder
+from roll_lite.data.samples import GenerationRequest, Prompt, RewardInput, Sampling, Score
+from roll_lite.data.stable_hash import stable_hash
+from roll_lite.scheduler.domain import Domain
+from roll_lite.scheduler.filters import GroupFilter
+from roll_lite.simulator.engine import sample_of
+
+PROMPTS = 10_000
+"""Of each domain, in an epoch."""
+NORMAL = NormalDist()
+P99 = NORMAL.inv_cdf(0.99)
+
+
+def uniform(*parts: object) -> float:
+    """Between 0 and 1, both excluded."""
+    return (stable_hash(*parts) + 0.5) / 2**63
+
+
+class Distribution(Protocol):
+    def draw(self, share: float) -> float:
+        """The value below which this share of all values lies."""
+        ...
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    median: float
+    p99: float
+    """99% are smaller. The same as the median: all are equal."""
+
+    def draw(self, share: float) -> float:
+        return self.median * math.exp(math.log(self.p99 / self.median) / P99 * NORMAL.inv_cdf(share))
+
+
+class Quantiles:
+    """Values as they were measured, at evenly spaced shares from the smallest to the largest."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self._values = tuple(values)
+
+    def draw(self, share: float) -> float:
+        place = share * (len(self._values) - 1)
+        below = min(int(place), len(self._values) - 2)
+        return self._values[below] + (place - below) * (self._values[below + 1] - self._values[below])
+
+
+@dataclass(frozen=True)
+class DomainModel:
+    name: str
+    lengths: Distribution
+    """Tokens of a response."""
+    max_tokens: int
+    prompt_tokens: int = 512
+    samples_per_prompt: int = 16
+    share: float = 1.0
+    reward_s: Distribution | None = None
+    """Seconds to score a response; None: no time."""
+    all_right: float = 0.0
+    """Share of the prompts that the policy always solves."""
+    all_wrong: float = 0.0
+    """Share of those that it never solves. The others are solved with a chance that is drawn evenly."""
+    greedy_baseline: bool = False
+
+
+class SimulatedPrompts:
+    """The first two tokens tell domain and row."""
+
+    def __init__(self, model: DomainModel, number: int) -> None:
+        self._model = model
+        self._number = number
+        self._rest = (0,) * max(0, model.prompt_tokens - 2)
+
+    def __len__(self) -> int:
+        return PROMPTS
+
+    def __getitem__(self, index: int, /) -> Prompt:
+        return Prompt(self._model.name, index, str(index), (self._number, index, *self._rest))
+
+
+class SimulatedReward:
+    """Takes its time, then scores 0 or 1."""
+
+    def __init__(self, model: DomainModel, seed: int) -> None:
+        self._model = model
+        self._seed = seed
+        self._chance = lru_cache(maxsize=PROMPTS)(self._chance_of)
+
+    async def score(self, item: RewardInput) -> Score:
+        seconds = self._model.reward_s
+        if seconds is not None:
+            await asyncio.sleep(seconds.draw(uniform(self._seed, "reward seconds", item.response)))
+        return Score(float(uniform(self._seed, "score", item.response) < self._chance(item.prompt)))
+
+    def _chance_of(self, prompt: str) -> float:
+        """Of the policy to solve it."""
+        place = uniform(self._seed, "prompt", self._model.name, prompt)
+        if place < self._model.all_right:
+            return 1.0
+        if place > 1 - self._model.all_wrong:
+            return 0.0
+        return (place - self._model.all_right) / (1 - self._model.all_right - self._model.all_wrong)
+
+
+def lengths(models: Sequence[DomainModel], seed: int) -> Callable[[GenerationRequest], int]:
+    """Of the response that a request begins or continues."""
+    by_name = {model.name: model.lengths for model in models}
+
+    def length(request: GenerationRequest) -> int:
+        sample = sample_of(request.request_id)
+        return max(1, round(by_name[sample.partition("/")[0]].draw(uniform(seed, "length", sample))))
+
+    return length
+
+
+def domains(models: Sequence[DomainModel], seed: int, group_filter: GroupFilter | None) -> list[Domain]:
+    """As the rollout service knows them."""
+    return [
+        Domain(
+            name=model.name,
+            prompts=SimulatedPrompts(model, number),
+            order=PromptOrder(PROMPTS, seed, model.name),
+            sampling=Sampling(temperature=1.0, max_tokens=model.max_tokens),
+            samples_per_prompt=model.samples_per_prompt,
+            share=model.share,
+            rewards=SimulatedReward(model, seed),
+            greedy_baseline=model.greedy_baseline,
+            filter=group_filter,
+        )
+        for number, model in enumerate(models)
+    ]

@@ -1,0 +1,96 @@
+"""`tiny_grpo_run` holds what a run of the shipped tiny_grpo has written in its first four steps, as far as it is read here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll_lite.config.loading import load_config
+from roll_lite.config.schema.simulation import SimulationConfig
+from roll_lite.config.shipped import CONFIGS
+from roll_lite.simulator.calibration import MeasuredRun, calibrated, fit, measured, passes, read_run
+from roll_lite.simulator.scenario import scenario_of
+from roll_lite.simulator.simulation import simulate
+
+RUN = Path(__file__).parent / "tiny_grpo_run"
+
+
+def test_passes_of_responses_that_make_room_for_each_other() -> None:
+    """Two slots: 5 and 3; 4 follows the 3 and ends at 7; 1 follows the 5 and ends at 6."""
+    assert passes([5, 3, 4, 1], slots=2) == 7
+    assert passes([5, 3, 4, 1], slots=8) == 5
+
+
+def test_the_fit_finds_what_went_in() -> None:
+    rows = [(10.0, 200.0), (12.0, 180.0), (8.0, 260.0)]
+    assert fit(rows, [10 * 0.02 + 200 * 0.001, 12 * 0.02 + 180 * 0.001, 8 * 0.02 + 260 * 0.001]) == pytest.approx((0.02, 0.001))
+
+
+def test_where_steps_do_not_tell_them_apart_passes_explain_everything() -> None:
+    assert fit([(10.0, 200.0)], [0.5]) == pytest.approx((0.05, 0.0))
+    assert fit([(10.0, 200.0), (20.0, 400.0)], [0.5, 1.0]) == pytest.approx((0.05, 0.0))
+    pass_s, request_s = fit([(10.0, 300.0), (20.0, 100.0)], [0.4, 1.1])  # by least squares tokens would cost less than nothing
+    assert request_s == 0 and pass_s == pytest.approx((10 * 0.4 + 20 * 1.1) / (100 + 400))
+
+
+def test_a_run_that_the_model_has_made_is_found_again() -> None:
+    """Two engines, one domain; the first step, which took longer, is left out."""
+    samples = {
+        step: [
+            {
+                "domain": "add",
+                "group": index // 2,
+                "epoch": 0,
+                "correct": index < 2,
+                "outcome": "accepted",
+                "prompt_tokens": 6,
+                "response_tokens": tokens,
+            }
+            for index, tokens in enumerate(lengths)
+        ]
+        for step, lengths in {1: [4, 4], 2: [10, 10, 10, 10], 3: [5, 5, 20, 20]}.items()
+    }
+    # Each engine has every second response: 10 and 10, side by side; 5 and 20.
+    generation = {1: 99.0, 2: 10 * 0.1 + 20 * 0.01, 3: 20 * 0.1 + 25 * 0.01}
+    metrics = {
+        step: {
+            "time/step": seconds + 0.5 + 0.25,
+            "time/generate": seconds,
+            "time/sync_weights": 0.25,
+            "rollout/generation_seconds": seconds,
+            "domain/add/reward/seconds": 0.5,
+            "rollout/reward_tail_seconds": 0.75,
+        }
+        for step, seconds in generation.items()
+    }
+    found = measured(MeasuredRun(2, 8, 4, metrics, samples), SimulationConfig(), ["add", "make"])
+    assert (found.engine.pass_ms, found.engine.request_us) == pytest.approx((100.0, 10_000.0))
+    tokens = (4 * 6 + 40 + 4 * 6 + 50) / 2
+    assert found.trainer.tokens_per_device_s == pytest.approx(tokens / 0.5 / 4, rel=1e-3)
+    assert found.trainer.sync_s == 0.25
+    add = found.domains["add"]
+    assert (add.prompt_tokens, add.reward_s, add.reward_p99_s) == (6, 0.5, 0.75)
+    assert add.quantiles is not None and (add.quantiles[0], add.quantiles[-1]) == (5, 20)
+    assert (add.all_right, add.all_wrong) == (0.5, 0.5)
+    assert "make" not in found.domains
+
+
+def test_the_simulation_of_a_real_run_takes_as_long_as_the_run() -> None:
+    run = read_run(RUN)
+    config = calibrated(load_config("tiny_grpo", CONFIGS, []), RUN)
+    outcome = simulate(scenario_of(config))
+    steps = [run.metrics[step]["time/step"] for step in (2, 3, 4)]
+    assert outcome.step_s == pytest.approx(sum(steps) / 3, rel=0.2)
+    lengths = [sample["response_tokens"] for step in (2, 3, 4) for sample in run.samples[step]]
+    tokens = sum(step.response_tokens for step in outcome.steps) / sum(step.samples for step in outcome.steps)
+    assert tokens == pytest.approx(sum(lengths) / len(lengths), rel=0.05)
+
+
+def test_a_folder_that_is_none_of_a_run_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is not the folder of a run: No such file or directory, metrics\.jsonl"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    (tmp_path / "config.yaml").write_text("actor_infer: {}\n")
+    with pytest.raises(ValueError, match="needs a run of at least one step"):
+        read_run(tmp_path)

@@ -1,0 +1,89 @@
+"""`roll-lite simulate`, from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll_lite.cli import main
+from roll_lite.config.loading import load_config
+from roll_lite.config.shipped import CONFIGS
+from roll_lite.simulator.command import ALTERNATIVES, alternatives
+from roll_lite.simulator.scenario import scenario_of
+
+RUN = Path(__file__).parent / "tiny_grpo_run"
+SHORT = ["simulation.steps=4", "rollout.prompts_per_step=6"]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Of the table, cell by cell."""
+    lines = text.splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith("───"))
+    return [line.split("  ") for line in lines[start + 1 : lines.index("", start)]]
+
+
+def test_the_configured_run_is_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--config-name", "tiny_grpo", *SHORT]) == 0
+    printed = capsys.readouterr().out
+    assert "1 engines of 256 requests" in printed and "domain add: 33.3% of the groups, 33.3% wanted" in printed
+    ((policy, *_),) = rows(printed)
+    assert policy.strip() == "sync"
+
+
+def test_every_policy_and_other_numbers_of_engines_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["actor_infer.devices=2", "rollout.supply=async", "rollout.max_staleness=2", *SHORT]
+    assert main(["simulate", "--config-name", "tiny_grpo", "--compare", *settings]) == 0
+    found = rows(capsys.readouterr().out)
+    assert len(found) == 1 + 3 * len(ALTERNATIVES)
+    assert found[0][0].strip() == "async 2"
+
+
+def test_a_measured_run_takes_the_place_of_assumptions_and_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--config-name", "tiny_grpo", "--from", str(RUN), *SHORT]) == 0
+    assert "\nsimulation:\n  steps: 4\n  engine: {pass_ms: " in capsys.readouterr().out
+
+
+def test_what_is_no_run_is_a_mistake(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["simulate", "--config-name", "tiny_grpo", "--from", str(tmp_path)]) == 2
+    assert "is not the folder of a run" in capsys.readouterr().err
+
+
+def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "engines.png"
+    assert main(["simulate", "--config-name", "tiny_grpo", "--picture", str(picture), *SHORT]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_mistakes_of_the_configuration_are_told_before_anything_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--config-name", "tiny_grpo", "simulation.engine.pass_s=1"]) == 2
+    assert "simulation.engine.pass_s = 1: unknown key; did you mean 'pass_ms'?" in capsys.readouterr().err
+
+
+def test_what_the_configuration_says_is_what_is_simulated() -> None:
+    settings = [
+        "actor_infer.devices=4",
+        "actor_infer.strategy.tensor_parallel=2",
+        "actor_train.devices=2",
+        "domains.add.share=2",
+        "domains.add.samples_per_prompt=16",
+        "simulation.engine={pass_ms: 20, request_us: 50, cached_token_ns: 5, prefill_tokens_per_s: 1000, failures_per_day: 24}",
+        "simulation.trainer={overhead_s: 1, tokens_per_device_s: 500, sync_s: 2}",
+        "simulation.responses={median: 4, p99: 9, prompt_tokens: 100}",
+    ]
+    scenario = scenario_of(load_config("tiny_grpo", CONFIGS, settings))
+    rates = scenario.rates
+    assert (rates.pass_s, rates.request_s, rates.cached_token_s, rates.prefill_token_s) == pytest.approx((0.02, 50e-6, 5e-9, 1e-3))
+    assert (scenario.engines, scenario.limits.slots, scenario.failures.mean_s) == (2, 256, 3600.0)
+    assert scenario.trainer.seconds(2000) == pytest.approx(1 + 2000 / 1000)
+    add, make, _ = scenario.domains
+    assert (add.share, add.samples_per_prompt, add.prompt_tokens, add.lengths.draw(0.5)) == (2, 16, 12, pytest.approx(4))
+    assert (make.samples_per_prompt, make.lengths.draw(0.5)) == (8, pytest.approx(6)), "tiny_base describes this one by itself"
+
+
+def test_alternatives_keep_what_is_not_compared() -> None:
+    chosen = scenario_of(load_config("tiny_grpo", CONFIGS, ["rollout.filter.type=std", "actor_infer.devices=3"]))
+    found = list(alternatives(chosen))
+    assert {one.engines for one in found} == {1, 3, 6}
+    assert all(one.rollout.filter == chosen.rollout.filter for one in found)
+    assert {one.policy for one in found} >= {"sync", "one step off", "async 4, abort"}

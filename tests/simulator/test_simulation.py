@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll_lite.config.schema.domains import GroupFilterConfig, RolloutConfig
+from roll_lite.simulator.engine import EngineLimits, EngineRates
+from roll_lite.simulator.scenario import Failures, Scenario, TrainerModel
+from roll_lite.simulator.simulation import simulate
+from roll_lite.simulator.workload import DomainModel, LogNormal, Quantiles
+
+EQUAL = DomainModel("a", LogNormal(10, 10), max_tokens=100, prompt_tokens=4, samples_per_prompt=2)
+LONG_TAIL = DomainModel("a", LogNormal(20, 200), max_tokens=300, prompt_tokens=4, samples_per_prompt=4)
+
+
+def scenario(model: DomainModel = EQUAL, engines: int = 1, slots: int = 4, steps: int = 4, prompts: int = 2, **rollout: object) -> Scenario:
+    settings = RolloutConfig(prompts_per_step=prompts, samples_per_prompt=model.samples_per_prompt, request_timeout_s=1e6, **rollout)
+    return Scenario((model,), engines, EngineRates(1.0), EngineLimits(slots), settings, TrainerModel(3.0, 0.0, 2.0), steps=steps)
+
+
+def test_a_synchronous_run_by_hand() -> None:
+    """4 responses of 10 tokens at once: 10 s; 3 s of training; from the second step on 2 s of update before."""
+    outcome = simulate(scenario())
+    assert [step.end for step in outcome.steps] == pytest.approx([13, 28, 43, 58])
+    assert [step.waited_s for step in outcome.steps] == pytest.approx([10] * 4)
+    assert outcome.step_s == pytest.approx(15)
+    assert [(phase.name, phase.start, phase.end) for phase in outcome.phases[:4]] == [
+        ("train", pytest.approx(10), pytest.approx(13)),
+        ("hold", pytest.approx(13), pytest.approx(13)),
+        ("sync", pytest.approx(13), pytest.approx(15)),
+        ("train", pytest.approx(25), pytest.approx(28)),
+    ]
+    # 4 slots, 4 responses: 10 passes are all that the work takes.
+    assert (outcome.work_s, outcome.ideal_s, outcome.utilisation) == pytest.approx((10, 10, 2 / 3))
+    assert outcome.tokens_per_s == pytest.approx(40 / 15)
+    assert (outcome.staleness, outcome.staleness_max) == (0, 0)
+
+
+def test_one_step_off_trains_beside_the_generation() -> None:
+    """The next batch begins when one is handed out: 10 s of generation, in which 3 s of training, then the update."""
+    outcome = simulate(scenario(steps=6, supply="one_step_off"))
+    assert outcome.step_s == pytest.approx(12)
+    assert (outcome.staleness, outcome.staleness_max) == (1, 1)
+
+
+def test_an_asynchronous_run_keeps_its_engines_busy() -> None:
+    """Half of the work of a step finds room while the trainer works: nothing but the update stops the engine."""
+    outcome = simulate(scenario(steps=12, supply="async", max_staleness=2))
+    assert outcome.step_s == pytest.approx(12, rel=0.1)
+    assert outcome.staleness_max <= 2
+    assert outcome.utilisation == pytest.approx(10 / 12, rel=0.1)
+
+
+def test_a_trainer_that_is_slower_than_the_engines_is_the_limit() -> None:
+    slow = replace(scenario(steps=8, supply="async", max_staleness=1), trainer=TrainerModel(30.0, 0.0, 2.0))
+    outcome = simulate(slow)
+    assert outcome.ideal_s == 30
+    assert outcome.step_s == pytest.approx(32)
+
+
+@pytest.mark.parametrize("settings", [{}, {"supply": "one_step_off"}, {"supply": "async", "max_staleness": 2, "on_sync": "abort"}])
+def test_the_same_seed_is_the_same_run_and_another_one_is_not(settings: dict[str, object]) -> None:
+    one = scenario(LONG_TAIL, engines=2, **settings)
+    first, second, other = simulate(one, spans=True), simulate(one, spans=True), simulate(replace(one, seed=2))
+    assert first.steps == second.steps and first.spans == second.spans
+    assert first.steps != other.steps
+
+
+def test_asynchronous_is_faster_where_lengths_have_a_tail() -> None:
+    times = {
+        supply: simulate(scenario(LONG_TAIL, engines=2, slots=8, steps=16, prompts=8, supply=supply, max_staleness=staleness)).step_s
+        for supply, staleness in (("sync", 0), ("one_step_off", 1), ("async", 4))
+    }
+    assert times["async"] < times["one_step_off"] < times["sync"]
+
+
+def test_an_engine_that_dies_is_missed_and_its_successor_helps() -> None:
+    alone = simulate(replace(scenario(LONG_TAIL, engines=2, steps=12, prompts=6), failures=Failures(((50.0, 1),))))
+    helped = simulate(replace(scenario(LONG_TAIL, engines=2, steps=12, prompts=6), failures=Failures(((50.0, 1),), start_s=30.0)))
+    assert [number for _, number in alone.deaths] == [1] and alone.deaths[0][0] == 50
+    assert alone.failed == alone.lost == 0
+    assert all(step.samples == 24 for step in alone.steps)
+    assert helped.step_s < alone.step_s
+
+
+def test_drawn_failures_come_about_as_often_as_they_should() -> None:
+    outcome = simulate(replace(scenario(LONG_TAIL, engines=8, steps=30, prompts=8), failures=Failures(mean_s=1000.0, start_s=10.0)))
+    expected = 8 * outcome.steps[-1].end / 1000
+    assert len(outcome.deaths) == pytest.approx(expected, rel=0.5)
+
+
+def test_filtered_groups_are_counted_and_replaced() -> None:
+    model = replace(EQUAL, samples_per_prompt=8, all_right=0.3, all_wrong=0.3)
+    outcome = simulate(scenario(model, slots=16, steps=6, prompts=8, filter=GroupFilterConfig(type="accuracy")))
+    assert all(sum(step.groups.values()) == 8 for step in outcome.steps)
+    # 60% of the prompts teach nothing, and two groups of 9 among the others.
+    assert outcome.filtered / (outcome.filtered + 48) == pytest.approx(0.6 + 0.4 * 2 / 9, abs=0.1)
+
+
+def test_shares_of_domains_are_kept() -> None:
+    short, long = replace(EQUAL, name="short", share=3.0), replace(EQUAL, name="long", lengths=Quantiles([50, 60]))
+    outcome = simulate(replace(scenario(steps=10, prompts=4, supply="async", max_staleness=1), domains=(short, long)))
+    assert outcome.shares == {"short": 0.75, "long": 0.25}
+
+
+def test_the_cache_limits_how_many_run_on_average() -> None:
+    """Prompts of 4, responses of 10: a running one holds 4 + 5 tokens on average."""
+    one = scenario(slots=64)
+    assert replace(one, limits=EngineLimits(64, 90)).mean_slots == 10
+    assert one.mean_slots == 64
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_nothing_is_lost_or_doubled(data: st.DataObject) -> None:
+    """Under any policy, with engines that die and start: every step has its groups, every sample its length, nothing is too old."""
+    supply = data.draw(st.sampled_from(["sync", "one_step_off", "async"]))
+    staleness = {"sync": 0, "one_step_off": 1}.get(supply) or data.draw(st.integers(0 if supply == "sync" else 1, 3))
+    on_sync = data.draw(st.sampled_from(["drain", "pause", "abort"]))
+    one = scenario(
+        LONG_TAIL,
+        engines=data.draw(st.integers(1, 3)),
+        slots=data.draw(st.integers(1, 6)),
+        steps=5,
+        prompts=data.draw(st.integers(1, 5)),
+        supply=supply,
+        max_staleness=0 if supply == "sync" else staleness,
+        on_sync=on_sync,
+    )
+    cached = data.draw(st.sampled_from([None, 700]))
+    deaths = data.draw(st.lists(st.tuples(st.floats(1, 400), st.integers(0, 2)), max_size=2))
+    one = replace(one, limits=replace(one.limits, cached_tokens=cached), failures=Failures(tuple(deaths), start_s=5.0))
+    if one.engines == len({number for _, number in deaths if number < one.engines}):
+        one = replace(one, failures=Failures())  # the last engine's death ends a run
+    outcome = simulate(one, spans=True)
+    prompts = one.rollout.prompts_per_step
+    assert [sum(step.groups.values()) for step in outcome.steps] == [prompts] * 5
+    assert [step.samples for step in outcome.steps] == [prompts * 4] * 5
+    assert all(step.staleness_max <= (0 if supply == "sync" else staleness) for step in outcome.steps)
+    busy = Counter[tuple[int, int]]()
+    for span in sorted(outcome.spans, key=lambda span: span.start):
+        place = (span.engine, span.slot)
+        assert span.start >= busy[place] - 1e-6, "two requests in one slot"
+        busy[place] = span.end  # type: ignore[assignment]
