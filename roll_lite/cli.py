@@ -50,8 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if parsed.command == "run" and parsed.multirun:
             return _sweep(parsed, overrides)
-        further = () if parsed.command == "simulate" else CHECKS
-        config = load_config(parsed.config_name, found(parsed.config_path), overrides, further=further)
+        imagined = parsed.command == "simulate"
+        further = () if imagined else CHECKS
+        config = load_config(parsed.config_name, found(parsed.config_path), overrides, further=further, files=not imagined)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION

@@ -16,16 +16,22 @@ from roll_lite.config.validation import validate
 
 
 def load_config(
-    name: str, folder: FilePath, overrides: Sequence[str] = (), *, allow_scripted: bool = False, further: Sequence[Check] = ()
+    name: str,
+    folder: FilePath,
+    overrides: Sequence[str] = (),
+    *,
+    allow_scripted: bool = False,
+    further: Sequence[Check] = (),
+    files: bool = True,
 ) -> RunConfig:
     """`name` is a file in `folder` or a shipped one, with or without .yaml. `allow_scripted` admits the scripted engine, for tests and
-    simulations. `further`: see `check`."""
+    simulations. `further`: see `check`. Without `files` nobody will read what paths lead to: they may lead nowhere, and be left out."""
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:
         raise ConfigError(name, [wrong])
-    composed = compose(name, folder, overrides)
+    composed = compose(name, folder, overrides, may_be_left_out=not files)
     validated = validate(composed.data, composed.broken)
-    cross = check(validated.partial, allow_scripted=allow_scripted, further=further)
+    cross = check(validated.partial, allow_scripted=allow_scripted, further=further, files=files)
     problems = [_with_source(problem, composed.origins) for problem in [*composed.problems, *validated.problems, *cross]]
     problems = [_meant_for_a_sweep(problem, overrides) for problem in problems]
     if problems:

@@ -12,7 +12,7 @@ import yaml
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.simulator.calibration import calibrated
 from roll_lite.simulator.picture import draw_engines
-from roll_lite.simulator.report import NOTES, details, table
+from roll_lite.simulator.report import NOTES, advice, details, table
 from roll_lite.simulator.scenario import Scenario, scenario_of
 from roll_lite.simulator.simulation import Outcome, simulate
 
@@ -50,6 +50,8 @@ def answer(config: RunConfig, question: Question) -> int:
     sys.stdout.write(f"{details(outcome)}\n\n")
     others = [] if not question.compare else [_simulated(one) for one in alternatives(chosen) if one != chosen]
     sys.stdout.write(f"{table([outcome, *others])}\n\n{NOTES}\n")
+    if others:
+        sys.stdout.write(f"\n{advice([outcome, *others])}\n")
     if question.picture is not None:
         draw_engines(question.picture, [outcome], [f"{config.experiment}: {chosen.policy}, {chosen.engines} engines"])
         sys.stdout.write(f"\npicture: {question.picture}\n")

@@ -8,6 +8,7 @@ from statistics import fmean
 from roll_lite.simulator.simulation import Outcome
 
 COLUMNS = ("policy", "engines", "step s", "ideal s", "of ideal", "engines in use", "tokens/s", "waits s", "trains s", "staleness")
+ABOUT_AS_FAST = 1.05
 NOTES = """\
 step s          seconds of a step, once the first ones are over
 ideal s         what the engines' work takes at full batches, or the trainer's, whichever is more: no policy is faster
@@ -39,6 +40,20 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         seconds(fmean(step.waited_s for step in steady)),
         seconds(fmean(step.trained_s for step in steady)),
         f"{outcome.staleness:.2f} / {outcome.staleness_max}",
+    )
+
+
+def advice(outcomes: Sequence[Outcome]) -> str:
+    """The cheapest of those that are about as fast as the fastest: few engines first, then little staleness."""
+    best = min(outcome.step_s for outcome in outcomes)
+    chosen = min(
+        (outcome for outcome in outcomes if outcome.step_s <= best * ABOUT_AS_FAST),
+        key=lambda outcome: (outcome.scenario.engines, outcome.staleness_max, outcome.staleness, outcome.step_s),
+    )
+    share = f"{ABOUT_AS_FAST - 1:.0%}"
+    return (
+        f"fewest engines, then least staleness, within {share} of the fastest step ({seconds(best)} s): "
+        f"{chosen.scenario.policy}, {chosen.scenario.engines} engines, {seconds(chosen.step_s)} s"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from roll_lite.cli import main
 from roll_lite.config.loading import load_config
 from roll_lite.config.shipped import CONFIGS
 from roll_lite.simulator.command import ALTERNATIVES, alternatives
+from roll_lite.simulator.report import advice
 from roll_lite.simulator.scenario import scenario_of
+from roll_lite.simulator.simulation import Outcome, Step
 
 RUN = Path(__file__).parent / "tiny_grpo_run"
 SHORT = ["simulation.steps=4", "rollout.prompts_per_step=6"]
@@ -34,7 +37,9 @@ def test_the_configured_run_is_one_row(capsys: pytest.CaptureFixture[str]) -> No
 def test_every_policy_and_other_numbers_of_engines_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["actor_infer.devices=2", "rollout.supply=async", "rollout.max_staleness=2", *SHORT]
     assert main(["simulate", "--config-name", "tiny_grpo", "--compare", *settings]) == 0
-    found = rows(capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert "within 5% of the fastest step" in printed.splitlines()[-1]
+    found = rows(printed)
     assert len(found) == 1 + 3 * len(ALTERNATIVES)
     assert found[0][0].strip() == "async 2"
 
@@ -58,6 +63,24 @@ def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path
 def test_mistakes_of_the_configuration_are_told_before_anything_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--config-name", "tiny_grpo", "simulation.engine.pass_s=1"]) == 2
     assert "simulation.engine.pass_s = 1: unknown key; did you mean 'pass_ms'?" in capsys.readouterr().err
+
+
+def test_neither_model_nor_data_have_to_be_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """qwen2.5_7b_grpo leaves their paths out; what is wrong beside them is told all the same."""
+    assert main(["simulate", "--config-name", "qwen2.5_7b_grpo", "simulation.steps=3", "rollout.prompts_per_step=16"]) == 0
+    assert "4 engines of 256 requests" in capsys.readouterr().out
+    assert main(["simulate", "--config-name", "qwen2.5_7b_grpo", "model.path=/nowhere", "algorithm.mini_batches=7"]) == 2
+    assert [line.split(" ")[3] for line in capsys.readouterr().err.splitlines()[1:]] == ["algorithm.mini_batches"]
+
+
+def test_the_advice_is_the_cheapest_of_the_fast_ones() -> None:
+    def outcome(engines: int, step_s: float, staleness: int) -> Outcome:
+        chosen = replace(scenario_of(load_config("tiny_grpo", CONFIGS)), engines=engines)
+        steps = [Step(end, 0.0, 1.0, 1, 1, 1.0, 1, {}, staleness, staleness) for end in (step_s, 2 * step_s, 3 * step_s)]
+        return Outcome(chosen, steps)
+
+    outcomes = [outcome(8, 100.0, 4), outcome(4, 104.0, 2), outcome(4, 104.5, 1), outcome(2, 110.0, 0)]
+    assert advice(outcomes).endswith("(100.0 s): sync, 4 engines, 104.5 s")
 
 
 def test_what_the_configuration_says_is_what_is_simulated() -> None:

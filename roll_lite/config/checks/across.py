@@ -35,14 +35,15 @@ EXPERIMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 Check = Callable[[RunConfig], Iterable[Problem]]
+DomainCheck = Callable[[RunConfig, str, DomainConfig], Iterable[Problem]]
 
 
-def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[Check] = ()) -> list[Problem]:
-    """Everything that is wrong with the configuration beyond the schema. `further`: checks of those who know what a section is for."""
-    found = [
-        problem for one in (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *FILE_CHECKS, *further) for problem in readable(one(config))
-    ]
-    found += readable(_each_domain(config))
+def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
+    """Everything that is wrong with the configuration beyond the schema. `further`: checks of those who know what a section is for.
+    `files`: those that paths lead to are looked at."""
+    of_run = (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *(FILE_CHECKS if files else ()), *further)
+    found = [problem for one in of_run for problem in readable(one(config))]
+    found += readable(_each_domain(config, (*DOMAIN_CHECKS, *DOMAIN_ALGORITHM_CHECKS, *(DOMAIN_FILE_CHECKS if files else ()))))
     found += [problem for role in ("actor_train", "actor_infer", "reference", "critic") for problem in readable(_role(config, role))]
     found += readable(_reward_models(config))
     found += readable(_judges(config))
@@ -62,9 +63,9 @@ def readable(problems: Iterable[Problem]) -> list[Problem]:
     return found
 
 
-def _each_domain(config: RunConfig) -> Iterator[Problem]:
+def _each_domain(config: RunConfig, checks: Sequence[DomainCheck]) -> Iterator[Problem]:
     for name, domain in config.domains.items():
-        for one in (*DOMAIN_CHECKS, *DOMAIN_ALGORITHM_CHECKS, *DOMAIN_FILE_CHECKS):
+        for one in checks:
             yield from readable(one(config, f"domains.{name}", domain))
 
 

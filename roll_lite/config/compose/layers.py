@@ -21,7 +21,7 @@ from roll_lite.config.compose.overrides import Override, apply_override, parse_o
 from roll_lite.config.compose.short_form import make_room, spell_out
 from roll_lite.config.compose.yaml_source import MOST_VALUES, parse_yaml
 from roll_lite.config.files import is_file, read_text
-from roll_lite.config.problems import Path, Problem, close_names, did_you_mean, dotted, first_line
+from roll_lite.config.problems import LEFT_OUT, Path, Problem, close_names, did_you_mean, dotted, first_line
 from roll_lite.config.shipped import CONFIGS
 
 DEEPEST = 50
@@ -44,6 +44,7 @@ class Composed:
 @dataclass
 class _Composer:
     folder: FilePath
+    may_be_left_out: bool = False
     problems: list[Problem] = field(default_factory=list)
     origins: dict[Path, str] = field(default_factory=dict)
     layers: list[DictConfig] = field(default_factory=list)
@@ -129,9 +130,9 @@ def suggestion(name: str, folder: FilePath) -> str:
     return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 
 
-def compose(name: str, folder: FilePath, overrides: Sequence[str]) -> Composed:
-    """Merge the named file, its defaults and the overrides, and resolve `${...}`."""
-    composer = _Composer(folder)
+def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composed:
+    """Merge the named file, its defaults and the overrides, and resolve `${...}`. `may_be_left_out`: values of `???` stay as they are."""
+    composer = _Composer(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
     composer.add_file(find(name, folder) or folder / f"{name}.yaml", name, ())
@@ -178,6 +179,9 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
         here = (*path, str(key))
         composer.values += 1
         if OmegaConf.is_missing(node, key):
+            if composer.may_be_left_out:
+                result[str(key)] = LEFT_OUT
+                continue
             _refuse(composer, here, f"has to be given, for example on the command line: {dotted(here)}=...")
             continue
         raw = OmegaConf.to_container(node, resolve=False)[key] if OmegaConf.is_interpolation(node, key) else None  # type: ignore[index]
