@@ -114,10 +114,10 @@ def test_the_cache_limits_how_many_run_on_average() -> None:
     assert one.mean_slots == 64
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_nothing_is_lost_or_doubled(data: st.DataObject) -> None:
-    """Under any policy, with engines that die and start: every step has its groups, every sample its length, nothing is too old."""
+    """Under any policy, with engines that die and start: every step has its groups, every sample is there or told, nothing is too old."""
     supply = data.draw(st.sampled_from(["sync", "one_step_off", "async"]))
     staleness = {"sync": 0, "one_step_off": 1}.get(supply) or data.draw(st.integers(0 if supply == "sync" else 1, 3))
     on_sync = data.draw(st.sampled_from(["drain", "pause", "abort"]))
@@ -139,7 +139,9 @@ def test_nothing_is_lost_or_doubled(data: st.DataObject) -> None:
     outcome = simulate(one, spans=True)
     prompts = one.rollout.prompts_per_step
     assert [sum(step.groups.values()) for step in outcome.steps] == [prompts] * 5
-    assert [step.samples for step in outcome.steps] == [prompts * 4] * 5
+    missing = [prompts * 4 - step.samples for step in outcome.steps]
+    # A sample whose engines died twice is not given to a third one; it is told as failed.
+    assert min(missing) >= 0 and sum(missing) <= outcome.failed <= (0 if len(outcome.deaths) < 2 else 99)
     assert all(step.staleness_max <= (0 if supply == "sync" else staleness) for step in outcome.steps)
     busy = Counter[tuple[int, int]]()
     for span in sorted(outcome.spans, key=lambda span: span.start):
