@@ -66,23 +66,29 @@ def run_program(order: dict[str, Any]) -> None:
 
 
 def _end(printed: TextIO, status: int) -> NoReturn:
-    """As an interpreter ends: threads, functions for the end, what objects say when they go, and what is not written yet."""
+    """As an interpreter ends: threads, functions for the end, what is not written yet, what objects say when they go, and that."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
+    status = _flushed(status, sys.stdout, printed)  # while there are names: a stream of the program's own may need them
+    sys.stdout = printed
     with contextlib.suppress(BaseException):
         for module in [sys.modules[name] for name in ("__main__", FROM_PROGRAM) if name in sys.modules]:
             for name in [name for name in vars(module) if not name.startswith("__")]:
                 vars(module)[name] = None
         gc.collect()
-    for stream in (sys.stdout, printed):
+    os._exit(_flushed(status, printed) & 0xFF)
+
+
+def _flushed(status: int, *streams: TextIO | None) -> int:
+    for stream in streams:
         try:
             if stream is not None and not stream.closed:
                 stream.flush()
         except BaseException:
             status = status or 1
-    os._exit(status & 0xFF)
+    return status
 
 
 def _leave_program(code: Any = None) -> NoReturn:

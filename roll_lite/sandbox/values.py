@@ -8,7 +8,7 @@ import decimal
 import fractions
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MappingView
 from typing import Any
 
 STANDARD: dict[type, Callable[[Any], list[Any]]] = {
@@ -56,7 +56,8 @@ FROM_PROGRAM = "solution"
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
-    """TypeError for what is no plain data, unless `refer` has something to put in its place. Without it, iterators are lists."""
+    """TypeError for what is no plain data, unless `refer` has something to put in its place. Without it, iterators and views
+    of dicts are lists."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return _scalar(value) if refer is None or not hasattr(value, "_member_type_") else refer(value)
     if type(value) in STANDARD:
@@ -78,7 +79,7 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
         return {"a": [value.dtype.str, encode(value.tolist(), refer)]}
     if refer is not None:
         return refer(value)
-    if isinstance(value, Iterator):
+    if isinstance(value, Iterator | MappingView):
         return [encode(one) for one in value]
     raise TypeError(f"a value of type {type(value).__name__} is no plain data")
 
