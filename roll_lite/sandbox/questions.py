@@ -21,7 +21,8 @@ class Questions:
         self.ends_of_blocks = {line for node in self._nodes for line in self._end_of_block(node)}
         """Lines of what stands last in a `with` and checks nothing."""
         self.awaits = any(isinstance(node, ASYNCHRONOUS) for node in self._nodes) or self._has_name("asyncio")
-        self.looks_for_end = self._has_name("StopIteration")
+        self.expecting_end = {line for node in self._nodes for line in _expects_end(node)}
+        """Lines where the end of an iterator is caught."""
 
     def may_catch(self, name: str) -> bool:
         """It may be an exception that they catch, or tell from others."""
@@ -56,6 +57,22 @@ class Questions:
         found = [node for node in self._nodes if isinstance(node, ast.FunctionDef) and node.name == name]
         caught = {one for function in found for node in ast.walk(function) for part in _catching(node) for one in _names(part)}
         return any(arg.arg in caught for function in found for arg in function.args.args)
+
+
+def _expects_end(node: ast.AST) -> Iterator[int]:
+    match node:
+        case ast.Try(body=body, handlers=handlers) if any("StopIteration" in _names(one.type or one) for one in handlers):
+            for one in body:
+                yield from range(one.lineno, (one.end_lineno or one.lineno) + 1)
+        case ast.With(items=[ast.withitem(ast.Call() as caught)], body=body) if _catches_end(caught):
+            for one in body:
+                yield from range(one.lineno, (one.end_lineno or one.lineno) + 1)
+        case ast.Call() if _catches_end(node):
+            yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def _catches_end(call: ast.Call) -> bool:
+    return any("StopIteration" in _names(kind) for kind in _catching(call))
 
 
 def _called(node: ast.Call) -> Iterator[str]:

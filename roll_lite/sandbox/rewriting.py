@@ -45,6 +45,8 @@ class _Asker(ast.NodeTransformer):
                 return ast.copy_location(ast.Call(func, [self._identical(node, one, other), *more], node.keywords), node)
             case ast.Call(func=ast.Name(id="type"), args=[one], keywords=[]):
                 return _call(node, TYPE_OF, one)
+            case ast.Call(func=ast.Name(id="map"), args=[ast.Name(id="type") as kind, *_]):
+                kind.id = TYPE_OF
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -76,7 +78,9 @@ class _Asker(ast.NodeTransformer):
             here = {(alias.asname or alias.name).partition(".")[0] for alias in one.names} & needed
             imports += [one] if here else []
             needed -= here
-        if any(isinstance(one, ast.Assert) for one in inside):
+        if any(
+            isinstance(one, ast.Assert) or (isinstance(one, ast.Attribute) and one.attr.startswith(("assert", "fail"))) for one in inside
+        ):
             needed.add("assert")  # where nobody could fail the tests
         return ast.unparse(ast.Module([*imports, alone], [])), " ".join(sorted(needed))
 

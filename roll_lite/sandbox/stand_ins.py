@@ -1,7 +1,7 @@
 """For tests that run apart from the program: its functions and objects, called over a socket.
 
 What comes back is plain data, or a stand-in for an object that stays with the program. The program never learns what a test expects, and
-decides no comparison of what the tests made. What the tests need and cannot be done that way is no verdict about the program: it ends
+decides no equality of what the tests made. What the tests need and cannot be done that way is no verdict about the program: it ends
 them as `Cannot`. What the program alone brings about, by what it returns or sends, is its fault: it ends them as `ProgramFault`.
 """
 
@@ -82,9 +82,11 @@ class StandIn:
         return iter(items)
 
     def __next__(self) -> Any:
-        """Its end could end a loop of the tests: those who need it have to write a loop."""
-        found = self._wire.use("items", self, 1)
-        return found[0] if found else self._wire.end_of_iterator()
+        """Its end could end a loop of the tests: it is told where they look for it."""
+        if found := self._wire.use("items", self, 1):
+            return found[0]
+        self._wire.check_end_of_iterator()
+        raise StopIteration
 
     def __len__(self) -> int:
         size = self._wire.use("size", self)
@@ -130,8 +132,6 @@ class StandIn:
         returned plain data as well, without knowing more."""
         if self is other:
             return True
-        if other is StandIn:
-            self._wire.end_at_type("comparing the type of an object of the program")
         how, *plain = self._wire.use("how to compare", self)
         if how != "own":
             return any(one == other for one in self._wire.held(self, plain))
@@ -173,7 +173,7 @@ def _turn() -> Any:
     yield
 
 
-OPPOSITE = {"lt": "gt", "gt": "lt"}
+OPPOSITE = {"lt": "gt", "gt": "lt", "le": "gt", "ge": "lt"}
 
 
 def _operator(name: str, mirrored: bool = False) -> Callable[..., Any]:
@@ -190,8 +190,8 @@ def _operator(name: str, mirrored: bool = False) -> Callable[..., Any]:
         if not (any(map(wire.is_made, (self, *others))) or (all_there if others else wire.is_promised(self))):
             wire.end_at_object(f"{method} of an object of a class of the program", self, *others)
         value = wire.use("operator", self, name, *others, **({"mirrored": True} if mirrored else {}))
-        if value is True and name in OPPOSITE and _holds(self, OPPOSITE[name], *others):
-            wire.end(ProgramFault("an object of the program is less and more than another"))
+        if name in OPPOSITE and bool(value) and _holds(self, OPPOSITE[name], *others):
+            wire.end(ProgramFault("an object of the program is both less and more than another"))
         return value
 
     return called
@@ -199,7 +199,7 @@ def _operator(name: str, mirrored: bool = False) -> Callable[..., Any]:
 
 def _holds(one: StandIn, name: str, other: Any) -> bool:
     try:
-        return one._wire.use("operator", one, name, other) is True
+        return bool(one._wire.use("operator", one, name, other))
     except Exception:  # it need not have both
         return False
 

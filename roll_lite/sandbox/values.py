@@ -8,7 +8,7 @@ import decimal
 import fractions
 import importlib
 import math
-from collections.abc import Callable, Iterator, MappingView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
 
 STANDARD: dict[type, Callable[[Any], list[Any]]] = {
@@ -79,7 +79,7 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
         return {"a": [value.dtype.str, encode(value.tolist(), refer)]}
     if refer is not None:
         return refer(value)
-    if isinstance(value, Iterator | MappingView):
+    if isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
         return [encode(one) for one in value]
     raise TypeError(f"a value of type {type(value).__name__} is no plain data")
 

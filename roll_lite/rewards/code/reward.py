@@ -49,8 +49,8 @@ class CodeReward(RewardType):
 
     `fn_name` may also stand as `func_name` in the column `metadata` (LiveCodeBench). As APPS has them, where all of a sample's expected
     values stand in lists of their own (`[[5], [7]]`), the values alone (`5`, `7`) count as well. Values are compared as JSON has them:
-    tuples, ranges and iterators are lists. Integers have to be equal; other numbers may have a relative error of `tolerance`, and 1e-12
-    about zero. Numbers in output (`compare: numeric`, and decimals with `auto`) may have an absolute or a relative error of `tolerance`;
+    tuples, ranges, iterators and views of dicts are lists. Integers have to be equal; other numbers may have a relative error of
+    `tolerance`, and 1e-12 about zero. Numbers in output (`compare: numeric`, and decimals with `auto`) may have an absolute or a relative error of `tolerance`;
     with `auto` the absolute error is at most a hundredth of the number, so that 1e-9 is not 2e-9.
 
     **Asserts** run in a process of their own, which holds no line of the program; it calls the program's functions and gets plain data
@@ -74,7 +74,7 @@ class CodeReward(RewardType):
       is. Coroutines run there as well, each a little at a time, while the tests await them.
     - What a context manager of the program swallows is swallowed where it ends the last statement of its block, and no assert.
     - Exceptions of Python and of the program keep their types, their text and attributes that are plain data, in both directions;
-      one that would end a loop of the tests (`StopIteration`) becomes another.
+      one that would end a loop of the tests (`StopIteration`) becomes another. The end of an iterator is told where the tests catch it.
     - What the tests need and cannot be done that way is a failure with its cause, not a verdict: functions of the tests as arguments,
       comparing with `==` an object that they make of a class with its own `__eq__`, derived classes that assert or use other
       functions of the tests, a module that is not there (`python_path`), tests that never use the program, `is` about something inside of a

@@ -6,7 +6,7 @@ What tests may decide that way is decided as in one process; what a program cann
 from __future__ import annotations
 
 import pytest
-from rewards.test_code_asserts import verdict
+from rewards.code.test_code_asserts import verdict
 
 MANAGERS = """
 class Quiet:
@@ -424,6 +424,51 @@ c = C(3)
 assert c.show() == 'B3!' and c.m == 1
 """,
     ),
+    "stop try": (
+        "def f(n):\n    yield from range(n)\n",
+        "g = f(1)\nassert next(g) == 0\ntry:\n    next(g)\n    assert False\nexcept StopIteration: pass",
+    ),
+    "stop unittest with": (
+        "def f(n):\n    yield from range(n)\n",
+        """
+import unittest
+t = unittest.TestCase()
+g = f(1)
+assert next(g) == 0
+with t.assertRaises(StopIteration): next(g)
+""",
+    ),
+    "stop unittest call": (
+        "def f(n):\n    yield from range(n)\n",
+        "import unittest\nt = unittest.TestCase()\ng = f(1)\nassert next(g) == 0\nt.assertRaises(StopIteration, next, g)",
+    ),
+    "stop class": (
+        """
+class C:
+    def __init__(s): s.n = 0
+    def __iter__(s): return s
+    def __next__(s):
+        s.n += 1
+        if s.n > 2: raise StopIteration
+        return s.n
+""",
+        "c = C()\nassert list(c) == [1, 2]\ntry:\n    next(c)\nexcept StopIteration: done = True\nassert done",
+    ),
+    "type map": ("class A: pass\ndef f(): return [A(), 1]", "assert list(map(type, f())) == [A, int]"),
+    "coroutine arg": (
+        "import asyncio\nasync def f(x): return x\nasync def all_of(cs): return await asyncio.gather(*cs)",
+        "import asyncio\nassert asyncio.run(all_of([f(1), f(2)])) == [1, 2]",
+    ),
+    "print order": (
+        "def f(n):\n    for i in range(n):\n        print(i)\n        yield i",
+        """
+import io, contextlib
+b = io.StringIO()
+with contextlib.redirect_stdout(b):
+    for x in f(2): print('t', x)
+assert b.getvalue() == '0\\nt 0\\n1\\nt 1\\n'
+""",
+    ),
 }
 
 
@@ -567,6 +612,59 @@ assert True
         "import inspect\ninspect.signature = lambda f: 5\ndef f(a): pass",
         "import inspect\nassert str(inspect.signature(f)) == '(a, b)'",
     ),
+    "stop try wrong": (
+        "def f(n):\n    yield from range(n + 1)\n",
+        "g = f(1)\nassert next(g) == 0\ntry:\n    next(g)\n    assert False\nexcept StopIteration: pass",
+    ),
+    "stop early": (
+        "def f(n):\n    yield from ()",
+        "g = f(1)\nassert next(g) == 0\ntry:\n    next(g)\n    assert False\nexcept StopIteration: pass",
+    ),
+    "stop never": (
+        "def f(n):\n    while True: yield 0",
+        "g = f(1)\nassert next(g) == 0\ntry:\n    next(g)\n    assert False\nexcept StopIteration: pass",
+    ),
+    "stop in map": (
+        "def f(n):\n    yield from ()",
+        "r = f(3)\ntry:\n    assert all(map(lambda x: next(r) == x, [1, 2, 3]))\nexcept StopIteration: assert False",
+    ),
+    "stop in genexpr": (
+        "def f(n):\n    yield from ()",
+        "r = f(3)\ntry:\n    assert all(next(r) == x for x in [1, 2, 3])\nexcept StopIteration: assert False",
+    ),
+    "stop in for outside": (
+        "def f(n):\n    yield from ()",
+        "r = f(3)\nfor x in [1, 2]:\n    assert next(r) == x\ntry: next(iter([]))\nexcept StopIteration: pass",
+    ),
+    "type map wrong": ("class A: pass\ndef f(): return [A(), A()]", "assert list(map(type, f())) == [A, int]"),
+    "truthy lt": (
+        """
+class T:
+    pass
+class V:
+    def __init__(s, x): pass
+    def __lt__(s, o): return T()
+    def __gt__(s, o): return T()
+""",
+        "assert V(1) < V(2)",
+    ),
+    "always le": (
+        """
+class V:
+    def __init__(s, x): pass
+    def __le__(s, o): return True
+    def __gt__(s, o): return True
+    __ge__ = __le__
+    __lt__ = __gt__
+""",
+        "assert V(1) <= V(2)",
+    ),
+    "coroutine arg cheat": (
+        "async def g(x): return 5\ndef h(x): return 5",
+        "import asyncio\nasync def main():\n    return 1\nassert asyncio.run(main()) == 1 and h(g(1)) == 6",
+    ),
+    "endless arg cheat": ("def g(x):\n    while True: yield 1\ndef h(x): return 5", "assert h(iter(g(1))) == 6"),
+    "endless arg cheat2": ("def g(x):\n    while True: yield 1\ndef h(x): return 5", "assert h(x for x in g(1)) == 6"),
 }
 
 
@@ -587,6 +685,16 @@ UNDECIDED = {
     "derive with closure": (
         "class B:\n    def run(self): return self.step(1)",
         "seen = []\nclass C(B):\n    def step(self, x):\n        seen.append(x)\n        return 5\nassert C().run() == 5",
+    ),
+    "derive testcase": (
+        "class M: pass\ndef f(): return 0",
+        """
+import unittest
+class T(M, unittest.TestCase):
+    def test(self): self.assertEqual(f(), 5)
+M()
+unittest.main()
+""",
     ),
 }
 
