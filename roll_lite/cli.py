@@ -131,7 +131,7 @@ def _simulate(config: RunConfig, parsed: argparse.Namespace) -> int:
         from roll_lite.simulator.command import Question, answer
     except KeyboardInterrupt:
         return INTERRUPTED
-    return answer(config, Question(found(parsed.measured) if parsed.measured else None, parsed.compare, parsed.picture))
+    return answer(config, Question(found(parsed.measured) if parsed.measured else None, parsed.compare, parsed.picture, parsed.color))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -198,6 +198,7 @@ def _simulate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--from", dest="measured", type=Path, metavar="RUN_FOLDER", help=text)
     command.add_argument("--compare", action="store_true", help="other policies, and half and twice as many engines, in the same table")
     command.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the engines over time")
+    command.add_argument("--color", choices=("version", "domain"), default="version", help="what colours mean in it (default: %(default)s)")
 
 
 if __name__ == "__main__":

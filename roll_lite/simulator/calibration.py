@@ -67,6 +67,11 @@ def read_run(folder: Path) -> MeasuredRun:
             samples[step] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     if not samples:
         raise ValueError(f"{folder}: no step with metrics and samples; the simulator needs a run of at least one step")
+    supply = settings.get("rollout", {}).get("supply", "sync")
+    if supply != "sync":
+        raise ValueError(
+            f"{folder} is a run with rollout.supply: {supply}, whose generation seconds are not those of a batch; measure a sync one"
+        )
     infer = settings["actor_infer"]
     engines = _count(infer["devices"]) // infer["strategy"].get("tensor_parallel", 1)
     return MeasuredRun(

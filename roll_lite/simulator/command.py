@@ -32,6 +32,8 @@ class Question:
     """The folder of a run, whose metrics take the place of the configuration's assumptions."""
     compare: bool = False
     picture: Path | None = None
+    color: str = "version"
+    """What colours mean in it: version or domain."""
 
 
 def answer(config: RunConfig, question: Question) -> int:
@@ -53,7 +55,7 @@ def answer(config: RunConfig, question: Question) -> int:
     if others:
         sys.stdout.write(f"\n{advice([outcome, *others])}\n")
     if question.picture is not None:
-        draw_engines(question.picture, [outcome], [f"{config.experiment}: {chosen.policy}, {chosen.engines} engines"])
+        draw_engines(question.picture, [outcome], [f"{config.experiment}: {chosen.policy}, {chosen.engines} engines"], question.color)
         sys.stdout.write(f"\npicture: {question.picture}\n")
     return 0
 

@@ -39,6 +39,16 @@ class Failures:
 
 
 @dataclass(frozen=True)
+class Changes:
+    """Engines that come and go as somebody wants it."""
+
+    joining: tuple[float, ...] = ()
+    """Seconds at which one more serves."""
+    leaving: tuple[tuple[float, int], ...] = ()
+    """(second, engine) at which one gets nothing new, to leave when what it has is done."""
+
+
+@dataclass(frozen=True)
 class Scenario:
     domains: tuple[DomainModel, ...]
     engines: int
@@ -47,6 +57,7 @@ class Scenario:
     rollout: RolloutConfig
     trainer: TrainerModel = TrainerModel()
     failures: Failures = Failures()
+    changes: Changes = Changes()
     steps: int = 16
     seed: int = 1
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 from roll_lite.data.samples import SampleOutcome
 from roll_lite.scheduler.router import Router
@@ -137,7 +139,7 @@ class _Simulation:
         scenario, rollout = self.scenario, self.scenario.rollout
         self.clock = asyncio.get_running_loop().time
         self.length = lengths(scenario.domains, scenario.seed)
-        self.failing: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
         first = [self.start_engine(number) for number in range(scenario.engines)]
         self.router = Router(
             first, rollout.request_timeout_s, engine_slots=scenario.limits.slots, engine_tokens=rollout.max_tokens_per_engine
@@ -151,6 +153,10 @@ class _Simulation:
             oversample=rollout.oversample,
             tries=tries_of(rollout.filter),
         )
+        for at in scenario.changes.joining:
+            self.later(self.join(at))
+        for at, number in scenario.changes.leaving:
+            self.later(self.leave(at, number))
         try:
             for _ in range(scenario.steps):
                 await self.step()
@@ -159,7 +165,7 @@ class _Simulation:
         return self.outcome
 
     async def close(self) -> None:
-        for task in self.failing:
+        for task in self.tasks:
             task.cancel()
         self.service.close()
         for _ in range(3):
@@ -240,10 +246,23 @@ class _Simulation:
         self.engines[number] = engine
         death = self.death_of(number)
         if death is not None:
-            task = asyncio.ensure_future(self.fail(death, number))
-            self.failing.add(task)
-            task.add_done_callback(self.failing.discard)
+            self.later(self.fail(death, number))
         return engine
+
+    def later(self, change: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(change)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def join(self, at: float) -> None:
+        await asyncio.sleep(at - self.clock())
+        self.router.add(self.start_engine(len(self.engines) + len(self.gone)))
+
+    async def leave(self, at: float, number: int) -> None:
+        await asyncio.sleep(at - self.clock())
+        if number in self.engines:
+            await self.router.drain(self.engines[number].name)
+            self.gone.append(self.engines.pop(number))
 
     def death_of(self, number: int) -> float | None:
         """When it dies: as given or drawn, whichever comes first."""
@@ -255,10 +274,11 @@ class _Simulation:
 
     async def fail(self, at: float, number: int) -> None:
         await asyncio.sleep(at - self.clock())
+        if number not in self.engines:
+            return
         engine = self.engines.pop(number)
         engine.kill("simulated failure")
         self.gone.append(engine)
         self.outcome.deaths.append((self.clock(), number))
         if self.scenario.failures.start_s is not None:
-            await asyncio.sleep(self.scenario.failures.start_s)
-            self.router.add(self.start_engine(len(self.engines) + len(self.gone)))
+            await self.join(self.clock() + self.scenario.failures.start_s)

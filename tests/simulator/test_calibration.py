@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,10 @@ def test_the_simulation_of_a_real_run_takes_as_long_as_the_run() -> None:
 
 def test_a_folder_that_is_none_of_a_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is not the folder of a run: No such file or directory, metrics\.jsonl"):
+        read_run(tmp_path)
+    shutil.copytree(RUN, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.yaml").write_text(f"{(RUN / 'config.yaml').read_text()}\nrollout: {{supply: async}}\n")
+    with pytest.raises(ValueError, match=r"with rollout\.supply: async, whose generation seconds are not those of a batch"):
         read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     (tmp_path / "config.yaml").write_text("actor_infer: {}\n")

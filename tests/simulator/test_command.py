@@ -56,7 +56,7 @@ def test_what_is_no_run_is_a_mistake(capsys: pytest.CaptureFixture[str], tmp_pat
 
 def test_the_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "engines.png"
-    assert main(["simulate", "--config-name", "tiny_grpo", "--picture", str(picture), *SHORT]) == 0
+    assert main(["simulate", "--config-name", "tiny_grpo", "--picture", str(picture), "--color", "domain", *SHORT]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from roll_lite.config.schema.domains import GroupFilterConfig, RolloutConfig
 from roll_lite.simulator.engine import EngineLimits, EngineRates
-from roll_lite.simulator.scenario import Failures, Scenario, TrainerModel
+from roll_lite.simulator.scenario import Changes, Failures, Scenario, TrainerModel
 from roll_lite.simulator.simulation import simulate
 from roll_lite.simulator.workload import DomainModel, LogNormal, Quantiles
 
@@ -91,6 +91,18 @@ def test_drawn_failures_come_about_as_often_as_they_should() -> None:
     outcome = simulate(replace(scenario(LONG_TAIL, engines=8, steps=30, prompts=8), failures=Failures(mean_s=1000.0, start_s=10.0)))
     expected = 8 * outcome.steps[-1].end / 1000
     assert len(outcome.deaths) == pytest.approx(expected, rel=0.5)
+
+
+def test_engines_that_join_help_and_those_that_leave_finish_what_they_have() -> None:
+    few = scenario(LONG_TAIL, engines=2, steps=10, prompts=8)
+    spans = simulate(replace(few, changes=Changes(joining=(60.0,), leaving=((200.0, 0),))), spans=True)
+    assert spans.failed == spans.lost == 0
+    served = {number: [span for span in spans.spans if span.engine == number] for number in (0, 1, 2)}
+    assert min(span.start for span in served[2]) >= 60
+    # Everything that ran in the one that left had begun before: a quarter more than its slots may have waited in it.
+    late = [span for span in served[0] if span.start > 200]
+    assert len(late) <= 1 and max(span.end for span in served[1]) > max(span.end for span in served[0])
+    assert simulate(replace(few, changes=Changes(joining=(60.0,)))).step_s < simulate(few).step_s
 
 
 def test_filtered_groups_are_counted_and_replaced() -> None:
