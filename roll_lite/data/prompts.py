@@ -283,6 +283,11 @@ class PromptOrder:
         self._position = 0
         self._order = self._shuffled(0)
 
+    @property
+    def next_epoch(self) -> int:
+        """Of the prompt that comes next."""
+        return self._epoch + (self._position == self._count)
+
     def next(self) -> tuple[int, int]:
         """(epoch, row number)."""
         if self._position == self._count:

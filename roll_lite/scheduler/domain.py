@@ -20,6 +20,10 @@ class DomainFailed(RuntimeError):
     """A domain yields nothing but failures."""
 
 
+class DataExhausted(RuntimeError):
+    """No domain has prompts left."""
+
+
 class PromptSource(Protocol):
     def __len__(self) -> int: ...
 
@@ -43,6 +47,10 @@ class Domain:
     """One more, greedy sample of each prompt, which its group cannot do without."""
     filter: GroupFilter | None = None
     """Which groups train; None: all."""
+    epochs: int | None = None
+    """Passes over the prompts; None: without end."""
+    least: int = 0
+    """Groups in each batch, whatever the share."""
 
     @property
     def group_size(self) -> int:
@@ -127,6 +135,11 @@ class DomainScheduler:
         """Groups that can be taken."""
         return len(self._finished)
 
+    @property
+    def exhausted(self) -> bool:
+        """It has no more prompts to start."""
+        return self._domain.epochs is not None and not self._put_back and self._domain.order.next_epoch >= self._domain.epochs
+
     def start_batch(self, count: int) -> None:
         """The next batch is asked for, with so many groups of this domain."""
         self._failure_limit = max(8, 3 * count)
@@ -146,7 +159,10 @@ class DomainScheduler:
         self._start(clock)
 
     def _start(self, clock: int) -> None:
-        """The next prompt; those that were put back, or in flight in a run that is resumed, come first."""
+        """The next prompt; those that were put back, or in flight in a run that is resumed, come first. Where there is none, the place
+        stays empty."""
+        if self.exhausted:
+            return
         row = self._put_back.popleft() if self._put_back else self._domain.order.next()
         self.epoch = max(self.epoch, row[0])
         live = _Live(self._group_numbers(), row, clock)

@@ -92,17 +92,21 @@ class _Batch:
 class BatchPlan:
     """The batches to come: what each of them holds of every domain, and whose prompt is admitted next for them.
 
-    A place is charged when its prompt is admitted, which may be long before the batch is asked for.
+    A place is charged when its prompt is admitted, which may be long before the batch is asked for. `least`: groups of a domain in each
+    batch, which the others give up where its share does not yield them.
     """
 
-    def __init__(self, shares: Mapping[str, float]) -> None:
+    def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
         self._mix = DomainMix(shares)
+        self._shares = dict(shares)
+        self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: deque[str] = deque()
         """Places of planned batches whose prompts are not admitted yet."""
         self._planned: deque[_Batch] = deque()
         self.charged = 0
         """Places, of all batches, whose prompts have been admitted."""
+        self._names = list(shares)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -124,10 +128,33 @@ class BatchPlan:
             raise ValueError(f"prompts for batches of {len(batch.places)} are in the making: the next one cannot have {size}")
         self._handed_out = batch.after
         given = Counter(batch.places)
-        return {name: given[name] for name in self._mix.shares}
+        return {name: given[name] for name in self._names}
+
+    def drop(self, domain: str) -> None:
+        """It has no more prompts. Batches that are planned have fewer groups; in those after them the others take its share."""
+        if domain in self._shares:
+            del self._shares[domain]
+            self._least.pop(domain, None)
+            self._mix = DomainMix(self._shares)
+
+    @property
+    def ahead(self) -> int:
+        """Batches that are planned and were not asked for."""
+        return len(self._planned)
+
+    @property
+    def exhausted(self) -> bool:
+        """No domain has prompts left."""
+        return not self._shares
 
     def _plan(self, size: int) -> None:
         places = self._mix.places(size)
+        counts = Counter(places)
+        for name, least in self._least.items():
+            while counts[name] < least:
+                giver = max(self._shares, key=lambda other: counts[other] - self._least.get(other, 0))
+                places[len(places) - 1 - places[::-1].index(giver)] = name
+                counts.update({giver: -1, name: 1})
         self._planned.append(_Batch(places, self._mix.state_dict()))
         self._open.extend(places)
 
@@ -149,6 +176,11 @@ class MixedOrder:
         self._starts = [0, *accumulate(parts)]
         self._orders = {str(place): PromptOrder(count, seed, f"{domain}/{place}") for place, count in enumerate(parts)}
         self._mix = DomainMix(dict(zip(self._orders, shares, strict=True)))
+
+    @property
+    def next_epoch(self) -> int:
+        """So often every file has been gone through."""
+        return min(order.next_epoch for order in self._orders.values())
 
     def next(self) -> tuple[int, int]:
         """(epoch of the prompt's file, row number)."""

@@ -10,7 +10,7 @@ from math import ceil
 from typing import Any
 
 from roll_lite.data.samples import SampleGroup, SampleId, SampleOutcome
-from roll_lite.scheduler.domain import Domain, DomainFailed, DomainScheduler
+from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed, DomainScheduler
 from roll_lite.scheduler.episode import Episode, one_response
 from roll_lite.scheduler.filters import DEFAULT_TRIES, Tries
 from roll_lite.scheduler.mix import BatchPlan
@@ -51,7 +51,7 @@ class RolloutService:
         times the prompts of a batch are admitted for the first one. `batches`: nothing is admitted for later ones. `engines_rest`: they
         are away between two batches."""
         self._domains = {domain.name: domain for domain in domains}
-        self._plan = BatchPlan({domain.name: domain.share for domain in domains})
+        self._plan = BatchPlan({domain.name: domain.share for domain in domains}, {domain.name: domain.least for domain in domains})
         self._router = router
         self._supply = supply or Synchronous()
         self._on_sync = on_sync
@@ -100,8 +100,15 @@ class RolloutService:
             while scheduler.owed and self._router.has_room():
                 scheduler.replace(self._asked)
         most = self._most_places()
-        while self._plan.charged < most and self._router.has_room() and not self._trainer_is_behind():
+        while self._plan.charged < most and self._router.has_room() and not self._trainer_is_behind() and not self._drop_exhausted():
             self._schedulers[self._plan.admit(self._size)].admit(self._asked)
+
+    def _drop_exhausted(self) -> bool:
+        """Domains without further prompts leave the mix; True: all have left it."""
+        for name, scheduler in self._schedulers.items():
+            if scheduler.exhausted:
+                self._plan.drop(name)
+        return self._plan.exhausted
 
     def _trainer_is_behind(self) -> bool:
         """A batch is finished behind the next one: what was started now would only grow old."""
@@ -132,6 +139,11 @@ class RolloutService:
             self._recorder.start(self._time())  # else it was begun when the one before was handed out
         self._asked += 1
         self._size = prompts
+        if self._drop_exhausted() and not self._plan.ahead:
+            raise DataExhausted(
+                f"every domain has been through its epochs (domains.*.data.epochs) after {self._handed_out} batches: use as many steps, "
+                "or more epochs"
+            )
         quota = self._plan.next_batch(prompts)
         wanted = {name: (count, self._domains[name].group_size) for name, count in quota.items()}
         self._progress = lambda: self._recorder.progress(wanted)
@@ -155,9 +167,9 @@ class RolloutService:
     def _tell_mix(self, stats: RolloutStats, quota: dict[str, int]) -> None:
         delivered, tokens = sum(self._delivered.values()), sum(self._delivered_tokens.values())
         admitted = sum(scheduler.counts.admitted for scheduler in self._schedulers.values())
-        for name, share in self._plan.shares.items():
-            domain, scheduler = stats.domains[name], self._schedulers[name]
-            domain.requested, domain.requested_share = quota[name], share
+        for name, scheduler in self._schedulers.items():
+            domain = stats.domains[name]
+            domain.requested, domain.requested_share = quota[name], self._plan.shares.get(name, 0.0)
             domain.realised_share = self._delivered[name] / max(1, delivered)
             domain.admitted_share = scheduler.counts.admitted / max(1, admitted)
             domain.token_share = self._delivered_tokens[name] / max(1, tokens)

@@ -152,6 +152,8 @@ class RolloutWorker(AsyncWorker):
             validation=self._load_prompts(name, config, "validation", tokenizer) if config.data.validation else None,
             greedy_baseline=self._spec.greedy_baseline,
             filter=filter_of(self._spec.rollout.filter),
+            epochs=config.data.epochs,
+            least=config.min_prompts,
         )
 
     def _load_prompts(self, name: str, config: DomainConfig, split: Split, tokenizer: Any) -> PromptSet:

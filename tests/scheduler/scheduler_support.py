@@ -13,7 +13,6 @@ from roll_lite.data.samples import GenerationRequest, Prompt, RewardInput, Sampl
 from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.scheduler.domain import Domain, PromptSource
-from roll_lite.scheduler.filters import GroupFilter
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import RewardClient
 from roll_lite.scheduler.service import RolloutService
@@ -68,7 +67,7 @@ def make_domain(
     max_tokens: int = 64,
     prompt_tokens: int = 4,
     greedy_baseline: bool = False,
-    filter: GroupFilter | None = None,
+    **how: Any,
 ) -> Domain:
     return Domain(
         name=name,
@@ -81,7 +80,7 @@ def make_domain(
         reward_retries=reward_retries,
         validation=validation,
         greedy_baseline=greedy_baseline,
-        filter=filter,
+        **how,
     )
 
 

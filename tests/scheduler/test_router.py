@@ -8,7 +8,7 @@ import pytest
 from scheduler_support import by_tokens, make_domain, make_service, prompt_of
 from support_local_engine import LocalEngine
 
-from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, Turn
+from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.choice import EngineLoad
 from roll_lite.scheduler.engines import EngineLost
@@ -27,8 +27,10 @@ class HeldEngine:
         self.name = name
         self.held: dict[str, asyncio.Future[Turn]] = {}
         self.aborted: list[str] = []
+        self.asked: list[GenerationRequest] = []
 
     async def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Turn:
+        self.asked.append(request)
         self.held[request.request_id] = asyncio.get_running_loop().create_future()
         if began is not None:
             began.set_result(None)
@@ -216,3 +218,149 @@ async def test_by_tokens_helper_ends_with_stop() -> None:
     engine = LocalEngine("e", ScriptedEngine(by_tokens(3, 0.0)))
     turn = await engine.generate(request("r"))
     assert (turn.length, turn.finish_reason) == (3, FinishReason.STOP)
+
+
+# ---------------------------------------------------------------- prefixes, domains in turns, engines that come and go
+
+
+async def test_a_prompt_goes_where_it_is_held_as_long_as_that_costs_no_balance() -> None:
+    a, b = HeldEngine("a"), HeldEngine("b")
+    router = Router([a, b], timeout_s=60)
+    others = [request(f"d/{i}/0/{i}/0/0", prompt_tokens=3000, max_tokens=100) for i in range(2)]
+    members = [request(f"d/7/0/7/{i}/0", prompt_tokens=1000, max_tokens=100) for i in range(14)]
+    tasks = [asyncio.create_task(router.generate("d", each)) for each in (*others, members[0])]
+    await settle()
+    assert "d/7/0/7/0/0" in a.held
+    b_had = router.engines[1].tokens
+    tasks += [
+        asyncio.create_task(router.generate("d", request(f"d/{i}/0/{i}/0/0", prompt_tokens=0, max_tokens=100))) for i in range(10, 20)
+    ]
+    await settle()
+    assert router.engines[1].tokens > b_had
+    tasks += [asyncio.create_task(router.generate("d", each)) for each in members[1:]]
+    await settle()
+    # Both have as much to do. Where the prompt is held, ten responses more take as long as computing it once more elsewhere.
+    assert [sum(name.startswith("d/7/") for name in engine.held) for engine in (a, b)] == [12, 2]
+    for task in tasks:
+        task.cancel()
+
+
+async def test_a_later_turn_goes_back_to_the_engine_of_the_earlier_ones() -> None:
+    engines = [HeldEngine(f"e{i}") for i in range(4)]
+    router = Router(engines, timeout_s=60)
+    others = [asyncio.create_task(router.generate("d", request(f"d/{i}/0/{i}/0/0"))) for i in range(3)]
+    await settle()
+    turn = GenerationRequest("d/2/0/2/0/0/turn1", (1, 2), Sampling(1.0, 100), TokenRow(None, 0, 500))
+    later = asyncio.create_task(router.generate("d", turn))
+    await settle()
+    assert turn.request_id in engines[2].held  # the fourth has nothing to do, but would have to compute 500 tokens
+    for task in (*others, later):
+        task.cancel()
+
+
+async def test_domains_with_long_answers_do_not_keep_the_others_waiting() -> None:
+    engine = HeldEngine("a")
+    router = Router([engine], timeout_s=60, engine_slots=8)
+    calls = [router.generate("long", request(f"long/{i}/0/{i}/0/0")) for i in range(100)]
+    tasks = [asyncio.create_task(call) for call in calls]
+    await settle()
+    tasks += [asyncio.create_task(router.generate("short", request(f"short/{i}/0/{i}/0/0"))) for i in range(5)]
+    await settle()
+    assert len(engine.held) == 10
+    for name in list(engine.held)[:5]:
+        engine.answer(name)
+        await settle()
+    assert sum(name.startswith("short") for name in engine.held) == 5
+    for task in tasks:
+        task.cancel()
+
+
+async def test_an_engine_that_comes_gets_what_waits_and_one_that_leaves_ends_what_it_has() -> None:
+    first, second = HeldEngine("first"), HeldEngine("second")
+    router = Router([first], timeout_s=60, engine_slots=4)
+    rooms: list[bool] = []
+    router.on_room = lambda: rooms.append(router.has_room())
+    tasks = [asyncio.create_task(router.generate("d", request(f"d/{i}/0/{i}/0/0"))) for i in range(10)]
+    await settle()
+    assert (len(first.held), router.has_room()) == (5, False)
+    router.add(second)
+    await settle()
+    assert (len(first.held), len(second.held), rooms[-1]) == (5, 5, True)
+    draining = asyncio.create_task(router.drain("first"))
+    await settle()
+    for name in list(first.held):
+        assert not draining.done()
+        first.answer(name)
+        await settle()
+    assert draining.done() and [load.client.name for load in router.engines] == ["second"]
+    router.add(first)
+    for name in list(second.held):
+        second.held[name].set_exception(EngineLost("second", "power"))
+    await settle()
+    assert len(first.held) == 5
+    for name in list(first.held):
+        first.answer(name)
+    await asyncio.gather(*tasks)
+
+
+async def test_of_an_engine_that_is_removed_the_rest_goes_on_elsewhere_with_its_tokens() -> None:
+    class Partial(HeldEngine):
+        def abort(self, request_ids: Sequence[str]) -> None:
+            for request_id in request_ids:
+                span = (VersionSpan(0, 3),)
+                row = TokenRow(request_id, 0, 4 + 7)
+                self.held.pop(request_id).set_result(Turn(request_id, 7, "seven", FinishReason.ABORT, span, tokens=row))
+
+    first, second = Partial("first"), HeldEngine("second")
+    router = Router([first], timeout_s=60)
+    task = asyncio.create_task(router.generate("d", request("d/1/0/1/0/0", max_tokens=100)))
+    await settle()
+    router.add(second)
+    router.remove("first")
+    await settle()
+    (went_on,) = second.asked
+    assert (went_on.request_id, went_on.prompt_ids, went_on.resumed) == ("d/1/0/1/0/0~1", (), 7)
+    assert (went_on.sampling.max_tokens, went_on.context) == (93, TokenRow("d/1/0/1/0/0", 0, 11))
+    second.held[went_on.request_id].set_result(
+        Turn(
+            went_on.request_id, 5, "seven and five", FinishReason.STOP, (VersionSpan(0, 3), VersionSpan(2, 4)), tokens=TokenRow("b", 0, 16)
+        )
+    )
+    turn = await task
+    assert (turn.request_id, turn.length, turn.text) == ("d/1/0/1/0/0", 12, "seven and five")
+    assert turn.versions == (VersionSpan(0, 3), VersionSpan(9, 4))
+    assert turn.tokens == TokenRow("b", 0, 16)
+
+
+async def test_what_is_held_waits_and_what_was_interrupted_comes_first() -> None:
+    engine = HeldEngine("a")
+    router = Router([engine], timeout_s=60, engine_slots=2)
+    tasks = [asyncio.create_task(router.generate("d", request(f"d/{i}/0/{i}/0/0"))) for i in range(4)]
+    await settle()
+    assert len(engine.held) == 3
+    await router.hold(interrupt=True)
+    assert not engine.held and not router.has_room()
+    await settle()
+    assert not engine.held
+    router.release()
+    await settle()
+    assert len(engine.held) == 3
+    for _ in range(2):
+        for name in list(engine.held):
+            engine.answer(name)
+        await settle()
+    await asyncio.gather(*tasks)
+
+
+async def test_a_request_that_engines_die_of_is_not_given_to_all_of_them() -> None:
+    engines = [HeldEngine(f"e{i}") for i in range(4)]
+    router = Router(engines, timeout_s=60)
+    task = asyncio.create_task(router.generate("d", request("d/1/0/1/0/0")))
+    for _ in range(2):
+        await settle()
+        (engine,) = (engine for engine in engines if "d/1/0/1/0/0" in engine.held)
+        engine.held.pop("d/1/0/1/0/0").set_exception(EngineLost(engine.name, "illegal memory access"))
+    with pytest.raises(RequestFailed, match="each of 2 engines was lost") as failure:
+        await task
+    assert failure.value.final
+    assert router._choice.serving == 2

@@ -17,7 +17,7 @@ from scheduler_support import TimedReward, make_domain, make_service
 from roll_lite.data.samples import GenerationRequest, SampleGroup, SampleOutcome
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
-from roll_lite.scheduler.domain import Domain, DomainFailed
+from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed
 from roll_lite.scheduler.filters import Tries, kept_between
 from roll_lite.scheduler.router import NoEngineLeft
 from roll_lite.scheduler.service import RolloutService
@@ -234,6 +234,32 @@ def test_a_filter_that_raises_ends_the_run() -> None:
 
     with pytest.raises(KeyError, match="level"):
         run(domains=[make_domain("a", filter=broken)])
+
+
+# ---------------------------------------------------------------- domains that end, and domains with a minimum
+
+
+@pytest.mark.parametrize("name", SUPPLIES)
+def test_when_a_domain_has_no_more_prompts_the_others_take_its_share(name: str) -> None:
+    domains = [make_domain("a", 0, prompts=6, epochs=2, max_tokens=400), make_domain("b", 1, max_tokens=400)]
+    done, _ = run(domains=domains, supply=SUPPLIES[name], on_sync=OnSync.ABORT, steps=12)
+    assert sorted(prompt for prompt in done.prompts if prompt[0] == "a") == [("a", epoch, uid) for epoch in (0, 1) for uid in range(6)]
+    sizes = [len(batch) for batch in done.batches]
+    assert sizes.count(4) >= 10 and sum(sizes) >= 44
+    assert all(group.domain == "b" for group in done.batches[-1])
+    assert done.stats[-1].domains["a"].requested_share == 0
+    assert done.stats[-1].domains["a"].epoch == 1
+
+
+def test_when_no_domain_has_prompts_the_run_ends_and_says_so() -> None:
+    with pytest.raises(DataExhausted, match=r"after 5 batches: use as many steps"):
+        run(domains=[make_domain("a", 0, prompts=10, epochs=2)], steps=6)
+
+
+def test_a_domains_minimum_is_kept_in_every_batch() -> None:
+    domains = [make_domain("a", 0, share=98), make_domain("b", 1, share=1, least=1), make_domain("c", 2, share=1, least=2)]
+    done, _ = run(domains=domains, prompts=8, steps=5)
+    assert [Counter(group.domain for group in batch) for batch in done.batches] == [Counter(a=5, b=1, c=2)] * 5
 
 
 # ---------------------------------------------------------------- more than a batch under way

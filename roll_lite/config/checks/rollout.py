@@ -59,4 +59,13 @@ def _group_filter(config: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{path}.type", f"{message}; use more samples_per_prompt, or another filter", chosen.type)
 
 
-ROLLOUT_CHECKS = (_turns, _staleness, _group_filter)
+def _least_prompts(config: RunConfig) -> Iterator[Problem]:
+    least = {name: domain.min_prompts for name, domain in config.domains.items() if domain.min_prompts}
+    size = config.rollout.prompts_per_step
+    if sum(least.values()) > size:
+        listed = ", ".join(f"{name}: {count}" for name, count in least.items())
+        message = f"the domains' min_prompts ({listed}) are more than a batch has (rollout.prompts_per_step: {size})"
+        yield Problem(f"domains.{next(iter(least))}.min_prompts", message, next(iter(least.values())))
+
+
+ROLLOUT_CHECKS = (_turns, _staleness, _group_filter, _least_prompts)

@@ -41,6 +41,9 @@ class DataConfig(Section):
     """Name of the column with the reference answer."""
     weight: str | None = None
     """Name of a column with the weight of a prompt's samples in the loss; 1 for all where absent."""
+    epochs: PositiveInt | None = None
+    """Passes over the prompts of `train`, shuffled anew in each. After them the other domains take this one's share; when none has
+    prompts left, the run ends with an error. Absent: as many as the run needs."""
 
 
 class TemplateConfig(Section):
@@ -133,6 +136,8 @@ class DomainConfig(Section):
     """How responses are scored."""
     share: PositiveFloat = 1.0
     """Weight of the domain in the mix; shares need not add up to one."""
+    min_prompts: Annotated[int, Field(ge=0)] = 0
+    """Prompts of this domain in each batch at least, whatever its share; the others give up theirs."""
     samples_per_prompt: PositiveInt | None = None
     """Group size of this domain; rollout.samples_per_prompt where absent."""
 
