@@ -1,0 +1,175 @@
+"""What the schedulers cost: CPU per sample, and memory per request in flight, up to 100,000 requests in flight at a time, through Ray.
+
+The rollout service's own schedulers and router run in an actor; engines are actors that hold every request until all of them are in flight,
+and then answer at once. Scores are there at once. What is measured is the service's process: its CPU time from asking for the batch to
+having it, over the samples; and how much its memory has grown when all requests are in flight, over their number. `ratio` is 150
+microseconds, the aim, over the CPU per sample at the greatest number.
+
+    .venv/bin/python bench/scheduler_overhead.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+AIM_US, AIM_KB = 150, 4.0
+GROUP, ENGINES, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 4, 64, 256
+LARGEST_ANSWER = 4096
+"""Turns in one answer of an engine."""
+
+
+class HoldingEngine:
+    """Has the methods of an InferWorker that the service calls."""
+
+    def __init__(self) -> None:
+        self.requests: list[Any] = []
+        self.open = asyncio.Event()
+
+    async def submit(self, requests: list[Any], frozen: bool, kept_ids: bool) -> None:
+        self.requests += requests
+
+    async def held(self) -> int:
+        return len(self.requests)
+
+    async def let_go(self) -> None:
+        self.open.set()
+
+    async def collect(self) -> Any:
+        from roll_lite.data.samples import FinishReason, TokenRow, Turn, VersionSpan
+        from roll_lite.scheduler.engines import Collected
+
+        await self.open.wait()
+        answered, self.requests = self.requests[:LARGEST_ANSWER], self.requests[LARGEST_ANSWER:]
+        if not self.requests:
+            self.open.clear()
+        row, spans = TokenRow(None, 0, PROMPT_TOKENS + RESPONSE_TOKENS), (VersionSpan(0, 1),)
+        return Collected([Turn(one.request_id, RESPONSE_TOKENS, "42", FinishReason.STOP, spans, tokens=row) for one in answered])
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """There is none that would be aborted."""
+
+
+class Prompts:
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int, /) -> Any:
+        from roll_lite.data.samples import Prompt
+
+        return Prompt("toy", index, "6*7=", tuple(range(PROMPT_TOKENS)), "42")
+
+
+class AllRight:
+    async def score(self, item: Any) -> Any:
+        from roll_lite.data.samples import Score
+
+        return Score(1.0)
+
+
+class Service:
+    def __init__(self, engines: list[Any]) -> None:
+        from roll_lite.data.prompts import PromptOrder
+        from roll_lite.data.samples import Sampling
+        from roll_lite.scheduler.domain import Domain
+        from roll_lite.scheduler.router import Router
+        from roll_lite.scheduler.service import RolloutService
+        from roll_lite.workers.infer import RemoteEngine
+        from roll_lite.workers.rollout import GC_THRESHOLDS
+
+        order = PromptOrder(1_000_000, 1, "toy")
+        domain = Domain("toy", Prompts(), order, Sampling(1.0, RESPONSE_TOKENS), GROUP, 1.0, AllRight())
+        clients = [RemoteEngine(f"engine {number}", engine) for number, engine in enumerate(engines)]
+        self.service = RolloutService([domain], Router(clients, timeout_s=3600.0), retries=0)
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+
+    async def next_batch(self, prompts: int) -> tuple[float, int]:
+        """CPU seconds, and samples."""
+        before = time.process_time()
+        result = await self.service.next_batch(prompts)
+        return time.process_time() - before, sum(len(group.samples) for group in result.groups)
+
+    async def memory_kb(self) -> float:
+        import psutil
+
+        gc.collect()
+        return float(psutil.Process().memory_info().rss) / 1024
+
+
+def measure(samples: int) -> dict[str, float]:
+    """With actors of their own: what one number leaves behind in memory does not count for the next."""
+    import ray
+
+    engines = [ray.remote(HoldingEngine).options(max_concurrency=64).remote() for _ in range(ENGINES)]  # type: ignore[attr-defined]
+    service = ray.remote(Service).options(max_concurrency=64).remote(engines)  # type: ignore[attr-defined]
+    warm = service.next_batch.remote(8)
+    let_go(engines, 8 * GROUP)
+    ray.get(warm)
+    before = ray.get(service.memory_kb.remote())
+    pending = service.next_batch.remote(samples // GROUP)
+    until_held(engines, samples)
+    in_flight = ray.get(service.memory_kb.remote())
+    let_go(engines, samples)
+    seconds, delivered = ray.get(pending)
+    assert delivered == samples
+    for actor in (*engines, service):
+        ray.kill(actor)
+    return {"cpu_us": seconds / samples * 1e6, "kb": (in_flight - before) / samples}
+
+
+def until_held(engines: list[Any], requests: int) -> None:
+    import ray
+
+    while sum(ray.get([engine.held.remote() for engine in engines])) < requests:
+        time.sleep(0.05)
+
+
+def let_go(engines: list[Any], requests: int) -> None:
+    import ray
+
+    until_held(engines, requests)
+    ray.get([engine.let_go.remote() for engine in engines])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small number of requests")
+    chosen = parser.parse_args()
+    os.chdir(ROOT)
+    from roll_lite.config.schema.run import RayConfig
+    from roll_lite.distributed.ray_session import ray_session
+
+    numbers = (800,) if chosen.quick else (1_000, 10_000, 100_000)
+    cases: dict[int, dict[str, float]] = {}
+    with ray_session(RayConfig(object_store_mb=200 if chosen.quick else 500), None):
+        for samples in numbers:
+            cases[samples] = measure(samples)
+            print(f"{samples} in flight:", {name: round(value, 2) for name, value in cases[samples].items()}, flush=True)
+    worst = cases[numbers[-1]]
+    report = {
+        "name": "scheduler_overhead",
+        "ours": round(worst["cpu_us"], 1),
+        "peer": AIM_US,
+        "peer_is": "the aim",
+        "unit": "microseconds of the rollout service's CPU per sample",
+        "ratio": round(AIM_US / worst["cpu_us"], 3),
+        "kb_per_request_in_flight": round(worst["kb"], 2),
+        "kb_aim": AIM_KB,
+        "cases": {str(samples): {name: round(value, 2) for name, value in case.items()} for samples, case in cases.items()},
+    }
+    print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
