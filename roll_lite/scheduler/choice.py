@@ -29,6 +29,8 @@ class EngineLoad:
     """Why it cannot serve any more."""
     serves: bool = True
     """It gets requests."""
+    number: int = 0
+    """Among all that there ever were."""
 
 
 class EngineChoice:
@@ -41,8 +43,7 @@ class EngineChoice:
         self._most_requests = most_requests
         self._most_tokens = most_tokens
         self._heap: list[tuple[float, int, EngineLoad]] = []
-        self._order = itertools.count()
-        self._numbers: dict[EngineLoad, int] = {}
+        self._numbers = itertools.count()
         self.serving = 0
         """Engines."""
         self._prefixes: OrderedDict[str, dict[EngineLoad, None]] = OrderedDict()
@@ -51,6 +52,7 @@ class EngineChoice:
 
     def add(self, engine: EngineLoad) -> None:
         self.serving += 1
+        engine.number = next(self._numbers)
         self._offer(engine)
 
     def withdraw(self, engine: EngineLoad) -> EngineLoad:
@@ -61,8 +63,10 @@ class EngineChoice:
 
     def _offer(self, engine: EngineLoad) -> None:
         """It may be chosen, with the load that it has now."""
-        number = self._numbers.setdefault(engine, next(self._order))
-        heapq.heappush(self._heap, (engine.tokens, number, engine))
+        heapq.heappush(self._heap, (engine.tokens, engine.number, engine))
+        if len(self._heap) > 1024 + 16 * self.serving:  # most of it is out of date
+            self._heap = [(engine.tokens, engine.number, engine) for engine in {engine for _, _, engine in self._heap}]
+            heapq.heapify(self._heap)
 
     def choose(self, prefix: str, prompt_tokens: int, response_tokens: float) -> tuple[EngineLoad, float] | None:
         """The engine, and what the request adds to its load. `prefix`: what requests have in common whose prompts begin alike. None: all of

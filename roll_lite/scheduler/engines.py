@@ -29,7 +29,7 @@ class EngineClient(Protocol):
 
     name: str
 
-    async def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Turn:
+    def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Awaitable[Turn]:
         """The finished response. A failure of the request is in its `error`; raises EngineLost when the engine is gone. `began` is set
         when the engine is known to have generated something of it."""
         ...
@@ -74,24 +74,25 @@ class BatchedEngine(ABC):
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...
 
-    async def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Turn:
-        if self._dead is not None:
-            raise EngineLost(self.name, self._dead)
+    def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> asyncio.Future[Turn]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Turn] = loop.create_future()
+        if self._dead is not None:
+            answer.set_exception(EngineLost(self.name, self._dead))
+            return answer
         self._asked[request.request_id] = _Asked(began, answer)
         if not self._outbox:
             loop.call_soon(self._flush)
         self._outbox.append(request)
-        try:
-            return await answer
-        finally:
-            self._asked.pop(request.request_id, None)
+        return answer
 
     def abort(self, request_ids: Sequence[str]) -> None:
         asked = set(request_ids)
         here = [request for request in self._outbox if request.request_id in asked]
         self._outbox = [request for request in self._outbox if request.request_id not in asked]
+        for request_id in asked:
+            if (one := self._asked.get(request_id)) is not None and one.answer.done():
+                del self._asked[request_id]  # nobody waits any more
         for request in here:  # it would come to the engine after its abort
             self._answer(Turn(request.request_id, finish_reason=FinishReason.ABORT))
         there = asked.difference(request.request_id for request in here)

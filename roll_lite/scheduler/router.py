@@ -98,7 +98,7 @@ class WaveGate:
                 place.set_result(None)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Asked:
     """A request on its way, over all the engines that it comes to."""
 
@@ -112,13 +112,11 @@ class _Asked:
     survived: list[EngineLost] = field(default_factory=list)
     generating_s: float = 0.0
     """Of its time, what is used up."""
-    place: asyncio.Future[tuple[EngineLoad, float]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """The engine that takes it, and what it adds to that one's load."""
+    prefix: str = ""
+    """Domain, prompt, epoch and group: its prompt begins like those of all samples of the group."""
 
-    @property
-    def prefix(self) -> str:
-        """Domain, prompt, epoch and group: its prompt begins like those of all samples of the group."""
-        return "/".join(self.first.request_id.split("/", 4)[:4])
+    def __post_init__(self) -> None:
+        self.prefix = "/".join(self.first.request_id.split("/", 4)[:4])
 
     @property
     def prompt_tokens(self) -> int:
@@ -143,6 +141,56 @@ class _Asked:
         seed = None if sampling.seed is None else stable_hash(sampling.seed, "continued", self.legs)
         rest = replace(sampling, max_tokens=sampling.max_tokens - done, min_tokens=max(0, sampling.min_tokens - done), seed=seed)
         return GenerationRequest(f"{self.first.request_id}~{self.legs}", (), rest, self.so_far.tokens, resumed=done)
+
+
+_Place = asyncio.Future[tuple[EngineLoad, float]]
+"""In flight: the engine that takes a request, and what it adds to that one's load."""
+
+
+class _Flight:
+    """The time of a request at one engine. Callbacks and a timer: a task for each would cost more than all else."""
+
+    __slots__ = ("_asked", "_begun_at", "_engine", "_loop", "_sent", "_timeout_s", "_timer", "began", "over")
+
+    def __init__(self, engine: EngineLoad, asked: _Asked, timeout_s: float) -> None:
+        self._engine, self._asked, self._timeout_s = engine, asked, timeout_s
+        self._loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        """There is an answer, or the time is up."""
+        self.began: asyncio.Future[None] = self._loop.create_future()
+        self.began.add_done_callback(self._begin)
+        self._sent = self._loop.time()
+        self._begun_at: float | None = None
+        self._timer = self._loop.call_later(timeout_s, self._look_at_engine)
+
+    def end_wait(self, _: object = None) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def _begin(self, _: object) -> None:
+        """Its own time runs from now on."""
+        self._timer.cancel()
+        if not self.over.done():
+            self._begun_at = self._engine.last_sign = self._loop.time()
+            self._engine.generating += 1
+            self._timer = self._loop.call_later(max(0.0, self._timeout_s - self._asked.generating_s), self.end_wait)
+
+    def _look_at_engine(self) -> None:
+        """It has not begun. Has the engine stood still for as long as a request may take?"""
+        since = max(self._sent, self._engine.last_sign)
+        left = self._timeout_s - (0.0 if self._engine.generating else self._loop.time() - since)
+        if left > CLOCK_S:
+            self._timer = self._loop.call_later(left, self._look_at_engine)
+        else:
+            self.end_wait()
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self.began.remove_done_callback(self._begin)
+        self._engine.last_sign = self._loop.time()
+        if self._begun_at is not None:
+            self._engine.generating -= 1
+            self._asked.generating_s += self._engine.last_sign - self._begun_at
 
 
 def joined(before: Turn | None, turn: Turn) -> Turn:
@@ -189,7 +237,7 @@ class Router:
         self._slots = engine_slots
         most = None if engine_slots is None or deterministic else engine_slots + max(1, int(engine_slots * READY_SHARE))
         self._choice = EngineChoice(self.engines, most, None if deterministic else engine_tokens)
-        self._queues: dict[str, deque[_Asked]] = {}
+        self._queues: dict[str, deque[tuple[_Asked, _Place]]] = {}
         """What waits for an engine, by domain."""
         self._waiting = 0
         self._in_flight: dict[str, int] = {}
@@ -304,20 +352,20 @@ class Router:
         if found is not None:
             self._give(asked, *found)
             return found
-        asked.place = asyncio.get_running_loop().create_future()
+        place: _Place = asyncio.get_running_loop().create_future()
         queue = self._queues.setdefault(asked.domain, deque())
         if asked.legs or asked.first.context is not None:
-            queue.appendleft(asked)  # what has begun comes first
+            queue.appendleft((asked, place))  # what has begun comes first
         else:
-            queue.append(asked)
+            queue.append((asked, place))
         self._waiting += 1
         try:
-            return await asked.place
+            return await place
         except asyncio.CancelledError:
-            if asked.place.cancelled():
+            if place.cancelled():
                 self._waiting -= 1  # its queue drops it when it comes to the front
-            elif asked.place.exception() is None:
-                self._free(asked, *asked.place.result())
+            elif place.exception() is None:
+                self._free(asked, *place.result())
             raise
 
     def _give(self, asked: _Asked, engine: EngineLoad, cost: float) -> None:
@@ -336,17 +384,17 @@ class Router:
         """Of the domains, the one with the fewest requests in flight comes first: long answers of one do not keep the others waiting."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
-            asked = queue[0]
-            if not asked.place.cancelled():
+            asked, place = queue[0]
+            if not place.cancelled():
                 try:
                     found = self._choose(asked)
                 except NoEngineLeft as error:
-                    asked.place.set_exception(error)
+                    place.set_exception(error)
                 else:
                     if found is None:
                         return
                     self._give(asked, *found)
-                    asked.place.set_result(found)
+                    place.set_result(found)
                 self._waiting -= 1
             queue.popleft()
 
@@ -367,48 +415,25 @@ class Router:
 
     async def _ask(self, engine: EngineLoad, cost: float, asked: _Asked) -> Turn:
         request = asked.request()
-        began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        answer = asyncio.ensure_future(engine.client.generate(request, began))
+        flight = _Flight(engine, asked, self._timeout_s)
+        answer = asyncio.ensure_future(engine.client.generate(request, flight.began))
+        answer.add_done_callback(flight.end_wait)
         self._at_engines[request.request_id] = engine
         try:
-            await self._until_begun(engine, began, answer)
-            if began.done():
-                await self._until_ended(engine, asked, answer)
-            return answer.result() if answer.done() else await self._cut_off(engine, asked, request.request_id, began, answer)
+            await flight.over
+            return answer.result() if answer.done() else await self._cut_off(engine, asked, request.request_id, flight, answer)
         except EngineLost as loss:
             self._take_out(engine, loss)
             raise
         finally:
+            flight.close()
             del self._at_engines[request.request_id]
             if not answer.done():
                 answer.cancel()
                 engine.client.abort([request.request_id])
             self._free(asked, engine, cost)
 
-    async def _until_begun(self, engine: EngineLoad, began: asyncio.Future[None], answer: asyncio.Future[Turn]) -> None:
-        """Or answered, or the engine has stood still for as long as a request may take."""
-        clock = asyncio.get_running_loop().time
-        sent, left = clock(), self._timeout_s
-        while left > CLOCK_S and not (began.done() or answer.done()):
-            await asyncio.wait((began, answer), timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            left = self._timeout_s - (0.0 if engine.generating else clock() - max(sent, engine.last_sign))
-        engine.last_sign = clock() if began.done() or answer.done() else engine.last_sign
-
-    async def _until_ended(self, engine: EngineLoad, asked: _Asked, answer: asyncio.Future[Turn]) -> None:
-        """Until the engine has answered, or the request's time is up."""
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        engine.generating += 1
-        try:
-            await asyncio.wait((answer,), timeout=max(0.0, self._timeout_s - asked.generating_s))
-        finally:
-            engine.generating -= 1
-            engine.last_sign = clock()
-            asked.generating_s += clock() - began
-
-    async def _cut_off(
-        self, engine: EngineLoad, asked: _Asked, request_id: str, began: asyncio.Future[None], answer: asyncio.Future[Turn]
-    ) -> Turn:
+    async def _cut_off(self, engine: EngineLoad, asked: _Asked, request_id: str, flight: _Flight, answer: asyncio.Future[Turn]) -> Turn:
         """The time is up. What there is of the response by now goes with the failure; one that just ended is no failure."""
         engine.client.abort([request_id])
         await asyncio.wait((answer,), timeout=ABORT_PATIENCE_S)
@@ -416,6 +441,7 @@ class Router:
         if turn is not None and turn.error is None and turn.finish_reason is not FinishReason.ABORT:
             return turn
         partial = joined(asked.so_far, turn) if turn is not None and turn.length else asked.so_far
-        what = "no response" if began.done() else "the engine began with nothing"
+        began = flight.began.done()
+        what = "no response" if began else "the engine began with nothing"
         # One that has begun and does not say how far it has come may have come far.
-        raise RequestFailed(f"time-out: {what} within {self._timeout_s:g} s", partial, timed_out=True, began=began.done() and turn is None)
+        raise RequestFailed(f"time-out: {what} within {self._timeout_s:g} s", partial, timed_out=True, began=began and turn is None)
