@@ -50,8 +50,8 @@ class CodeReward(RewardType):
     `fn_name` may also stand as `func_name` in the column `metadata` (LiveCodeBench). As APPS has them, where all of a sample's expected
     values stand in lists of their own (`[[5], [7]]`), the values alone (`5`, `7`) count as well. Values are compared as JSON has them:
     tuples, ranges, iterators and views of dicts are lists. Integers have to be equal; other numbers may have a relative error of
-    `tolerance`, and 1e-12 about zero. Numbers in output (`compare: numeric`, and decimals with `auto`) may have an absolute or a relative error of `tolerance`;
-    with `auto` the absolute error is at most a hundredth of the number, so that 1e-9 is not 2e-9.
+    `tolerance`, and 1e-12 about zero. Numbers in output (`compare: numeric`, and decimals with `auto`) may have an absolute or a relative
+    error of `tolerance`; with `auto` the absolute error is at most a hundredth of the number, so that 1e-9 is not 2e-9.
 
     **Asserts** run in a process of their own, which holds no line of the program; it calls the program's functions and gets plain data
     back. So a program decides no comparison and cannot forge a verdict. What follows from that:
