@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import io
 import json
+import threading
 from typing import Any
 
 from roll_lite.sandbox.library import KINDS, by_name
@@ -17,40 +18,67 @@ from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode, encode_args, 
 
 def serve(names: dict[str, Any], peer: int) -> None:
     """Until the tests end."""
-    incoming, outgoing = open(peer, "rb", closefd=False), open(peer, "wb", closefd=False)  # noqa: SIM115
-
-    def say(answer: dict[str, Any]) -> None:
-        outgoing.write(json.dumps(answer).encode() + b"\n")
-        outgoing.flush()
-
-    def ask_tests(prompt: object = "", /) -> str:
-        """`input`, for tests that put something else in its place."""
-        say({"input": str(prompt)})
-        said = json.loads(incoming.readline())
-        if said["text"] is None:
-            raise EOFError("EOF when reading a line")
-        return str(said["text"])
-
-    served = _Served(names)
-    with contextlib.suppress(ConnectionError):
-        say({"ready": True})
-        builtins.input = ask_tests
-        for line in incoming:
-            printed = io.StringIO()
-            with contextlib.redirect_stdout(printed):
-                answer = served.answer(json.loads(line))
-            say(answer | {"printed": printed.getvalue()} if printed.tell() else answer)
+    served = _Served(names, peer)
+    with contextlib.suppress(ConnectionError), contextlib.redirect_stdout(served.printed):
+        served.say({"ready": True})
+        builtins.input = served.ask_for_input
+        while (asked := served.hear()) is not None:
+            served.say(served.answer(asked))
 
 
 class _Served:
-    def __init__(self, names: dict[str, Any]) -> None:
+    def __init__(self, names: dict[str, Any], peer: int) -> None:
         self._names = names
+        self._incoming, self._outgoing = open(peer, "rb", closefd=False), open(peer, "wb", closefd=False)  # noqa: SIM115
+        self.printed = io.StringIO()
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._links = Links("p", self._refer, self._find)
         self._attributes: list[str] = []
         self._classes = False
         self._derived: dict[str, Any] = {}
+        self._functions: dict[int, Any] = {}
+        """Of the tests, by their number."""
+        self._calling = threading.RLock()
+
+    def say(self, answer: dict[str, Any]) -> None:
+        """With what was printed until now."""
+        if self.printed.tell():
+            answer = answer | {"printed": self.printed.getvalue()}
+            self.printed.seek(0)
+            self.printed.truncate()
+        self._outgoing.write(json.dumps(answer).encode() + b"\n")
+        self._outgoing.flush()
+
+    def hear(self) -> Any:
+        line = self._incoming.readline()
+        return json.loads(line) if line else None
+
+    def ask_for_input(self, prompt: object = "", /) -> str:
+        """`input`, for tests that put something else in its place."""
+        self.say({"input": str(prompt)})
+        said = self.hear()
+        if said["text"] is None:
+            raise EOFError("EOF when reading a line")
+        return str(said["text"])
+
+    def _function(self, number: int, name: str, doc: str | None) -> Any:
+        """One of the tests: they run it, and may ask something of the program meanwhile."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with self._calling:
+                given = [self._links.send(one) for one in args], {name: self._links.send(one) for name, one in kwargs.items()}
+                self.say({"back": number, "args": given[0], "kwargs": given[1], "now": self._links.changes()})
+                while "do" in (said := self.hear()):
+                    self.say(self.answer(said))
+                self._links.follow(said["now"])
+                if "error" in said:
+                    raise self._find(said["error"])
+                return self._links.take(said["value"])
+
+        called.__name__ = called.__qualname__ = name
+        called.__doc__ = doc
+        return self._functions.setdefault(number, called)
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -92,9 +120,10 @@ class _Served:
         return {"value": self._links.send(value)}
 
     def _find(self, which: int | str | list[Any] | dict[str, Any]) -> Any:
-        """An object by its number, one of Python's own or a class of the program by its name, an exception, or an iterator of items."""
+        """An object by its number, one of Python's own or a class of the program by its name, an exception, a function of the tests,
+        or an iterator of items."""
         if isinstance(which, dict):
-            return iter(decode(which["items"], self._find))
+            return iter(decode(which["items"], self._find)) if "items" in which else self._function(*which["function"])
         if isinstance(which, list):
             kind, args = self._find(which[0]), decode(which[1], self._find)
             try:
@@ -110,6 +139,8 @@ class _Served:
         """Objects stay alive as long as the program, so that a number is the same object's for ever."""
         if isinstance(value, type) and KINDS.get(f"builtins.{value.__name__}") is value:
             return {"r": f"builtins.{value.__name__}"}
+        if (number := next((number for number, one in self._functions.items() if one is value), None)) is not None:
+            return {"r": {"function": number}}
         if isinstance(value, COPIED) and not self._is_wanted(value):
             return encode(plain_copy(value), self._refer)
         if id(value) not in self._numbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import itertools
 import json
 import os
@@ -56,6 +57,8 @@ class Wire:
         self._known: dict[int, StandIn] = {}
         self._exceptions: dict[str, type[Exception]] = {}
         self._links = Links("t", self._refer, self.find)
+        self._functions: dict[int, Any] = {}
+        """Of the tests, which the program was given."""
         self._inside: dict[int, Any] | None = None
         """What can be changed inside of values of the program: copies, of which nobody knows whose they are. Kept where tests ask."""
         self.awaits = asked.awaits
@@ -238,16 +241,36 @@ class Wire:
         return one is other
 
     def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """An answer; on the way the program may print, and ask for input."""
+        """An answer; on the way the program may print, ask for input, and call functions of the tests."""
         answer = self._exchange({**asked, "now": self._links.changes(), "gone": self._links.let_go()})
-        while "input" in answer:
-            try:
-                text = str(builtins.input(str(answer["input"])))
-            except Exception:  # none is left
-                text = None
-            answer = self._exchange({"text": text})
+        while "input" in answer or "back" in answer:
+            sys.stdout.write(str(answer.get("printed", "")))
+            answer = self._exchange(self._read_input(answer) if "input" in answer else self._call(answer))
         sys.stdout.write(str(answer.get("printed", "")))
         return answer
+
+    def _read_input(self, asked: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"text": str(builtins.input(str(asked["input"])))}
+        except Exception:  # none is left
+            return {"text": None}
+
+    def _call(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """A function of the tests, which the program was given. Should it assert, the program could keep that from the tests."""
+        try:
+            self._links.follow(dict(asked["now"]))
+            function = self.find({"function": asked["back"]})
+            args, kwargs = [self._take(one) for one in asked["args"]], {str(key): self._take(one) for key, one in asked["kwargs"].items()}
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            self.end(ProgramFault("the program sent what is no answer"))
+        said: dict[str, Any]
+        try:
+            said = {"value": self._links.send(function(*args, **kwargs))}
+        except AssertionError as error:
+            self.end(ProgramFault(f"AssertionError in a function of the tests: {error}"[:LONGEST_NAME]))
+        except Exception as error:
+            said = {"error": self._refer(error)["r"]}
+        return said | {"now": self._links.changes()}
 
     def _exchange(self, said: dict[str, Any]) -> dict[str, Any]:
         message = json.dumps(said).encode() + b"\n"
@@ -272,6 +295,8 @@ class Wire:
         """The same one for the same object."""
         if isinstance(which, str):
             return KINDS[which]
+        if isinstance(which, dict):
+            return self._functions[int(which["function"])]
         self._made.discard(int(which))
         return self._known.setdefault(int(which), StandIn(self, int(which)))
 
@@ -284,6 +309,10 @@ class Wire:
             return {"r": self._waiting[id(value)][1]._number}
         if isinstance(value, Exception):
             return {"r": [self._nearest_kind(value)[0], encode_args(value)]}
+        if callable(value) and not isinstance(value, type) and not inspect.iscoroutinefunction(value):
+            number = next((number for number, one in self._functions.items() if one is value), len(self._functions))
+            self._functions[number] = value
+            return {"r": {"function": [number, str(getattr(value, "__name__", "function")), getattr(value, "__doc__", None)]}}
         if isinstance(value, Iterator):
             items = list(itertools.islice(value, MOST_ITEMS + 1))
             if len(items) > MOST_ITEMS:  # the program's, where it may have sent as many

@@ -70,15 +70,17 @@ class CodeReward(RewardType):
       number there, that has another length than items, or that is both less and more than another, fails the tests. A subclass of a
       list, tuple, dict or set that loops, indexes or counts in its own way crosses as the plain data that it holds, where the tests name
       no class of the program and use nothing that only the subclass has.
+    - Functions of the tests that the program is given run with the tests, whenever it calls them; one that asserts there and fails, fails
+      the tests.
     - A class of the tests that derives from one of the program's is made in the program, where nothing of the tests' own but its imports
       is. Coroutines run there as well, each a little at a time, while the tests await them.
     - What a context manager of the program swallows is swallowed where it ends the last statement of its block, and no assert.
     - Exceptions of Python and of the program keep their types, their text and attributes that are plain data, in both directions;
       one that would end a loop of the tests (`StopIteration`) becomes another. The end of an iterator is told where the tests catch it.
-    - What the tests need and cannot be done that way is a failure with its cause, not a verdict: functions of the tests as arguments,
-      comparing with `==` an object that they make of a class with its own `__eq__`, derived classes that assert or use other
-      functions of the tests, a module that is not there (`python_path`), tests that never use the program, `is` about something inside of a
-      value.
+    - What the tests need and cannot be done that way is a failure with its cause, not a verdict: classes and asynchronous functions of the
+      tests as arguments, comparing with `==` an object that they make of a class with its own `__eq__`, derived classes that assert or
+      use other functions of the tests, a module that is not there (`python_path`), tests that never use the program, `is` about
+      something inside of a value.
     - What a program brings about by itself is wrong: a coroutine that the tests do not await, an object of its own that is compared with
       plain data or reckoned with it (`assert f(1) == 5`, `f(1) - 5`), an exception where they call a function, a value of more than 8 MB.
 

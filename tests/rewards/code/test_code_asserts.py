@@ -198,7 +198,8 @@ def test_classes_of_the_program(tests: str) -> None:
     ("tests", "why"),
     [
         ("assert Point(1, 2) == Point(1, 2)", "comparing an object of a class of the program, which has an __eq__ of its own"),
-        ("assert twice(lambda x: x, 3) == 3", "an argument of type function"),
+        ("async def g(x): return x\nassert twice(g, 3) == 3", "an argument of type function"),
+        ("class A: pass\nassert twice(A, 3) == 3", "an argument of type type"),
         ("class A: pass\nassert inc(A()) == 3", "an argument of type A"),
         ("try: assert Point(1, 2) == 3\nexcept: pass", "comparing an object of a class of the program"),
         ("assert Node(1).__reduce_ex__(2)", "__reduce_ex__ of an object of a class of the program"),
