@@ -23,6 +23,10 @@ def request(name: str) -> GenerationRequest:
     return GenerationRequest(name, (1, 2), Sampling(temperature=1.0, max_tokens=100))
 
 
+async def generated(engine: LocalEngine, asked: GenerationRequest) -> Turn:
+    return await engine.generate(asked)
+
+
 def test_completions_that_finish_close_together_are_fetched_together() -> None:
     async def main() -> tuple[list[int], float]:
         pump = CompletionPump(ScriptedEngine(lambda r: Response(1, 0.001 * int(r.request_id))), TokensInProcess(), linger_s=0.03)
@@ -124,7 +128,7 @@ class Remembering(ScriptedEngine):
 
 
 def test_what_comes_back_refers_to_its_tokens() -> None:
-    turn = run_virtual(LocalEngine("e", ScriptedEngine(lambda r: Response(3, 1.0))).generate(request("r")))
+    turn = run_virtual(generated(LocalEngine("e", ScriptedEngine(lambda r: Response(3, 1.0))), request("r")))
     assert (turn.length, turn.text, turn.finish_reason, turn.versions) == (3, "3 tokens", FinishReason.STOP, (VersionSpan(0, 0),))
     assert turn.tokens is not None and turn.tokens.length == 5
     block = turn.tokens.block
@@ -137,7 +141,7 @@ def test_a_turn_does_not_grow_with_its_response() -> None:
     def size(tokens: int) -> int:
         strategy = ScriptedEngine(lambda r: Response(tokens, text="same"))
         sampling = Sampling(temperature=1.0, max_tokens=10**6)
-        turn = run_virtual(LocalEngine("e", strategy).generate(GenerationRequest("r", (1, 2), sampling)))
+        turn = run_virtual(generated(LocalEngine("e", strategy), GenerationRequest("r", (1, 2), sampling)))
         assert turn.tokens is not None and turn.length == tokens
         return len(pickle.dumps(replace(turn, length=1, tokens=replace(turn.tokens, block="a reference", length=1))))
 
@@ -178,16 +182,16 @@ def test_a_request_goes_on_where_another_ended() -> None:
 
 def test_a_response_goes_on_with_another_request() -> None:
     """What comes back is the whole response's text and row, and the new tokens' number and versions."""
-    strategy = Remembering(lambda r: Response(10 - r.resumed, 1.0))
+    strategy = Remembering(lambda r: Response(10, 1.0))
 
     async def main() -> tuple[Turn, Turn, Turn]:
         engine = LocalEngine("e", strategy)
-        begun = asyncio.create_task(engine.generate(request("r")))
+        begun = engine.generate(request("r"))
         await asyncio.sleep(4.5)
         engine.abort(["r"])
         first = await begun
         rest = GenerationRequest("r/part1", (), Sampling(temperature=1.0, max_tokens=96), first.tokens, resumed=first.length)
-        waiting = asyncio.create_task(engine.generate(rest))
+        waiting = engine.generate(rest)
         await asyncio.sleep(0.1)
         engine.abort(["r/part1"])
         return first, await waiting, await engine.generate(replace(rest, request_id="r/part2"))
@@ -208,7 +212,7 @@ def test_a_failed_request_and_an_empty_abort_have_no_tokens_and_a_partial_one_ha
     async def main() -> list[Turn]:
         strategy = ScriptedEngine(lambda r: Response(10, 1.0, error="bad" if r.request_id == "bad" else None), slots=2)
         engine = LocalEngine("e", strategy)
-        tasks = [asyncio.create_task(engine.generate(request(name))) for name in ("bad", "begun", "queued")]
+        tasks = [engine.generate(request(name)) for name in ("bad", "begun", "queued")]
         await asyncio.sleep(4.5)
         engine.abort(["begun", "queued"])
         return await asyncio.gather(*tasks)

@@ -215,7 +215,7 @@ def test_the_death_of_an_engine_ends_the_run_whether_it_works_or_not(model: Mode
 def test_an_engines_death_is_noticed_within_seconds(model: ModelConfig) -> None:
     async def until_noticed(infer: Cluster[InferWorker]) -> float:
         engine = RemoteEngine("e", infer.group.actors[0])
-        answer = asyncio.create_task(engine.generate(GenerationRequest("r", (1, 2), Sampling(temperature=1.0, max_tokens=1000))))
+        answer = engine.generate(GenerationRequest("r", (1, 2), Sampling(temperature=1.0, max_tokens=1000)))
         await asyncio.sleep(1.0)
         killed = time.monotonic()
         ray.kill(infer.group.actors[0])

@@ -145,7 +145,7 @@ class ScriptedEngine(InferenceStrategy):
         if run.response.fatal:
             self.kill(run.response.error or "scripted death")
             return
-        hit_limit = run.response.tokens >= run.request.sampling.max_tokens
+        hit_limit = run.response.tokens - run.request.resumed >= run.request.sampling.max_tokens
         self._end(run, run.length, FinishReason.LENGTH if hit_limit else FinishReason.STOP, run.response.error)
         self._admit()
 
