@@ -22,7 +22,7 @@ LIST_FILE = "files.json"
 CONFIG_FILE = "config.yaml"
 """Of a run: the configuration that it started with."""
 NAME = re.compile(r"step_(\d+)")
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)

@@ -296,7 +296,7 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
         assert problem.path == "checkpoint.resume"
     state = run / "checkpoints" / "step_000002" / "state.json"
     state.parent.mkdir(parents=True)
-    for whole in ('{"schema_version": 2}', '{"schema_version": 2, "pipeline": {}, "rollouts": {}}'):
+    for whole in ('{"schema_version": 3}', '{"schema_version": 3, "pipeline": {}, "rollouts": {}}'):
         state.write_text(whole)
         (problem,) = project.problems("checkpoint.resume=runs/latest")
         assert ("holds nothing for actor_train" if "rollouts" in whole else "has no pipeline and no rollouts") in problem.message
