@@ -298,6 +298,44 @@ def test_the_demo_learns_every_domain(start: Any, engine: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("config", ["tiny_async", "tiny_dapo"])
+def test_generation_beside_training_and_dynamic_sampling_learn_as_the_demo_does(start: Any, config: str) -> None:
+    run = start(config, "weight_sync.verify_weights=true")
+    code, output = run.finish(800)
+    assert code == 0, output
+    accuracy = run.summary()["accuracy"]
+    assert accuracy["overall"]["after"] >= accuracy["overall"]["before"] + 0.20
+    steps = [record for record in run.metrics() if "time/step" in record]
+    assert all(record["rollout/groups"] == 32 for record in steps)
+    if config == "tiny_async":
+        assert 0 < max(record["rollout/staleness_max"] for record in steps) <= 2
+        assert sum(record["rollout/stale_groups"] for record in steps) == 0
+    else:
+        assert sum(record["rollout/filtered_groups"] for record in steps) > 0
+        assert all(record["solved/all"] == record["solved/none"] == record["rollout/staleness_max"] == 0 for record in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
+@pytest.mark.parametrize(
+    "how", [["rollout.on_sync=pause", "actor_infer.devices=2"], pytest.param(["rollout.supply=one_step_off"], marks=pytest.mark.nightly)]
+)
+def test_responses_under_way_go_on_with_new_weights(start: Any, how: list[str], engine: str) -> None:
+    """Longer answers than a step takes, so that updates come in their middle."""
+    lengths = [f"domains.{name}.sampling.{key}=64" for name in ("add", "make", "repeat") for key in ("max_tokens", "min_tokens")]
+    given = ["rollout.on_sync=null", *how, *lengths, f"actor_infer.strategy={engine}", "actor_infer.strategy.max_running_requests=32"]
+    run = start("tiny_async", *given, *SMALL, "steps=6")
+    code, output = run.finish()
+    assert code == 0, output
+    steps = [record for record in run.metrics() if "time/step" in record]
+    assert max(record["rollout/staleness_max"] for record in steps) in (1, 2)
+    assert all(record["rollout/failed"] == record["rollout/stale_groups"] == 0 for record in steps)
+    versions = [sample["versions"] for step in range(1, 7) for sample in run.samples(step)]
+    assert any(len(spans) > 1 for spans in versions) == ("one_step_off" not in how[0])
+
+
+@pytest.mark.slow
 def test_the_exported_model_generates_with_transformers(start: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

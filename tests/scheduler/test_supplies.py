@@ -402,3 +402,13 @@ def test_whatever_happens_every_prompt_ends_once_and_in_time(
                 if sample.outcome is SampleOutcome.ACCEPTED:
                     attempt = sample.id.request_id()
                     assert sample.transcript.policy_tokens == min(drawn_length(attempt), 400)
+
+
+@pytest.mark.parametrize("name", SUPPLIES)
+def test_the_time_of_a_batch_is_that_in_which_it_was_generated(name: str) -> None:
+    done, _ = run(supply=SUPPLIES[name], on_sync=OnSync.DRAIN, slots=64)
+    walls = [stats.wall_s for stats in done.stats]
+    if name == "sync":
+        assert all(stats.wall_s == pytest.approx(stats.generation_s) for stats in done.stats)
+    else:
+        assert all(wall >= 5.0 for wall in walls[1:]), "training is a part of it"
