@@ -135,7 +135,7 @@ class RolloutService:
 
     async def next_batch(self, prompts: int) -> RolloutResult:
         """Groups of `prompts` prompts, in exactly the mix's proportions."""
-        if not any(scheduler.running or self._recorder.domains[name].admitted for name, scheduler in self._schedulers.items()):
+        if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # else it was begun when the one before was handed out
         self._asked += 1
         self._size = prompts
