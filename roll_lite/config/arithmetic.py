@@ -8,7 +8,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal
 
-from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.config.schema.domains import DomainConfig, SamplingConfig
 from roll_lite.config.schema.models import (
     Devices,
     ForwardRoleConfig,
@@ -146,11 +146,38 @@ def device_numbers(devices: Devices) -> tuple[int, ...]:
 
 def max_model_len(config: RunConfig) -> int:
     """Longest sequence: what the engines are told, or else what the domains can ask for."""
-    return getattr(config.actor_infer.strategy, "max_model_len", None) or longest_sequence(config)
+    return getattr(config.actor_infer.strategy, "max_model_len", None) or max(one.tokens for one in requests(config))
 
 
 def longest_sequence(config: RunConfig) -> int:
+    """In training."""
     return max(domain.sampling.max_prompt_tokens + domain.sampling.max_tokens for domain in config.domains.values())
+
+
+def held_out_sampling(config: RunConfig, domain: DomainConfig) -> SamplingConfig:
+    return domain.sampling.model_copy(update=config.validation.sampling.model_dump(exclude_none=True))
+
+
+@dataclass(frozen=True)
+class LongestRequest:
+    """Of a domain, in training or in validation."""
+
+    domain: str
+    sampling: SamplingConfig
+    path: str
+    """Of the setting max_tokens."""
+
+    @property
+    def tokens(self) -> int:
+        return self.sampling.max_prompt_tokens + self.sampling.max_tokens
+
+
+def requests(config: RunConfig) -> Iterator[LongestRequest]:
+    for name, domain in config.domains.items():
+        yield LongestRequest(name, domain.sampling, f"domains.{name}.sampling.max_tokens")
+        own = config.validation.sampling.max_tokens
+        if config.validation.enabled and domain.data.validation is not None and own is not None:
+            yield LongestRequest(name, held_out_sampling(config, domain), "validation.sampling.max_tokens")
 
 
 def group_size(config: RunConfig, domain: DomainConfig) -> int:

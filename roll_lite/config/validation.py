@@ -155,6 +155,7 @@ class _Walker:
         meant = close_names(key, cls.model_fields)
         hint = did_you_mean(key, cls.model_fields)
         elsewhere = [place for place in _places_of(key) if place != dotted((*path, key))]
+        elsewhere.sort(key=lambda place: not place.startswith(f"{dotted(path)}."))
         if not meant and elsewhere:
             hint = f"there is {' and '.join(elsewhere[:3])}; {hint}"
         self._refuse((*path, key), data[key], f"unknown key; {hint}")

@@ -75,6 +75,11 @@ KEYS: dict[str, Key] = {
     "train_weight": Key(Kind.ROW, torch.float32, "driver", "losses, whitening: weight of the sample, 0 does not train"),
     "min_version": Key(Kind.ROW, torch.int64, "rollout service", "staleness metrics: oldest weights that sampled it"),
     "loss_weight": Key(Kind.ROW, torch.float32, "driver", "losses: weight of each policy token of the row, from global counts"),
+    # of held-out samples
+    "answer": Key(
+        Kind.ROW, torch.int64, "held-out rollouts", "majority votes: equal numbers of a group are equal answers, -1 none, -2 not looked for"
+    ),
+    "part": Key(Kind.OBJECT, None, "held-out rollouts", "metrics: the part of its domain that it is reported under too, or an empty text"),
     # tokens
     "input_ids": Key(Kind.TOKENS, torch.int64, "engine worker", "every forward pass"),
     "response_mask": Key(Kind.TOKENS, torch.bool, "engine worker", "losses, advantages: tokens that the policy chose, EOS included"),

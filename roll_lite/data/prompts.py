@@ -22,6 +22,7 @@ from roll_lite.data.templates import RowError, Template, Tokenizer
 Split = Literal["train", "validation"]
 
 MISTAKES_SHOWN = 10
+MOST_REPORTED = 50
 LARGEST_WEIGHT = float(np.finfo(np.float32).max)
 ROWS_AT_ONCE = 1024
 """Tokenized together: what the tokenizer returns takes ten times the memory of what is kept of it."""
@@ -123,6 +124,11 @@ def load_prompts(
         raise ValueError(f"{setting}: {error}") from error
     if loader.mistakes:
         raise ValueError(_report(setting, [mistake for *_, mistake in sorted(loader.mistakes)]))
+    if len(loader.reported) > MOST_REPORTED:
+        setting = f"domains.{domain}.data.report_by"
+        raise ValueError(
+            f"{setting}: {config.data.report_by!r} has {len(loader.reported)} values; each is reported, so use at most {MOST_REPORTED}"
+        )
     prompts = loader.prompts
     for path, count in zip(paths_of(files), prompts.parts, strict=True):
         if not count and limit is None:
@@ -156,6 +162,10 @@ class _Loader:
         self._owners = owners
         # What steers the training is no matter for held-out prompts.
         self._weight = config.data.weight if split == "train" else None
+        # And by what it is reported no matter for prompts to train on.
+        self._report_by = config.data.report_by if split == "validation" else None
+        self.reported: set[str | float] = set()
+        """The values of that column."""
         self._difficulty = config.data.filter.difficulty if split == "train" else None
 
     def load(self, path: Path, limit: int | None) -> None:
@@ -184,6 +194,8 @@ class _Loader:
             self.prompts.left_out[reason] += 1
             return None
         text = self._template.render(content)
+        if self._report_by is not None:
+            self.reported.add(_reported(content, self._report_by))
         answer = _answer(content, data.answer, f"domains.{self._domain}.data.answer")
         question = content[data.prompt]
         # One object where they are the same, which is then kept once.
@@ -236,6 +248,13 @@ def _tag(row: Mapping[str, Any], column: str) -> str:
     if not isinstance(tag, str | int) or isinstance(tag, bool):
         raise RowError(column, f"a tag is a text, got {tag!r:.80}")
     return str(tag)
+
+
+def _reported(row: Mapping[str, Any], column: str) -> str | float:
+    value = _cell(row, column)
+    if not isinstance(value, str | int | float):
+        raise RowError(column, f"prompts are reported by a text or a number, got {value!r:.80}")
+    return value
 
 
 def _number(row: Mapping[str, Any], column: str) -> float:

@@ -237,6 +237,8 @@ class Score:
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
     """Whether the domain's format pattern matches the response; None without a pattern."""
+    answer: str | None = None
+    """What the response answers, for majority votes: equal texts are equal answers, an empty one is none. None: the reward reads none."""
 
     @property
     def is_correct(self) -> bool:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from roll_lite.observability.report import OVERALL, Accuracy
+from roll_lite.observability.report import OVERALL, Accuracy, Change, largest_k
 from roll_lite.observability.timers import OTHER, STEP
 
 PLAIN_WIDTH = 100
@@ -144,22 +144,33 @@ class RunConsole:
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Held-out prompts: a line in the columns of the steps, a sentence before the first of them."""
-        if self._columns:
-            self._line("held-out", self._scores(metrics, "validation/reward", "validation/accuracy"), [], style="bold")
-            return
-        parts = [("all", ""), *((domain, f"domain/{domain}/") for domain in self._domains)]
-        shares = ", ".join(f"{title} {_percent(metrics.get(prefix + 'validation/accuracy'))}" for title, prefix in parts)
-        self.message(f"held-out accuracy {'before training' if step == 0 else f'at step {step}'}: {shares}")
+        """Held-out prompts: lines in the columns of the steps, sentences before the first of them. Of what several samples are worth, the
+        largest number is shown."""
+        k = largest_k(metrics)
+        measures = {"held-out": ("validation/reward", "validation/accuracy")}
+        if k is not None:
+            measures |= {f"pass@{k}": (f"validation/best@{k}", f"validation/pass@{k}")}
+        if f"validation/maj@{k}" in metrics:
+            measures |= {f"maj@{k}": ("", f"validation/maj@{k}")}
+        for label, (score, share) in measures.items():
+            if self._columns:
+                self._line(label, self._scores(metrics, score, share), [], style="bold")
+                continue
+            parts = [("all", ""), *((domain, f"domain/{domain}/") for domain in self._domains)]
+            shares = ", ".join(f"{title} {_percent(metrics.get(prefix + share))}" for title, prefix in parts)
+            what = "held-out accuracy" if label == "held-out" else f"held-out {label}"
+            self.message(f"{what} {'before training' if step == 0 else f'at step {step}'}: {shares}")
 
-    def finish(self, accuracy: Accuracy, steps: int, seconds: float, folder: Path, resumed_after: int = 0) -> None:
-        """Held-out accuracy before and after, and where to look on."""
+    def finish(self, accuracy: Accuracy, held_out: Change, steps: int, seconds: float, folder: Path, resumed_after: int = 0) -> None:
+        """Held-out accuracy before and after, what several samples are worth (`held_out`: over all domains), and where to look on."""
         table = Table(box=box.SIMPLE_HEAD, title="held-out accuracy", title_style="bold", pad_edge=False)
         table.add_column("domain")
         for title in ("before", "after", "change"):
             table.add_column(title, justify="right")
-        for name in [*self._domains, OVERALL]:
-            before, after = accuracy[name]["before"], accuracy[name]["after"]
+        k = largest_k(f"validation/{name}" for name in held_out)
+        further = {name: held_out[name] for name in (f"pass@{k}", f"maj@{k}") if name in held_out}
+        for name, measured in {**{name: accuracy[name] for name in [*self._domains, OVERALL]}, **further}.items():
+            before, after = measured["before"], measured["after"]
             change = None if before is None or after is None else 100 * (after - before)
             shade = "" if change is None else "green" if change >= 0 else "red"
             if name == OVERALL:

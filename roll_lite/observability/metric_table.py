@@ -67,6 +67,22 @@ METRICS: dict[str, Metric] = {
     # held-out prompts
     "validation/accuracy": Metric(MEAN, "share", "Held-out samples that are correct.", by="domain"),
     "validation/reward": Metric(MEAN, "score", "Score of held-out samples.", by="domain"),
+    "validation/pass@k": Metric(
+        MEAN,
+        "share",
+        "Probability that of k samples of a held-out prompt one is correct: 1 - C(n-c, k) / C(n, k), c of its n samples being so.",
+        by="domain",
+    ),
+    "validation/best@k": Metric(
+        MEAN, "score", "Expected highest score of k samples of a held-out prompt, over all choices of k among its n.", by="domain"
+    ),
+    "validation/maj@k": Metric(
+        MEAN,
+        "share",
+        "How often the most frequent answer of k samples of a held-out prompt is correct; where several are, their mean. Over the n // k "
+        "votes of its samples in their order. Only of rewards that read an answer; samples without one do not vote.",
+        by="domain",
+    ),
     "validation/response_tokens": Metric(MEAN, "tokens", "Response length of held-out samples.", by="domain"),
     "validation/failed": Metric(SUM, "samples", "Held-out samples that failed for good; they count in no mean.", by="domain"),
     # rollouts

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roll_lite.config.problems import or_nearest
 from roll_lite.observability.metric_table import DERIVED, METRICS, Metric, Reduction
 
+AT = re.compile(r"@\d+$")
+
 
 def metric_of(name: str) -> Metric:
-    if name not in METRICS:
+    """`validation/pass@8` is declared as `validation/pass@k`."""
+    metric = METRICS.get(name) or METRICS.get(AT.sub("@k", name))
+    if metric is None:
         raise ValueError(f"metric {name!r} is not declared in observability/metric_table.py{or_nearest(name, METRICS)}")
-    return METRICS[name]
+    return metric
 
 
 Series = tuple[str, str | None]
@@ -23,11 +28,11 @@ NO_DOMAIN = ""
 
 
 def flat_name(series: Series) -> str:
-    """`domain/<domain>/<name>`, `<name>/<phase>`, or the bare name."""
+    """`domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase>`, or the bare name."""
     name, label = series
     if label is None:
         return name
-    return f"domain/{label}/{name}" if name in DERIVED or METRICS[name].by == "domain" else f"{name}/{label}"
+    return f"domain/{label}/{name}" if name in DERIVED or metric_of(name).by == "domain" else f"{name}/{label}"
 
 
 @dataclass
@@ -36,9 +41,10 @@ class MetricSums:
 
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None) -> None:
+    def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
         """Means: `value` is the sum over `count` items. `label`: the domain or phase, for metrics that have one (and only those);
-        NO_DOMAIN for what was measured over all domains together and does not follow from theirs."""
+        NO_DOMAIN for what was measured over all domains together and does not follow from theirs. `part`: of the domain, for what
+        was added for the whole of it as well."""
         metric = metric_of(name)
         if label == NO_DOMAIN and metric.by == "domain":
             self._put((name, None), float(value), count)
@@ -47,7 +53,9 @@ class MetricSums:
             wanted = f"needs a {metric.by} as label" if metric.by else "takes no label"
             raise ValueError(f"metric {name!r} {wanted}, got label={label!r}")
         value = float(value)
-        self._put((name, label), value, count)
+        self._put((name, f"{label}/{part}" if part else label), value, count)
+        if part:
+            return
         if metric.by == "domain" and metric.reduction is not Reduction.LAST:
             self._put((name, None), value, count)
 
@@ -69,7 +77,7 @@ class MetricSums:
                 self.add(name, value, label=label)
 
     def _put(self, series: Series, value: float, count: float) -> None:
-        metric, old = METRICS[series[0]], self.entries.get(series)
+        metric, old = metric_of(series[0]), self.entries.get(series)
         if old is None:
             self.entries[series] = (value, count)
         elif metric.reduction in (Reduction.MEAN, Reduction.SUM):
@@ -97,11 +105,11 @@ class MetricSums:
         """Flat names and numbers, derived metrics included. A mean of nothing is left out."""
         read: dict[Series, float] = {}
         for series, (value, count) in self.entries.items():
-            if METRICS[series[0]].reduction is not Reduction.MEAN:
+            if metric_of(series[0]).reduction is not Reduction.MEAN:
                 read[series] = value
             elif count > 0:
                 read[series] = value / count
-        shown = {series: value for series, value in read.items() if METRICS[series[0]].shown}
+        shown = {series: value for series, value in read.items() if metric_of(series[0]).shown}
         labels = dict.fromkeys(label for _, label in read)
         for name, derived in DERIVED.items():
             for label in labels:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 OVERALL = "overall"
 SUMMARY_FILE = "summary.json"
+HELD_OUT = re.compile(r"(?:domain/(?P<where>.+)/)?validation/(?P<metric>[^/]+)", re.DOTALL)
+PASS_AT = re.compile(r"validation/pass@(\d+)")
 
-Accuracy = dict[str, dict[str, float | None]]
-"""`overall` and each domain: {"before": share or None, "after": share or None}."""
+Change = dict[str, dict[str, float | None]]
+"""By name {"before": number or None, "after": number or None}."""
+Accuracy = Change
+"""Shares, of `overall` and of each domain."""
 
 
 def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]) -> Accuracy:
@@ -27,10 +32,30 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
     return {OVERALL: read("validation/accuracy"), **change}
 
 
+Measures = dict[str, Change]
+"""By metric, of `overall`, of each domain, and of each part of a domain that is reported (`math/level:5`)."""
+
+
+def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:
+    """As `accuracy_change`, of everything that validations measure."""
+    change: Measures = {}
+    for name in {**before, **after}:
+        if (known := HELD_OUT.fullmatch(name)) is not None:
+            change.setdefault(known["where"] or OVERALL, {})[known["metric"]] = {"before": before.get(name), "after": after.get(name)}
+    return change
+
+
+def largest_k(metrics: Iterable[str]) -> int | None:
+    """Of pass@k in a validation's metrics; None where there is none."""
+    found = [int(known[1]) for name in metrics if (known := PASS_AT.fullmatch(name)) is not None]
+    return max(found, default=None)
+
+
 def write_summary(
     folder: Path,
     *,
     accuracy: Accuracy,
+    validation: Measures,
     steps: int,
     wall_s: Mapping[str, float],
     tokens: Mapping[str, float],
@@ -46,6 +71,7 @@ def write_summary(
     assert "total" in wall_s, "wall_s needs the total"
     summary = {
         "accuracy": accuracy,
+        "validation": validation,
         "steps": steps,
         "resumed_after": resumed_after,
         "wall_s": {phase: round(seconds, 3) for phase, seconds in wall_s.items()},

@@ -20,9 +20,10 @@ from roll_lite.data.samples import FinishReason
 from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
-from roll_lite.observability.report import OVERALL, Accuracy, LivePicture, accuracy_change, write_summary
+from roll_lite.observability.report import OVERALL, Accuracy, Change, LivePicture, accuracy_change, held_out_change, write_summary
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
+from roll_lite.pipeline.held_out import held_out_metrics
 from roll_lite.pipeline.weights import Pushed
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.actor import CreditReport
@@ -222,25 +223,20 @@ class Journal:
         self.console.message(f"resumed after step {step} from {self._config.checkpoint.resume}")
 
     def validation(self, step: int, rows: DataProto, stats: RolloutStats) -> None:
-        sums = MetricSums()
+        sums = held_out_metrics(rows, self._config.validation.samples_per_prompt)
         for name, domain in stats.domains.items():
             sums.add("validation/failed", domain.failed, label=name)
-        for domain_name, own in rows.group_by("domain").items():
-            label = str(domain_name)
-            sums.add("validation/accuracy", float(own.tensor("correct").sum()), len(own), label=label)
-            sums.add("validation/reward", float(own.tensor("score").double().sum()), len(own), label=label)
-            sums.add("validation/response_tokens", float(own.tensor("response_length").sum()), len(own), label=label)
         metrics = sums.values()
         self._note(step, metrics)
         self.console.validation(step, metrics)
 
     def close(self, exit_state: str) -> None:
         """Summary, picture, table, trackers. Called once, however the run ends."""
-        accuracy = self._summarize(exit_state)
+        accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._draw()
         if accuracy[OVERALL]["before"] is not None:
-            self.console.finish(accuracy, self._steps, self.timers.wall()["total"], self.folder, resumed_after=self._first)
+            self.console.finish(accuracy, held_out, self._steps, self.timers.wall()["total"], self.folder, resumed_after=self._first)
         self._trackers.close(exit_state)
 
     # ---------------------------------------------------------------- what the folder shows by now
@@ -250,20 +246,23 @@ class Journal:
         self._summarize("running")
         self._picture.changed()
 
-    def _summarize(self, exit_state: str) -> Accuracy:
+    def _summarize(self, exit_state: str) -> tuple[Accuracy, Change]:
+        """Returns the held-out accuracy by domain, and all that validations measure over all of them."""
         validated = [record for _, record in sorted(self.history.records.items()) if "validation/accuracy" in record]
         last = validated[-1] if len(validated) > 1 else {}
-        accuracy = accuracy_change(self._domains, validated[0] if validated else {}, last)
+        first = validated[0] if validated else {}
+        accuracy, change = accuracy_change(self._domains, first, last), held_out_change(first, last)
         write_summary(
             self.folder,
             accuracy=accuracy,
+            validation=change,
             steps=self._steps,
             resumed_after=self._first,
             wall_s=self.timers.wall(),
             tokens=self._tokens,
             exit_state=exit_state,
         )
-        return accuracy
+        return accuracy, change.get(OVERALL, {})
 
     def _draw(self) -> None:
         draw_curves(self.folder / CURVES_FILE, dict(self.history.records), self._domains, self._config.experiment)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from roll_lite.algorithms.kl import KlController
-from roll_lite.config.arithmetic import aggregation_constant
+from roll_lite.config.arithmetic import aggregation_constant, held_out_sampling
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.minibatches import MiniBatch, cut_mini_batches
 from roll_lite.data.stable_hash import derived_seed
@@ -174,9 +174,8 @@ class RLVRPipeline:
         with engines.loaded(EngineMemory.WEIGHTS):
             self.weights.push(self.version)
             with engines.loaded(EngineMemory.KV_CACHE):
-                pending = self.clusters.rollouts.start_one(
-                    RolloutWorker.evaluate, settings.samples_per_prompt, settings.temperature, self.steps_done
-                )
+                sampling = {name: held_out_sampling(self.config, domain) for name, domain in self.config.domains.items()}
+                pending = self.clusters.rollouts.start_one(RolloutWorker.evaluate, settings.samples_per_prompt, sampling, self.steps_done)
                 rows, stats = shown(pending, self.clusters.rollouts, self.journal.console, "held-out")
         self.journal.validation(self.steps_done, rows, stats)
 

@@ -15,6 +15,8 @@ from typing import Any
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.reward_type import RewardType
 
+SCORE_KEYS = ("value", "correct", "details", "answer")
+
 
 class RewardFailed(Exception):
     """A sample could not be scored. It is a failure, never a reward of zero."""
@@ -146,16 +148,19 @@ def _cause(name: str, error: Exception) -> str:
 def to_score(result: Any, name: str) -> Score:
     """Number, bool, Score, or a dict of a Score's fields; RewardFailed for anything else and for numbers that are not finite."""
     if isinstance(result, Score):
-        return Score(_number(result.value, name), _correct(result.correct, name), _details(result.details, name))
+        given = _details(result.details, name)
+        return Score(_number(result.value, name), _correct(result.correct, name), given, answer=_answer(result.answer, name))
     result = _plain(result)
     if isinstance(result, bool):
         return Score(float(result), result)
     if isinstance(result, Mapping):
-        unknown = sorted(str(key) for key in result if key not in ("value", "correct", "details"))
+        unknown = sorted(str(key) for key in result if key not in SCORE_KEYS)
         if unknown or "value" not in result:
             problem = f"unknown {', '.join(unknown)}" if unknown else "no value"
-            raise RewardFailed(f"reward {name}: returned a dict with {problem}; its keys are value, correct (optional), details (optional)")
-        return Score(_number(result["value"], name), _correct(result.get("correct"), name), _details(result.get("details", {}), name))
+            raise RewardFailed(
+                f"reward {name}: returned a dict with {problem}; its keys are {', '.join(SCORE_KEYS)}, all but value optional"
+            )
+        return to_score(Score(result["value"], result.get("correct"), result.get("details", {}), answer=result.get("answer")), name)
     return Score(_number(result, name))
 
 
@@ -176,6 +181,12 @@ def _correct(value: Any, name: str) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     raise RewardFailed(f"reward {name}: correct must be a bool or None, got {value!r:.80}")
+
+
+def _answer(value: Any, name: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    raise RewardFailed(f"reward {name}: answer must be a string or None, got {value!r:.80}")
 
 
 def _details(details: Any, name: str) -> dict[str, float | str]:

@@ -65,6 +65,9 @@ What holds for all types:
 - **Time.** `timeout_s` ends a sample that hangs, without holding up its neighbours. It is held from outside as well: a process that
   stands still, or sits in a call that does not return, is ended and replaced. Where one process after the other is lost and nothing is
   scored in between, all that wait fail with that cause, instead of one after the other.
+- **Votes.** `math`, `choice` and `exact` (without `contains`) also say which answer a response gives, which maj@k counts in validation:
+  for `math` all that are equal to the reference are one answer, and so are wrong numbers of one worth. Of your own function:
+  `Score(value, answer=...)`, a text that is the same for equal answers, empty where there is none.
 - **Details.** What a type found, such as the extracted answer, is written beside each response to `runs/NAME/samples/`.
 - **Secrets.** Arguments name environment variables; their values are read where they are used and appear in no log, dump or message.
 - **Look before you train.** `roll-lite reward --config-name X --domain NAME` scores the reference answers with all of this and shows them;

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from roll_lite.data.samples import SampleGroup, SampleId, SampleOutcome
+from roll_lite.data.samples import SampleGroup, SampleId, SampleOutcome, Sampling
 from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed, DomainScheduler
 from roll_lite.scheduler.episode import Episode, one_response
 from roll_lite.scheduler.filters import DEFAULT_TRIES, Tries
@@ -220,8 +220,8 @@ class RolloutService:
         """How far the batch is that is being made, or was made last."""
         return self._progress()
 
-    async def evaluate(self, samples_per_prompt: int, temperature: float) -> RolloutResult:
-        """Every validation prompt of every domain. What fails is reported, not replaced."""
+    async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, Sampling]) -> RolloutResult:
+        """Every validation prompt of every domain. What fails is reported, not replaced. `sampling`: by domain."""
         recorder = Recorder(self._domains, self._time())
         self._router.release()
         held_out = {name: len(domain.validation) for name, domain in self._domains.items() if domain.validation is not None}
@@ -232,7 +232,7 @@ class RolloutService:
         for domain in self._domains.values():
             if domain.validation is not None:
                 waiting += [
-                    asyncio.ensure_future(self._validate(domain, index, next(numbers), samples_per_prompt, temperature, recorder))
+                    asyncio.ensure_future(self._validate(domain, index, next(numbers), samples_per_prompt, sampling[domain.name], recorder))
                     for index in range(len(domain.validation))
                 ]
         try:
@@ -248,10 +248,9 @@ class RolloutService:
             await self._router.hold(interrupt=True)
         return RolloutResult(groups, recorder.finish(self._time(), self._version))
 
-    async def _validate(self, domain: Domain, index: int, number: int, samples: int, temperature: float, recorder: Recorder) -> SampleGroup:
+    async def _validate(self, domain: Domain, index: int, number: int, samples: int, sampling: Sampling, recorder: Recorder) -> SampleGroup:
         assert domain.validation is not None
         prompt = domain.validation[index]
-        sampling = replace(domain.sampling, temperature=temperature, keep_mask=False)
         runner = self._runners[domain.name]
         tasks = [
             runner.start(SampleId(domain.name, prompt.uid, VALIDATION_EPOCH, number, place), prompt, sampling, recorder)

@@ -30,7 +30,7 @@ from roll_lite.workers.infer import RemoteEngine
 from roll_lite.workers.judge import JudgeAddress, with_addresses
 from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
-from roll_lite.workers.rollout_output import rows_of, tokens_of, write_samples
+from roll_lite.workers.rollout_output import held_out_rows, rows_of, tokens_of, write_samples
 
 ENGINE_POLICY = Policy(start_timeout_s=None, restarts=0, all_needed=True)
 """An engine is not replaced: its loss is the end of the run."""
@@ -183,12 +183,14 @@ class RolloutWorker(AsyncWorker):
         """While one of the two is under way: how far it is, by domain."""
         return self._service.progress()
 
-    async def evaluate(self, samples_per_prompt: int, temperature: float, step: int) -> tuple[DataProto, RolloutStats]:
-        """Rows of all validation samples that could be generated and scored; the stats count the others."""
-        result = await self._service.evaluate(samples_per_prompt, temperature)
+    async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
+        """Rows of all validation samples that could be generated and scored; the stats count the others. `sampling`: by domain."""
+        result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
         await self._write(f"validation_{step:06d}.jsonl", result.groups)
-        return rows_of(accepted(result.groups), dict.fromkeys(self._temperatures, temperature)), result.stats
+        temperatures = {name: one.temperature for name, one in sampling.items()}
+        report_by = {name: domain.data.report_by for name, domain in self._spec.domains.items()}
+        return held_out_rows(accepted(result.groups), temperatures, report_by), result.stats
 
     async def _reward_models_rest(self) -> None:
         await asyncio.gather(*(model.rest() for model in self._reward_models.values()))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from roll_lite.algorithms.at_k import NO_ANSWER, READS_NONE
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.samples import Sample, SampleGroup
 from roll_lite.distributed.dataflow import Block
@@ -45,6 +46,25 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
     if any(group.baseline is not None for group in groups):
         columns["baseline_score"] = torch.tensor(_baseline_scores(groups), dtype=torch.float32)
     return DataProto(columns)
+
+
+def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], report_by: Mapping[str, str | None]) -> DataProto:
+    """`report_by`: by domain, the column of the data by whose values it is reported."""
+    samples = [sample for group in groups for sample in group.samples]
+    parts = [_part(sample, report_by[sample.id.domain]) for sample in samples]
+    answers = [number for group in groups for number in _answers(group)]
+    return rows_of(groups, temperatures).with_columns(answer=_whole(answers), part=object_column(parts))
+
+
+def _part(sample: Sample, column: str | None) -> str:
+    return f"{column}:{sample.prompt.columns[column]}" if column is not None else ""
+
+
+def _answers(group: SampleGroup) -> Iterator[int]:
+    numbers: dict[str, int] = {}
+    for sample in group.samples:
+        answer = sample.score.answer if sample.score is not None else None
+        yield READS_NONE if answer is None else numbers.setdefault(answer, len(numbers)) if answer else NO_ANSWER
 
 
 def tokens_of(groups: Sequence[SampleGroup], kept_ids: bool) -> Block:

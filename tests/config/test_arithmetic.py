@@ -10,7 +10,18 @@ from config_project import Project
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_lite.config.arithmetic import DomainArithmetic, PassArithmetic, _fullest_rank, _largest_batch, derive, device_numbers, render
+from roll_lite.config.arithmetic import (
+    DomainArithmetic,
+    PassArithmetic,
+    _fullest_rank,
+    _largest_batch,
+    derive,
+    device_numbers,
+    held_out_sampling,
+    longest_sequence,
+    max_model_len,
+    render,
+)
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.data.microbatch import MicroBatchPlan, RowsAtATime
 from roll_lite.data.minibatches import balanced_partition
@@ -150,3 +161,18 @@ def test_learning_rates_are_told(project: Project, optimizer: str, told: str) ->
     project.write("configs/rates.yaml", f"defaults: [run, _self_]\nsteps: 20\nactor_train: {{optimizer: {{{optimizer}}}}}\n")
     text = render(derive(project.load("algorithm.mini_batches=4", name="rates")))
     assert ["learning", "rate", "of", "actor_train", *told.split()] in [line.split() for line in text.splitlines()]
+
+
+def test_engines_have_room_for_held_out_responses(project: Project) -> None:
+    shortest = project.load()
+    longest = max(domain.sampling.max_prompt_tokens + domain.sampling.max_tokens for domain in shortest.domains.values())
+    held_out = project.load("validation.sampling={max_tokens: 31, top_p: 0.9}", "domains.add.sampling.top_k=7")
+    assert held_out.domains["add"].data.validation is not None and held_out.domains["copy"].data.validation is None
+    assert max_model_len(held_out) == held_out.domains["add"].sampling.max_prompt_tokens + 31 > longest
+    assert longest_sequence(held_out) == longest, "of training"
+    sampling = held_out_sampling(held_out, held_out.domains["add"])
+    assert (sampling.max_tokens, sampling.top_p, sampling.top_k, sampling.temperature) == (31, 0.9, 7, 1.0)
+    assert max_model_len(project.load("validation={enabled: false, sampling: {max_tokens: 31}}")) == longest
+    given = project.problems("validation.sampling.max_tokens=31", "actor_infer.strategy.max_model_len=50")
+    assert [problem.path for problem in given] == ["actor_infer.strategy.max_model_len"]
+    assert "(validation.sampling.max_tokens)" in given[0].message

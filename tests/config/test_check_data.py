@@ -200,3 +200,14 @@ def test_filters_that_mean_nothing(project: Project) -> None:
 def test_only_tables_cost_the_import_of_pyarrow() -> None:
     code = "import sys, roll_lite.config.loading; sys.exit(bool({'pyarrow', 'numpy', 'torch'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_held_out_prompts_are_reported_by_a_column_that_they_have(project: Project) -> None:
+    table(project.folder / "rows.parquet", prompt=["1+1="], answer=["2"])
+    table(project.folder / "held_out.parquet", prompt=["1+1="], answer=["2"], level=[3], steps=[["a"]])
+    data = "train: rows.parquet, validation: held_out.parquet, report_by: "
+    assert told(project, copy(f"{data}level")) == []
+    ((path, message),) = told(project, copy(f"{data}levels"))
+    assert path == f"{COPY}.report_by" and "did you mean 'level'" in message
+    ((path, message),) = told(project, copy(f"{data}steps"))
+    assert path == f"{COPY}.report_by" and "neither a text nor a number" in message

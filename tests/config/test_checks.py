@@ -42,7 +42,17 @@ CROSS_CHECKS = {
     "kl in reward without reference": ("algorithm: {kl_in_reward: {coef: 0.1}}", "algorithm.kl_in_reward.coef", "add a `reference`"),
     "kl in loss without reference": ("algorithm: {kl_in_loss: {coef: 0.1}}", "algorithm.kl_in_loss.coef", "add a `reference`"),
     "reference without kl": ("reference: {}", "reference", "nothing uses the reference"),
-    "validation temperature": ("validation: {temperature: 0.001}", "validation.temperature", "use 0.01 or 0"),
+    "validation temperature": ("validation: {sampling: {temperature: 0.001}}", "validation.sampling.temperature", "use 0.01 or 0"),
+    "validation shorter than it may be": (
+        "domains: {add: {sampling: {min_tokens: 5}}}\nvalidation: {sampling: {max_tokens: 3}}",
+        "validation.sampling.max_tokens",
+        "of domain 'add' held-out responses have at least 5 tokens and at most 3",
+    ),
+    "validation token": (
+        "validation: {sampling: {stop_token_ids: [999999]}}",
+        "validation.sampling.stop_token_ids",
+        "no token of the model",
+    ),
     "validation without data": ("domains: {add: {data: {validation: null}}}", "validation.enabled", "domains.add.data.validation"),
     "trackers": ("trackers: [{type: jsonl}, {type: tensorboard}, {type: jsonl}]", "trackers.2.type", "trackers.0 is jsonl too"),
     "no such tracker": (

@@ -81,6 +81,7 @@ WRONG_VALUES = {
     "unknown key": ("rollout.prompts=1", "rollout.prompts", "did you mean 'prompts_per_step'"),
     "unknown key in a variant": ("actor_infer.strategy.max_model_length=9", "actor_infer.strategy.max_model_length", "'max_model_len'"),
     "known elsewhere": ("lr=1", "lr", "there is actor_train.optimizer.lr and critic.optimizer.lr"),
+    "known below": ("validation.temperature=0", "validation.temperature", "there is validation.sampling.temperature and domains"),
     "text for a number": ("steps='3'", "steps", "expected integer > 0"),
     "fraction for an integer": ("steps=1.5", "steps", "expected integer > 0"),
     "true for an integer": ("steps=true", "steps", "expected integer > 0"),

@@ -311,3 +311,16 @@ def test_many_rows_are_tokenized_a_part_at_a_time(tmp_path: Path, make_tokenizer
     assert [(len(prompt.token_ids), prompt.answer) for prompt in prompts] == [(1 + number, number) for number in range(10)]
     message = mistakes(domain(path, sampling={"max_prompt_tokens": 8}), make_tokenizer())
     assert [line.split(": ")[0].rpartition(" ")[2] for line in message.split("\n")[1:]] == ["9", "10"]
+
+
+def test_held_out_prompts_are_reported_by_a_column_of_few_values(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
+    path = written(tmp_path, *({"prompt": "one", "answer": 1, "level": level % 50} for level in range(60)))
+    config = domain(path, {"validation": path, "report_by": "level"})
+    assert len(load_prompts("sums", config, "validation", make_tokenizer())) == 60
+    written(tmp_path, *({"prompt": "one", "answer": 1, "level": level} for level in range(51)))
+    with pytest.raises(ValueError, match=r"domains\.sums\.data\.report_by: 'level' has 51 values; each is reported, so use at most 50"):
+        load_prompts("sums", config, "validation", make_tokenizer())
+    assert len(load_prompts("sums", config, "train", make_tokenizer())) == 51
+    written(tmp_path, {"prompt": "one", "answer": 1, "level": None})
+    with pytest.raises(ValueError, match="column 'level': prompts are reported by a text or a number, got None"):
+        load_prompts("sums", config, "validation", make_tokenizer())

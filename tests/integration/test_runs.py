@@ -125,7 +125,7 @@ def test_grpo_runs_from_end_to_end_and_leaves_what_it_promises(start: Any) -> No
         *SMALL[:2],
         "steps=2",
         "validation.every=0",
-        "validation.enabled=true",
+        "validation={enabled: true, samples_per_prompt: 2, sampling: {temperature: 0.9, max_tokens: 10}}",
         "weight_sync.verify_weights=true",
         "checkpoint.every=2",
     )
@@ -135,6 +135,14 @@ def test_grpo_runs_from_end_to_end_and_leaves_what_it_promises(start: Any) -> No
     assert summary["exit"] == "completed" and summary["steps"] == 2
     assert set(summary["accuracy"]) == {"overall", "add", "make", "repeat"}
     assert all(0 <= share <= 1 for entry in summary["accuracy"].values() for share in entry.values())
+    held_out = summary["validation"]
+    for name in ("overall", "add", "make", "repeat"):
+        assert held_out[name]["accuracy"] == summary["accuracy"][name]
+        assert all(held_out[name]["pass@2"][when] >= held_out[name]["accuracy"][when] for when in ("before", "after"))
+        assert ("maj@2" in held_out[name]) is (name != "make"), "programs have no answers to compare"
+    said = [json.loads(line) for line in (run.folder / "samples" / "validation_000000.jsonl").read_text().splitlines()]
+    assert max(sample["response_tokens"] for sample in said) <= 10 and {sample["index"] for sample in said} == {0, 1}
+    assert "pass@2" in output
     assert summary["tokens"]["trained"] > 0
     assert (run.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (run.folder / "model" / "model.safetensors").exists() and (run.folder / "config.yaml").exists()

@@ -99,6 +99,27 @@ def test_validation_stands_in_the_columns_of_the_steps() -> None:
     assert held_out.rindex("50%") == step.index("30%")
 
 
+def test_of_what_several_samples_are_worth_the_most_is_shown() -> None:
+    stream = io.StringIO()
+    console = RunConsole(DOMAINS, 40, stream)
+    several = {}
+    for prefix in ("", *(f"domain/{name}/" for name in DOMAINS)):
+        several |= {f"{prefix}validation/{name}": share for name, share in [("pass@2", 0.6), ("pass@16", 0.9), ("best@16", 0.95)]}
+    several |= {"validation/maj@16": 0.4, "domain/add/validation/maj@16": 0.4}
+    console.validation(0, validation(0.25) | several)
+    console.step(1, metrics())
+    console.validation(1, validation(0.5) | several)
+    assert lines(stream)[1:3] == [
+        "held-out pass@16 before training: all 90%, add 90%, make 90%, repeat 90%",
+        "held-out maj@16 before training: all 40%, add 40%, make -, repeat -",
+    ]
+    assert [line.split() for line in lines(stream)[-2:]] == [["pass@16", *["0.95", "90%"] * 4], ["maj@16", *["-", "40%"] * 2, *["-"] * 4]]
+    held_out = {"pass@2": {"before": 0.6, "after": 0.7}, "pass@16": {"before": 0.9, "after": 1.0}}
+    console.finish(accuracy_change(DOMAINS, validation(0.25), {}), held_out, 40, 1.0, Path("runs/demo"))
+    assert ["pass@16", "90.0%", "100.0%", "+10.0"] in [line.split() for line in lines(stream)]
+    assert "pass@2 " not in stream.getvalue()
+
+
 def test_many_domains_take_more_lines_and_none_is_too_long() -> None:
     stream = io.StringIO()
     domains = ["competition_math", *(f"domain{number}" for number in range(11))]
@@ -117,7 +138,7 @@ def test_the_table_at_the_end() -> None:
     stream = io.StringIO()
     after = validation(0.75) | {"domain/make/validation/accuracy": 0.2}
     change = accuracy_change(DOMAINS, validation(0.25), after)
-    RunConsole(DOMAINS, 40, stream).finish(change, 40, 134.0, Path("runs/demo"))
+    RunConsole(DOMAINS, 40, stream).finish(change, {}, 40, 134.0, Path("runs/demo"))
     rows = {line.split()[0]: line.split()[1:] for line in lines(stream) if "%" in line}
     assert rows == {
         "add": ["25.0%", "75.0%", "+50.0"],
@@ -130,7 +151,7 @@ def test_the_table_at_the_end() -> None:
 
 def test_the_table_without_a_second_validation() -> None:
     stream = io.StringIO()
-    RunConsole(["add"], 40, stream).finish(accuracy_change(["add"], validation(0.25), {}), 3, 4.0, Path("runs/demo"))
+    RunConsole(["add"], 40, stream).finish(accuracy_change(["add"], validation(0.25), {}), {}, 3, 4.0, Path("runs/demo"))
     assert any(line.split() == ["add", "25.0%", "-", "-"] for line in lines(stream))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_lite.observability.report import LivePicture, accuracy_change, write_summary
+from roll_lite.observability.report import LivePicture, accuracy_change, held_out_change, largest_k, write_summary
 
 
 def test_the_summary_is_what_the_readme_promises(tmp_path: Path) -> None:
@@ -15,6 +15,7 @@ def test_the_summary_is_what_the_readme_promises(tmp_path: Path) -> None:
     write_summary(
         tmp_path,
         accuracy=accuracy_change(["add", "make"], before, after),
+        validation=held_out_change(before, after),
         steps=40,
         wall_s={"total": 100.00049, "generate": 60.0},
         tokens={"prompt": 10, "response": 20},
@@ -26,6 +27,11 @@ def test_the_summary_is_what_the_readme_promises(tmp_path: Path) -> None:
             "add": {"before": 0.2, "after": 0.9},
             "make": {"before": 0.3, "after": None},
         },
+        "validation": {
+            "overall": {"accuracy": {"before": 0.25, "after": 0.75}},
+            "add": {"accuracy": {"before": 0.2, "after": 0.9}},
+            "make": {"accuracy": {"before": 0.3, "after": None}},
+        },
         "steps": 40,
         "resumed_after": 0,
         "wall_s": {"total": 100.0, "generate": 60.0},
@@ -35,11 +41,21 @@ def test_the_summary_is_what_the_readme_promises(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"], "no draft is left"
 
 
+def test_everything_that_validations_measure_is_in_the_summary_by_what_it_is_of() -> None:
+    before = {"validation/pass@2": 0.5, "validation/pass@16": 0.75, "domain/math/level:1/2/validation/maj@16": 0.5, "reward/mean": 1.0}
+    assert held_out_change(before, {"validation/pass@16": 1.0}) == {
+        "overall": {"pass@2": {"before": 0.5, "after": None}, "pass@16": {"before": 0.75, "after": 1.0}},
+        "math/level:1/2": {"maj@16": {"before": 0.5, "after": None}},
+    }
+    assert largest_k(before) == 16 and largest_k(["validation/accuracy"]) is None
+
+
 def test_a_later_summary_replaces_the_first_and_numbers_json_lacks_are_null(tmp_path: Path) -> None:
     for state in ("completed", "interrupted", "failed: actor_train rank 1 in train: out of memory"):
         write_summary(
             tmp_path,
             accuracy=accuracy_change([], {"validation/accuracy": math.nan}, {}),
+            validation={},
             steps=0,
             wall_s={"total": 1.0},
             tokens={"per_second": math.inf},
@@ -51,7 +67,7 @@ def test_a_later_summary_replaces_the_first_and_numbers_json_lacks_are_null(tmp_
 
 
 def test_a_failure_in_writing_leaves_the_old_summary(tmp_path: Path) -> None:
-    good = {"accuracy": {}, "steps": 1, "wall_s": {"total": 1.0}, "tokens": {}}
+    good = {"accuracy": {}, "validation": {}, "steps": 1, "wall_s": {"total": 1.0}, "tokens": {}}
     write_summary(tmp_path, **good, exit_state="completed")
     with pytest.raises(TypeError):
         write_summary(tmp_path, **(good | {"tokens": {"a": object()}}), exit_state="completed")
@@ -60,7 +76,7 @@ def test_a_failure_in_writing_leaves_the_old_summary(tmp_path: Path) -> None:
 
 def test_other_exit_states_are_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="crashed"):
-        write_summary(tmp_path, accuracy={}, steps=1, wall_s={"total": 1.0}, tokens={}, exit_state="crashed")
+        write_summary(tmp_path, accuracy={}, validation={}, steps=1, wall_s={"total": 1.0}, tokens={}, exit_state="crashed")
 
 
 def until(happened: Callable[[], bool]) -> None:

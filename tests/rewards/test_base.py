@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from roll_lite.data.samples import RewardInput
+from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed, RewardFunction, to_score
+from roll_lite.rewards.terms.combine import Reward, Term
 
 HUGE = 10**400
 """More than a float can hold."""
@@ -22,3 +23,15 @@ def test_a_number_beyond_floats_is_a_failure_as_infinity_is(result: Any) -> None
 
 def test_a_huge_number_among_the_details_is_infinite() -> None:
     assert to_score({"value": 1, "details": {"length": -HUGE}}, "mine").details == {"length": float("-inf")}
+
+
+def test_a_reward_may_say_which_answer_it_has_read() -> None:
+    assert to_score({"value": 1, "answer": "B"}, "mine").answer == to_score(Score(1.0, answer="B"), "mine").answer == "B"
+    assert to_score(1.0, "mine").answer is None
+    with pytest.raises(RewardFailed, match="answer must be a string or None, got 5"):
+        to_score({"value": 1, "answer": 5}, "mine")
+    whole = Reward(
+        RewardFunction("mine", lambda _: Score(1.0, answer="B"), {}), [Term("short", -0.5, RewardFunction("s", lambda _: 1.0, {}))]
+    )
+    score = whole(RewardInput("maths", "prompt", "response", "answer", {}, "stop"))
+    assert (score.value, score.correct, score.answer) == (0.5, True, "B")

@@ -85,7 +85,7 @@ def reward(type_: str, **args: Any) -> Reward:
 def test_built_in_rewards() -> None:
     assert reward("math")(item("1/2", "0.5")).is_correct
     assert reward("math", extract="boxed")(item("1/2", "0.5")).value == 0.0
-    assert reward("exact", ignore_case=True)(item("a", "A")) == Score(1.0, True, {"extracted": "a"})
+    assert reward("exact", ignore_case=True)(item("a", "A")) == Score(1.0, True, {"extracted": "a"}, answer="a")
     reward("math").warm()
     reward("exact").warm()
 

@@ -140,7 +140,7 @@ def test_validation_has_no_baseline() -> None:
     async def main() -> RolloutResult:
         domain = make_domain("a", validation=Prompts("a", 0, 3), greedy_baseline=True)
         service, _, _ = make_service([domain])
-        return await service.evaluate(2, 0.5)
+        return await service.evaluate(2, {"a": Sampling(0.5, max_tokens=64)})
 
     assert [(len(group.samples), group.baseline) for group in run_virtual(main()).groups] == [(2, None)] * 3
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler_support import Prompts, TimedReward, attempt_of, by_tokens, make_domain, make_service, prompt_of, tokens_of
 
 from roll_lite.data.prompts import PromptOrder
-from roll_lite.data.samples import GenerationRequest, RewardInput, SampleOutcome
+from roll_lite.data.samples import GenerationRequest, RewardInput, SampleOutcome, Sampling
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, Script
 from roll_lite.scheduler.domain import DomainFailed
@@ -408,7 +408,7 @@ def test_validation_takes_every_held_out_prompt_and_reports_failures() -> None:
     seen: set[tuple[float, int]] = set()
 
     def script(request: GenerationRequest) -> Response:
-        seen.add((request.sampling.temperature, request.sampling.max_tokens))
+        seen.add((request.sampling.temperature, request.sampling.top_p, request.sampling.max_tokens))
         return Response(5, 0.01, error="bad luck" if prompt_of(request) == (1, 2) else None)
 
     async def main() -> tuple[RolloutResult, RolloutResult]:
@@ -419,7 +419,8 @@ def test_validation_takes_every_held_out_prompt_and_reports_failures() -> None:
         ]
         service, _, _ = make_service(domains, [script], retries=0)
         before = service.state_dict()
-        result = await service.evaluate(samples_per_prompt=2, temperature=0.0)
+        sampling = {"a": Sampling(0.0, max_tokens=64), "b": Sampling(0.6, max_tokens=9, top_p=0.9)}
+        result = await service.evaluate(samples_per_prompt=2, sampling=sampling)
         assert service.state_dict() == before
         return result, await service.next_batch(1)
 
@@ -431,7 +432,7 @@ def test_validation_takes_every_held_out_prompt_and_reports_failures() -> None:
     assert all(sample.id.epoch == -1 for group in result.groups for sample in group.samples)
     stats = result.stats.domains["b"]
     assert (stats.accepted, stats.failed, stats.lost_groups, stats.failures) == (8, 2, 1, {"generation: bad luck": 2})
-    assert seen == {(0.0, 64), (1.0, 64)}
+    assert seen == {(0.0, 1.0, 64), (0.6, 0.9, 9), (1.0, 1.0, 64)}
     assert batch.groups[0].group == 0
     assert sum(domain.accepted for domain in batch.stats.domains.values()) == 4
 
@@ -440,7 +441,7 @@ def test_a_validation_without_a_single_sample_is_an_error() -> None:
     async def main() -> None:
         domains = [make_domain("a", validation=Prompts("a", 0, 3))]
         service, _, _ = make_service(domains, [lambda request: Response(1, error="too long")], retries=0)
-        await service.evaluate(1, 1.0)
+        await service.evaluate(1, {"a": Sampling(1.0, 64)})
 
     with pytest.raises(DomainFailed, match="domain a: every sample of the validation failed; first cause: generation: too long"):
         run_virtual(main())
@@ -450,7 +451,7 @@ def test_validation_repeats_in_deterministic_runs() -> None:
     async def main(jitter: float) -> list[Any]:
         domains = [make_domain("a", 0, validation=Prompts("a", 0, 9))]
         service, _, _ = make_service(domains, uneven(jitter), retries=1, seed=5, deterministic=True)
-        result = await service.evaluate(2, 1.0)
+        result = await service.evaluate(2, {"a": Sampling(1.0, 64)})
         return [(sample.id, tokens_of(sample), sample.outcome) for group in result.groups for sample in group.samples]
 
     assert run_virtual(main(0.0)) == run_virtual(main(0.7))

@@ -24,7 +24,7 @@ from roll_lite.data.samples import (
     Transcript,
     VersionSpan,
 )
-from roll_lite.workers.rollout_output import rows_of, tokens_of, write_samples
+from roll_lite.workers.rollout_output import held_out_rows, rows_of, tokens_of, write_samples
 
 
 def sample(group: int, index: int, prompt: tuple[int, ...], response: int, score: Score, where: tuple[str, int], **ids: int) -> Sample:
@@ -168,3 +168,14 @@ def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
     sample = Sample(SampleId("toy", 4, 0, 9, 0), prompt, Transcript(), SampleOutcome.ACCEPTED, score)
     write_samples(tmp_path / "step.jsonl", [SampleGroup(9, "toy", (sample,))])
     assert json.loads((tmp_path / "step.jsonl").read_text(encoding="utf-8"))["details"]["error"] == "ValueError: \ud800"
+
+
+def test_held_out_rows_say_which_answers_are_equal_and_what_they_are_reported_by() -> None:
+    said: list[str | None] = ["7", "8", "7", "", "8", None]
+    scored = [sample(0, index, (1,), 1, Score(0.0, answer=answer), ("one", index)) for index, answer in enumerate(said)]
+    scored = [replace(one, prompt=replace(one.prompt, columns={"level": 3})) for one in scored]
+    groups = [SampleGroup(0, "maths", tuple(scored[:4])), SampleGroup(1, "maths", tuple(scored[4:]))]
+    rows = held_out_rows(groups, AT, {"maths": "level"})
+    assert rows["answer"].tolist() == [0, 1, 0, -1, 0, -2]
+    assert rows["part"].tolist() == ["level:3"] * 6
+    assert held_out_rows(groups, AT, {"maths": None})["part"].tolist() == [""] * 6

@@ -104,7 +104,7 @@ def test_batches_repeat_and_resume_and_their_tokens_stay_in_the_object_store(mod
             first = service.one(RolloutWorker.next_batch, 8, 1)
             state = service.one(RolloutWorker.state_dict)
             second = contents(service.one(RolloutWorker.next_batch, 8, 2))
-            validated, stats = service.one(RolloutWorker.evaluate, 2, 0.0, 2)
+            validated, stats = service.one(RolloutWorker.evaluate, 2, GREEDY, 2)
             check_batch(first)
         with rollouts(spec, infer) as service:
             service.one(RolloutWorker.load_state_dict, state)
@@ -116,6 +116,7 @@ def test_batches_repeat_and_resume_and_their_tokens_stay_in_the_object_store(mod
     assert {path.name for path in (tmp_path / "samples").iterdir()} == {f"{name}.jsonl" for name in WRITTEN}
 
 
+GREEDY = dict.fromkeys(("long", "math"), SamplingConfig(max_tokens=40).model_copy(update={"temperature": 0.0}))
 WRITTEN = ("step_000001", "step_000002", "validation_000002")
 
 
@@ -165,7 +166,7 @@ def test_greedy_baselines_and_forms_reach_rows_and_dumps(model: ModelConfig, tmp
     spec = replace(spec, domains={**spec.domains, "math": maths.model_copy(update={"reward": form})})
     with engines(model, 2, response_tokens=6, failure_rate=0.2) as infer, rollouts(spec, infer) as service:
         result = service.one(RolloutWorker.next_batch, 8, 1)
-        validated, _ = service.one(RolloutWorker.evaluate, 1, 0.0, 1)
+        validated, _ = service.one(RolloutWorker.evaluate, 1, GREEDY, 1)
     rows = result.rows
     scores = {"long": float(len("6 tokens")), "math": 1.0}
     assert rows["baseline_score"].tolist() == [scores[name] for name in rows["domain"].tolist()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from roll_lite.config.arithmetic import group_size, longest_sequence, updates
+from roll_lite.config.arithmetic import group_size, held_out_sampling, requests, updates
 from roll_lite.config.checks.algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
 from roll_lite.config.checks.files import DOMAIN_FILE_CHECKS, FILE_CHECKS
 from roll_lite.config.checks.judges import JUDGE_CHECKS
@@ -154,11 +154,17 @@ def _kl_and_reference_belong_together(config: RunConfig) -> Iterator[Problem]:
         yield Problem("reference", f"{message}; set one of them, or remove the section (reference: null)")
 
 
-def _validation_temperature(config: RunConfig) -> Iterator[Problem]:
-    temperature = config.validation.temperature
-    if 0 < temperature < LEAST_TEMPERATURE:
+def _validation_sampling(config: RunConfig) -> Iterator[Problem]:
+    own = config.validation.sampling
+    if 0 < own.temperature < LEAST_TEMPERATURE:
         message = f"engines sample at {LEAST_TEMPERATURE:g} and above, and greedily at 0; use {LEAST_TEMPERATURE:g} or 0"
-        yield Problem("validation.temperature", message, temperature)
+        yield Problem("validation.sampling.temperature", message, own.temperature)
+    for name, domain in config.domains.items():
+        used = held_out_sampling(config, domain)
+        if used.min_tokens > used.max_tokens and domain.sampling.min_tokens <= domain.sampling.max_tokens:
+            key = "max_tokens" if own.min_tokens is None else "min_tokens"
+            message = f"of domain {name!r} held-out responses have at least {used.min_tokens} tokens and at most {used.max_tokens}"
+            yield Problem(f"validation.sampling.{key}", message, getattr(own, key))
 
 
 def _validation_has_data(config: RunConfig) -> Iterator[Problem]:
@@ -169,16 +175,11 @@ def _validation_has_data(config: RunConfig) -> Iterator[Problem]:
 
 def _max_model_len(config: RunConfig) -> Iterator[Problem]:
     given = getattr(config.actor_infer.strategy, "max_model_len", None)
-    longest = longest_sequence(config)
-    if given is not None and given < longest:
-        name, sampling = next(
-            (name, one.sampling)
-            for name, one in config.domains.items()
-            if one.sampling.max_prompt_tokens + one.sampling.max_tokens == longest
-        )
+    longest = max(requests(config), key=lambda one: one.tokens)
+    if given is not None and given < longest.tokens:
         message = (
-            f"domain {name!r} needs max_prompt_tokens {sampling.max_prompt_tokens} + max_tokens {sampling.max_tokens} = {longest}; "
-            f"use at least {longest}, or leave it out"
+            f"domain {longest.domain!r} needs max_prompt_tokens {longest.sampling.max_prompt_tokens} + max_tokens "
+            f"{longest.sampling.max_tokens} = {longest.tokens} ({longest.path}); use at least {longest.tokens}, or leave it out"
         )
         yield Problem("actor_infer.strategy.max_model_len", message, given)
 
@@ -197,7 +198,7 @@ RUN_CHECKS = (
     _critic_and_gae_belong_together,
     _critic_warmup,
     _kl_and_reference_belong_together,
-    _validation_temperature,
+    _validation_sampling,
     *SIMULATION_CHECKS,
     _validation_has_data,
     *TRACKER_CHECKS,

@@ -170,6 +170,21 @@ def _mask_ranges(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"algorithm.masks.{name}", "write the lower end first", list(given))
 
 
+def _validation_stop_tokens(config: RunConfig) -> Iterator[Problem]:
+    yield from _no_tokens(config, "validation.sampling.stop_token_ids", config.validation.sampling.stop_token_ids or [])
+
+
+def _no_tokens(config: RunConfig, path: str, tokens: list[int]) -> Iterator[Problem]:
+    try:
+        vocabulary = read_model_shape(config.model.path).vocab_size
+    except ValueError:  # the file checks report it
+        return
+    beyond = [token for token in tokens if token >= vocabulary]
+    if beyond:
+        message = f"{beyond[0]} is no token of the model, whose vocabulary has {vocabulary} (0 to {vocabulary - 1})"
+        yield Problem(path, message, tokens)
+
+
 ALGORITHM_CHECKS = (
     _old_log_probs,
     _mismatch_correction,
@@ -184,6 +199,7 @@ ALGORITHM_CHECKS = (
     _keep_mask_has_a_use,
     _remax,
     _mask_ranges,
+    _validation_stop_tokens,
 )
 
 
@@ -221,14 +237,7 @@ def _keep_mask(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[P
 
 
 def _stop_tokens(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    try:
-        vocabulary = read_model_shape(config.model.path).vocab_size
-    except ValueError:  # the file checks report it
-        return
-    beyond = [token for token in domain.sampling.stop_token_ids if token >= vocabulary]
-    if beyond:
-        message = f"{beyond[0]} is no token of the model, whose vocabulary has {vocabulary} (0 to {vocabulary - 1})"
-        yield Problem(f"{path}.sampling.stop_token_ids", message, domain.sampling.stop_token_ids)
+    yield from _no_tokens(config, f"{path}.sampling.stop_token_ids", domain.sampling.stop_token_ids)
 
 
 def _overlong(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:

@@ -62,6 +62,8 @@ def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
         columns.append(_Column(f"{path}.data.answer", data.answer, lambda value: "is null" if value is None else None))
     if data.tag is not None:
         columns.append(_Column(f"{path}.data.tag", data.tag, lambda value: None))
+    if split == "validation" and data.report_by is not None:
+        columns.append(_Column(f"{path}.data.report_by", data.report_by, _wrong_report))
     if split == "train":
         named = {"weight": data.weight, "filter.difficulty": data.filter.difficulty}
         columns += [_Column(f"{path}.data.{setting}", name, _wrong_number) for setting, name in named.items() if name is not None]
@@ -70,6 +72,11 @@ def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
             text = f"{path}.template.text"
             columns += [_Column(text, name, _wrong_text) for name in placeholders(template.text) if name != "prompt"]
     return columns
+
+
+def _wrong_report(value: Any) -> str | None:
+    """Of a column that held-out prompts are reported by."""
+    return None if isinstance(value, str | int | float) else f"is {show(value)}, neither a text nor a number"
 
 
 def _wrong_text(value: Any) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
-from roll_lite.config.arithmetic import Role, device_numbers, max_model_len, model_parallel_size, roles
+from roll_lite.config.arithmetic import Role, device_numbers, max_model_len, model_parallel_size, requests, roles
 from roll_lite.config.hf_config import ModelShape, read_model_shape
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import (
@@ -121,14 +121,13 @@ def _model_is_long_enough(config: RunConfig) -> Iterator[Problem]:
         message = f"is more than the model's {shape.max_positions} positions (max_position_embeddings)"
         yield Problem("actor_infer.strategy.max_model_len", message, given)
         return
-    for name, domain in config.domains.items():
-        length = domain.sampling.max_prompt_tokens + domain.sampling.max_tokens
-        if length > shape.max_positions:
+    for one in requests(config):
+        if one.tokens > shape.max_positions:
             message = (
-                f"max_prompt_tokens {domain.sampling.max_prompt_tokens} + max_tokens {domain.sampling.max_tokens} = {length} "
+                f"max_prompt_tokens {one.sampling.max_prompt_tokens} + max_tokens {one.sampling.max_tokens} = {one.tokens} "
                 f"is more than the model's {shape.max_positions} positions (max_position_embeddings)"
             )
-            yield Problem(f"domains.{name}.sampling.max_tokens", message, domain.sampling.max_tokens)
+            yield Problem(one.path, message, one.sampling.max_tokens)
 
 
 def _deterministic_runs_on_cpu(config: RunConfig) -> Iterator[Problem]:

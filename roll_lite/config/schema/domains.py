@@ -44,6 +44,8 @@ class DataConfig(Section):
     epochs: PositiveInt | None = None
     """Passes over the prompts of `train`, shuffled anew in each. After them the other domains take this one's share; when none has
     prompts left, the run ends with an error. Absent: as many as the run needs."""
+    report_by: str | None = None
+    """Name of a column of the held-out prompts, such as level or subject, by whose values validation is reported too (50 at most)."""
 
 
 class TemplateConfig(Section):
@@ -78,6 +80,27 @@ class SamplingConfig(Section):
     """Texts that end a response, as part of it. One that is complete within the first min_tokens tokens does not."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     """Tokens that end a response, beside the model's own end of sequence; the response ends with the token."""
+
+
+class ValidationSamplingConfig(Section):
+    """How held-out prompts are answered. What is not given is as in the domain's training."""
+
+    temperature: Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE)] = 1.0
+    """Sampling temperature, for all domains; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Nucleus sampling; 1 is off."""
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    """Sample from the k most likely tokens; 0 is off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Drop tokens less likely than this share of the likeliest; 0 is off."""
+    max_tokens: PositiveInt | None = None
+    """Longest response."""
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Shortest response."""
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=32)] | None = None
+    """Texts that end a response, as part of it."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    """Tokens that end a response, beside the model's own end of sequence."""
 
 
 class FormatConfig(Section):

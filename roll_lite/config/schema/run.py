@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, SerializerFunctionWrapH
 from roll_lite.config.problems import LEFT_OUT, without_secrets
 from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.config.schema.base import PositiveFloat, PositiveInt, Section, TimeLimit, UserPath
-from roll_lite.config.schema.domains import GREATEST_TEMPERATURE, DomainConfig, RolloutConfig
+from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, ValidationSamplingConfig
 from roll_lite.config.schema.models import (
     CriticRoleConfig,
     ForwardRoleConfig,
@@ -38,9 +38,9 @@ class ValidationConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between validations; 0 validates before the first and after the last step only."""
     samples_per_prompt: PositiveInt = 1
-    """Responses sampled for each held-out prompt."""
-    temperature: Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE)] = 1.0
-    """Sampling temperature of validation; 0 is greedy."""
+    """Responses sampled for each held-out prompt. With several, pass@k, best@k and maj@k are told for powers of two and for all of them."""
+    sampling: ValidationSamplingConfig = Field(default_factory=ValidationSamplingConfig)
+    """How they are sampled."""
     enabled: bool = True
     """Validate at all."""
 

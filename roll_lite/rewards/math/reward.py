@@ -111,15 +111,18 @@ class MathReward(RewardType):
         if self.profile == "math_verify":
             return _by_the_library(reference, finished(sample), self.cpu_limit_s)
         gold = _reference(reference, self.cpu_limit_s)
-        answer = Answer("")
+        answer, vote = Answer(""), ""
 
         def decide() -> str:
-            nonlocal answer
+            nonlocal answer, vote
             answer = (find_words if gold.words else find_answer)(tidy(finished(sample)), self.extract, self.boxes)
-            return _Comparison(self.accept, self.profile == "strict", self.rounded).verdict(gold, answer)
+            verdict = _Comparison(self.accept, self.profile == "strict", self.rounded).verdict(gold, answer)
+            vote = gold.text if verdict == EQUAL else _without_its_form(answer.text)
+            return verdict
 
         verdict = _judged(reference, decide, lambda: _Comparison(self.accept).verdict(gold, Answer(gold.text)), self.cpu_limit_s)
-        return Score(float(verdict == EQUAL), verdict == EQUAL, {"extracted": answer.text[:LONGEST_SHOWN], "verdict": verdict})
+        details: dict[str, float | str] = {"extracted": answer.text[:LONGEST_SHOWN], "verdict": verdict}
+        return Score(float(verdict == EQUAL), verdict == EQUAL, details, answer=vote)
 
     def warm(self) -> None:
         """Import sympy and the parser and fill their tables: most of a second that the first samples would pay."""
@@ -163,11 +166,26 @@ def _by_the_library(reference: str, response: str, cpu_limit_s: float) -> Score:
     if not gold:
         raise RewardFailed(f"reward math: math-verify cannot read the reference answer {reference!r:.200}")
 
+    vote = ""
+
     def decide() -> str:
-        return EQUAL if verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None) else DIFFERENT
+        nonlocal vote
+        found = parse(response, parsing_timeout=None)
+        is_equal = verify(gold, found, timeout_seconds=None)
+        vote = reference if is_equal else str(found[0]) if found else ""
+        return EQUAL if is_equal else DIFFERENT
 
     verdict = _judged(reference, decide, lambda: str(verify(gold, gold, timeout_seconds=None)), cpu_limit_s)
-    return Score(float(verdict == EQUAL), verdict == EQUAL, {"extracted": "", "verdict": verdict})
+    return Score(float(verdict == EQUAL), verdict == EQUAL, {"extracted": "", "verdict": verdict}, answer=vote)
+
+
+def _without_its_form(text: str) -> str:
+    """Of a wrong answer, for majority votes: 1/2 and 0.5 are one, as are 12 cm and 120 mm."""
+    found = quantity(right_side(text))
+    if found is None:
+        return "".join(text.split())
+    unit = found.unit
+    return f"{found.number.value * unit.size} {unit.text if unit.dimensions is None else sorted(unit.dimensions)}".strip()
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,10 @@ class ChoiceReward(RewardType):
         chosen = sorted(_chosen(response, self.extract, known, texts))
         if len(chosen) != 1:
             verdict = "no choice found" if not chosen else f"ambiguous: {', '.join(chosen)}"
-            return Score(0.0, False, {"extracted": "", "verdict": verdict})
+            return Score(0.0, False, {"extracted": "", "verdict": verdict}, answer="")
         correct = chosen[0] == right
-        return Score(float(correct), correct, {"extracted": chosen[0], "verdict": "equal" if correct else "different"})
+        details: dict[str, float | str] = {"extracted": chosen[0], "verdict": "equal" if correct else "different"}
+        return Score(float(correct), correct, details, answer=chosen[0])
 
     def needs_answer(self) -> bool:
         return True

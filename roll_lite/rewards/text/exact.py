@@ -53,7 +53,8 @@ class ExactReward(RewardType):
         response = self._normal((finished if self.contains else complete)(sample))
         correct = any(_stands_in(answer, response) for answer in accepted) if self.contains else response in accepted
         cut = {"verdict": CUT} if is_cut(sample) and not correct else {}
-        return Score(float(correct), correct, {"extracted": response[:LONGEST_SHOWN], **cut})
+        answer = None if self.contains else response
+        return Score(float(correct), correct, {"extracted": response[:LONGEST_SHOWN], **cut}, answer=answer)
 
     def needs_answer(self) -> bool:
         return True

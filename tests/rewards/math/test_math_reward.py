@@ -367,3 +367,26 @@ def test_a_rounded_reference_stands_for_what_rounds_to_it(response: str, equal: 
 def test_all_boxes_as_a_list() -> None:
     assert MathReward(boxes="all")(item("3, 5", r"$x=\boxed{3}$. Then $x=\boxed{5}$")).correct is True
     assert MathReward()(item("3, 5", r"$x=\boxed{3}$. Then $x=\boxed{5}$")).correct is False
+
+
+@pytest.mark.parametrize(
+    ("answers", "equal"),
+    [
+        ([r"\boxed{6}", "the answer is 6.0", r"\boxed{\frac{12}{2}}"], True),
+        ([r"\boxed{1/2}", r"\boxed{0.5}", r"\boxed{x = \frac{1}{2}}"], True),
+        ([r"\boxed{12\text{ cm}}", r"\boxed{120\text{ mm}}"], True),
+        ([r"\boxed{x + 1}", r"\boxed{x+1}"], True),
+        ([r"\boxed{5}", r"\boxed{-5}"], False),
+        ([r"\boxed{12\text{ cm}}", r"\boxed{12\text{ m}}"], False),
+    ],
+)
+def test_votes_are_for_what_an_answer_is_worth(answers: list[str], equal: bool) -> None:
+    votes = [MathReward()(RewardInput("maths", "p", answer, "6", {}, "stop")).answer for answer in answers]
+    assert all(votes) and (len(set(votes)) == 1) is equal, votes
+
+
+def test_a_response_without_an_answer_does_not_vote() -> None:
+    assert MathReward()(RewardInput("maths", "p", "I do not know", "6", {}, "stop")).answer == ""
+    library_alone = MathReward(profile="math_verify")
+    said = [library_alone(RewardInput("maths", "p", text, "1/2", {}, "stop")).answer for text in ("$0.5$", r"$\frac{1}{2}$", "$7$", "no")]
+    assert said[0] == said[1] == "1/2" and said[2] == "7" and said[3] == ""

@@ -1,0 +1,91 @@
+"""What k tries at a prompt are worth, told from the n that were made: pass@k, best@k, maj@k.
+
+A prompt's samples are drawn alike and independently: any k of its n are as good as k new ones. pass@k and best@k are means over all choices
+of k among n, in closed form. maj@k is the mean over the n // k votes of k samples each, side by side in the order of their numbers: as
+right on average, and a vote has no closed form that would be cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from math import comb
+
+import numpy as np
+
+NO_ANSWER, READS_NONE = -1, -2
+"""In the place of an answer's number: there was none in the response; whoever scores does not look for one."""
+
+
+def every_k(most: int) -> list[int]:
+    """The k's that are told of `most` samples: powers of two, and all of them. One try is worth its mean."""
+    return sorted({*(2**power for power in range(1, most.bit_length())), most} - {1})
+
+
+class SampledPrompts:
+    """The samples of some prompts. All arrays have one entry per sample; those of a prompt stand in the order of their numbers."""
+
+    def __init__(self, prompts: np.ndarray, correct: np.ndarray, scores: np.ndarray, answers: np.ndarray) -> None:
+        """`prompts` int64: any numbers. `answers` int64: within a prompt equal numbers are equal answers, from 0 on; or as above."""
+        _, numbers = np.unique(prompts, return_inverse=True)
+        order = np.argsort(numbers, kind="stable")
+        self.prompt = numbers[order]
+        """0 to P - 1, ascending."""
+        self.correct, self.scores = correct[order].astype(np.float64), scores[order].astype(np.float64)
+        self.answers = answers[order]
+        self.samples = np.bincount(self.prompt)
+        """[P] how many each prompt has."""
+        self.first = order[np.cumsum(self.samples) - self.samples]
+        """[P] one sample of each prompt, as a place in the arrays that were given."""
+        self.place = np.arange(len(order)) - (np.cumsum(self.samples) - self.samples)[self.prompt]
+        """0 to n - 1 within the prompt."""
+
+    def passed(self, k: int) -> np.ndarray:
+        """[P] The probability that one of k samples is correct, 1 - C(n - c, k) / C(n, k); NaN with fewer than k samples."""
+        right = np.bincount(self.prompt, weights=self.correct).astype(np.int64)
+        pairs, which = np.unique(np.stack([self.samples, right]), axis=1, return_inverse=True)
+        values = [1 - comb(n - c, k) / comb(n, k) if n >= k else np.nan for n, c in pairs.T.tolist()]
+        return np.array(values)[which.reshape(-1)]
+
+    def best(self, k: int) -> np.ndarray:
+        """[P] The expected highest score of k samples; NaN with fewer than k. Of n samples the i-th lowest is the highest of
+        C(i - 1, k - 1) of the C(n, k) choices."""
+        sizes, which = np.unique(self.samples, return_inverse=True)
+        weights = np.full((len(sizes), int(self.samples.max(initial=0))), np.nan)
+        for row, n in enumerate(sizes.tolist()):
+            if n >= k:
+                weights[row, :n] = [comb(i, k - 1) / comb(n, k) for i in range(n)]
+        return np.bincount(self.prompt, weights=self._ascending * weights[which[self.prompt], self.place])
+
+    @cached_property
+    def _ascending(self) -> np.ndarray:
+        """The scores, each prompt's in their own order."""
+        return self.scores[np.lexsort((self.scores, self.prompt))]
+
+    def majority(self, k: int) -> np.ndarray:
+        """[P] How often the most frequent answer of k samples is correct, where several are equally frequent their mean; NaN with fewer
+        than k samples, and where answers are not read. Samples without an answer do not vote; a vote of nobody is wrong."""
+        votes = self.samples // k
+        first_vote = np.cumsum(votes) - votes
+        vote = first_vote[self.prompt] + self.place // k
+        counted = (self.place < (votes * k)[self.prompt]) & (self.answers >= 0)
+        # Samples of one vote with one answer are a party.
+        answers = int(self.answers.max(initial=0)) + 1
+        parties, party, sizes = np.unique(vote[counted] * answers + self.answers[counted], return_inverse=True, return_counts=True)
+        value = np.bincount(party, weights=self.correct[counted], minlength=len(parties)) / sizes
+        of_vote = parties // answers
+        largest = np.zeros(int(votes.sum()), dtype=np.int64)
+        np.maximum.at(largest, of_vote, sizes)
+        won = sizes == largest[of_vote]
+        winners = np.bincount(of_vote[won], minlength=len(largest))
+        outcome = np.bincount(of_vote[won], weights=value[won], minlength=len(largest)) / np.maximum(winners, 1)
+        total = np.bincount(np.repeat(np.arange(len(votes)), votes), weights=outcome, minlength=len(votes))
+        reads = np.bincount(self.prompt, weights=self.answers != READS_NONE) > 0
+        return np.where((votes > 0) & reads, total / np.maximum(votes, 1), np.nan)
+
+
+AT_K: dict[str, Callable[[SampledPrompts, int], np.ndarray]] = {
+    "pass": SampledPrompts.passed,
+    "best": SampledPrompts.best,
+    "maj": SampledPrompts.majority,
+}

@@ -1,0 +1,84 @@
+"""What a validation measures, from rows by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roll_lite.algorithms.at_k import NO_ANSWER, READS_NONE
+from roll_lite.data.proto import DataProto, object_column
+from roll_lite.pipeline.held_out import held_out_metrics
+
+Prompt = tuple[str, str, list[int], list[int]]
+"""Domain, part, whether each sample is correct, and its answer."""
+
+
+def rows_of(*prompts: Prompt) -> DataProto:
+    correct = [float(one) for *_, verdicts, _ in prompts for one in verdicts]
+    return DataProto(
+        {
+            "sample": torch.arange(len(correct)),
+            "group": torch.tensor([number for number, (*_, verdicts, _) in enumerate(prompts) for _ in verdicts]),
+            "domain": object_column([domain for domain, _, verdicts, _ in prompts for _ in verdicts]),
+            "part": object_column([part for _, part, verdicts, _ in prompts for _ in verdicts]),
+            "correct": torch.tensor(correct),
+            "score": torch.tensor(correct) * 2,
+            "response_length": torch.arange(len(correct)),
+            "answer": torch.tensor([answer for *_, answers in prompts for answer in answers]),
+        }
+    )
+
+
+def test_by_domain_by_part_and_over_all_by_hand() -> None:
+    """One of two right: one choice of two has it, and the vote is tied. A prompt with one sample left has no pairs."""
+    rows = rows_of(
+        ("maths", "level:1", [1, 1], [0, 0]),
+        ("maths", "level:2", [1, 0], [0, 1]),
+        ("maths", "level:2", [0, 0], [0, NO_ANSWER]),
+        ("maths", "level:3", [1], [0]),
+        ("code", "", [0, 1], [READS_NONE, READS_NONE]),
+    )
+    assert held_out_metrics(rows, 2).values() == pytest.approx(
+        {
+            "validation/accuracy": 5 / 9,
+            "validation/reward": 10 / 9,
+            "validation/response_tokens": 4.0,
+            "validation/pass@2": 3 / 4,
+            "validation/best@2": 6 / 4,
+            "validation/maj@2": 1.5 / 3,
+            "domain/maths/validation/accuracy": 4 / 7,
+            "domain/maths/validation/reward": 8 / 7,
+            "domain/maths/validation/response_tokens": 3.0,
+            "domain/maths/validation/pass@2": 2 / 3,
+            "domain/maths/validation/best@2": 4 / 3,
+            "domain/maths/validation/maj@2": 1.5 / 3,
+            "domain/maths/level:1/validation/accuracy": 1.0,
+            "domain/maths/level:1/validation/reward": 2.0,
+            "domain/maths/level:1/validation/response_tokens": 0.5,
+            "domain/maths/level:1/validation/pass@2": 1.0,
+            "domain/maths/level:1/validation/best@2": 2.0,
+            "domain/maths/level:1/validation/maj@2": 1.0,
+            "domain/maths/level:2/validation/accuracy": 1 / 4,
+            "domain/maths/level:2/validation/reward": 2 / 4,
+            "domain/maths/level:2/validation/response_tokens": 3.5,
+            "domain/maths/level:2/validation/pass@2": 1 / 2,
+            "domain/maths/level:2/validation/best@2": 1.0,
+            "domain/maths/level:2/validation/maj@2": 0.25,
+            "domain/maths/level:3/validation/accuracy": 1.0,
+            "domain/maths/level:3/validation/reward": 2.0,
+            "domain/maths/level:3/validation/response_tokens": 6.0,
+            "domain/code/validation/accuracy": 0.5,
+            "domain/code/validation/reward": 1.0,
+            "domain/code/validation/response_tokens": 7.5,
+            "domain/code/validation/pass@2": 1.0,
+            "domain/code/validation/best@2": 2.0,
+        }
+    )
+
+
+def test_one_sample_is_worth_its_mean() -> None:
+    names = held_out_metrics(rows_of(("maths", "", [1], [0])), 1).values()
+    assert names == {f"{prefix}validation/{name}": names[f"validation/{name}"] for prefix in ("", "domain/maths/") for name in MEANS}
+
+
+MEANS = ("accuracy", "reward", "response_tokens")
