@@ -47,7 +47,7 @@ REMARK = re.compile(r"\s*(?:\((?!\s*\\?p?mod\b)|[.!](?=\s)|\b(?:an?|in|for|on|at
 RATE = re.compile(r"\s*\b(?:in|for|per|each|every)\s+(?:every\s+)?\d+\Z")
 """5 in 6 is no 5."""
 HEDGED = re.compile(r"[.;,(]\s*(?:or|alternatively|maybe|perhaps)\b[\s,]*[$\\(+-]*\d", re.IGNORECASE)
-GOES_ON = re.compile(r"(?:[√π^!]|\s?:\s?(?=\d))[^\s,;]*")
+GOES_ON = re.compile(r"(?:[√π^!]|(?<=\b0)[xob](?=[\da-f])|\s?:\s?(?=\d))[^\s,;]*", re.IGNORECASE)
 """Signs that math-verify's search in running text does not know."""
 SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
 """In front of an equals sign: what is behind it is one of several answers."""

@@ -18,6 +18,7 @@ NUMBER = re.compile(rf"(?P<sign>[+-]?)\s*(?P<digits>{DIGITS})(?P<exponent>[eE][+
 REPEATING = re.compile(r"(?P<sign>[+-]?)\s*(?P<whole>\d*)\.(?P<first>\d*)\\overline\s*\{(?P<again>\d+)\}")
 MONEY = re.compile(rf"([+-]?)\s*(?:\\text\s*\{{\s*({CURRENCY})\s*\}}|({CURRENCY}))\s*([+-]?)\s*(?=[\d.])")
 NUMERAL = re.compile(r"([\dA-Z]*\d[\dA-Z]*)_\{?(\d{1,2}|[a-z]+)\}?")
+LITERAL = re.compile(r"([+-]?)0([xX](?=[\da-fA-F])|[oO](?=[0-7])|[bB](?=[01]))0*([\da-fA-F]+)")
 MIXED_NUMBER = re.compile(r"([+-]?\d+)\s+(\d+)/(\d+)")
 FRACTION = re.compile(rf"([+-]?)({DIGITS})\s*/\s*([+-]?)({DIGITS})")
 LATEX_FRACTION = re.compile(
@@ -118,8 +119,10 @@ def quantity(text: str) -> Quantity | None:
 
 
 def numeral(text: str) -> tuple[str, int] | None:
-    r"""Digits and base of 1001_2 or 2A_{\text{twelve}}. It is worth a number, but whoever asks for one form does not mean the other."""
+    r"""Digits and base of 1001_2, 2A_{\text{twelve}} or 0x2A. Worth a number, and whoever asks for one does not mean the other."""
     text = re.sub(r"\\(?:text|mathrm|textbf)\s*\{\s*(\w+)\s*\}", r"\1", unwrapped(text, DELIMITERS))
+    if literal := LITERAL.fullmatch(text):
+        return literal[1].replace("+", "") + literal[3].upper(), {"x": 16, "o": 8, "b": 2}[literal[2].lower()]
     found = NUMERAL.fullmatch(re.sub(r"\((\w+)\)(?=_)", r"\1", text.replace(" ", "")))
     if found is None:
         return None

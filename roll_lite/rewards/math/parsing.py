@@ -10,7 +10,7 @@ from typing import Any
 
 from roll_lite.rewards.answer_extraction import HAN, last_boxed
 from roll_lite.rewards.math.notation import as_latex
-from roll_lite.rewards.math.numbers import PlainNumber, plain_number, quantity, unwrapped
+from roll_lite.rewards.math.numbers import PlainNumber, numeral, plain_number, quantity, unwrapped
 
 Parsed = list[Any]
 """What math-verify makes of a text: sympy expressions, and strings that it could not read."""
@@ -24,6 +24,8 @@ WORDS = re.compile(rf"[A-Za-z]{{2,}}|[{HAN}]")
 NO_WORDS = re.compile(
     r"\\text\{[^{}]*\}|\\(?:begin|end)\{[a-z]+\*?\}|\\[A-Za-z]+|(?<![A-Za-z])(?:sqrt|sin|cos|tan|log|ln|exp|pi)(?![A-Za-z])"
 )
+IN_DOLLARS = re.compile(r"\$[^$\n]*[\w)}]\*\*[\w({-][^$\n]*\$")
+"""A formula with powers as Python writes them."""
 LONGEST_FORMULA = 2000
 PRECISION = 30
 """Digits of a decimal."""
@@ -35,7 +37,9 @@ def is_formula(text: str) -> bool:
     if not text or len(text) > LONGEST_FORMULA or "\n" in text or "#" in text:
         return False
     plain = unwrapped(text)
-    return not (DELIMITED.search(plain) or WORDS.search(NO_WORDS.sub(" ", plain))) or quantity(text) is not None
+    return (
+        not (DELIMITED.search(plain) or WORDS.search(NO_WORDS.sub(" ", plain))) or quantity(text) is not None or numeral(text) is not None
+    )
 
 
 def parse_whole(text: str) -> Parsed:
@@ -63,7 +67,8 @@ def parsed_number(number: PlainNumber) -> Parsed:
 
 def searched(text: str) -> tuple[str, Parsed]:
     """What math-verify finds in running text, as it stands there and as it reads it; ("", []) where it finds nothing."""
-    parsed = library().parse(text.replace("\\$", ""), [_latex(), _plain_text()], parsing_timeout=None)
+    text = IN_DOLLARS.sub(lambda one: one[0].replace("**", "^"), text.replace("\\$", ""))
+    parsed = library().parse(text, [_latex(), _plain_text()], parsing_timeout=None)
     if not parsed:
         return "", []
     return next((part for part in parsed if isinstance(part, str)), "") or str(parsed[0]), parsed

@@ -71,11 +71,10 @@ class MathReward(RewardType):
 
     A unit may be missing on either side; units of measurement and currencies that both have must fit: 12 m is 1200 cm, not 12 cm. 50% is
     0.5, and 50 as well. Several formulas in a reference are a list: all of them, as often as there, in any order. Numerals such as `1001_2`
-    and times such as 10:30 are equal to themselves only; 2:3 is 4:6, not 2/3. 5 less, 5 more and 5 fewer are 5; 5 less than 12 is no
-    number, nor is 5 squared or 5 and a half. A response without an answer, or one that takes longer than
-    `cpu_limit_s`, is wrong; a reference answer that cannot be read is a failure. Of a reference with "####", as GSM8K has them, what is
-    behind it counts; one in words, such as no solution, is compared as text, without regard to case. `extracted` in the details is what
-    was compared.
+    and 0x2F, and times such as 10:30, are equal to themselves only; 2:3 is 4:6, not 2/3. 5 less, 5 more and 5 fewer are 5; 5 less than 12
+    is no number, nor is 5 squared or 5 and a half. A response without an answer, or one that takes longer than `cpu_limit_s`, is wrong; a
+    reference answer that cannot be read is a failure. Of a reference with "####", as GSM8K has them, what is behind it counts; one in
+    words, such as no solution, is compared as text, without regard to case. `extracted` in the details is what was compared.
 
     ```yaml
     reward:
