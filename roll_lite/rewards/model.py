@@ -16,7 +16,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.placeholders import chat_as_text, checked_template, columns_in, filling, is_chat, template_parts
+from roll_lite.rewards.placeholders import checked_template, columns_in, filled, filling, is_chat
 from roll_lite.rewards.reward_type import RewardType
 
 ScoredText = str | list[dict[str, str]]
@@ -101,12 +101,12 @@ class ModelReward(RewardType):
     def read_by_it(self, sample: RewardInput) -> ScoredText:
         """What the reward model reads of a sample; RewardFailed where a column is missing."""
         if self.template != CHAT:
-            return _filled(self.template, sample)
+            return filled(self.template, sample, "model")
         response = {"role": "assistant", "content": str(filling("response", sample))}
         asked = filling(self.question[1:-1], sample) if self.question.startswith("{") else None
         if is_chat(asked):
             return [*asked, response]
-        return [{"role": "user", "content": _filled(self.question, sample)}, response]
+        return [{"role": "user", "content": filled(self.question, sample, "model")}, response]
 
     def score_of(self, output: float) -> Score:
         if not math.isfinite(output):
@@ -120,18 +120,3 @@ class ModelReward(RewardType):
 def nothing(sample: RewardInput) -> float:
     """What further terms and the format of such a domain are added to before the model's output comes."""
     return 0.0
-
-
-def _filled(template: str, sample: RewardInput) -> str:
-    parts = []
-    for text, name in template_parts(template):
-        parts.append(text)
-        if name is not None:
-            value = filling(name, sample)
-            if is_chat(value):
-                value = chat_as_text(value)
-            if not isinstance(value, str | int | float) or isinstance(value, bool):
-                what = "is missing" if value is None else f"must be a string or a number, got {value!r:.80}"
-                raise RewardFailed(f"reward model: column {name!r}, a placeholder of the template, {what}")
-            parts.append(str(value))
-    return "".join(parts)

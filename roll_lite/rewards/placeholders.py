@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from string import Formatter
@@ -10,6 +11,7 @@ from typing import Any, TypeGuard
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.answer_extraction import after_thinking
+from roll_lite.rewards.base import RewardFailed
 
 QUESTION = "question"
 
@@ -34,6 +36,18 @@ OF_THE_SAMPLE = ("prompt", "response", "answer", QUESTION)
 
 def columns_in(template: str) -> tuple[str, ...]:
     return tuple(name for name in placeholders(template) if name not in OF_THE_SAMPLE)
+
+
+def filled(template: str, sample: RewardInput, reward: str, response: str | None = None) -> str:
+    """In one go: braces in a prompt or a response are never looked at. `response`: in place of the sample's own."""
+    parts = []
+    for text, name in template_parts(template):
+        value = "" if name is None else response if name == "response" and response is not None else filling(name, sample)
+        if value is None:
+            raise RewardFailed(f"reward {reward}: the template has {{{name}}}, which this sample has not")
+        value = chat_as_text(value) if is_chat(value) else value
+        parts += [text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)]
+    return "".join(parts)
 
 
 def filling(name: str, sample: RewardInput) -> Any:

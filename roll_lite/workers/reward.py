@@ -22,9 +22,7 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy, SlowStart, until_silent
 from roll_lite.distributed.rank_group import kill_stopped
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.registry import build_reward
 from roll_lite.rewards.running.batch_scorer import BatchScorer, Scored, slow_start, time_out
-from roll_lite.rewards.text.format import format_check
 
 BATCH_SECONDS = 0.05
 """How much work goes into one call: much longer than the call's own cost, short enough that nobody waits for a neighbour."""
@@ -53,9 +51,7 @@ class RewardWorker:
     def prepare(self) -> tuple[bool, bool, str]:
         """Find the functions and pay for their first calls before the first sample; tells whether any is async, any takes lists, and what
         the user should know."""
-        reward = build_reward(self._config, self._path)
-        reward.warm()
-        self._scorer = BatchScorer(reward, self._config.timeout_s, format_check(self._config))
+        self._scorer, reward = BatchScorer.of(self._config, self._path)
         return reward.is_async, reward.is_batched, reward.describe()
 
     def score(self, items: dict[int, RewardInput]) -> Scored:

@@ -11,7 +11,7 @@ import pytest
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput
 from roll_lite.rewards.answer_extraction import after_thinking, all_boxed, complete, finished, last_tagged, without_thinking
-from roll_lite.rewards.http.judge_template import filled
+from roll_lite.rewards.http.judge import JudgeReward
 from roll_lite.rewards.placeholders import filling
 from roll_lite.rewards.registry import build_reward
 from roll_lite.rewards.running.time_limit import limited
@@ -144,6 +144,7 @@ def test_what_looks_at_the_whole_response_finds_none_where_it_was_cut() -> None:
 
 def test_a_judge_is_told_of_the_cut_and_a_reward_model_reads_what_there_is() -> None:
     cut = sample_of("It is 1. The answer is 12", "length")
-    assert filled("[{response}]", cut) == "[It is 1.\n[The response was cut at its limit of tokens.]]"
-    assert filled("[{response}]", replace(cut, finish_reason="stop")) == "[It is 1. The answer is 12]"
+    judge = JudgeReward(server="main", template="[{response}]")
+    assert judge.question_about(cut) == "[It is 1.\n[The response was cut at its limit of tokens.]]"
+    assert judge.question_about(replace(cut, finish_reason="stop")) == "[It is 1. The answer is 12]"
     assert filling("response", cut) == cut.response

@@ -53,12 +53,10 @@ def test_the_question_is_the_prompt_without_the_policys_template() -> None:
     assert scored_text(sample("<b>1+1?</b>", question="1+1?"), template=template) == "1+1? -> 2", "the data's own column of this name"
 
 
-@pytest.mark.parametrize(
-    ("columns", "problem"), [({}, "'topic'.*is missing"), ({"topic": ["a"]}, r"must be a string or a number, got \['a'\]")]
-)
-def test_a_placeholder_without_a_text_is_a_failure(columns: dict[str, Any], problem: str) -> None:
-    with pytest.raises(RewardFailed, match=problem):
-        scored_text(sample(**columns), template="{topic}{response}")
+def test_a_placeholder_that_the_sample_has_not_is_a_failure() -> None:
+    with pytest.raises(RewardFailed, match=r"reward model: the template has \{topic\}, which this sample has not"):
+        scored_text(sample(), template="{topic}{response}")
+    assert scored_text(sample(topic=["a"]), template="{topic}{response}") == '["a"] 2'
 
 
 def test_outputs_become_scores() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from roll_lite.config.arithmetic import group_size, held_out_sampling, requests, updates
 from roll_lite.config.checks.algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
@@ -35,7 +36,7 @@ EXPERIMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 Check = Callable[[RunConfig], Iterable[Problem]]
-DomainCheck = Callable[[RunConfig, str, DomainConfig], Iterable[Problem]]
+SectionCheck = Callable[[RunConfig, str, Any], Iterable[Problem]]
 
 
 def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
@@ -43,10 +44,10 @@ def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[
     `files`: those that paths lead to are looked at."""
     of_run = (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *(FILE_CHECKS if files else ()), *further)
     found = [problem for one in of_run for problem in readable(one(config))]
-    found += readable(_each_domain(config, (*DOMAIN_CHECKS, *DOMAIN_ALGORITHM_CHECKS, *(DOMAIN_FILE_CHECKS if files else ()))))
+    for sections, checks in SECTION_CHECKS.items():
+        found += readable(_each(config, sections, checks))
+    found += readable(_each(config, "domains", DOMAIN_FILE_CHECKS if files else ()))
     found += [problem for role in ("actor_train", "actor_infer", "reference", "critic") for problem in readable(_role(config, role))]
-    found += readable(_reward_models(config))
-    found += readable(_judges(config))
     if not allow_scripted:
         found += readable(_no_scripted_engine(config))
     return found
@@ -63,10 +64,10 @@ def readable(problems: Iterable[Problem]) -> list[Problem]:
     return found
 
 
-def _each_domain(config: RunConfig, checks: Sequence[DomainCheck]) -> Iterator[Problem]:
-    for name, domain in config.domains.items():
+def _each(config: RunConfig, sections: str, checks: Sequence[SectionCheck]) -> Iterator[Problem]:
+    for name, section in getattr(config, sections).items():
         for one in checks:
-            yield from readable(one(config, f"domains.{name}", domain))
+            yield from readable(one(config, f"{sections}.{name}", section))
 
 
 def _role(config: RunConfig, name: str) -> Iterator[Problem]:
@@ -76,18 +77,6 @@ def _role(config: RunConfig, name: str) -> Iterator[Problem]:
             yield from readable(one(config, name, role))
         if hasattr(role, "optimizer"):
             yield from readable(_optimizer(f"{name}.optimizer", role.optimizer, updates(config, name)))
-
-
-def _reward_models(config: RunConfig) -> Iterator[Problem]:
-    for name, model in config.reward_models.items():
-        for one in (*ROLE_CHECKS, *REWARD_MODEL_CHECKS):
-            yield from readable(one(config, f"reward_models.{name}", model))
-
-
-def _judges(config: RunConfig) -> Iterator[Problem]:
-    for name, judge in config.judges.items():
-        for one in (*ROLE_CHECKS, *JUDGE_CHECKS):
-            yield from readable(one(config, f"judges.{name}", judge))
 
 
 # ---------------------------------------------------------------- the whole run
@@ -237,7 +226,12 @@ def _template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Pr
         yield Problem(f"{path}.template.text", "is only used by type: plain; remove it", template.text)
 
 
-DOMAIN_CHECKS = (_domain_name, _token_limits, _template, *REWARD_CHECKS)
+SECTION_CHECKS: dict[str, Sequence[SectionCheck]] = {
+    "domains": (_domain_name, _token_limits, _template, *REWARD_CHECKS, *DOMAIN_ALGORITHM_CHECKS),
+    "reward_models": (*ROLE_CHECKS, *REWARD_MODEL_CHECKS),
+    "judges": (*ROLE_CHECKS, *JUDGE_CHECKS),
+}
+"""Of sections that the user names."""
 
 
 # ---------------------------------------------------------------- one optimizer

@@ -27,11 +27,11 @@ from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput, Score
+from roll_lite.rewards.answer_extraction import CUT, finished, is_cut
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, Service, of_running_loop, several, shared
-from roll_lite.rewards.http.judge_template import filled
 from roll_lite.rewards.http.verdict import Verdict, VerdictParser, checked_pattern, checked_scale
-from roll_lite.rewards.placeholders import checked_template, columns_in
+from roll_lite.rewards.placeholders import checked_template, columns_in, filled
 from roll_lite.rewards.reward_type import Unshown
 from roll_lite.rewards.running.verdict_cache import VerdictCache, cache_key
 
@@ -57,7 +57,7 @@ CREDENTIAL = re.compile(
 """Names under which services take a key; `prompt_cache_key` is none."""
 AGAIN_TEMPERATURE = 0.7
 """Of a second question, where the first was greedy: the same one would get the same answer."""
-CUT = "\0cut"
+UNFINISHED = "\0cut"
 """In place of what a judge says that did not come to its end."""
 SHOWN_CHARACTERS = 200
 KEPT_CHARACTERS = 1000
@@ -152,7 +152,7 @@ class JudgeReward(AskingReward):
             cache_file=self.cache_file,
         )
         questions = of_running_loop(("judge", settings), lambda: _questions(settings))
-        text = filled(self.template, sample)
+        text = self.question_about(sample)
         request: dict[str, Any] = {"model": self.model, "temperature": self.temperature}
         request |= {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
         request |= {"stop": list(self.stop)} if self.stop else {}
@@ -161,6 +161,10 @@ class JudgeReward(AskingReward):
         parser = _parser(self.pattern, None if self.choices is None else tuple(self.choices.items()), self.scale)
         verdict, said = await _verdict(questions, request | (self.extra_body or {}), parser, self.asks)
         return Score(verdict.value, None, {"extracted": verdict.extracted, "verdict": said[:KEPT_CHARACTERS]})
+
+    def question_about(self, sample: RewardInput) -> str:
+        """What the judge is asked. Of a response that was cut it reads what may be an answer, and that it was cut."""
+        return filled(self.template, sample, "judge", finished(sample) + (f"\n[The response was {CUT}.]" if is_cut(sample) else ""))
 
     def needs_answer(self) -> bool:
         return "answer" in placeholders(self.template)
@@ -245,7 +249,7 @@ class Questions:
             ) from None
         if text is not None and not isinstance(text, str):
             raise RewardFailed(f"reward judge: {url}: the message's content is no string: {text!r:.80}")
-        return CUT if is_cut else text or ""
+        return UNFINISHED if is_cut else text or ""
 
 
 async def _verdict(questions: Questions, request: dict[str, Any], parser: VerdictParser, asks: int) -> tuple[Verdict, str]:
@@ -253,13 +257,13 @@ async def _verdict(questions: Questions, request: dict[str, Any], parser: Verdic
     for number in range(asks):
         again = {"temperature": max(request["temperature"], AGAIN_TEMPERATURE)} if number else {}
         said, key = await questions.ask(request | again)
-        verdict = None if said == CUT else parser(said)
+        verdict = None if said == UNFINISHED else parser(said)
         if verdict is not None:
             if key:
                 questions.cache.put(key, said)
             return verdict, said
     asked = f"asked {asks} times, the judge" if asks > 1 else "the judge"
-    problem = "did not finish within max_tokens" if said == CUT else f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
+    problem = "did not finish within max_tokens" if said == UNFINISHED else f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
     raise RewardFailed(f"reward judge: {asked} {problem}")
 
 

@@ -9,13 +9,15 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import RewardFailed, RewardFunction
+from roll_lite.rewards.registry import build_reward
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 from roll_lite.rewards.terms.combine import Reward
-from roll_lite.rewards.text.format import FormatCheck
+from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
 """How long a call waits for what is under way: others want to join it."""
@@ -76,6 +78,13 @@ class BatchScorer:
         self._runner: asyncio.Runner | None = None
         self._under_way: list[_Entry] = []
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    def of(cls, config: RewardConfig, path: str) -> tuple[Self, Reward]:
+        """Ready to score, with its reward, whose section is at `path`; ValueError for a mistake in it."""
+        reward = build_reward(config, path)
+        reward.warm()
+        return cls(reward, config.timeout_s, format_check(config)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
         """`items` by numbers that the caller gives them. What is not begun when the slice is over comes back without a result; what is

@@ -14,9 +14,7 @@ from typing import Self
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.registry import build_reward
 from roll_lite.rewards.running.batch_scorer import BatchScorer, slow_start, time_out
-from roll_lite.rewards.text.format import format_check
 
 GRACE_SECONDS = 1.0
 """A reward's own time-out comes first: it ends what can be interrupted, and says more."""
@@ -104,12 +102,10 @@ def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # what a function prints must not stand in the table
     try:
-        reward = build_reward(config, path)
-        reward.warm()
+        scorer, _ = BatchScorer.of(config, path)
     except ValueError as error:
         connection.send(str(error))
         return
-    scorer = BatchScorer(reward, config.timeout_s, format_check(config))
     connection.send(None)
     with suppress(EOFError):
         while True:
