@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import inspect
 import itertools
 import json
@@ -68,8 +69,10 @@ class Wire:
 
     def wait(self) -> None:
         """Until the program has been read."""
-        if not self._incoming.readline(LONGEST):
-            self.end(ProgramFault("the program ended before its tests"))
+        with contextlib.suppress(ConnectionError):
+            if self._incoming.readline(LONGEST):
+                return
+        self.end(ProgramFault("the program ended before its tests"))
 
     def end(self, why: Cannot | ProgramFault) -> NoReturn:
         self.over = self.over or why
@@ -277,9 +280,9 @@ class Wire:
         try:
             while message:
                 message = message[os.write(self._file, message) :]
+            line = self._incoming.readline(LONGEST)
         except ConnectionError:
             self.end(ProgramFault("the program ended during its tests"))
-        line = self._incoming.readline(LONGEST)
         self._longest_answer = max(self._longest_answer, len(line))
         if len(line) == LONGEST:
             self.end(ProgramFault(f"the program returned a value of more than {LONGEST >> 20} MB"))

@@ -124,3 +124,38 @@ def test_answers_of_a_program_that_speaks_the_wire_itself_are_no_pass() -> None:
         program = f"import json, os\ndef f(x):\n    for _ in range(3): os.write(4, json.dumps({sent!r}).encode() + b'\\n')\n    os._exit(0)"
         said = verdict(program, "x, want = [1], [1, 2]\nassert f(x) == want\nassert want == [1, 2]", test_s=1.0)
         assert said != "passed" and not said.startswith("cause"), (sent, said)
+
+
+def test_a_program_that_ends_raises_nothing_that_tests_could_expect() -> None:
+    """A question that it has not read makes the end of the socket another error."""
+    tests = "try:\n    str(f(0))\nexcept Exception: pass\nelse: assert False"
+    assert verdict("def f(x): raise ValueError", tests) == "passed"
+    ends = 'import os, time\ndef f(x):\n    os.write(4, b\'{"value": {"r": 0}}\\n\')\n    time.sleep(0.3)\n    os._exit(0)'
+    assert verdict(ends, tests).startswith("test 1: failed: the program ended during its tests")
+
+
+RAW = "import json, os\ndef f(*x):\n    os.write(4, json.dumps({}).encode() + b'\\n')\n    os._exit(0)"
+FORGED = {
+    "to be awaited": ({"value": {"r": 0}, "later": True, "awaitable": "x"}, "assert f(1) == 5"),
+    "to be awaited, and plain": ({"value": 5, "later": True, "awaitable": "x"}, "import asyncio\nassert asyncio.run(f(1)) == 6"),
+    "a function that the tests never gave": ({"value": {"r": {"function": 0}}}, "assert f(1) == 5"),
+    "a function that they gave": ({"value": {"r": {"function": 0}}}, "assert f(lambda: 1)() == 5"),
+    "a type that ends": ({"value": {"r": "builtins.SystemExit"}}, "assert f(1)(0) == 5"),
+    "a function that ends": ({"value": {"r": "builtins.exit"}}, "assert f(1)(0) == 5"),
+    "an end as an error": ({"error": ["builtins.SystemExit"], "with": [0]}, "assert f(1) == 5"),
+    "an end of a loop": ({"error": ["builtins.StopIteration"], "with": []}, "for x in [1]:\n    assert f(1) == 5"),
+    "a failed import": ({"error": ["builtins.ImportError"], "with": ["x"], "attributes": {"of_program": None}}, "assert f(1) == 5"),
+    "no kind of error": ({"error": [], "with": []}, "assert f(1) == 5"),
+    "a call of nothing": ({"back": -1, "args": [], "kwargs": {}, "now": {}}, "assert f(1) == 5"),
+    "a call with no arguments": ({"back": 0, "args": 5, "kwargs": {}, "now": {}}, "assert f(lambda: 5) == 5"),
+    "a call and a question": ({"input": None, "back": 0}, "assert f(lambda: 5) == 5"),
+    "an object of no number": ({"value": {"r": None}}, "assert f(1) == 5"),
+    "objects in a set": ({"value": {"s": [{"r": 0}, {"r": 1}]}}, "assert f(1) == {5}"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_forged_answers_of_every_kind_are_wrong(case: str) -> None:
+    sent, tests = FORGED[case]
+    said = verdict(RAW.replace("{}", repr(sent)), tests, test_s=1.0)
+    assert said != "passed" and not said.startswith("cause"), said
