@@ -28,6 +28,8 @@ OBSERVING = ("size", "bool", "str", "repr", "how to compare", "plain for", "isin
 """Uses that change nothing."""
 RUNNERS = ("unittest", "doctest", "pytest", "_pytest", "nose")
 """Modules whose exceptions tell a test runner to skip or to stop."""
+NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+"""What reading an answer may raise that no program of ours has sent."""
 OURS = (__file__, stand_ins.__file__)
 ENDING_OTHERS = ("<lambda>", "<genexpr>")
 """Code whose loop, somewhere else, an end of an iterator would end."""
@@ -169,7 +171,7 @@ class Wire:
             self._links.follow(dict(answer.get("now", {})))
             self._see(json.dumps([what, which, *given]), answer, what)
             value, error = self._read(answer)
-        except (ValueError, TypeError, LookupError, RecursionError):
+        except NO_ANSWER:
             self.end(ProgramFault("the program sent what is no answer"))
         if error is not None:
             raise error
@@ -264,7 +266,7 @@ class Wire:
             self._links.follow(dict(asked["now"]))
             function = self.find({"function": asked["back"]})
             args, kwargs = [self._take(one) for one in asked["args"]], {str(key): self._take(one) for key, one in asked["kwargs"].items()}
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        except NO_ANSWER:
             self.end(ProgramFault("the program sent what is no answer"))
         said: dict[str, Any]
         try:
@@ -288,7 +290,7 @@ class Wire:
             self.end(ProgramFault(f"the program returned a value of more than {LONGEST >> 20} MB"))
         try:
             answer = json.loads(line) if line.endswith(b"\n") else None
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, MemoryError):
             answer = None
         if not isinstance(answer, dict):
             self.end(ProgramFault("the program ended during its tests"))

@@ -150,6 +150,7 @@ FORGED = {
     "a call with no arguments": ({"back": 0, "args": 5, "kwargs": {}, "now": {}}, "assert f(lambda: 5) == 5"),
     "a call and a question": ({"input": None, "back": 0}, "assert f(lambda: 5) == 5"),
     "an object of no number": ({"value": {"r": None}}, "assert f(1) == 5"),
+    "an object of a number without end": ({"value": {"r": 10**400}}, "assert f(1) == 5"),
     "objects in a set": ({"value": {"s": [{"r": 0}, {"r": 1}]}}, "assert f(1) == {5}"),
 }
 
