@@ -13,8 +13,7 @@ from pathlib import Path
 import yaml
 
 from roll_lite.config.arithmetic import derive, render
-from roll_lite.config.checks.layout import sharing_notes
-from roll_lite.config.checks.secrets import plain_secrets
+from roll_lite.config.checks.notes import notes_on
 from roll_lite.config.compose.overrides import COMMAND_LINE, alternatives
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError, Problem, hidden
@@ -75,7 +74,7 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
     _print(config)
     if parsed.cfg:
         return 0
-    notes = "".join(f"\nnote: {note}" for note in (*sharing_notes(config), *plain_secrets(config)))
+    notes = "".join(f"\nnote: {note}" for note in notes_on(config))
     sys.stderr.write(f"\n{render(derive(config))}\n{notes}\n" if notes else f"\n{render(derive(config))}\n")
     return 0
 

@@ -16,8 +16,7 @@ import yaml
 
 from roll_lite.config.arithmetic import roles
 from roll_lite.config.checkpoint_files import CONFIG_FILE, resumption
-from roll_lite.config.checks.layout import sharing_notes
-from roll_lite.config.checks.secrets import plain_secrets
+from roll_lite.config.checks.notes import notes_on
 from roll_lite.config.problems import first_line
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.rank_group import WATCH
@@ -64,7 +63,7 @@ def announce(config: RunConfig, journal: Journal) -> None:
     if config.checkpoint.resume is not None:
         for note in resumption(config.checkpoint.resume).notes:
             journal.console.message(note)
-    for note in (*sharing_notes(config), *plain_secrets(config)):
+    for note in notes_on(config):
         journal.console.message(note)
     journal.console.message(f"{config.experiment}: everything is written to {journal.folder}; starting Ray")
 

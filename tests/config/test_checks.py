@@ -11,6 +11,7 @@ from config_project import Project
 from roll_lite.config.checks import layout as check_layout
 from roll_lite.config.checks.across import readable
 from roll_lite.config.checks.layout import sharing_notes
+from roll_lite.config.checks.rollout import staleness_notes
 
 CRITIC = "critic: {}\nalgorithm: {advantage: {name: gae}}\n"
 TWO_SIZES = "domains: {add: {samples_per_prompt: 6}}\n"
@@ -375,3 +376,11 @@ def test_roles_that_stay_on_the_same_gpus_are_told(project: Project, monkeypatch
     assert note.startswith("actor_train and actor_infer share device 1 and both stay in its memory")
     assert sharing_notes(project.load(*both, "actor_infer.offload=true")) == []
     assert sharing_notes(project.load("actor_train.devices=[0]", "actor_infer.devices=[1]")) == []
+
+
+def test_stale_samples_that_nothing_weighs_are_told(project: Project) -> None:
+    (note,) = staleness_notes(project.load("rollout.supply=async"))
+    assert note.startswith("rollout.supply: async trains on samples of older weights")
+    for fine in ("algorithm.old_log_probs=rollout", "algorithm.mismatch_correction={high: 2.0}", "rollout.max_staleness=0"):
+        assert staleness_notes(project.load("rollout.supply=async", fine)) == []
+    assert staleness_notes(project.load()) == []

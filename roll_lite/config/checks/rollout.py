@@ -59,6 +59,16 @@ def _group_filter(config: RunConfig) -> Iterator[Problem]:
         yield Problem(f"{path}.type", f"{message}; use more samples_per_prompt, or another filter", chosen.type)
 
 
+def staleness_notes(config: RunConfig) -> list[str]:
+    """What may be meant, and is worth a look."""
+    rollout, algorithm = config.rollout, config.algorithm
+    stale = rollout.supply != "sync" if rollout.max_staleness is None else rollout.max_staleness > 0
+    if not stale or algorithm.mismatch_correction is not None or algorithm.old_log_probs == "rollout":
+        return []
+    what = f"rollout.supply: {rollout.supply} trains on samples of older weights as if the newest had generated them"
+    return [f"{what}; algorithm.mismatch_correction, or old_log_probs: rollout, weighs them by the ratio of both"]
+
+
 def _least_prompts(config: RunConfig) -> Iterator[Problem]:
     least = {name: domain.min_prompts for name, domain in config.domains.items() if domain.min_prompts}
     size = config.rollout.prompts_per_step
