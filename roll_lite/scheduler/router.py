@@ -23,8 +23,9 @@ ABORT_PATIENCE_S = 10.0
 """For an engine to answer an abort with the tokens that it has."""
 CLOCK_S = 1e-6
 """Timers may fire so much too early."""
-DEADLY = 2
-"""A request whose engines were lost so many times is not given to another: it may be what they died of."""
+DEADLY = 3
+"""A request whose engines were lost so many times is not given to another: it may be what they died of. Long ones meet more deaths that
+are none of their doing."""
 FRUITLESS = 3
 """A request that so many engines in a row have aborted before they generated anything of it has failed."""
 

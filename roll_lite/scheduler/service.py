@@ -111,8 +111,9 @@ class RolloutService:
         return self._plan.exhausted
 
     def _trainer_is_behind(self) -> bool:
-        """A batch is finished behind the next one: what was started now would only grow old."""
-        return sum(scheduler.finished for scheduler in self._schedulers.values()) >= 2 * self._size
+        """Two batches are finished behind the next one: what was started now would only grow old. One would not carry it over the time
+        in which a long response keeps the next batch waiting."""
+        return sum(scheduler.finished for scheduler in self._schedulers.values()) >= 3 * self._size
 
     def _most_places(self) -> int:
         """Places of batches that may have been charged by now."""
