@@ -3,7 +3,9 @@
 Tokens are written by the workers beside the engines and read by training ranks; service and driver see numbers, texts and references, so
 that their cost does not depend on a response's length. Scripted engines answer at once, with a text of the same length for every
 response; everything between them and the ranks is the real thing: Ray, router, reward workers, sample dumps, shards for two ranks.
-`ratio` is 300 microseconds of the service's CPU per sample, the aim, over the worst case's.
+`ratio` is 300 microseconds of the service's CPU per sample, the aim, over the worst case's. `with_dumps_us` is the worst case's with
+`rollout.dump: true`, whose thread works beside the training, `dump_bytes` what a sample then leaves on the disk (scripted engines say the
+same all the time, so that bench/dumps.py has the truer size).
 
     .venv/bin/python bench/dataflow.py [--rounds 3] [--quick]
 """
@@ -84,7 +86,7 @@ def make_worker() -> Any:
 class Dataflow:
     """Engines and service for one length of responses."""
 
-    def __init__(self, tokens: int, folder: Path) -> None:
+    def __init__(self, tokens: int, folder: Path, dumps: bool = False) -> None:
         from roll_lite.config.schema.domains import DataConfig, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
         from roll_lite.config.schema.models import ModelConfig
         from roll_lite.config.schema.models import ScriptedStrategyConfig as Scripted
@@ -93,7 +95,9 @@ class Dataflow:
         from roll_lite.distributed.strategy.base import EngineSpec
         from roll_lite.workers.infer import InferWorker
         from roll_lite.workers.rollout import RolloutSpec
+        from roll_lite.workers.rollout_output import DumpSpec
 
+        self.dumps = folder / "dumps"
         (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(2000)))
         model = ModelConfig(path=TINY, dtype="float32")
         domain = DomainConfig(
@@ -102,7 +106,8 @@ class Dataflow:
         settings = RolloutConfig(samples_per_prompt=GROUP)
         engine = EngineSpec(model, Scripted(response_tokens=tokens), max_model_len=tokens + 64)
         self.engines = start_cluster(ClusterSpec("actor_infer", anywhere(ENGINES)), InferWorker, engine)
-        spec = RolloutSpec(model, {"toy": domain}, settings, 1, False, engine_slots=RUNNING, samples_folder=folder / "samples")
+        dump = DumpSpec(self.dumps, {}, "") if dumps else None
+        spec = RolloutSpec(model, {"toy": domain}, settings, 1, False, engine_slots=RUNNING, samples_folder=folder / "samples", dumps=dump)
         self.worker = make_worker()
         self.service = start_cluster(ClusterSpec("rollouts", anywhere(1)), self.worker, spec)
         self.engines.all(InferWorker.initialize)
@@ -136,6 +141,9 @@ class Dataflow:
         service, driver, driver_bytes = (statistics.median(values) / samples for values in zip(*measured, strict=True))
         return Cost(service * 1e6, driver * 1e6, through / samples + driver_bytes, driver_bytes)
 
+    def bytes_of_a_dumped_sample(self, samples: int) -> float:
+        return max(file.stat().st_size for file in self.dumps.iterdir()) / samples
+
     def close(self) -> None:
         self.service.shutdown()
         self.engines.shutdown()
@@ -159,6 +167,12 @@ def main() -> int:
                     cost = costs[samples, tokens] = flow.measure(samples, 1 if chosen.quick else chosen.rounds)
                     print(f"{samples} samples of {tokens} tokens:", {name: round(value) for name, value in vars(cost).items()}, flush=True)
                 flow.close()
+        with tempfile.TemporaryDirectory() as folder:
+            samples = 64 if chosen.quick else 8192
+            flow = Dataflow(4096, Path(folder), dumps=True)
+            dumping = flow.measure(samples, 1 if chosen.quick else chosen.rounds)
+            dump_bytes = flow.bytes_of_a_dumped_sample(samples)
+            flow.close()
     worst = max(cost.service_us for cost in costs.values())
     growth = max(costs[samples, 4096].driver_bytes / costs[samples, 64].driver_bytes for samples, _ in costs)
     report = {
@@ -171,6 +185,8 @@ def main() -> int:
         "driver_us": round(max(cost.driver_us for cost in costs.values()), 1),
         "service_bytes": round(max(cost.service_bytes for cost in costs.values())),
         "driver_bytes": round(max(cost.driver_bytes for cost in costs.values())),
+        "with_dumps_us": round(dumping.service_us, 1),
+        "dump_bytes": round(dump_bytes),
         "driver_bytes_4096_over_64": round(growth, 3),
         "cases": {
             f"{samples}x{tokens}": {name: round(value, 1) for name, value in vars(cost).items()}

@@ -410,7 +410,8 @@ class Recomputation:
     def forward_passes(self, step: Step) -> None:
         columns: dict[str, Policy | ValueModel | None] = {
             "old_log_probs": self.actor,
-            "rollout_log_probs": self.actor,
+            # Of a replay they are another run's policy's.
+            "rollout_log_probs": self.actor if self.run.config["mode"] != "train_only" else None,
             "ref_log_probs": self.reference,
             "values": self.critic,
         }

@@ -21,6 +21,8 @@ from roll_lite.config.schema.models import (
 )
 from roll_lite.config.schema.run import RunConfig
 
+TRAINING_ROLES = ("actor_train", "reference", "critic")
+
 Role = ForwardRoleConfig | InferRoleConfig | RewardModelConfig | JudgeServerConfig
 """Whatever has devices and a strategy."""
 
@@ -127,6 +129,10 @@ class BatchArithmetic:
         return self.ppo_epochs * self.mini_batches
 
     @property
+    def generates(self) -> bool:
+        return any(cluster.role == "actor_infer" for cluster in self.clusters)
+
+    @property
     def engine_replicas(self) -> int:
         return self.cluster("actor_infer").copies
 
@@ -209,12 +215,27 @@ def width_multiple(strategy: MegatronStrategyConfig) -> int:
     return strategy.tensor_parallel if strategy.sequence_parallel else 1
 
 
+def generates(config: RunConfig) -> bool:
+    """There are engines and rewards."""
+    return config.mode != "train_only"
+
+
+def trains(config: RunConfig) -> bool:
+    return config.mode != "rollout_only"
+
+
+def validates(config: RunConfig) -> bool:
+    """Held-out prompts need engines, and tell nothing new of a model that does not train."""
+    return config.validation.enabled and config.mode == "full"
+
+
 def roles(config: RunConfig) -> dict[str, Role]:
-    """The roles that are configured, by their place in the configuration."""
+    """The roles that are configured and take part in a run of this mode, by their place in the configuration."""
     named = {"actor_train": config.actor_train, "actor_infer": config.actor_infer, "reference": config.reference, "critic": config.critic}
     reward_models = {f"reward_models.{name}": model for name, model in config.reward_models.items()}
     judges: dict[str, Role] = {f"judges.{name}": judge for name, judge in config.judges.items()}
-    return {name: role for name, role in named.items() if role is not None} | reward_models | judges
+    configured = {name: role for name, role in named.items() if role is not None} | reward_models | judges
+    return {name: role for name, role in configured.items() if (trains(config) if name in TRAINING_ROLES else generates(config))}
 
 
 def derive(config: RunConfig) -> BatchArithmetic:
@@ -330,17 +351,15 @@ def render(arithmetic: BatchArithmetic) -> str:
         ]
         for one in arithmetic.passes
     ]
+    updates_per_step = f"{arithmetic.updates_per_step} (ppo_epochs {arithmetic.ppo_epochs} x mini_batches {arithmetic.mini_batches})"
     batch = [
         ["prompts per step", str(arithmetic.prompts_per_step)],
         ["samples per step", _number(arithmetic.samples_per_step)],
         ["samples per mini-batch", _number(arithmetic.mini_batch_samples)],
-        [
-            "updates per step",
-            f"{arithmetic.updates_per_step} (ppo_epochs {arithmetic.ppo_epochs} x mini_batches {arithmetic.mini_batches})",
-        ],
+        *([["updates per step", updates_per_step]] if arithmetic.passes else []),
         *([f"learning rate of {one.role}", one.describe()] for one in arithmetic.learning_rates),
         ["longest sequence", f"{arithmetic.max_model_len} tokens"],
-        ["engine replicas", str(arithmetic.engine_replicas)],
+        *([["engine replicas", str(arithmetic.engine_replicas)]] if arithmetic.generates else []),
         ["devices in all", str(arithmetic.device_count)],
     ]
     return "\n\n".join(
@@ -348,7 +367,7 @@ def render(arithmetic: BatchArithmetic) -> str:
             table(["role", "devices", "layout", "shares devices with"], clusters),
             table(["domain", "share", "prompts per step", "samples per prompt", "samples per step", "longest sequence"], domains),
             table(["batch", ""], batch),
-            table(["micro-batches of", "pass", "samples of a rank", "micro-batches", "largest, padded"], passes),
+            *([table(["micro-batches of", "pass", "samples of a rank", "micro-batches", "largest, padded"], passes)] if passes else []),
         ]
     )
 

@@ -64,7 +64,7 @@ def resumption(folder: Path) -> Resumption:
     notes = []
     seen = {folder}
     while not (checkpoints := found(folder)):
-        earlier = _resumed_from(folder)
+        earlier = resumed_from(folder)
         if earlier is None or earlier in seen:
             raise ValueError(
                 f"{folder} is no checkpoint (no {STATE_FILE}) and no run with finished checkpoints (no {FOLDER}/step_*); "
@@ -111,7 +111,8 @@ def _should_have_list(checkpoint: Path) -> bool:
         return False
 
 
-def _resumed_from(run_folder: Path) -> Path | None:
+def resumed_from(run_folder: Path) -> Path | None:
+    """The checkpoint, or the run, that its configuration names."""
     try:
         config = yaml.safe_load((run_folder / CONFIG_FILE).read_text(encoding="utf-8"))
         return Path(config["checkpoint"]["resume"]).resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.files import is_file, kind_of, read_object, unreadable
+from roll_lite.config.files import is_file, kind_of, read_bytes, read_object, unreadable
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.problems import first_line
 
@@ -153,6 +154,24 @@ def has_chat_template(folder: Path) -> bool:
     if is_file(folder / "chat_template.jinja"):
         return True
     return kind_of(settings) is not None and read_object(settings).get("chat_template") is not None
+
+
+def tokenizer_checksum(folder: Path) -> str:
+    """The same where the same ids stand for the same pieces of text, whatever the files look like. ValueError for one that is broken."""
+    digest = hashlib.sha256()
+    if kind_of(folder / "tokenizer.json") is not None:
+        content = read_object(folder / "tokenizer.json")
+        try:
+            vocabulary = content.get("model", {}).get("vocab", {})
+            added = sorted((token["id"], token["content"]) for token in content.get("added_tokens") or ())
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: it is no tokenizer's ({first_line(error)})") from error
+        digest.update(json.dumps([vocabulary, added], sort_keys=True).encode())
+        return digest.hexdigest()
+    for name in (*TOKENIZER_FILES, "added_tokens.json"):
+        if kind_of(folder / name) is not None:
+            digest.update(name.encode() + read_bytes(folder / name))
+    return digest.hexdigest()
 
 
 def largest_token_id(folder: Path) -> int | None:

@@ -18,7 +18,7 @@ from roll_lite.data.ragged import Ragged
 
 def write_columns(path: Path, columns: DataProto) -> None:
     """The file appears complete or not at all."""
-    write_table(path, pa.table({name: _array(column) for name, column in columns.columns.items()}))
+    write_table(path, pa.table({name: as_array(column) for name, column in columns.columns.items()}))
 
 
 def write_table(path: Path, table: pa.Table) -> None:
@@ -28,7 +28,7 @@ def write_table(path: Path, table: pa.Table) -> None:
     unfinished.replace(path)
 
 
-def _array(column: Column) -> pa.Array:
+def as_array(column: Column) -> pa.Array:
     if isinstance(column, Ragged):
         return pa.LargeListArray.from_arrays(pa.array(column.offsets.numpy()), _entries(column.values))
     if isinstance(column, torch.Tensor):

@@ -139,7 +139,9 @@ class _Writable:
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
     """A view, also of read-only memory, which nobody may write to."""
-    return torch.from_numpy(array if array.flags.writeable or array.size == 0 else np.asarray(_Writable(array)))
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    return torch.from_numpy(np.asarray(_Writable(array)) if array.size else array.copy())
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from roll_lite.config.arithmetic import generates, trains
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.config.schema.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
 MEAN = "mismatch/mean"
-CAUSES = """Likely causes:
+DUMPS = """The dumps (replay.path) were sampled from another model than model.path, or at another temperature. To train on another policy's
+samples, use algorithm.old_log_probs: rollout or algorithm.mismatch_correction, and raise rollout.max_mismatch; null allows any."""
+ENGINES = """Likely causes:
 - config.json holds something that the trainer and the engine read differently (RoPE, tied embeddings, the kind of attention)
 - actor_infer.strategy.engine_args change the model or its precision (hf_overrides, quantization, kv_cache_dtype)
 - the weights in the engine are not the trainer's: see whether the run ends earlier with weight_sync.verify_weights: true
@@ -31,7 +34,8 @@ class Agreement:
     cannot compare, it says once."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._bound = config.rollout.max_mismatch
+        self._bound = config.rollout.max_mismatch if trains(config) else None
+        self._causes = ENGINES if generates(config) else DUMPS
         # Without a keep mask, truncated sampling makes log-probs of another distribution, by design.
         comparable = [name for name, one in config.domains.items() if config.rollout.keep_mask or not is_truncated(one.sampling)]
         self._left_out = [name for name in config.domains if name not in comparable]
@@ -50,7 +54,7 @@ class Agreement:
             if not metrics[name] <= self._bound:  # NaN is no agreement either
                 raise DifferentModels(
                     f"engines and trainer disagree about the tokens of the first batch: their log-probs differ by {metrics[name]:.3g} nats "
-                    f"on average ({name}), rollout.max_mismatch allows {self._bound:g}: they do not hold the same model\n{CAUSES}"
+                    f"on average ({name}), rollout.max_mismatch allows {self._bound:g}: they do not hold the same model\n{self._causes}"
                 )
         self._bound = None
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from roll_lite.config.arithmetic import group_size, longest_sequence
+from roll_lite.config.arithmetic import group_size, longest_sequence, trains
 from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.columns_file import write_table
@@ -43,7 +43,8 @@ class BatchFiles:
     def __init__(self, config: RunConfig, run_folder: Path) -> None:
         self._config = config
         self._folder = run_folder
-        self.are_written = {"always": True, "never": False, "auto": most_tokens(config) <= SMALL_STEP_TOKENS}[config.batches.write]
+        wanted = {"always": True, "never": False, "auto": most_tokens(config) <= SMALL_STEP_TOKENS}
+        self.are_written = trains(config) and wanted[config.batches.write]
 
     def keep_start(self) -> None:
         """The weights that training starts from: copies of small models, otherwise where they are."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from roll_lite.config.arithmetic import max_model_len, model_parallel_size, roles, updates
+from roll_lite.config.arithmetic import generates, max_model_len, model_parallel_size, roles, trains, updates
+from roll_lite.config.dump_files import FOLDER, found_dumps
+from roll_lite.config.model_files import tokenizer_checksum
 from roll_lite.config.schema.models import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.stable_hash import derived_seed
@@ -15,12 +18,14 @@ from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather,
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
+from roll_lite.observability.console import RunConsole
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Engines, Model, RewardModels
 from roll_lite.pipeline.devices import FORWARD, TRAIN
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.rlvr import RLVRPipeline
+from roll_lite.pipeline.sources import LiveRollouts, ReplayedRollouts
 from roll_lite.pipeline.weights import WeightSync
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.critic import CriticWorker
@@ -28,8 +33,10 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.judge import JudgeAddress, JudgeWorker
 from roll_lite.workers.model import ModelRole, ModelWorker
 from roll_lite.workers.reference import ReferenceWorker
+from roll_lite.workers.replay import ReplayWorker
 from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker
 from roll_lite.workers.rollout import RolloutSpec, RolloutWorker
+from roll_lite.workers.rollout_output import DumpSpec
 
 P = ParamSpec("P")
 W = TypeVar("W", bound=ModelWorker)
@@ -40,50 +47,49 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFF
 
 
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
-    """Every cluster of the run, started side by side."""
+    """Every cluster that a run of this mode needs, started side by side."""
     start = Starter(config, folder, session)
-    engines, rollouts, reward_models, judges = start.engines(), start.rollouts(), start.reward_models(), start.judges()
-    actor = start.model("actor_train", config.actor_train, ActorWorker, config.algorithm, len(config.domains))
-    reference = start.model("reference", config.reference, ReferenceWorker) if config.reference else None
-    critic = start.model("critic", config.critic, CriticWorker, config.algorithm, len(config.domains)) if config.critic else None
-    initialize([model for model in (actor, reference, critic) if model], engines, rollouts, reward_models, judges)
-    left_out = [line for line in rollouts.one(RolloutWorker.data_counts) if "left out" in line]
-    engine_notes = dict.fromkeys(note for notes in engines.replicas.all(InferWorker.notes) for note in notes)
-    for line in (*left_out, *rollouts.one(RolloutWorker.reward_notes), *(f"actor_infer: {note}" for note in engine_notes)):
+    live = start.live(journal.console) if generates(config) else None
+    source = live or ReplayedRollouts(start.replay())
+    models = start.models() if trains(config) else Clusters(None)
+    initialize(models.models, live)
+    if live is not None and trains(config):
+        sync = WeightSync(models.actor, live.engines.replicas, live.rollouts, config.weight_sync, model_parallel_size(config.actor_infer))
+        source = replace(live, weights=sync)
+    for line in live.notes() if live is not None else []:
         journal.console.message(line)
-    weights = WeightSync(actor, engines.replicas, rollouts, config.weight_sync, model_parallel_size(config.actor_infer))
-    clusters = Clusters(actor, engines, rollouts, reference, critic, reward_models, list(judges.values()))
     batch_files = BatchFiles(config, folder)
     batch_files.keep_start()
-    return RLVRPipeline(config, clusters, weights, journal, Checkpoints(config, folder), batch_files)
+    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), batch_files)
 
 
-def initialize(
-    models: Sequence[Model[Any]],
-    engines: Engines,
-    rollouts: Cluster[RolloutWorker],
-    reward_models: RewardModels,
-    judges: Mapping[str, Cluster[JudgeWorker]],
-) -> None:
+def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
     """Side by side, but for roles that give their devices back when idle: those may share them, and come in one after the other."""
     together: list[Pending[Any]] = [model.ranks.start_all(ModelWorker.initialize) for model in models if not model.role.offload]
-    together += [ranks.start_all(RewardModelWorker.initialize) for ranks in reward_models.resident]
-    together += [servers.start_all(JudgeWorker.initialize) for servers in judges.values()]
-    addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in judges.items()}
-    together.append(rollouts.start_one(RolloutWorker.initialize, engines.replicas.actors, reward_models.actors, addresses))
-    if not engines.role.offload:
-        together.append(engines.replicas.start_all(InferWorker.initialize))
+    if live is not None:
+        together += starting(live)
     gather(*together)
     for model in models:
         if model.role.offload:
             model.ranks.all(ModelWorker.initialize)
             model.ranks.all(ModelWorker.offload, TRAIN)
-    for ranks in reward_models.offloaded:
+    for ranks in live.reward_models.offloaded if live is not None else []:
         ranks.all(RewardModelWorker.initialize)
         ranks.all(RewardModelWorker.offload, FORWARD)
-    if engines.role.offload:
-        engines.replicas.all(InferWorker.initialize)
-        engines.replicas.all(InferWorker.offload, tuple(EngineMemory))
+    if live is not None and live.engines.offloads:
+        live.engines.replicas.all(InferWorker.initialize)
+        live.engines.replicas.all(InferWorker.offload, tuple(EngineMemory))
+
+
+def starting(live: LiveRollouts) -> list[Pending[Any]]:
+    """Of engines, rewards and the service between them, what stays on its devices."""
+    together: list[Pending[Any]] = [ranks.start_all(RewardModelWorker.initialize) for ranks in live.reward_models.resident]
+    together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
+    addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in live.judges.items()}
+    together.append(live.rollouts.start_one(RolloutWorker.initialize, live.engines.replicas.actors, live.reward_models.actors, addresses))
+    if not live.engines.offloads:
+        together.append(live.engines.replicas.start_all(InferWorker.initialize))
+    return together
 
 
 class Starter:
@@ -100,6 +106,22 @@ class Starter:
     def spec(self, name: str, slots: Sequence[Slot], threads: int = 1) -> ClusterSpec:
         environment = {key: os.environ.get(key, value) for key, value in QUIET.items()}
         return ClusterSpec(name, slots, threads, environment, self.session.log_folder, timeout_s=self.config.limits.other or None)
+
+    def live(self, console: RunConsole) -> LiveRollouts:
+        config = self.config
+        parts = self.engines(), self.rollouts(), self.reward_models(), self.judges()
+        return LiveRollouts(*parts, config.rollout.prompts_per_step, console)
+
+    def models(self) -> Clusters:
+        config = self.config
+        actor = self.model("actor_train", config.actor_train, ActorWorker, config.algorithm, len(config.domains))
+        reference = self.model("reference", config.reference, ReferenceWorker) if config.reference else None
+        critic = self.model("critic", config.critic, CriticWorker, config.algorithm, len(config.domains)) if config.critic else None
+        return Clusters(actor, reference, critic)
+
+    def replay(self) -> Cluster[ReplayWorker]:
+        assert self.config.replay.path is not None, "the configuration was not checked"
+        return start_cluster(self.spec("replay", [beside_driver()]), ReplayWorker, found_dumps(self.config.replay.path), self.config.steps)
 
     def engines(self) -> Engines:
         role = self.config.actor_infer
@@ -120,12 +142,17 @@ class Starter:
             config.deterministic,
             engine_slots=strategy.max_running_requests if isinstance(strategy, EngineStrategyConfig) else None,
             samples_folder=samples,
+            dumps=self.dumps() if config.rollout.dump or not trains(config) else None,
             greedy_baseline=greedy,
             reward_models=config.reward_models,
             steps=config.steps,
             engines_rest=config.actor_infer.offload,
         )
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
+
+    def dumps(self) -> DumpSpec:
+        config = self.config
+        return DumpSpec(self.folder.resolve() / FOLDER, config.model_dump(mode="json"), tokenizer_checksum(config.model.path))
 
     def reward_models(self) -> RewardModels:
         config = self.config

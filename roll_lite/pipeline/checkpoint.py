@@ -26,8 +26,8 @@ from roll_lite.config.checkpoint_files import (
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.devices import FORWARD, TRAIN
+from roll_lite.pipeline.sources import BatchSource
 from roll_lite.workers.model import ModelWorker
-from roll_lite.workers.rollout import RolloutWorker
 
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 
@@ -37,7 +37,7 @@ class Checkpoints:
         self._config = config
         self._run_folder = run_folder
 
-    def save(self, clusters: Clusters, pipeline: dict[str, Any]) -> Path:
+    def save(self, clusters: Clusters, source: BatchSource, pipeline: dict[str, Any]) -> Path:
         """`pipeline`: the driver's own state, with `steps_done`."""
         whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
         unfinished = whole.with_name(f"{whole.name}.partial")
@@ -53,7 +53,7 @@ class Checkpoints:
             "schema_version": SCHEMA_VERSION,
             "listed": True,
             "pipeline": pipeline,
-            "rollouts": clusters.rollouts.one(RolloutWorker.state_dict),
+            "rollouts": source.state_dict(),
             "config": self._config.model_dump(mode="json"),
         }
         (unfinished / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
@@ -64,7 +64,7 @@ class Checkpoints:
             shutil.rmtree(old)
         return whole
 
-    def load(self, clusters: Clusters) -> dict[str, Any] | None:
+    def load(self, clusters: Clusters, source: BatchSource) -> dict[str, Any] | None:
         """Bring every part to the state of `checkpoint.resume`; the driver's own is returned. None where nothing is to be resumed."""
         if self._config.checkpoint.resume is None:
             return None
@@ -77,7 +77,7 @@ class Checkpoints:
         for role, model in clusters.trained.items():
             with model.loaded(TRAIN):
                 model.ranks.all(ModelWorker.load_checkpoint, (folder / role).resolve())
-        clusters.rollouts.one(RolloutWorker.load_state_dict, state["rollouts"])
+        source.load_state_dict(state["rollouts"])
         return state["pipeline"]
 
     def _check(self, clusters: Clusters, folder: Path) -> None:

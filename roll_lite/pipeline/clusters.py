@@ -1,4 +1,4 @@
-"""The clusters of a run, as the pipeline calls them: models in training ranks, engines, reward models, the rollout service."""
+"""The clusters of a run, as the pipeline calls them: models in training ranks, engines, reward models."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from roll_lite.pipeline.devices import loaded
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.critic import CriticWorker
 from roll_lite.workers.infer import InferWorker
-from roll_lite.workers.judge import JudgeWorker
 from roll_lite.workers.model import ModelWorker, TrainShare
 from roll_lite.workers.reference import ReferenceWorker
 from roll_lite.workers.reward_model import RewardModelWorker
-from roll_lite.workers.rollout import RolloutWorker
 
 W = TypeVar("W", bound=ModelWorker)
 
@@ -122,25 +120,27 @@ class RewardModels:
 
 @dataclass(frozen=True)
 class Clusters:
-    """All of a run."""
+    """The models of a run."""
 
-    actor: Model[ActorWorker]
-    engines: Engines
-    rollouts: Cluster[RolloutWorker]
+    policy: Model[ActorWorker] | None
+    """None where nothing trains."""
     reference: Model[ReferenceWorker] | None = None
     critic: Model[CriticWorker] | None = None
-    reward_models: RewardModels | None = None
-    """These two are only held: a cluster that nobody holds ends."""
-    judges: Sequence[Cluster[JudgeWorker]] = ()
+
+    @property
+    def actor(self) -> Model[ActorWorker]:
+        assert self.policy is not None, "nothing trains in this run"
+        return self.policy
 
     @property
     def models(self) -> list[Model[Any]]:
-        return [model for model in (self.reference, self.actor, self.critic) if model is not None]
+        return [model for model in (self.reference, self.policy, self.critic) if model is not None]
 
     @property
     def trained(self) -> dict[str, Model[ActorWorker] | Model[CriticWorker]]:
         """The models with an optimizer, by role."""
-        return {"actor_train": self.actor} | ({"critic": self.critic} if self.critic else {})
+        named = {"actor_train": self.policy, "critic": self.critic}
+        return {role: model for role, model in named.items() if model is not None}
 
 
 def lengths(batch: Batch) -> torch.Tensor:

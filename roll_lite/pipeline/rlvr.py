@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from roll_lite.algorithms.kl import KlController
-from roll_lite.config.arithmetic import aggregation_constant, held_out_sampling
+from roll_lite.config.arithmetic import aggregation_constant, held_out_sampling, validates
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.minibatches import MiniBatch, cut_mini_batches
 from roll_lite.data.stable_hash import derived_seed
@@ -20,15 +20,12 @@ from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.devices import FORWARD, TRAIN, DeviceTurn, take_turns
 from roll_lite.pipeline.journal import Journal
-from roll_lite.pipeline.progress import shown
 from roll_lite.pipeline.shaping import RewardShaping
-from roll_lite.pipeline.weights import WeightSync
+from roll_lite.pipeline.sources import BatchSource
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.credit import credit_columns
 from roll_lite.workers.critic import CriticWorker
-from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.model import Update
-from roll_lite.workers.rollout import RolloutWorker
 
 
 class RLVRPipeline:
@@ -38,7 +35,7 @@ class RLVRPipeline:
         self,
         config: RunConfig,
         clusters: Clusters,
-        weights: WeightSync,
+        source: BatchSource,
         journal: Journal,
         checkpoints: Checkpoints,
         batch_files: BatchFiles,
@@ -46,7 +43,7 @@ class RLVRPipeline:
         self.config = config
         self.algorithm = config.algorithm
         self.clusters = clusters
-        self.weights = weights
+        self.source = source
         self.journal = journal
         self.checkpoints = checkpoints
         self.batch_files = batch_files
@@ -80,17 +77,15 @@ class RLVRPipeline:
 
     def close(self) -> None:
         """The last samples are on disk, the engines have cleaned up behind them."""
-        self.clusters.rollouts.one(RolloutWorker.shutdown)
-        self.clusters.engines.replicas.all(InferWorker.shutdown)
+        self.source.close()
 
     def step(self) -> None:
-        engines = self.clusters.engines
-        with engines.loaded(EngineMemory.WEIGHTS):
+        with self.source.loaded(EngineMemory.WEIGHTS):
             self.sync_weights()
-            with engines.loaded(EngineMemory.KV_CACHE):
+            with self.source.loaded(EngineMemory.KV_CACHE):
                 batch = self.generate()
         batch = self.shape_rewards(batch)
-        if len(batch) > 0:
+        if self.clusters.trained and len(batch) > 0:
             self.compute_log_probs(batch)
             self.assign_credit(batch)
             self.write_batch(batch)
@@ -102,14 +97,12 @@ class RLVRPipeline:
     @phase("sync_weights")
     def sync_weights(self) -> None:
         """The engines get the actor's weights, unless they have them already."""
-        self.journal.synced(self.weights.push(self.version))
+        self.journal.synced(self.source.sync(self.version))
 
     @phase("generate")
     def generate(self) -> Batch:
-        """The next finished groups: rows come here, tokens stay in the object store."""
-        step = self.steps_done + 1
-        pending = self.clusters.rollouts.start_one(RolloutWorker.next_batch, self.config.rollout.prompts_per_step, step)
-        rollouts = shown(pending, self.clusters.rollouts, self.journal.console, f"step {step}")
+        """The next finished groups, new or of a past run: rows come here, tokens stay in the object store."""
+        rollouts = self.source.next_batch(self.steps_done + 1)
         self.journal.rollouts(rollouts.rows, rollouts.stats, self.version, rollouts.replaced)
         return Batch(rollouts.rows, rollouts.blocks)
 
@@ -167,21 +160,19 @@ class RLVRPipeline:
     @phase("validation")
     def validate(self) -> None:
         """Held-out prompts of every domain that has some."""
-        settings = self.config.validation
-        if not settings.enabled:
+        if not validates(self.config):
             return
-        engines = self.clusters.engines
-        with engines.loaded(EngineMemory.WEIGHTS):
-            self.weights.push(self.version)
-            with engines.loaded(EngineMemory.KV_CACHE):
-                sampling = {name: held_out_sampling(self.config, domain) for name, domain in self.config.domains.items()}
-                pending = self.clusters.rollouts.start_one(RolloutWorker.evaluate, settings.samples_per_prompt, sampling, self.steps_done)
-                rows, stats = shown(pending, self.clusters.rollouts, self.journal.console, "held-out")
+        samples = self.config.validation.samples_per_prompt
+        sampling = {name: held_out_sampling(self.config, domain) for name, domain in self.config.domains.items()}
+        with self.source.loaded(EngineMemory.WEIGHTS):
+            self.source.sync(self.version)
+            with self.source.loaded(EngineMemory.KV_CACHE):
+                rows, stats = self.source.evaluate(samples, sampling, self.steps_done)
         self.journal.validation(self.steps_done, rows, stats)
 
     @phase("checkpoint")
     def save_checkpoint(self) -> None:
-        self.checkpoints.save(self.clusters, self.state_dict())
+        self.checkpoints.save(self.clusters, self.source, self.state_dict())
 
     @phase("checkpoint")
     def export_model(self) -> None:
@@ -190,7 +181,7 @@ class RLVRPipeline:
 
     def resume(self) -> None:
         """Go on from the checkpoint that the configuration names, if it names one."""
-        state = self.checkpoints.load(self.clusters)
+        state = self.checkpoints.load(self.clusters, self.source)
         if state is not None:
             self.steps_done, self.version = state["steps_done"], state["version"]
             for name, part in self.remembering.items():

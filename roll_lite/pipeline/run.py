@@ -14,7 +14,7 @@ from types import FrameType
 
 import yaml
 
-from roll_lite.config.arithmetic import roles
+from roll_lite.config.arithmetic import generates, roles
 from roll_lite.config.checkpoint_files import CONFIG_FILE, resumption
 from roll_lite.config.checks.notes import notes_on
 from roll_lite.config.problems import first_line
@@ -50,8 +50,8 @@ def run(config: RunConfig) -> int:
         journal.connect()
         with ray_session(config.ray, folder) as session, interruption.handled(), end.recorded():
             with journal.timers.phase("start"):
-                engine = config.actor_infer.strategy.name
-                journal.console.message(f"loading the model into {', '.join(roles(config))}; {engine} takes up to a minute to start")
+                engine = f"; {config.actor_infer.strategy.name} takes up to a minute to start" if generates(config) else ""
+                journal.console.message(f"loading the model into {', '.join(roles(config))}{engine}")
                 pipeline = build(config, folder, session, journal)
             with WATCH.expecting_answers(config.limits.silence):
                 pipeline.run()

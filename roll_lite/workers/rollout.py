@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from roll_lite.workers.infer import RemoteEngine
 from roll_lite.workers.judge import JudgeAddress, with_addresses
 from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
-from roll_lite.workers.rollout_output import held_out_rows, rows_of, tokens_of, write_samples
+from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, rows_of, tokens_of, write_samples
 
 ENGINE_POLICY = Policy(start_timeout_s=None, restarts=0, all_needed=True)
 """An engine is not replaced: its loss is the end of the run."""
@@ -49,6 +50,8 @@ class RolloutSpec:
     """Requests that an engine runs at a time; None: as many as come."""
     samples_folder: Path | None = None
     """Where samples are written; None writes none."""
+    dumps: DumpSpec | None = None
+    """None dumps nothing."""
     greedy_baseline: bool = False
     """One more, greedy response to every prompt (ReMax)."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
@@ -174,10 +177,14 @@ class RolloutWorker(AsyncWorker):
         """The samples that can train, of exactly `prompts` prompts. Their tokens lie where the engines' workers have put them."""
         result = await self._service.next_batch(prompts)
         await self._reward_models_rest()
-        await self._write(f"step_{step:06d}.jsonl", result.groups)
         trainable = accepted(result.groups)
+        rows = rows_of(trainable, self._temperatures)
+        writing = self._samples_file(f"step_{step:06d}.jsonl", result.groups)
+        if self._spec.dumps is not None:
+            writing.append(self._spec.dumps.writing(step, result.groups, rows, result.stats, self._kept_ids))
+        await self._write(writing)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
-        return RolloutBatch(rows_of(trainable, self._temperatures), [tokens_of(trainable, self._kept_ids)], result.stats, replaced)
+        return RolloutBatch(rows, [tokens_of(trainable, self._kept_ids)], result.stats, replaced)
 
     async def progress(self) -> dict[str, Progress]:
         """While one of the two is under way: how far it is, by domain."""
@@ -187,7 +194,7 @@ class RolloutWorker(AsyncWorker):
         """Rows of all validation samples that could be generated and scored; the stats count the others. `sampling`: by domain."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
-        await self._write(f"validation_{step:06d}.jsonl", result.groups)
+        await self._write(self._samples_file(f"validation_{step:06d}.jsonl", result.groups))
         temperatures = {name: one.temperature for name, one in sampling.items()}
         report_by = {name: domain.data.report_by for name, domain in self._spec.domains.items()}
         return held_out_rows(accepted(result.groups), temperatures, report_by), result.stats
@@ -195,12 +202,20 @@ class RolloutWorker(AsyncWorker):
     async def _reward_models_rest(self) -> None:
         await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
 
-    async def _write(self, name: str, groups: list[SampleGroup]) -> None:
-        """In a thread, beside the training; the one before must be done, and what went wrong with it is raised here."""
+    def _samples_file(self, name: str, groups: list[SampleGroup]) -> list[Callable[[], None]]:
+        folder = self._spec.samples_folder
+        return [] if folder is None else [partial(write_samples, folder / name, groups)]
+
+    async def _write(self, files: Sequence[Callable[[], None]]) -> None:
+        """In a thread, beside the training; those before must be done, and what went wrong with them is raised here."""
         if self._writing is not None:
             await self._writing
-        if self._spec.samples_folder is not None:
-            self._writing = asyncio.create_task(asyncio.to_thread(write_samples, self._spec.samples_folder / name, groups))
+
+        def write() -> None:
+            for file in files:
+                file()
+
+        self._writing = asyncio.create_task(asyncio.to_thread(write))
 
     async def hold(self) -> None:
         """New weights are about to come to the engines; `set_version` says that they are there."""

@@ -1,19 +1,26 @@
-"""What leaves the rollout service: rows of numbers and references to tokens for the driver, JSON lines for people."""
+"""What leaves the rollout service: rows of numbers and references to tokens for the driver, JSON lines for people, dumps for replays."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
+from ray.exceptions import RayError
 
 from roll_lite.algorithms.at_k import NO_ANSWER, READS_NONE
+from roll_lite.config.dump_files import dump_file
+from roll_lite.data.dumps import write_dump
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.samples import Sample, SampleGroup
 from roll_lite.distributed.dataflow import Block
+from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.token_blocks import TOKEN_COLUMNS
 
 # ---------------------------------------------------------------- for the driver
@@ -139,3 +146,37 @@ def sample_record(sample: Sample, baseline: bool = False) -> dict[str, Any]:
         "response_tokens": transcript.response_length,
         "versions": [[span.start, span.version] for span in transcript.versions],
     }
+
+
+# ---------------------------------------------------------------- for replays
+
+
+@dataclass(frozen=True)
+class DumpSpec:
+    """Where dumps are written, and what the run says of itself in them."""
+
+    folder: Path
+    config: dict[str, Any]
+    """The run's."""
+    tokenizer: str
+    """Its checksum."""
+
+    def writing(self, step: int, groups: Sequence[SampleGroup], rows: DataProto, stats: RolloutStats, kept_ids: bool) -> Callable[[], None]:
+        """For a thread: `stats` are those of now. `rows`: of the samples that train."""
+        facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
+        return partial(write_dump, dump_file(self.folder, step), groups, rows, stored_blocks, facts, kept_ids)
+
+
+def stored_blocks(references: Sequence[Any]) -> list[DataProto | None]:
+    """None for what went with the process that wrote it."""
+    try:
+        return ray.get(list(references))
+    except RayError:
+        return [_stored_block(reference) for reference in references]
+
+
+def _stored_block(reference: Any) -> DataProto | None:
+    try:
+        return ray.get(reference)
+    except RayError:
+        return None

@@ -113,8 +113,6 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
     assert actor is not None
     clusters: Any = Clusters(
         actor,
-        SimpleNamespace(loaded=lambda part: nullcontext()),  # type: ignore[arg-type]
-        None,  # type: ignore[arg-type]
         model("reference", ReferenceWorker),
         model("critic", CriticWorker, config.algorithm, len(config.domains)),
     )
@@ -122,8 +120,8 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
     journal.connect()
     files.keep_start()
     generator = torch.Generator().manual_seed(3)
-    pipeline: Any = RLVRPipeline(config, clusters, None, journal, Checkpoints(config, folder), files)  # type: ignore[arg-type]
-    pipeline.sync_weights = lambda: None
+    source: Any = SimpleNamespace(loaded=lambda part: nullcontext(), sync=lambda version: None)
+    pipeline: Any = RLVRPipeline(config, clusters, source, journal, Checkpoints(config, folder), files)
     pipeline.generate = lambda: rollouts(actor.ranks.worker, list(config.domains), generator)  # type: ignore[attr-defined]
     while pipeline.steps_done < config.steps:
         with journal.step(pipeline.steps_done + 1):

@@ -36,6 +36,7 @@ SERVERS = ("examples/reward_server.py", "examples/sandbox_server.py")
 ELSEWHERE = {
     "examples/start_rlvr_pipeline.py": "tests/integration/test_runs.py",
     "examples/recompute.py": "tests/examples/test_recompute.py",
+    "examples/read_dumps.py": "tests/integration/test_replay.py",
 }
 """Scripts that other tests run."""
 FALLS_SHORT = {"examples/run_recipes.py": "tiny_raft"}

@@ -33,8 +33,10 @@ class Ranks:
 
 def parts(*roles: str) -> Any:
     model = SimpleNamespace(ranks=Ranks(), loaded=lambda groups: nullcontext())
-    rollouts = SimpleNamespace(one=lambda method, *state: {"prompts": 3} if method.__name__ == "state_dict" else None)
-    return SimpleNamespace(trained=dict.fromkeys(roles, model), rollouts=rollouts)
+    return SimpleNamespace(trained=dict.fromkeys(roles, model))
+
+
+SOURCE: Any = SimpleNamespace(state_dict=lambda: {"prompts": 3}, load_state_dict=lambda state: None)
 
 
 @pytest.fixture
@@ -50,34 +52,34 @@ def resuming(config: RunConfig, folder: Path) -> RunConfig:
 def test_the_newest_are_kept_by_number_not_by_name(config: RunConfig, tmp_path: Path) -> None:
     checkpoints = Checkpoints(config, tmp_path)
     for step in (999_998, 999_999, 1_000_000):
-        checkpoints.save(parts("actor_train"), {"steps_done": step})
+        checkpoints.save(parts("actor_train"), SOURCE, {"steps_done": step})
     assert [folder.name for folder in found(tmp_path)] == ["step_999999", "step_1000000"]
     assert resumption(tmp_path).checkpoint.name == "step_1000000"
 
 
 def test_a_checkpoint_brings_the_drivers_state_back(config: RunConfig, tmp_path: Path) -> None:
     state = {"steps_done": 4, "version": 3, "kl_in_loss": {"coef": 0.5}}
-    Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), state)
-    assert Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic")) == state
+    Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), SOURCE, state)
+    assert Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic"), SOURCE) == state
 
 
 def test_a_checkpoint_without_a_role_is_refused(config: RunConfig, tmp_path: Path) -> None:
-    Checkpoints(config, tmp_path).save(parts("actor_train"), {"steps_done": 1})
+    Checkpoints(config, tmp_path).save(parts("actor_train"), SOURCE, {"steps_done": 1})
     with pytest.raises(ValueError, match="holds nothing for critic"):
-        Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic"))
+        Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic"), SOURCE)
 
 
 @pytest.mark.parametrize("name", ["critic/weights", "state.json"])
 def test_a_flipped_byte_is_noticed_before_anything_is_loaded(config: RunConfig, tmp_path: Path, name: str) -> None:
-    Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), {"steps_done": 1})
-    folder = Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), {"steps_done": 2})
+    Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), SOURCE, {"steps_done": 1})
+    folder = Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), SOURCE, {"steps_done": 2})
     assert sorted(json.loads((folder / "files.json").read_text())) == ["actor_train/weights", "critic/weights", "state.json"]
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content.replace(b"s", b"t", 1))
     remedy = f"checkpoint.resume={tmp_path}/checkpoints/step_000001"
     with pytest.raises(ValueError, match=rf"step_000002/{name} .*checkpoint is damaged; .*{remedy}"):
-        Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic"))
+        Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic"), SOURCE)
 
 
 def test_no_resumption_where_none_was_asked_for(config: RunConfig, tmp_path: Path) -> None:
-    assert Checkpoints(config, tmp_path).load(parts("actor_train")) is None
+    assert Checkpoints(config, tmp_path).load(parts("actor_train"), SOURCE) is None

@@ -112,7 +112,7 @@ def pipeline(ray_local: object, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> I
     reference = model("reference", config.reference, ReferenceWorker)
     critic = model("critic", config.critic, CriticWorker, config.algorithm, 1)
     silent = SimpleNamespace(timers=StepTimers(), credit=lambda *_: None, updates=lambda *_: None)
-    clusters = Clusters(actor, None, None, reference, critic)  # type: ignore[arg-type]
+    clusters = Clusters(actor, reference, critic)
     yield RLVRPipeline(config, clusters, None, silent, None, None)  # type: ignore[arg-type]
     for one in clusters.models:
         one.ranks.shutdown()

@@ -8,8 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,74 +16,24 @@ import numpy as np
 import pytest
 import ray
 from ray import cloudpickle
-from support_models import make_tokenizer
+from rollout_cases import USER, domain, engines, rollouts, spec_of, toy_model
 
-from roll_lite.config.schema.domains import DataConfig, DomainConfig, FormatConfig, RewardConfig, RolloutConfig, SamplingConfig
-from roll_lite.config.schema.models import ModelConfig, ScriptedStrategyConfig
+from roll_lite.config.schema.domains import FormatConfig, RewardConfig, SamplingConfig
+from roll_lite.config.schema.models import ModelConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, RankFailed, start_cluster
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.placement import anywhere
-from roll_lite.distributed.strategy.base import EngineSpec
 from roll_lite.scheduler.engines import EngineLost
 from roll_lite.workers.infer import InferWorker, RemoteEngine
-from roll_lite.workers.rollout import RolloutBatch, RolloutSpec, RolloutWorker, sampling_of
+from roll_lite.workers.rollout import RolloutBatch, RolloutWorker, sampling_of
 
 pytestmark = pytest.mark.usefixtures("ray_local")
-USER = "tests.workers.reward_functions"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("model")
-    make_tokenizer().save_pretrained(folder)
-    return ModelConfig(path=folder, dtype="float32")
-
-
-def domain(folder: Path, name: str, share: float, reward: str, validation: int = 0) -> DomainConfig:
-    files = {"train": 40, "validation": validation}
-    for split, count in files.items():
-        lines = [json.dumps({"prompt": f"{name} {i}", "answer": str(i)}) for i in range(count)]
-        (folder / f"{name}_{split}.jsonl").write_text("\n".join(lines))
-    return DomainConfig(
-        data=DataConfig(train=folder / f"{name}_train.jsonl", validation=folder / f"{name}_validation.jsonl" if validation else None),
-        sampling=SamplingConfig(max_tokens=32),
-        reward=RewardConfig(type=reward),
-        share=share,
-    )
-
-
-@contextmanager
-def engines(model: ModelConfig, replicas: int, **script: Any) -> Iterator[Cluster[InferWorker]]:
-    spec = EngineSpec(model, ScriptedStrategyConfig(**script), max_model_len=128)
-    cluster = start_cluster(ClusterSpec("actor_infer", anywhere(replicas)), InferWorker, spec)
-    try:
-        cluster.all(InferWorker.initialize)
-        yield cluster
-    finally:
-        cluster.shutdown()
-
-
-@contextmanager
-def rollouts(spec: RolloutSpec, infer: Cluster[InferWorker]) -> Iterator[Cluster[RolloutWorker]]:
-    cluster = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec)
-    try:
-        cluster.one(RolloutWorker.initialize, infer.group.actors)
-        yield cluster
-        cluster.one(RolloutWorker.shutdown)
-    finally:
-        cluster.shutdown()
-
-
-def spec_of(model: ModelConfig, folder: Path) -> RolloutSpec:
-    return RolloutSpec(
-        model=model,
-        domains={"long": domain(folder, "long", 3, f"{USER}.length", validation=5), "math": domain(folder, "math", 1, f"{USER}.tricky")},
-        rollout=RolloutConfig(samples_per_prompt=4),
-        seed=3,
-        deterministic=True,
-        samples_folder=folder / "samples",
-    )
+    return toy_model(tmp_path_factory.mktemp("model"))
 
 
 def contents(result: Any) -> tuple[dict[str, Any], list[int]]:

@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from roll_lite.config.arithmetic import group_size, held_out_sampling, requests, updates
+from roll_lite.config.arithmetic import group_size, held_out_sampling, requests, trains, updates, validates
 from roll_lite.config.checks.algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
 from roll_lite.config.checks.files import DOMAIN_FILE_CHECKS, FILE_CHECKS
 from roll_lite.config.checks.judges import JUDGE_CHECKS
 from roll_lite.config.checks.layout import LAYOUT_CHECKS, ROLE_CHECKS
+from roll_lite.config.checks.replay import REPLAY_CHECKS
 from roll_lite.config.checks.reward_models import REWARD_MODEL_CHECKS
 from roll_lite.config.checks.rewards import REWARD_CHECKS
 from roll_lite.config.checks.rollout import ROLLOUT_CHECKS
@@ -42,11 +43,12 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Problem]]
 def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
     """Everything that is wrong with the configuration beyond the schema. `further`: checks of those who know what a section is for.
     `files`: those that paths lead to are looked at."""
-    of_run = (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *(FILE_CHECKS if files else ()), *further)
+    of_run = (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *((*FILE_CHECKS, *REPLAY_CHECKS) if files else ()), *further)
     found = [problem for one in of_run for problem in readable(one(config))]
     for sections, checks in SECTION_CHECKS.items():
         found += readable(_each(config, sections, checks))
-    found += readable(_each(config, "domains", DOMAIN_FILE_CHECKS if files else ()))
+    read = files and vars(config).get("mode") != "train_only"  # of a replay nobody reads the domains' data
+    found += readable(_each(config, "domains", DOMAIN_FILE_CHECKS if read else ()))
     found += [problem for role in ("actor_train", "actor_infer", "reference", "critic") for problem in readable(_role(config, role))]
     if not allow_scripted:
         found += readable(_no_scripted_engine(config))
@@ -75,7 +77,7 @@ def _role(config: RunConfig, name: str) -> Iterator[Problem]:
     if role is not None:
         for one in ROLE_CHECKS:
             yield from readable(one(config, name, role))
-        if hasattr(role, "optimizer"):
+        if hasattr(role, "optimizer") and trains(config):
             yield from readable(_optimizer(f"{name}.optimizer", role.optimizer, updates(config, name)))
 
 
@@ -124,7 +126,7 @@ def _critic_warmup(config: RunConfig) -> Iterator[Problem]:
     warmup = config.algorithm.critic_warmup_steps
     if warmup and config.critic is None:
         yield Problem("algorithm.critic_warmup_steps", "there is no critic to warm up; use 0", warmup)
-    if warmup and warmup >= config.steps:
+    if warmup and trains(config) and warmup >= config.steps:
         yield Problem("algorithm.critic_warmup_steps", f"the actor would never train; use less than steps ({config.steps})", warmup)
 
 
@@ -157,7 +159,7 @@ def _validation_sampling(config: RunConfig) -> Iterator[Problem]:
 
 
 def _validation_has_data(config: RunConfig) -> Iterator[Problem]:
-    if config.validation.enabled and all(domain.data.validation is None for domain in config.domains.values()):
+    if validates(config) and all(domain.data.validation is None for domain in config.domains.values()):
         message = f"no domain has held-out prompts; set domains.{next(iter(config.domains))}.data.validation, or validation.enabled: false"
         yield Problem("validation.enabled", message, True)
 

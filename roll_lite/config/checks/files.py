@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
+from roll_lite.config.arithmetic import roles
 from roll_lite.config.checkpoint_files import read_state, remedy, resumption
 from roll_lite.config.checks.data import DOMAIN_DATA_CHECKS
 from roll_lite.config.files import elsewhere, is_folder, kind_of, listing
@@ -126,7 +127,9 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
         absent = [name for name in ("pipeline", "rollouts") if not isinstance(state.get(name), dict)]
         if absent:
             raise ValueError(f"{checkpoint / 'state.json'} has no {' and no '.join(absent)}; {remedy(checkpoint)}")
-        trained = ["actor_train"] if config.critic is None else ["actor_train", "critic"]
+        if (mode := state.get("config", {}).get("mode", "full")) != config.mode:
+            raise ValueError(f"{checkpoint} was written by a run of mode: {mode}, this one is of mode: {config.mode}")
+        trained = [role for role in ("actor_train", "critic") if role in roles(config)]
         absent = [role for role in trained if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
         if absent:
             raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {remedy(checkpoint)}")

@@ -220,6 +220,8 @@ class RolloutConfig(Section):
     max_tokens_per_engine: PositiveInt | None = None
     """Expected tokens, of prompts and responses, under way in one engine; what is more waits for its turn. Absent: only
     max_running_requests counts."""
+    dump: bool = False
+    """Write every batch with its tokens, log-probs and texts to the run's `dumps/` (docs/replay.md); `mode: rollout_only` always does."""
     keep_mask: bool = False
     """Bring along which tokens survived top-k, top-p and min-p, and take training log-probs over the same tokens."""
     max_mismatch: PositiveFloat | None = 0.2

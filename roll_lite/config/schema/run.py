@@ -66,6 +66,13 @@ class BatchFilesConfig(Section):
     """Models up to this size are copied into the run's folder before training; of larger ones path and checksums are kept."""
 
 
+class ReplayConfig(Section):
+    """Rollouts of a past run, for `mode: train_only`."""
+
+    path: Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
+    """The run's folder, or the folder that its dumps (`rollout.dump`) were copied to. Step n trains on the dump of step n."""
+
+
 class TrackerConfig(Section):
     type: str
     """jsonl, tensorboard, wandb, mlflow, swanlab, or the dotted path to a class of your own, package.module.Class."""
@@ -120,7 +127,10 @@ class RunConfig(Section):
     deterministic: bool = False
     """Repeat a run sample for sample (CPU, synchronous); resumed, it goes on like one that was not interrupted."""
     steps: PositiveInt = 100
-    """Training steps."""
+    """Training steps; batches, where nothing trains."""
+    mode: Literal["full", "rollout_only", "train_only"] = "full"
+    """rollout_only: generate and score `steps` batches with the model as it is, and dump them; nothing trains. train_only: train on the
+    dumps of a past run, `replay.path`; nothing is generated or scored."""
     model: ModelConfig
     """The model that is trained."""
     actor_train: TrainRoleConfig = Field(default_factory=TrainRoleConfig)
@@ -139,6 +149,8 @@ class RunConfig(Section):
     """Reward domains by name."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     """Batch sizes and limits of generation."""
+    replay: ReplayConfig = Field(default_factory=ReplayConfig)
+    """The rollouts that `mode: train_only` trains on."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """Advantages, losses, KL, epochs."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)

@@ -1,0 +1,182 @@
+"""Runs of a part: `mode` with what belongs to it, and whether the dumps that a run is to train on are its model's and its domains'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from roll_lite.config.arithmetic import group_size
+from roll_lite.config.dump_files import DumpHeader, found_dumps, missing_steps, read_header
+from roll_lite.config.files import is_folder
+from roll_lite.config.hf_config import read_model_shape
+from roll_lite.config.model_files import tokenizer_checksum
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema.base import Section
+from roll_lite.config.schema.run import RunConfig
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
+"""What says which distribution a sample was drawn from."""
+NAMED = 5
+
+
+def _mode(config: RunConfig) -> Iterator[Problem]:
+    path = config.replay.path
+    if config.mode == "train_only" and path is None:
+        yield Problem("replay.path", "mode: train_only trains on the dumps of a past run; name its folder", None)
+    if config.mode != "train_only" and path is not None:
+        message = f"is only used by mode: train_only, the mode is {config.mode}; remove it, or change the mode"
+        yield Problem("replay.path", message, str(path))
+    if config.mode == "train_only" and config.rollout.dump:
+        yield Problem("rollout.dump", "mode: train_only generates nothing that could be dumped; use false", True)
+    if config.mode == "rollout_only" and config.weight_sync.verify_weights:
+        message = "in mode: rollout_only nothing trains, and no weights are sent that could be compared; use false"
+        yield Problem("weight_sync.verify_weights", message, True)
+
+
+def _dumps(config: RunConfig) -> Iterator[Problem]:
+    """Against the model and the rest of the configuration."""
+    path = config.replay.path
+    if config.mode != "train_only" or path is None:
+        return
+    try:
+        files = found_dumps(path)
+        if missing := missing_steps(files, config.steps):
+            named = ", ".join(map(str, missing[:NAMED])) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
+            usable = missing[0] - 1
+            use = f"; use steps: {usable}" if usable else ""
+            yield Problem("replay.path", f"has no dump of step {named}, the run is to train {config.steps} steps{use}", str(path))
+        headers = [read_header(file) for step, file in sorted(files.items()) if step <= config.steps]
+    except (ValueError, OSError) as error:
+        yield Problem("replay.path", str(error), str(path))
+        return
+    try:
+        wrong = [*_lengths(config, headers), *(problem for header in headers for problem in _fits(config, header))]
+        # What is wrong with one dump is wrong with all.
+        yield from {problem.path: problem for problem in reversed(wrong)}.values()
+        yield from _behaviour(config, headers)
+    except (KeyError, TypeError) as error:
+        yield Problem("replay.path", f"the dumps' own configuration lacks something ({type(error).__name__}: {error})", str(path))
+
+
+def _lengths(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
+    for name, domain in config.domains.items():
+        for what, limit in {"prompt": "max_prompt_tokens", "response": "max_tokens"}.items():
+            longest = max((header.domains[name][f"longest_{what}"] for header in headers if name in header.domains), default=0)
+            given = getattr(domain.sampling, limit)
+            if longest > given:
+                yield Problem(f"domains.{name}.sampling.{limit}", f"the dumps have a {what} of {longest} tokens; use at least that", given)
+
+
+def _fits(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
+    yield from _fits_model(config, header)
+    made = header.config
+    for name in header.domains:
+        if name not in config.domains:
+            message = f"{header.path} holds samples of the domain {name!r}; configured are {', '.join(config.domains)}"
+            yield Problem("domains", message, name)
+            continue
+        place, domain, recorded = f"domains.{name}", config.domains[name], made["domains"][name]
+        for key in SAMPLING:
+            given, was = getattr(domain.sampling, key), recorded["sampling"][key]
+            if given != was:
+                yield Problem(f"{place}.sampling.{key}", f"the dumps were sampled with {was}, whose log-probs they hold; use {was}", given)
+        given, was = domain.reward.format, recorded["reward"]["format"]
+        if given is not None and (was is None or was["pattern"] != given.pattern):
+            was = "none" if was is None else repr(was["pattern"])
+            yield Problem(f"{place}.reward.format.pattern", f"responses were matched when they were dumped, with {was}", given.pattern)
+        was = recorded["samples_per_prompt"] or made["rollout"]["samples_per_prompt"]
+        if group_size(config, domain) != was:
+            key = "rollout" if domain.samples_per_prompt is None else place
+            yield Problem(f"{key}.samples_per_prompt", f"the dumps have groups of {was}; use {was}", group_size(config, domain))
+    for key in ("prompts_per_step", "keep_mask"):
+        given, was = getattr(config.rollout, key), made["rollout"][key]
+        if given != was:
+            yield Problem(f"rollout.{key}", f"the dumps were made with {_yaml(was)}; use {_yaml(was)}", given)
+    if config.algorithm.advantage.name == "remax" and not header.baselines:
+        yield Problem("algorithm.advantage.name", f"remax needs greedy baselines; {header.path} has none", "remax")
+
+
+def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
+    folder = config.model.path
+    if not is_folder(folder):
+        return
+    try:
+        shape, tokenizer = read_model_shape(folder), tokenizer_checksum(folder)
+    except ValueError:
+        return
+    if tokenizer != header.tokenizer:
+        message = f"{header.path} was made with another tokenizer: its token ids stand for other texts; use the model that was sampled from"
+        yield Problem("model.path", message, str(folder))
+    elif header.largest_token >= shape.vocab_size:
+        message = f"{header.path} has the token {header.largest_token}, the model's vocabulary (vocab_size) has {shape.vocab_size} rows"
+        yield Problem("model.path", message, str(folder))
+
+
+def _behaviour(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
+    """`current` and `recompute` take the policy of each step for the one that sampled, which holds where this run repeats the other one."""
+    algorithm = config.algorithm
+    if algorithm.old_log_probs == "rollout" or algorithm.mismatch_correction is not None:
+        return
+    mine = _plain(config)
+    differences = [found for header in headers[:-1] if (found := _differences(mine, header.config))]
+    if differences:
+        message = (
+            f"from the second step on this run's policy is not the one that sampled ({differences[0]}), which {algorithm.old_log_probs} "
+            "takes it for; use rollout, or set algorithm.mismatch_correction"
+        )
+        yield Problem("algorithm.old_log_probs", message, algorithm.old_log_probs)
+
+
+def _differences(config: Mapping[str, Any], made: Mapping[str, Any]) -> str:
+    """What has an effect on the policy of later steps and is not as it was; empty where all of it is."""
+    if made["mode"] != "full":
+        return f"mode {made['mode']} sampled all dumps with the same weights"
+    mine, its = _learning(config), _learning(made)
+    different = [name for name, value in mine.items() if value != its[name]]
+    return f"{', '.join(different)} {'differs' if len(different) == 1 else 'differ'}" if different else ""
+
+
+def _learning(config: Mapping[str, Any]) -> dict[str, Any]:
+    critic = config["critic"] and {key: config["critic"][key] for key in ("init", "path", "optimizer")}
+    optimizers = [config["actor_train"]["optimizer"], *([critic["optimizer"]] if critic else [])]
+    return {
+        "seed": config["seed"],
+        "steps": config["steps"] if any(one["decay"] != "constant" for one in optimizers) else None,
+        "algorithm": config["algorithm"],
+        "actor_train.optimizer": optimizers[0],
+        "critic": critic,
+        "domains.*.reward": {name: [one["reward"][key] for key in ("weight", "format")] for name, one in config["domains"].items()},
+    }
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    """As a header has it. Refused where the schema has refused something that matters here: a dump would be without it."""
+    for name in ("seed", "steps", "algorithm", "actor_train", "critic", "domains"):
+        _read_all(getattr(config, name))
+    return config.model_dump(mode="json")
+
+
+def _read_all(value: Any) -> None:
+    if isinstance(value, Section):
+        for name in type(value).model_fields:
+            _read_all(getattr(value, name))
+    elif isinstance(value, dict):
+        for item in value.values():
+            _read_all(item)
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+REPLAY_CHECKS = (_mode, _dumps)
+
+
+def mode_notes(config: RunConfig) -> list[str]:
+    """What a run of a part leaves out."""
+    if config.mode == "rollout_only":
+        idle = [name for name in ("actor_train", "reference", "critic") if getattr(config, name) is not None]
+        return [f"mode: rollout_only: {', '.join(idle)} and validation are left out; batches are dumped, nothing trains"]
+    if config.mode == "train_only":
+        return [f"mode: train_only: training on the dumps of {config.replay.path}; engines, rewards and validation are left out"]
+    return []

@@ -1,0 +1,105 @@
+"""Dumps of rollouts: which ones a past run has left, and what each says of its making. Only their ends are read here; data/dumps.py
+writes them and reads their rows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_lite.config.checkpoint_files import resumed_from
+from roll_lite.config.files import elsewhere, is_folder, kind_of, listing
+from roll_lite.config.problems import first_line
+
+FOLDER = "dumps"
+"""Of a run's folder."""
+NAME = re.compile(r"step_(\d+)\.parquet")
+FORMAT = "roll_lite.dump"
+SCHEMA_VERSION = 1
+METADATA = "roll_lite"
+"""The key of the file's metadata."""
+
+
+@dataclass(frozen=True)
+class DumpHeader:
+    """What stands in a file's metadata beside its rows."""
+
+    path: Path
+    step: int
+    config: dict[str, Any]
+    """The run's, resolved."""
+    tokenizer: str
+    """See `tokenizer_checksum`."""
+    largest_token: int
+    domains: dict[str, dict[str, int]]
+    """Of the samples that train, by domain: `samples`, `longest_prompt` and `longest_response` in tokens."""
+    baselines: bool
+    """There are greedy baselines."""
+    stats: dict[str, Any]
+    """What was counted while the batch was made."""
+
+
+def dump_file(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}.parquet"
+
+
+def found_dumps(path: Path) -> dict[int, Path]:
+    """By step. `path`: the folder of the dumps, or that of the run; of a run that was resumed, what it went on from has the earlier ones.
+    ValueError where there are none."""
+    if (kind := kind_of(path)) != "folder":
+        raise ValueError(
+            f"{path} is a file; name a run's folder, or that of its dumps" if kind else f"no such folder: {path}{elsewhere(path)}"
+        )
+    dumps = _of_run(path) if is_folder(path / FOLDER) else _within(path)
+    if not dumps:
+        raise ValueError(f"{path} holds no dumps ({FOLDER}/step_*.parquet); the run that is to be replayed needs rollout.dump: true")
+    return dumps
+
+
+def _of_run(run: Path) -> dict[int, Path]:
+    dumps, seen = _within(run / FOLDER), {run}
+    while dumps and min(dumps) > 1 and (checkpoint := resumed_from(run)) is not None:
+        run = checkpoint.parent.parent
+        if run in seen or not is_folder(run / FOLDER):
+            break
+        seen.add(run)
+        dumps |= {step: path for step, path in _within(run / FOLDER).items() if step < min(dumps)}
+    return dumps
+
+
+def _within(folder: Path) -> dict[int, Path]:
+    return {int(match[1]): path for path in listing(folder) if (match := NAME.fullmatch(path.name))}
+
+
+def missing_steps(dumps: Mapping[int, Path], steps: int) -> list[int]:
+    return [step for step in range(1, steps + 1) if step not in dumps]
+
+
+def read_header(path: Path) -> DumpHeader:
+    """ValueError, saying what is wrong with the file."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        metadata = parquet.read_metadata(path).metadata or {}
+    except (ArrowException, OSError) as error:
+        raise damaged(path, error) from error
+    if METADATA.encode() not in metadata:
+        raise ValueError(f"{path} is no dump of rollouts: it has no {METADATA!r} among its metadata")
+    try:
+        header = json.loads(metadata[METADATA.encode()])
+        named, version = header["format"], header["schema_version"]
+        if named != FORMAT:
+            raise ValueError(f"{path} is no dump of rollouts: its format is {named!r}, expected {FORMAT!r}")
+        if version != SCHEMA_VERSION:
+            writer = header.get("made_by", "another program")
+            raise ValueError(f"{path} has schema version {version}, this program reads {SCHEMA_VERSION}; it was written by {writer}")
+        return DumpHeader(path, **{name: header[name] for name in DumpHeader.__dataclass_fields__ if name != "path"})
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise damaged(path, error) from error
+
+
+def damaged(path: Path, error: BaseException) -> ValueError:
+    return ValueError(f"{path} is damaged: it cannot be read as a dump ({type(error).__name__}: {first_line(error)})")

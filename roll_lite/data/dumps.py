@@ -1,0 +1,270 @@
+"""Dumps of rollouts: every sample of a step as a row of a Parquet file (zstd), with its tokens, log-probs and texts.
+
+    load_dump("runs/latest/dumps/step_000012.parquet")              the samples that trained, as a DataProto
+    pandas.read_parquet("runs/latest/dumps/step_000012.parquet")    all of them: failed and filtered ones and greedy baselines too
+
+docs/replay.md lists the columns. Null is what there is not: the score of a failed sample, the tokens of one that never got any.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+
+from roll_lite.config.dump_files import FORMAT, METADATA, SCHEMA_VERSION, damaged, read_header
+from roll_lite.data.columns_file import as_array
+from roll_lite.data.keys import KEYS, Kind
+from roll_lite.data.proto import VECTORS, Column, DataProto, object_column
+from roll_lite.data.ragged import Ragged, from_numpy
+from roll_lite.data.samples import Sample, SampleGroup, TokenRow
+
+ROW_GROUP_TOKENS = 2**21
+"""Written and read at a time: some 30 MB."""
+
+Fetch = Callable[[Sequence[Any]], Sequence[DataProto | None]]
+"""Token blocks by their references; None for one that is gone."""
+
+DESCRIPTION = {
+    "sample": pa.int64(),
+    "domain": pa.string(),
+    "prompt_uid": pa.int64(),
+    "epoch": pa.int64(),
+    "group": pa.int64(),
+    "index": pa.int64(),
+    "attempt": pa.int64(),
+    "baseline": pa.bool_(),
+    "outcome": pa.string(),
+    "failure": pa.string(),
+    "timed_out": pa.bool_(),
+    "finish_reason": pa.string(),
+    "score": pa.float64(),
+    "correct": pa.bool_(),
+    "format_ok": pa.bool_(),
+    "details": pa.string(),
+    "prompt": pa.string(),
+    "response": pa.string(),
+    "answer": pa.string(),
+    "prompt_length": pa.int64(),
+    "response_length": pa.int64(),
+    "policy_tokens": pa.int64(),
+    "versions": pa.list_(pa.struct({"start": pa.int32(), "version": pa.int32()})),
+}
+"""What is known of every sample, whatever became of it. Further row columns are those of the batch."""
+TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
+"""Lists."""
+KEPT_IDS = "kept_ids"
+UNKNOWN = {"format_ok": False}
+"""What a sample trains with where the dump has null."""
+
+
+# ---------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class _Entry:
+    sample: Sample
+    row: int | None
+    """Of the batch; None for a sample that does not train."""
+    baseline: bool
+
+    @property
+    def tokens(self) -> TokenRow | None:
+        return self.sample.transcript.tokens
+
+
+def write_dump(
+    path: Path, groups: Sequence[SampleGroup], rows: DataProto, fetch: Fetch, facts: Mapping[str, Any], kept_ids: bool = False
+) -> None:
+    """`rows`: of the samples that train. `facts`: step, config, tokenizer and stats for the header (config/dump_files.py), plain data.
+    `kept_ids`: token blocks have that column. The file appears complete or not at all."""
+    entries = _entries(groups, rows)
+    further = {name: as_array(column) for name, column in rows.columns.items() if name not in DESCRIPTION}
+    tokens = {name: pa.large_list(kind) for name, kind in TOKENS.items()}
+    if kept_ids:
+        tokens[KEPT_IDS] = pa.large_list(pa.list_(pa.int32(), _width_of_kept_ids(entries, fetch)))
+    schema = pa.schema(DESCRIPTION | {name: array.type for name, array in further.items()} | tokens)
+    largest = 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".partial")
+    with pq.ParquetWriter(unfinished, schema, compression="zstd", write_page_checksum=True) as file:
+        for part in _row_groups(entries):
+            described = [_described(entry) for entry in part]
+            arrays = {name: pa.array([one[name] for one in described], kind) for name, kind in DESCRIPTION.items()}
+            arrays |= {name: array.take(arrays["sample"]) for name, array in further.items()}
+            arrays |= _token_columns(part, fetch, schema)
+            largest = max(largest, pc.max(arrays["input_ids"].values).as_py() or 0)
+            file.write_table(pa.table(arrays, schema))
+        made = {"format": FORMAT, "schema_version": SCHEMA_VERSION, "made_by": f"roll_lite {version('roll_lite')}", **facts}
+        found = {"largest_token": largest, "domains": _sizes(rows), "baselines": any(entry.baseline for entry in entries)}
+        file.add_key_value_metadata({METADATA: json.dumps(made | found)})
+    unfinished.replace(path)
+
+
+def _entries(groups: Sequence[SampleGroup], rows: DataProto) -> list[_Entry]:
+    """All samples, each group's greedy baseline after it."""
+    row_of = {place: row for row, place in enumerate(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))}
+    entries: list[_Entry] = []
+    for group in groups:
+        entries += [_Entry(sample, row_of.get((group.group, sample.id.index)), False) for sample in group.samples]
+        entries += [_Entry(group.baseline, None, True)] if group.baseline is not None else []
+    assert sum(entry.row is not None for entry in entries) == len(rows), "a sample that trains is in none of the groups"
+    return entries
+
+
+def _described(entry: _Entry) -> dict[str, Any]:
+    sample, score, transcript = entry.sample, entry.sample.score, entry.sample.transcript
+    return {
+        "sample": entry.row,
+        "domain": sample.id.domain,
+        "prompt_uid": sample.id.prompt_uid,
+        "epoch": sample.id.epoch,
+        "group": sample.id.group,
+        "index": sample.id.index,
+        "attempt": sample.id.attempt,
+        "baseline": entry.baseline,
+        "outcome": str(sample.outcome),
+        "failure": _text(sample.failure),
+        "timed_out": sample.timed_out,
+        "finish_reason": str(transcript.finish_reason) if transcript.finish_reason else None,
+        "score": score.value if score else None,
+        "correct": score.is_correct if score else None,
+        "format_ok": score.format_ok if score else None,
+        "details": _json(score.details) if score else None,
+        "prompt": _text(sample.prompt.text),
+        "response": _text(transcript.text),
+        "answer": _json(sample.prompt.answer),
+        "prompt_length": transcript.prompt_length or len(sample.prompt.token_ids),
+        "response_length": transcript.response_length,
+        "policy_tokens": transcript.policy_tokens,
+        "versions": [{"start": span.start, "version": span.version} for span in transcript.versions],
+    }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str)
+
+
+def _text(text: str | None) -> str | None:
+    """Half a surrogate pair, which a program may print, is no UTF-8: it stays readable as the escape that it came from."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
+    """At least one, which says of which types the columns are."""
+    part: list[_Entry] = []
+    tokens = 0
+    for entry in entries:
+        part.append(entry)
+        tokens += entry.tokens.length if entry.tokens else 0
+        if tokens >= ROW_GROUP_TOKENS:
+            yield part
+            part, tokens = [], 0
+    if part or not entries:
+        yield part
+
+
+def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -> dict[str, pa.Array]:
+    """Null where a sample has no tokens, or where those of one that does not train are gone."""
+    names = [name for name in (*TOKENS, KEPT_IDS) if name in schema.names]
+    blocks = _blocks(entries, fetch)
+    members: dict[Any, list[int]] = {}
+    rows: dict[Any, list[int]] = {}
+    for number, entry in enumerate(entries):
+        if entry.tokens is not None and entry.tokens.block in blocks:
+            members.setdefault(entry.tokens.block, []).append(number)
+            rows.setdefault(entry.tokens.block, []).append(entry.tokens.row)
+        elif entry.row is not None:
+            raise RuntimeError(f"the tokens of {entry.sample.id.request_id()}, which trains, are gone")
+    if not members:
+        return {name: pa.nulls(len(entries), schema.field(name).type) for name in names}
+    joined = DataProto.concat([blocks[reference].select(names).take(own) for reference, own in rows.items()])
+    place = {number: place for place, number in enumerate(number for own in members.values() for number in own)}
+    in_order = pa.array([place.get(number) for number in range(len(entries))], pa.int64())
+    if KEPT_IDS in names:
+        joined = joined.with_columns(kept_ids=_widened(joined.ragged(KEPT_IDS), schema.field(KEPT_IDS).type.value_type.list_size))
+    return {name: as_array(joined[name]).take(in_order) for name in names}
+
+
+def _blocks(entries: Sequence[_Entry], fetch: Fetch) -> dict[Any, DataProto]:
+    """Those that are there, by their references."""
+    references = list(dict.fromkeys(entry.tokens.block for entry in entries if entry.tokens is not None))
+    return {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}
+
+
+def _width_of_kept_ids(entries: Sequence[_Entry], fetch: Fetch) -> int:
+    """The widest: a column of a file has one width."""
+    return max((block.ragged(KEPT_IDS).values.shape[1] for block in _blocks(entries, fetch).values()), default=1)
+
+
+def _widened(column: Ragged, width: int) -> Ragged:
+    missing = width - column.values.shape[1]
+    return Ragged(torch.nn.functional.pad(column.values, (0, missing), value=VECTORS[KEPT_IDS]), column.offsets)
+
+
+def _sizes(rows: DataProto) -> dict[str, dict[str, int]]:
+    return {
+        str(name): {
+            "samples": len(own),
+            "longest_prompt": int(own.tensor("prompt_length").max()),
+            "longest_response": int(own.tensor("response_length").max()),
+        }
+        for name, own in rows.group_by("domain").items()
+    }
+
+
+# ---------------------------------------------------------------- reading
+
+
+def load_dump(path: Path | str) -> DataProto:
+    """The samples that trained, in their order, with every column that keys.py declares, bit for bit as it was. ValueError for a file that
+    is no dump, is damaged, or has another schema version."""
+    return DataProto.concat(list(dump_parts(Path(path))))
+
+
+def dump_parts(path: Path) -> Iterator[DataProto]:
+    """The same in parts, as they were written, for batches that should not be held twice."""
+    read_header(path)
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            names = [name for name in file.schema_arrow.names if name in KEYS]
+            missing = [name for name in ("sample", "group", *TOKENS) if name not in names]
+            if missing:
+                raise ValueError(f"{path} is no dump of rollouts: it has no column {', '.join(missing)}")
+            for number in range(file.num_row_groups):
+                table = file.read_row_group(number, columns=names).combine_chunks()
+                trained = table.filter(pc.is_valid(table["sample"]))
+                yield DataProto({name: _column(name, trained[name].combine_chunks()) for name in names})
+    except (pa.ArrowException, OSError) as error:
+        raise damaged(path, error) from error
+
+
+def _column(name: str, array: pa.Array) -> Column:
+    key = KEYS[name]
+    if name in UNKNOWN:
+        array = pc.fill_null(array, UNKNOWN[name])
+    if array.null_count:
+        raise pa.ArrowInvalid(f"column {name} has no value for a sample that trains")
+    if key.kind is Kind.OBJECT:
+        return object_column(array.to_pylist())
+    if key.kind is Kind.ROW:
+        return _tensor(array, key.dtype)
+    lengths = pc.list_value_length(array).to_numpy(zero_copy_only=False).astype(np.int64)
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+    entries = pc.list_flatten(array)
+    if pa.types.is_fixed_size_list(entries.type):
+        return Ragged(_tensor(entries.flatten(), key.dtype).view(-1, entries.type.list_size), offsets)
+    return Ragged(_tensor(entries, key.dtype), offsets)
+
+
+def _tensor(array: pa.Array, dtype: torch.dtype | None) -> torch.Tensor:
+    return from_numpy(array.to_numpy(zero_copy_only=False)).to(dtype)

@@ -1,0 +1,73 @@
+"""A rollout worker with what it needs around it: two domains, engine workers with scripted engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from support_models import make_tokenizer
+
+from roll_lite.config.schema.domains import DataConfig, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
+from roll_lite.config.schema.models import ModelConfig, ScriptedStrategyConfig
+from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
+from roll_lite.distributed.placement import anywhere
+from roll_lite.distributed.strategy.base import EngineSpec
+from roll_lite.workers.infer import InferWorker
+from roll_lite.workers.rollout import RolloutSpec, RolloutWorker
+
+USER = "tests.workers.reward_functions"
+
+
+def toy_model(folder: Path) -> ModelConfig:
+    """Of which there is no more than the tokenizer."""
+    make_tokenizer().save_pretrained(folder)
+    return ModelConfig(path=folder, dtype="float32")
+
+
+def domain(folder: Path, name: str, share: float, reward: str, validation: int = 0) -> DomainConfig:
+    files = {"train": 40, "validation": validation}
+    for split, count in files.items():
+        lines = [json.dumps({"prompt": f"{name} {i}", "answer": str(i)}) for i in range(count)]
+        (folder / f"{name}_{split}.jsonl").write_text("\n".join(lines))
+    return DomainConfig(
+        data=DataConfig(train=folder / f"{name}_train.jsonl", validation=folder / f"{name}_validation.jsonl" if validation else None),
+        sampling=SamplingConfig(max_tokens=32),
+        reward=RewardConfig(type=reward),
+        share=share,
+    )
+
+
+@contextmanager
+def engines(model: ModelConfig, replicas: int, **script: Any) -> Iterator[Cluster[InferWorker]]:
+    spec = EngineSpec(model, ScriptedStrategyConfig(**script), max_model_len=128)
+    cluster = start_cluster(ClusterSpec("actor_infer", anywhere(replicas)), InferWorker, spec)
+    try:
+        cluster.all(InferWorker.initialize)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@contextmanager
+def rollouts(spec: RolloutSpec, infer: Cluster[InferWorker]) -> Iterator[Cluster[RolloutWorker]]:
+    cluster = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec)
+    try:
+        cluster.one(RolloutWorker.initialize, infer.group.actors)
+        yield cluster
+        cluster.one(RolloutWorker.shutdown)
+    finally:
+        cluster.shutdown()
+
+
+def spec_of(model: ModelConfig, folder: Path) -> RolloutSpec:
+    return RolloutSpec(
+        model=model,
+        domains={"long": domain(folder, "long", 3, f"{USER}.length", validation=5), "math": domain(folder, "math", 1, f"{USER}.tricky")},
+        rollout=RolloutConfig(samples_per_prompt=4),
+        seed=3,
+        deterministic=True,
+        samples_folder=folder / "samples",
+    )
