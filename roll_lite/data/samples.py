@@ -255,7 +255,7 @@ class Sample:
     outcome: SampleOutcome
     score: Score | None = None
     failure: str | None = None
-    """Cause, for SampleOutcome.FAILED."""
+    """Cause, for SampleOutcome.FAILED and FILTERED."""
     timed_out: bool = False
     """Failed because its generation took too long; the transcript is what there was by then."""
 

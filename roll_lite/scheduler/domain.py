@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from roll_lite.data.prompts import PromptOrder
-from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, Sampling
+from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, SampleOutcome, Sampling
 from roll_lite.scheduler.filters import DEFAULT_TRIES, GroupFilter, Tries
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.runner import RewardClient, SampleRunner
@@ -102,7 +102,9 @@ class DomainScheduler:
         changed: Callable[[], None],
         broken: Callable[[BaseException], None],
         tries: Tries = DEFAULT_TRIES,
+        left_out: Callable[[SampleGroup], None] = lambda group: None,
     ) -> None:
+        """`left_out`: gets the groups that are lost or filtered."""
         self.name = domain.name
         self.counts = Counts()
         self.epoch = 0
@@ -113,7 +115,7 @@ class DomainScheduler:
         self._runner = runner
         self._recorder = recorder
         self._group_numbers = group_numbers
-        self._changed, self._broken = changed, broken
+        self._changed, self._broken, self._left_out = changed, broken, left_out
         self._tries = tries
         self._running: OrderedDict[int, _Live] = OrderedDict()
         self._finished: dict[int, _Live] = {}
@@ -207,8 +209,10 @@ class DomainScheduler:
         filtered = self._domain.filter(group) if lost is None and self._domain.filter is not None else None
         del self._running[live.number]
         if lost is not None:
+            self._left_out(ended(group, SampleOutcome.FAILED, lost))
             self._lose(lost)
         elif filtered is not None:
+            self._left_out(ended(group, SampleOutcome.FILTERED, filtered))
             self._leave_out(filtered)
         else:
             self._failures_in_a_row.clear()
@@ -288,6 +292,12 @@ class DomainScheduler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._domain.order.load_state_dict(state["order"])
         self._put_back = deque((epoch, index) for epoch, index in state["unfinished"])
+
+
+def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
+    """Its samples end as the group does, but for those that failed by themselves."""
+    samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
+    return replace(group, samples=tuple(samples))
 
 
 def greedy(sampling: Sampling) -> Sampling:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
@@ -27,6 +27,8 @@ class RolloutResult:
     groups: list[SampleGroup]
     """In the order of their numbers. Failed samples are among them, for dumps; only accepted ones train."""
     stats: RolloutStats
+    left_out: list[SampleGroup] = field(default_factory=list)
+    """Groups that were lost or filtered since the batch before, where somebody wants them."""
 
 
 class RolloutService:
@@ -46,10 +48,11 @@ class RolloutService:
         tries: Tries = DEFAULT_TRIES,
         batches: int | None = None,
         engines_rest: bool = False,
+        keep_left_out: bool = False,
     ) -> None:
         """`seed`: each request gets a seed of its own, derived from this one. `episode`: what happens in a sample. `oversample`: so many
         times the prompts of a batch are admitted for the first one. `batches`: nothing is admitted for later ones. `engines_rest`: they
-        are away between two batches."""
+        are away between two batches. `keep_left_out`: groups that are lost or filtered come with the next batch, their tokens with them."""
         self._domains = {domain.name: domain for domain in domains}
         self._plan = BatchPlan({domain.name: domain.share for domain in domains}, {domain.name: domain.least for domain in domains})
         self._router = router
@@ -58,6 +61,8 @@ class RolloutService:
         self._oversample = oversample
         self._batches = batches
         self._engines_rest = engines_rest
+        self._left_out: list[SampleGroup] = []
+        self._keep_left_out = keep_left_out
         self._time = asyncio.get_running_loop().time
         self._version = 0
         self._next_group = 0
@@ -81,7 +86,9 @@ class RolloutService:
 
     def _scheduler(self, domain: Domain, tries: Tries) -> DomainScheduler:
         runner = self._runners[domain.name]
-        return DomainScheduler(domain, runner, self._recorder, self._number_group, self._group_ended, self._break_off, tries)
+        return DomainScheduler(
+            domain, runner, self._recorder, self._number_group, self._group_ended, self._break_off, tries, self._group_left_out
+        )
 
     def _number_group(self) -> int:
         self._next_group += 1
@@ -127,6 +134,10 @@ class RolloutService:
         self._admit()
         self._changed.set()
 
+    def _group_left_out(self, group: SampleGroup) -> None:
+        if self._keep_left_out:
+            self._left_out.append(group)
+
     def _break_off(self, error: BaseException) -> None:
         """Nothing more will come: whoever waits for groups gets this error, now and later."""
         self._error = self._error or error
@@ -163,7 +174,8 @@ class RolloutService:
         self._handed_out = self._asked
         await self._go_on()
         self._tell_mix(stats, quota)
-        return RolloutResult(groups, stats)
+        left_out, self._left_out = self._left_out, []
+        return RolloutResult(groups, stats, left_out)
 
     def _tell_mix(self, stats: RolloutStats, quota: dict[str, int]) -> None:
         delivered, tokens = sum(self._delivered.values()), sum(self._delivered_tokens.values())

@@ -127,6 +127,7 @@ class RolloutWorker(AsyncWorker):
             tries=tries_of(rollout.filter),
             batches=spec.steps,
             engines_rest=spec.engines_rest,
+            keep_left_out=spec.dumps is not None,
         )
 
     def _pool(self, name: str, domain: DomainConfig, judges: Mapping[str, JudgeAddress]) -> RewardPool | RewardModelPool:
@@ -181,7 +182,8 @@ class RolloutWorker(AsyncWorker):
         rows = rows_of(trainable, self._temperatures)
         writing = self._samples_file(f"step_{step:06d}.jsonl", result.groups)
         if self._spec.dumps is not None:
-            writing.append(self._spec.dumps.writing(step, result.groups, rows, result.stats, self._kept_ids))
+            everyone = sorted([*result.groups, *result.left_out], key=lambda group: group.group)
+            writing.append(self._spec.dumps.writing(step, everyone, rows, result.stats, self._kept_ids))
         await self._write(writing)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
         return RolloutBatch(rows, [tokens_of(trainable, self._kept_ids)], result.stats, replaced)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler_support import Prompts, TimedReward, attempt_of, by_tokens, make_domain, make_service, prompt_of, tokens_of
 
 from roll_lite.data.prompts import PromptOrder
-from roll_lite.data.samples import GenerationRequest, RewardInput, SampleOutcome, Sampling
+from roll_lite.data.samples import GenerationRequest, RewardInput, SampleGroup, SampleOutcome, Sampling
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, Script
 from roll_lite.scheduler.domain import DomainFailed
@@ -230,6 +230,29 @@ def test_a_lost_group_is_replaced_so_that_the_batch_stays_exact() -> None:
     assert Counter(group.domain for group in result.groups) == {"a": 10, "b": 10}
     assert all(group.samples[0].id.prompt_uid % 3 for group in result.groups)
     assert sum(domain.lost_groups for domain in result.stats.domains.values()) > 0
+
+
+def test_groups_that_do_not_train_come_with_the_batch_where_somebody_wants_them() -> None:
+    def script(request: GenerationRequest) -> Response:
+        return Response(5, 0.01, error="cursed" if prompt_of(request)[1] % 3 == 0 else None)
+
+    def odd(group: SampleGroup) -> str | None:
+        return "odd" if group.samples[0].id.prompt_uid % 2 else None
+
+    async def main(**how: Any) -> list[RolloutResult]:
+        service, _, _ = make_service([make_domain("a", 0, filter=odd)], [script], retries=0, **how)
+        return [await service.next_batch(10) for _ in range(3)]
+
+    results = run_virtual(main(keep_left_out=True))
+    lost = [group for result in results for group in result.left_out if group.samples[0].id.prompt_uid % 3 == 0]
+    filtered = [group for result in results for group in result.left_out if group.samples[0].id.prompt_uid % 3]
+    assert {(one.outcome, one.failure) for group in filtered for one in group.samples} == {(SampleOutcome.FILTERED, "odd")}
+    assert all(one.score is not None and one.transcript.tokens is not None for group in filtered for one in group.samples)
+    assert {one.outcome for group in lost for one in group.samples} == {SampleOutcome.FAILED}
+    counted = [result.stats.domains["a"] for result in results]
+    assert len(lost) == sum(stats.lost_groups for stats in counted) > 0
+    assert len(filtered) == sum(stats.filtered.total() for stats in counted) > 0
+    assert not any(result.left_out for result in run_virtual(main())), "their tokens are let go"
 
 
 def test_a_domain_that_only_fails_is_an_error_with_the_first_cause() -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 from rollout_cases import engines, rollouts, spec_of, toy_model
 
 from roll_lite.config.dump_files import dump_file, found_dumps
+from roll_lite.config.schema.domains import GroupFilterConfig
 from roll_lite.config.schema.models import ModelConfig
 from roll_lite.data.dumps import load_dump
 from roll_lite.data.proto import DataProto
@@ -64,6 +66,22 @@ def test_a_replay_gives_what_was_dumped_and_the_dump_what_trained(model: ModelCo
             assert again.stats.domains["long"] == then.stats.domains["long"]
         assert_same(whole(replay.one(ReplayWorker.next_batch, 1)), expected[0])
         replay.shutdown()
+
+
+def test_what_was_filtered_is_in_the_dump_with_its_cause_and_does_not_train(model: ModelConfig, tmp_path: Path) -> None:
+    """The reward of `math` is 1 for all, `long` scores the length: all of its groups are flat."""
+    spec = dumping(spec_of(model, tmp_path), tmp_path / "dumps")
+    chosen = GroupFilterConfig(type="mean", above=2.0, tries=3, when_short="continue")
+    spec = replace(spec, rollout=spec.rollout.model_copy(update={"filter": chosen}))
+    with engines(model, 1, response_tokens=6) as infer, rollouts(spec, infer) as service:
+        expected = whole(service.one(RolloutWorker.next_batch, 8, 1))
+    assert set(expected.objects("domain").tolist()) == {"long"}
+    frame = pandas.read_parquet(dump_file(tmp_path / "dumps", 1))
+    filtered = frame[frame["outcome"] == "filtered"]
+    assert set(filtered["domain"]) == {"math"} and set(filtered["failure"]) == {"mean not above 2"} and filtered["sample"].isna().all()
+    assert filtered["input_ids"].notna().all() and set(filtered["score"]) == {1.0}
+    assert frame["group"].is_monotonic_increasing
+    assert_same(load_dump(dump_file(tmp_path / "dumps", 1)), expected)
 
 
 def test_a_dump_that_cannot_be_written_is_a_failure_of_the_run(model: ModelConfig, tmp_path: Path) -> None:
