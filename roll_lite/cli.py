@@ -126,6 +126,9 @@ def _simulate(config: RunConfig, parsed: argparse.Namespace) -> int:
     if parsed.cfg:
         _print(config)
         return 0
+    if config.mode != "full":
+        sys.stderr.write(f"mode = {config.mode}: whole runs are simulated, in which generation and training take turns; use full\n")
+        return WRONG_CONFIGURATION
     try:
         from roll_lite.simulator.command import Question, answer
     except KeyboardInterrupt:

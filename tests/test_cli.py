@@ -211,3 +211,10 @@ def test_a_key_for_a_function_of_ones_own_is_not_printed(
     with pytest.raises(SystemExit):
         main(["check", "-cn", "tiny_grpo", "--api_key=sk-LITERAL"])
     assert "sk-LITERAL" not in capsys.readouterr().err
+
+
+def test_a_run_of_a_part_is_noted_and_not_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config-name", "tiny_grpo", "mode=rollout_only"]) == 0
+    assert "note: mode: rollout_only: actor_train and validation are left out" in capsys.readouterr().err
+    assert main(["simulate", "--config-name", "tiny_grpo", "mode=rollout_only"]) == 2
+    assert "whole runs are simulated" in capsys.readouterr().err
