@@ -42,9 +42,10 @@ class Checkpoints:
         whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
         unfinished = whole.with_name(f"{whole.name}.partial")
         shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
         records: dict[str, FileRecord] = {}
         for role, model in clusters.trained.items():
-            (unfinished / role).mkdir(parents=True)
+            (unfinished / role).mkdir()
             with model.loaded(TRAIN):
                 model.ranks.all(ModelWorker.save_checkpoint, (unfinished / role).resolve())
             files = (path for path in (unfinished / role).rglob("*") if path.is_file())

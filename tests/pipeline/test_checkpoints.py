@@ -63,6 +63,11 @@ def test_a_checkpoint_brings_the_drivers_state_back(config: RunConfig, tmp_path:
     assert Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic"), SOURCE) == state
 
 
+def test_a_run_in_which_nothing_trains_has_checkpoints_too(config: RunConfig, tmp_path: Path) -> None:
+    Checkpoints(config, tmp_path).save(parts(), SOURCE, {"steps_done": 4})
+    assert Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts(), SOURCE) == {"steps_done": 4}
+
+
 def test_a_checkpoint_without_a_role_is_refused(config: RunConfig, tmp_path: Path) -> None:
     Checkpoints(config, tmp_path).save(parts("actor_train"), SOURCE, {"steps_done": 1})
     with pytest.raises(ValueError, match="holds nothing for critic"):
