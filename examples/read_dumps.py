@@ -33,7 +33,7 @@ def main() -> None:
     solved = frame[~frame["baseline"]].groupby(["domain", "prompt"])["correct"].mean().sort_values()
     print(f"\nhardest prompts\n{solved.head(3).to_string()}")
     worst = frame.loc[frame["score"].idxmin()]
-    print(f"\na sample with score {worst['score']:g}: {worst['prompt']!r} -> {worst['response']!r} (answer {worst['answer']})")
+    print(f"\na sample with score {worst['score']:g}: {worst['prompt']!r} -> {worst['response']!r} (answer {worst['reference_answer']})")
 
     batch = load_dump(dumps[-1])  # a DataProto: what a training rank sees of it
     log_probs, mask = batch.ragged("rollout_log_probs"), batch.ragged("response_mask")

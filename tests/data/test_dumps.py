@@ -17,6 +17,7 @@ from support_dumps import PROMPT, TEMPERATURES, Blocks, batch, record, sample, w
 from roll_lite.config.dump_files import METADATA, read_header
 from roll_lite.data import dumps
 from roll_lite.data.dumps import load_dump, write_dump
+from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import SampleGroup, SampleOutcome, Score, TokenRow
@@ -100,7 +101,12 @@ def test_pandas_reads_all_samples_with_what_became_of_them(tmp_path: Path) -> No
         0,
         2,
     )
-    assert (first["prompt"], first["response"], json.loads(first["answer"]), first["score"]) == ("1+1=", "said", {"value": 2}, 0.1)
+    assert (first["prompt"], first["response"], json.loads(first["reference_answer"]), first["score"]) == (
+        "1+1=",
+        "said",
+        {"value": 2},
+        0.1,
+    )
     assert (first["correct"], json.loads(first["details"]), first["sample_weight"]) == (True, {"extracted": "2"}, 0.5)
     assert first["input_ids"].tolist() == [*PROMPT, 20, 21] and first["response_mask"].tolist() == [False] * 3 + [True] * 2
     assert first["rollout_log_probs"].dtype == np.float32 and len(first["rollout_log_probs"]) == 4
@@ -214,3 +220,9 @@ def test_further_columns_of_a_batch_travel_by_themselves(tmp_path: Path) -> None
     found = load_dump(tmp_path / "step.parquet")
     assert found.tensor("max_tokens").tolist() == [3, 1, 4, 1] and found.tensor("truncated").tolist() == [True, False, False, True]
     assert pq.read_schema(tmp_path / "step.parquet").field("max_tokens").type == pa.int64()
+
+
+def test_no_column_of_a_batch_means_another_thing_in_a_dump() -> None:
+    for name, kind in dumps.DESCRIPTION.items():
+        if name in KEYS:
+            assert (KEYS[name].kind is Kind.OBJECT) == pa.types.is_string(kind), name
