@@ -12,6 +12,7 @@ from config_project import Project
 from support_dumps import dump_run
 
 from roll_lite.config.arithmetic import derive, render, roles
+from roll_lite.config.checkpoint_files import SCHEMA_VERSION
 from roll_lite.config.checks.replay import mode_notes
 from roll_lite.config.dump_files import METADATA, found_dumps
 
@@ -161,7 +162,7 @@ def test_a_checkpoint_of_another_mode_is_refused(project: Project, tmp_path: Pat
     checkpoint = project.folder / "old" / "checkpoints" / "step_000001"
     (checkpoint / "actor_train").mkdir(parents=True)
     (checkpoint / "actor_train" / "file").write_text("")
-    state = {"schema_version": 2, "pipeline": {}, "rollouts": {}, "config": {"mode": "train_only"}}
+    state = {"schema_version": SCHEMA_VERSION, "pipeline": {}, "rollouts": {}, "config": {"mode": "train_only"}}
     (checkpoint / "state.json").write_text(json.dumps(state))
     message = told(project, f"checkpoint.resume={checkpoint}")["checkpoint.resume"]
     assert message.endswith("was written by a run of mode: train_only, this one is of mode: full")
