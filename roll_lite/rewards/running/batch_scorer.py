@@ -84,7 +84,7 @@ class BatchScorer:
         """Ready to score, with its reward, whose section is at `path`; ValueError for a mistake in it."""
         reward = build_reward(config, path)
         reward.warm()
-        return cls(reward, config.timeout_s, format_check(config)), reward
+        return cls(reward, config.timeout_s, format_check(config, path)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
         """`items` by numbers that the caller gives them. What is not begun when the slice is over comes back without a result; what is

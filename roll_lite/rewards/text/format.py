@@ -72,11 +72,15 @@ class FormatReward(RewardType):
 FormatCheck = Callable[[str], bool]
 
 
-def format_check(config: RewardConfig) -> FormatCheck | None:
-    """Of responses, by the domain's `format`; None where it has none."""
+def format_check(config: RewardConfig, path: str = "reward") -> FormatCheck | None:
+    """Of responses, by the domain's `format`; None where it has none. `path`: the reward section's place; ValueError for no pattern."""
     if config.format is None:
         return None
-    pattern, seconds = compile_format(config.format.pattern), min(FORMAT_SECONDS, config.timeout_s / 2)
+    try:
+        pattern = compile_format(config.format.pattern)
+    except ValueError as error:
+        raise ValueError(f"{path}.format.pattern: {config.format.pattern!r}: {error}") from error
+    seconds = min(FORMAT_SECONDS, config.timeout_s / 2)
     return lambda response: _found(pattern, response, seconds, config.type)
 
 
