@@ -12,7 +12,7 @@ import yaml
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.simulator.calibration import calibrated
 from roll_lite.simulator.picture import draw_engines
-from roll_lite.simulator.report import NOTES, advice, details, table
+from roll_lite.simulator.report import NOTES, advice, details, engines, table
 from roll_lite.simulator.scenario import Scenario, scenario_of
 from roll_lite.simulator.simulation import Outcome, simulate
 
@@ -55,22 +55,22 @@ def answer(config: RunConfig, question: Question) -> int:
     if others:
         sys.stdout.write(f"\n{advice([outcome, *others])}\n")
     if question.picture is not None:
-        draw_engines(question.picture, [outcome], [f"{config.experiment}: {chosen.policy}, {chosen.engines} engines"], question.color)
+        draw_engines(question.picture, [outcome], [f"{config.experiment}: {chosen.policy}, {engines(chosen)}"], question.color)
         sys.stdout.write(f"\npicture: {question.picture}\n")
     return 0
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:
     """Half the engines, as many, and twice as many, each under every policy; filters and limits stay."""
-    for engines in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
+    for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
         for settings in ALTERNATIVES:
             rollout = chosen.rollout.model_copy(update={"max_staleness": None, "on_sync": None} | settings)
-            yield replace(chosen, engines=engines, rollout=rollout)
+            yield replace(chosen, engines=count, rollout=rollout)
 
 
 def _simulated(scenario: Scenario) -> Outcome:
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{scenario.policy}, {scenario.engines} engines ...")
+        sys.stderr.write(f"\r\033[K{scenario.policy}, {engines(scenario)} ...")
         sys.stderr.flush()
     outcome = simulate(scenario)
     if sys.stderr.isatty():

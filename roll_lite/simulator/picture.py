@@ -79,6 +79,10 @@ def _panel(axes: Any, outcome: Outcome, title: str, by: str, end: float) -> None
     else:
         axes.set_yticks([0, rows - 1, trainer])
         axes.set_yticklabels(["engine 0", f"engine {rows - 1}", "trainer"])
+    if by == "domain":
+        for name, color in colors.items():
+            axes.plot([], [], color=color, linewidth=6, label=name)
+        axes.legend(fontsize=8, frameon=False, ncols=len(colors), loc="lower right", bbox_to_anchor=(1, 1))
     axes.tick_params(labelsize=8, colors="#555555", length=0)
     axes.spines[:].set_visible(False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from roll_lite.simulator.scenario import Scenario
 from roll_lite.simulator.simulation import Outcome
 
 COLUMNS = ("policy", "engines", "step s", "ideal s", "of ideal", "engines in use", "tokens/s", "waits s", "trains s", "staleness")
@@ -53,8 +54,12 @@ def advice(outcomes: Sequence[Outcome]) -> str:
     share = f"{ABOUT_AS_FAST - 1:.0%}"
     return (
         f"fewest engines, then least staleness, within {share} of the fastest step ({seconds(best)} s): "
-        f"{chosen.scenario.policy}, {chosen.scenario.engines} engines, {seconds(chosen.step_s)} s"
+        f"{chosen.scenario.policy}, {engines(chosen.scenario)}, {seconds(chosen.step_s)} s"
     )
+
+
+def engines(scenario: Scenario) -> str:
+    return f"{scenario.engines} {'engine' if scenario.engines == 1 else 'engines'}"
 
 
 def seconds(value: float) -> str:
@@ -65,10 +70,9 @@ def details(outcome: Outcome) -> str:
     """What the table has no room for: mix, ends, engines."""
     scenario = outcome.scenario
     total = sum(model.share for model in scenario.domains)
-    lines = [
-        f"{scenario.engines} engines of {scenario.limits.slots} requests ({scenario.mean_slots} on average, as far as the cache goes), "
-        f"{scenario.rollout.prompts_per_step} prompts a step, {len(outcome.steps)} steps in {outcome.steps[-1].end:,.0f} simulated seconds"
-    ]
+    slots = f"{scenario.limits.slots} requests ({scenario.mean_slots} on average, as far as the cache goes)"
+    took = f"{len(outcome.steps)} steps in {outcome.steps[-1].end:,.0f} simulated seconds"
+    lines = [f"{engines(scenario)} of {slots}, {scenario.rollout.prompts_per_step} prompts a step, {took}"]
     shares = outcome.shares
     for model in scenario.domains:
         lines.append(f"domain {model.name}: {shares[model.name]:.1%} of the groups, {model.share / total:.1%} wanted")

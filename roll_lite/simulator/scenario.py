@@ -124,6 +124,7 @@ def _domain(config: RunConfig, name: str, domain: DomainConfig) -> DomainModel:
         samples_per_prompt=group_size(config, domain),
         share=domain.share,
         reward_s=LogNormal(responses.reward_s, responses.reward_p99_s or responses.reward_s) if responses.reward_s else None,
+        reward_most_s=domain.reward.timeout_s,
         all_right=responses.all_right,
         all_wrong=responses.all_wrong,
         greedy_baseline=config.algorithm.advantage.name == "remax",

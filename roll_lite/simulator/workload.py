@@ -68,6 +68,8 @@ class DomainModel:
     share: float = 1.0
     reward_s: Distribution | None = None
     """Seconds to score a response; None: no time."""
+    reward_most_s: float = math.inf
+    """Its time limit."""
     all_right: float = 0.0
     """Share of the prompts that the policy always solves."""
     all_wrong: float = 0.0
@@ -101,7 +103,8 @@ class SimulatedReward:
     async def score(self, item: RewardInput) -> Score:
         seconds = self._model.reward_s
         if seconds is not None:
-            await asyncio.sleep(seconds.draw(uniform(self._seed, "reward seconds", item.response)))
+            drawn = seconds.draw(uniform(self._seed, "reward seconds", item.response))
+            await asyncio.sleep(min(drawn, self._model.reward_most_s))
         return Score(float(uniform(self._seed, "score", item.response) < self._chance(item.prompt)))
 
     def _chance_of(self, prompt: str) -> float:

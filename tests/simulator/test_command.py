@@ -29,7 +29,7 @@ def rows(text: str) -> list[list[str]]:
 def test_the_configured_run_is_one_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--config-name", "tiny_grpo", *SHORT]) == 0
     printed = capsys.readouterr().out
-    assert "1 engines of 256 requests" in printed and "domain add: 33.3% of the groups, 33.3% wanted" in printed
+    assert "1 engine of 256 requests" in printed and "domain add: 33.3% of the groups, 33.3% wanted" in printed
     ((policy, *_),) = rows(printed)
     assert policy.strip() == "sync"
 
