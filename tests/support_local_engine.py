@@ -1,4 +1,4 @@
-"""Engines and token stores in the test's own process, without Ray."""
+"""Engines in the test's own process, without Ray."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from roll_lite.scheduler.engines import BatchedEngine, Collected
 from roll_lite.workers.completions import CompletionPump
 
 
-class TokensInProcess:
-    """A token store without Ray: blocks are their own references."""
+async def fetch_block(block: DataProto) -> DataProto:
+    """Without Ray blocks are their own references."""
+    return block
 
-    def put(self, columns: DataProto) -> DataProto:
-        return columns
 
-    async def get(self, reference: DataProto) -> DataProto:
-        return reference
+async def collect(pump: CompletionPump, max_wait_s: float) -> Collected:
+    collected, block = await pump.collect(max_wait_s)
+    return collected.lying_in(block)
 
 
 class LocalEngine(BatchedEngine):
@@ -25,13 +25,13 @@ class LocalEngine(BatchedEngine):
     def __init__(self, name: str, strategy: InferenceStrategy, frozen_admission: bool = False, linger_s: float = 0.0) -> None:
         super().__init__(name, frozen_admission)
         self._strategy = strategy
-        self._pump = CompletionPump(strategy, TokensInProcess(), linger_s)
+        self._pump = CompletionPump(strategy, fetch_block, linger_s)
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:
         await self._pump.submit(requests, frozen)
 
     async def _collect(self) -> Collected:
-        return await self._pump.collect(max_wait_s=60.0)
+        return await collect(self._pump, 60.0)
 
     async def _abort(self, request_ids: list[str]) -> None:
         await self._pump.abort(request_ids)

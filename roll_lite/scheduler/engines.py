@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, Turn
 
@@ -46,6 +46,11 @@ class Collected:
     """Requests, by id, of which something has been generated since."""
     dead: str | None = None
     """Why the engine cannot go on; its unanswered requests are lost."""
+
+    def lying_in(self, block: Any) -> Collected:
+        """With the turns' tokens in this one."""
+        turns = [turn if turn.tokens is None else replace(turn, tokens=replace(turn.tokens, block=block)) for turn in self.turns]
+        return replace(self, turns=turns)
 
 
 class _Asked(NamedTuple):

@@ -1,16 +1,18 @@
-"""The engine's side of rollouts: drives a strategy, writes what it has generated into token blocks, hands on all but the tokens."""
+"""The engine's side of rollouts: drives a strategy, and hands on what it has generated: turns, and their tokens as blocks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, TokenRow, Turn
 from roll_lite.distributed.strategy.base import InferenceStrategy, PauseMode
 from roll_lite.scheduler.engines import Collected
-from roll_lite.workers.token_blocks import TokenRecord, TokenStore, in_blocks, token_block
+from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, token_block
 
 BEGUN_POLL_S = 1.0
 """So late it may be noticed that an engine has begun with a request."""
@@ -19,11 +21,14 @@ BEGUN_POLL_S = 1.0
 class CompletionPump:
     """Keeps what finishes until it is fetched."""
 
-    def __init__(self, strategy: InferenceStrategy, store: TokenStore, linger_s: float = 0.05) -> None:
+    def __init__(self, strategy: InferenceStrategy, fetch: Callable[[Any], Awaitable[DataProto]], linger_s: float = 0.05) -> None:
+        """`fetch`: a block by its reference."""
         self._strategy = strategy
-        self._store = store
+        self._fetch = fetch
         self._linger_s = linger_s
-        self._finished: list[tuple[Completion, list[TokenRecord]]] = []
+        self._finished: deque[tuple[Completion, list[TokenRecord]]] = deque()
+        self._left_over = False
+        """The last block was full before these were in it."""
         self._before: dict[str, list[TokenRecord]] = {}
         """What each outstanding request starts from."""
         self._entering: set[str] = set()
@@ -57,7 +62,7 @@ class CompletionPump:
         if request.context is None:
             return request
         try:
-            earlier = TokenRecord.read(await self._store.get(request.context.block), request.context.row)
+            earlier = TokenRecord.read(await self._fetch(request.context.block), request.context.row)
         except Exception as error:
             self._push(Completion(request.request_id, error=f"the tokens of its earlier turns are lost: {type(error).__name__}: {error}"))
             return None
@@ -128,33 +133,37 @@ class CompletionPump:
             self._dead = error
             self._changed.set()
 
-    async def collect(self, max_wait_s: float) -> Collected:
-        """Everything that finished, and what began, since the last call; waits for the first, and a moment longer for its neighbours."""
+    async def collect(self, max_wait_s: float) -> tuple[Collected, DataProto | None]:
+        """Everything that finished, and what began, since the last call; waits for the first, and a moment longer for its neighbours.
+        Their tokens are one block, of which the turns cannot say yet where it lies. What is beyond a full one comes with the next call."""
         if not self._finished and not self._begun and self._dead is None:
             self._changed.clear()
             try:
                 async with asyncio.timeout(max_wait_s):
                     await self._changed.wait()
             except TimeoutError:
-                return Collected([])
-        if self._before and self._finished and self._dead is None:
+                return Collected([]), None
+        if self._before and self._finished and not self._left_over and self._dead is None:
             await asyncio.sleep(self._linger_s)
-        finished, self._finished = self._finished, []
+        turns, block = self._next_block()
         begun, self._begun = self._begun, []
-        return Collected(self._stored(finished), begun, self._dead)
+        self._left_over = bool(self._finished)
+        return Collected(turns, begun, None if self._left_over else self._dead), block
 
-    def _stored(self, finished: Sequence[tuple[Completion, list[TokenRecord]]]) -> list[Turn]:
-        records = {
-            completion.request_id: TokenRecord.joined([*before, TokenRecord.chosen(completion)])
-            for completion, before in finished
-            if completion.error is None and (completion.token_ids or completion.finish_reason is not FinishReason.ABORT)
-        }
-        rows: list[TokenRow] = []
-        for block in in_blocks(list(records.values())):
-            reference = self._store.put(token_block(block, self._kept_ids))
-            rows += [TokenRow(reference, row, len(record)) for row, record in enumerate(block)]
-        places = dict(zip(records, rows, strict=True))
-        return [turn_of(completion, places.get(completion.request_id)) for completion, _ in finished]
+    def _next_block(self) -> tuple[list[Turn], DataProto | None]:
+        turns: list[Turn] = []
+        records: list[TokenRecord] = []
+        tokens = 0
+        while self._finished and tokens < BLOCK_TOKENS:
+            completion, before = self._finished.popleft()
+            row = None
+            if completion.error is None and (completion.token_ids or completion.finish_reason is not FinishReason.ABORT):
+                record = TokenRecord.joined([*before, TokenRecord.chosen(completion)])
+                row = TokenRow(None, len(records), len(record))
+                records.append(record)
+                tokens += len(record)
+            turns.append(turn_of(completion, row))
+        return turns, token_block(records, self._kept_ids) if records else None
 
 
 def turn_of(completion: Completion, tokens: TokenRow | None) -> Turn:

@@ -27,15 +27,9 @@ POLL_SECONDS = 10.0
 """A call that asks for completions comes back after this time also without any."""
 
 
-class TokensInObjectStore:
-    """A block lives as long as somebody refers to it, and the process that wrote it lives."""
-
-    def put(self, columns: DataProto) -> Any:
-        return ray.put(columns)
-
-    async def get(self, reference: Any) -> DataProto:
-        columns: DataProto = await reference
-        return columns
+async def fetch_block(reference: Any) -> DataProto:
+    columns: DataProto = await reference
+    return columns
 
 
 class InferWorker(AsyncWorker):
@@ -48,7 +42,7 @@ class InferWorker(AsyncWorker):
         super().__init__()
         # Replicas with one seed would draw the same numbers, and samples of one prompt on two replicas could come out alike.
         self._strategy = build_engine(replace(spec, seed=derived_seed(spec.seed, "actor_infer", self.rank)))
-        self._pump = CompletionPump(self._strategy, TokensInObjectStore())
+        self._pump = CompletionPump(self._strategy, fetch_block)
 
     async def initialize(self) -> None:
         await self._strategy.initialize()
@@ -69,8 +63,10 @@ class InferWorker(AsyncWorker):
         """`frozen`: the engine starts on the first once it has all of them. `kept_ids`: token blocks have that column."""
         await self._pump.submit(requests, frozen, kept_ids)
 
-    async def collect(self, max_wait_s: float = POLL_SECONDS) -> Collected:
-        """Everything that finished since the last call."""
+    @ray.method(num_returns=2)
+    async def collect(self, max_wait_s: float = POLL_SECONDS) -> tuple[Collected, DataProto | None]:
+        """Everything that finished since the last call, and its tokens. Ray gives what is returned to the caller, who may leave it where
+        it is: the tokens outlive this process, which they would not if it put them into the object store itself."""
         return await self._pump.collect(max_wait_s)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -133,7 +129,8 @@ class RemoteEngine(BatchedEngine):
         await self._call(self._worker.submit.remote(requests, frozen, self._kept_ids))
 
     async def _collect(self) -> Collected:
-        return await self._call(self._worker.collect.remote())
+        collected, block = self._worker.collect.remote()
+        return (await self._call(collected)).lying_in(block)
 
     async def _abort(self, request_ids: list[str]) -> None:
         await self._call(self._worker.abort.remote(request_ids))

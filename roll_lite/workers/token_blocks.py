@@ -6,10 +6,9 @@ turn of a sample, another holds the first and the second.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,16 +22,6 @@ BLOCK_TOKENS = 2**16
 costs whoever passes on a reference to it 100 to 200 microseconds."""
 
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
-
-
-class TokenStore(Protocol):
-    """Where blocks are kept."""
-
-    def put(self, columns: DataProto) -> Any:
-        """A reference that can be passed on."""
-        ...
-
-    async def get(self, reference: Any) -> DataProto: ...
 
 
 @dataclass(frozen=True)
@@ -102,20 +91,6 @@ def token_block(records: Sequence[TokenRecord], kept_ids: bool) -> DataProto:
         kept = _all_kept(len(whole)) if whole.kept_ids is None else whole.kept_ids
         columns["kept_ids"] = Ragged(torch.from_numpy(kept[predicted]), transitions)
     return DataProto(columns)
-
-
-def in_blocks(records: Sequence[TokenRecord]) -> Iterator[list[TokenRecord]]:
-    """In order, cut where a block has enough tokens."""
-    block: list[TokenRecord] = []
-    tokens = 0
-    for record in records:
-        block.append(record)
-        tokens += len(record)
-        if tokens >= BLOCK_TOKENS:
-            yield block
-            block, tokens = [], 0
-    if block:
-        yield block
 
 
 def _kept_ids(completion: Completion) -> np.ndarray | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_harness import PROMPT, Harness, log_probs_of
-from support_local_engine import TokensInProcess
+from support_local_engine import collect, fetch_block
 from support_models import EOS_ID
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan
@@ -23,7 +23,7 @@ KEPT = {"top_k": 8, "top_p": 0.9, "keep_mask": True}
 
 @pytest.fixture
 def pump(engine: Harness) -> CompletionPump:
-    return CompletionPump(engine.strategy, TokensInProcess(), linger_s=0.0)
+    return CompletionPump(engine.strategy, fetch_block, linger_s=0.0)
 
 
 async def turns(pump: CompletionPump, *requests: GenerationRequest) -> dict[str, Turn]:
@@ -34,7 +34,7 @@ async def turns(pump: CompletionPump, *requests: GenerationRequest) -> dict[str,
 async def answers(pump: CompletionPump, count: int) -> dict[str, Turn]:
     found: dict[str, Turn] = {}
     while len(found) < count:
-        found |= {turn.request_id: turn for turn in (await pump.collect(30.0)).turns}
+        found |= {turn.request_id: turn for turn in (await collect(pump, 30.0)).turns}
     return found
 
 

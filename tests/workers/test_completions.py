@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import pickle
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from support_local_engine import LocalEngine, TokensInProcess
+from support_local_engine import LocalEngine, collect, fetch_block
 
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
@@ -29,11 +28,11 @@ async def generated(engine: LocalEngine, asked: GenerationRequest) -> Turn:
 
 def test_completions_that_finish_close_together_are_fetched_together() -> None:
     async def main() -> tuple[list[int], float]:
-        pump = CompletionPump(ScriptedEngine(lambda r: Response(1, 0.001 * int(r.request_id))), TokensInProcess(), linger_s=0.03)
+        pump = CompletionPump(ScriptedEngine(lambda r: Response(1, 0.001 * int(r.request_id))), fetch_block, linger_s=0.03)
         await pump.submit([request(str(i)) for i in range(1, 101)], frozen=False)
         sizes = []
         while sum(sizes) < 100:
-            sizes.append(len((await pump.collect(10.0)).turns))
+            sizes.append(len((await collect(pump, 10.0)).turns))
         return sizes, asyncio.get_running_loop().time()
 
     sizes, now = run_virtual(main())
@@ -44,10 +43,10 @@ def test_completions_that_finish_close_together_are_fetched_together() -> None:
 
 def test_collect_comes_back_empty_after_its_time() -> None:
     async def main() -> tuple[Collected, float]:
-        pump = CompletionPump(ScriptedEngine(lambda r: Response(1, 100.0)), TokensInProcess())
+        pump = CompletionPump(ScriptedEngine(lambda r: Response(1, 100.0)), fetch_block)
         await pump.submit([request("slow")], frozen=False)
-        assert await pump.collect(5.0) == Collected([], ["slow"])
-        return await pump.collect(5.0), asyncio.get_running_loop().time()
+        assert await collect(pump, 5.0) == Collected([], ["slow"])
+        return await collect(pump, 5.0), asyncio.get_running_loop().time()
 
     assert run_virtual(main()) == (Collected([]), 5.0)
 
@@ -224,27 +223,26 @@ def test_a_failed_request_and_an_empty_abort_have_no_tokens_and_a_partial_one_ha
     assert isinstance(begun.tokens, TokenRow) and begun.tokens.length == 6
 
 
-class Slow(TokensInProcess):
-    async def get(self, reference: Any) -> DataProto:
-        await asyncio.sleep(10.0)
-        return await super().get(reference)
+async def slowly(block: DataProto) -> DataProto:
+    await asyncio.sleep(10.0)
+    return block
 
 
 def test_an_abort_that_comes_while_earlier_turns_are_fetched_is_not_lost() -> None:
     async def main() -> tuple[list[Turn], float, int]:
-        strategy, store = ScriptedEngine(lambda r: Response(100, 1.0)), Slow()
-        pump = CompletionPump(strategy, store)
-        reference = store.put(token_block([TokenRecord.given((1, 2, 3))], False))
+        strategy = ScriptedEngine(lambda r: Response(100, 1.0))
+        pump = CompletionPump(strategy, slowly)
+        reference = token_block([TokenRecord.given((1, 2, 3))], False)
         late = replace(request("late"), context=TokenRow(reference, 0, 3))
         entering = asyncio.create_task(pump.submit([late, request("fresh")], frozen=False))
         await asyncio.sleep(5.0)
         await pump.abort(["late"])
-        (turn,) = (await pump.collect(1.0)).turns
+        (turn,) = (await collect(pump, 1.0)).turns
         await entering
         await asyncio.sleep(1.0)
         await pump.abort()
-        assert (await pump.collect(1.0)).began == ["fresh"]
-        return [turn, *(await pump.collect(1.0)).turns], asyncio.get_running_loop().time(), (await strategy.health()).running
+        assert (await collect(pump, 1.0)).began == ["fresh"]
+        return [turn, *(await collect(pump, 1.0)).turns], asyncio.get_running_loop().time(), (await strategy.health()).running
 
     (late, fresh), seconds, running = run_virtual(main())
     assert (late.request_id, late.finish_reason, late.length) == ("late", FinishReason.ABORT, 0)
@@ -252,17 +250,16 @@ def test_an_abort_that_comes_while_earlier_turns_are_fetched_is_not_lost() -> No
     assert seconds < 12.0 and running == 0
 
 
-class Forgetful(TokensInProcess):
-    async def get(self, reference: object) -> DataProto:  # type: ignore[override]
-        raise ConnectionError("its owner has died")
+async def forgotten(reference: object) -> DataProto:
+    raise ConnectionError("its owner has died")
 
 
 def test_a_request_whose_earlier_turns_are_lost_fails_alone() -> None:
     async def main() -> list[Turn]:
-        pump = CompletionPump(ScriptedEngine(lambda r: Response(1, 1.0)), Forgetful())
+        pump = CompletionPump(ScriptedEngine(lambda r: Response(1, 1.0)), forgotten)
         late = replace(request("late"), context=TokenRow("a reference", 0, 5))
         await pump.submit([late, request("fresh")], frozen=False)
-        collected = [await pump.collect(10.0) for _ in range(3)]
+        collected = [await collect(pump, 10.0) for _ in range(3)]
         assert [one.began for one in collected] == [["fresh"], [], []]
         return [turn for one in collected for turn in one.turns]
 

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import ray
 from ray import cloudpickle
+from ray.exceptions import RayActorError
 from rollout_cases import USER, domain, engines, rollouts, spec_of, toy_model
 
 from roll_lite.config.schema.domains import FormatConfig, RewardConfig, SamplingConfig
 from roll_lite.config.schema.models import ModelConfig
-from roll_lite.data.samples import GenerationRequest, Sampling
+from roll_lite.data.samples import GenerationRequest, Sampling, Turn
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, RankFailed, start_cluster
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.placement import anywhere
@@ -174,3 +175,29 @@ def test_an_engines_death_is_noticed_within_seconds(model: ModelConfig) -> None:
 
     with engines(model, 1, response_tokens=500, seconds_per_token=1.0) as infer:
         assert asyncio.run(until_noticed(infer)) < 5
+
+
+@pytest.mark.parametrize("tokens", [6, 50_000])  # what Ray keeps in the caller's memory, and in shared memory
+def test_what_an_engine_has_delivered_outlives_it(model: ModelConfig, tokens: int) -> None:
+    async def generate(infer: Cluster[InferWorker]) -> Turn:
+        engine = RemoteEngine("e", infer.group.actors[0])
+        return await engine.generate(GenerationRequest("r", (1, 2), Sampling(temperature=1.0, max_tokens=tokens)))
+
+    with engines(model, 1, response_tokens=tokens) as infer:
+        turn = asyncio.run(generate(infer))
+        os.kill(infer.one(InferWorker.process_id), signal.SIGKILL)
+        with pytest.raises(RayActorError):
+            ray.get(infer.actors[0].process_id.remote())
+        assert turn.tokens is not None
+        assert read_elsewhere(turn.tokens.block) == tokens + 2
+
+
+def read_elsewhere(block: ray.ObjectRef) -> int:
+    """Tokens of the block, as another process finds them."""
+
+    @ray.remote(num_cpus=0)
+    def length(refs: list[ray.ObjectRef]) -> int:
+        return len(ray.get(refs[0]).ragged("input_ids").values)
+
+    found: int = ray.get(length.remote([block]), timeout=30.0)
+    return found

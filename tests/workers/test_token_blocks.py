@@ -8,7 +8,7 @@ import torch
 from roll_lite.data.keys import KEYS
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, FinishReason
-from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, in_blocks, token_block
+from roll_lite.workers.token_blocks import TOKEN_COLUMNS, TokenRecord, token_block
 
 NONE = [-1, -1, -1]
 
@@ -93,9 +93,3 @@ def test_an_empty_block_has_all_columns() -> None:
 def test_missing_log_probs_are_refused() -> None:
     with pytest.raises(AssertionError, match="differ in number"):
         TokenRecord.chosen(completion((1, 2), (-1.0,)))
-
-
-def test_blocks_are_cut_where_they_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roll_lite.workers.token_blocks.BLOCK_TOKENS", 8)
-    assert [len(block) for block in in_blocks([*RECORDS, *RECORDS])] == [2, 2, 2]  # 6 + 4, 3 + 6, 4 + 3 tokens
-    assert list(in_blocks([])) == []
