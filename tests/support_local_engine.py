@@ -15,8 +15,8 @@ async def fetch_block(block: DataProto) -> DataProto:
 
 
 async def collect(pump: CompletionPump, max_wait_s: float) -> Collected:
-    collected, block = await pump.collect(max_wait_s)
-    return collected.lying_in(block)
+    collected, blocks = await pump.collect(max_wait_s, most_blocks=2)
+    return collected.lying_in(blocks)
 
 
 class LocalEngine(BatchedEngine):

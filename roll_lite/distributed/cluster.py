@@ -1,8 +1,9 @@
 """A role's workers as one object. Calls name the method itself, so that going to its definition works across the process boundary:
 `cluster.scatter(ActorWorker.train, shards)`.
 
-Verbs: `all` every rank, `one` rank 0, `scatter` one shard for every data-parallel rank, `heads_scatter` the same to the heads only, the
-ranks that return results (one per data-parallel rank). Each has a `start_` twin that does not wait.
+Verbs: `all` every rank, `each` every rank that is left of those that live alone, `one` rank 0, `scatter` one shard for every data-parallel
+rank, `heads_scatter` the same to the heads only, the ranks that return results (one per data-parallel rank). Each has a `start_` twin that
+does not wait.
 """
 
 from __future__ import annotations
@@ -115,6 +116,21 @@ class Cluster(Generic[W_co]):
         return list(self.group.actors)
 
     @property
+    def lost(self) -> Mapping[int, str]:
+        """Of ranks that live alone those that are gone, and why."""
+        return self.group.lost
+
+    @property
+    def left(self) -> list[int]:
+        """Those that are not lost. RankFailed where there are none."""
+        lost = self.lost
+        left = [rank for rank in range(self.world_size) if rank not in lost]
+        if not left:
+            rank = list(lost)[-1]
+            raise RankFailed(self.name, rank, self.group.phase, lost[rank])
+        return left
+
+    @property
     def layouts(self) -> list[RankLayout]:
         """In rank order. Asked for at the first use: a strategy has one from its initialization on."""
         if self._layouts is None:
@@ -143,6 +159,14 @@ class Cluster(Generic[W_co]):
     def one(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """On rank 0."""
         return self.start_one(method, *args, **kwargs).result()
+
+    @overload
+    def each(self, method: Callable[Concatenate[W_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]: ...
+    @overload
+    def each(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]: ...
+    def each(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[int, Any]:
+        """On every rank that is left; results by rank, without those that are lost on the way."""
+        return self.start_each(method, *args, **kwargs).result()
 
     def scatter(self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Shard i to every rank of data rank i, empty ones too; results of the heads in data-rank order."""
@@ -173,6 +197,21 @@ class Cluster(Generic[W_co]):
     def start_one(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]: ...
     def start_one(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending[Any]:
         return self._start(method, {0: args}, kwargs, _only)
+
+    @overload
+    def start_each(
+        self, method: Callable[Concatenate[W_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[dict[int, R]]: ...
+    @overload
+    def start_each(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[dict[int, R]]: ...
+    def start_each(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending[dict[int, Any]]:
+        return self._start_each(method, dict.fromkeys(self.left, args), kwargs)
+
+    def start_each_own(
+        self, method: Callable[Concatenate[W_co, S, P], Coroutine[Any, Any, R]], own: Mapping[int, S], *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[dict[int, R]]:
+        """On the ranks of `own`, each with what it has there."""
+        return self._start_each(method, {rank: (first, *args) for rank, first in own.items()}, kwargs)
 
     def start_scatter(
         self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
@@ -209,6 +248,14 @@ class Cluster(Generic[W_co]):
         self._introduce()
         return self._call(method, args, kwargs, collect, method.__name__)
 
+    def _start_each(
+        self, method: Callable[..., Any], args: Mapping[int, tuple[Any, ...]], kwargs: Mapping[str, Any]
+    ) -> Pending[dict[int, Any]]:
+        assert self.group.live_alone, f"{self.name}: its ranks die together"
+        self._introduce()
+        calls = self._calls(method, args, kwargs, method.__name__, may_be_lost=True)
+        return Pending(self.group, method.__name__, calls, lambda values: {call.rank: call.value for call in calls if not call.lost})
+
     def _introduce(self) -> None:
         """Before the first call: wait for all constructors, and tell every rank where rank 0 listens."""
         if self.group.started:
@@ -229,10 +276,19 @@ class Cluster(Generic[W_co]):
         collect: Callable[[list[Any]], T],
         phase: str,
     ) -> Pending[T]:
+        return Pending(self.group, phase, self._calls(method, args, kwargs, phase), collect)
+
+    def _calls(
+        self,
+        method: Callable[..., Any],
+        args: Mapping[int, tuple[Any, ...]],
+        kwargs: Mapping[str, Any],
+        phase: str,
+        may_be_lost: bool = False,
+    ) -> list[Call]:
         self.group.check()
-        actors = self.group.actors
-        calls = [Call(self.group, rank, phase, getattr(actors[rank], method.__name__).remote(*own, **kwargs)) for rank, own in args.items()]
-        return Pending(self.group, phase, calls, collect)
+        refs = {rank: getattr(self.group.actors[rank], method.__name__).remote(*own, **kwargs) for rank, own in args.items()}
+        return [Call(self.group, rank, phase, ref, may_be_lost) for rank, ref in refs.items()]
 
     def _head_ranks(self) -> list[int]:
         """In data-rank order."""

@@ -51,6 +51,11 @@ def is_death(error: BaseException) -> bool:
     return isinstance(error, RayActorError)
 
 
+def is_loss(error: BaseException) -> bool:
+    """Of a rank that lives alone: its process is gone, or it says that it can be of no use any more."""
+    return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, MemberLost))
+
+
 def may_be_aftermath(error: BaseException) -> bool:
     """Whether the error may only be what a rank saw of another one's death: collectives report those as RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)

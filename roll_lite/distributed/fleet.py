@@ -50,7 +50,7 @@ class SlowStart(MemberLost):
 
 
 class FleetDown(RuntimeError):
-    """Nobody is left to serve, or nobody can do without the one that is gone; and nothing will change that."""
+    """Nobody is left to serve, and nothing will change that."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
@@ -73,8 +73,6 @@ class Policy:
     """How often each member is started again; None: without limit."""
     attempts: int = 3
     """How often a restart is tried before the member is given up."""
-    all_needed: bool = False
-    """A member that cannot be replaced is the end of the fleet; else only the last one is."""
     path: str = ""
     """Where these are set in the configuration, for messages."""
 
@@ -100,6 +98,8 @@ class _Seat(Generic[M]):
     state: MemberState = MemberState.STARTING
     restarts: int = 0
     at_work: int = 0
+    cause: str = ""
+    """Why it is down."""
 
     @property
     def rests(self) -> bool:
@@ -173,6 +173,11 @@ class Fleet(Generic[M]):
     def serving(self) -> list[M]:
         return [seat.member for seat in self._seats.values() if seat.state is MemberState.SERVING]
 
+    @property
+    def down(self) -> dict[int, str]:
+        """Those that are gone for good, by their numbers, and why."""
+        return {seat.place: seat.cause for seat in self._seats.values() if seat.state is MemberState.DOWN}
+
     async def in_service(self) -> None:
         """Wait until a member serves; FleetDown when none ever will."""
         await self._until(lambda: self.end is not None or bool(self.serving))
@@ -223,13 +228,15 @@ class Fleet(Generic[M]):
                         self._lost(seat.member, cause)
                 cause = await self._replace(seat, cause)
                 if cause is not None:
+                    seat.cause = cause
                     self._enter(seat, MemberState.DOWN)
-                    if self._policy.all_needed or all(one.state is MemberState.DOWN for one in self._seats.values()):
+                    if all(one.state is MemberState.DOWN for one in self._seats.values()):
                         self._finish(cause, seat.place)
                     return
         except Exception as error:  # a bug, here or in what the fleet was given: the end, told as one, instead of waiting for ever
+            seat.cause = cause_of(error, self.name)
             self._enter(seat, MemberState.DOWN)
-            self._finish(cause_of(error, self.name), seat.place)
+            self._finish(seat.cause, seat.place)
 
     async def _until_lost(self, seat: _Seat[M]) -> str:
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(seat.member.until_lost())]

@@ -10,7 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from roll_lite.distributed.failures import RankFailed, RankTimeout, failure_text, may_be_aftermath
+from roll_lite.distributed.failures import RankFailed, RankTimeout, failure_text, is_death, is_loss, may_be_aftermath
 from roll_lite.distributed.fleet import FleetDown
 from roll_lite.distributed.rank_group import WATCH, RankGroup, stopped_ones
 from roll_lite.distributed.watchdog import WATCHDOG, Limit
@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 POLL_SECONDS = 1.0
 """Longest single wait in Ray, so that Ctrl-C and time-outs are noticed."""
+KILLED = "ray.kill"
+"""Ray's word for the cause, where that is one."""
 BLAME_SECONDS = 2.0
 """When a rank reports a broken connection, how long to look for the rank whose death broke it."""
 STACK_SECONDS = 3.0
@@ -27,12 +29,15 @@ STACK_SECONDS = 3.0
 class Call:
     """One method running on one rank."""
 
-    def __init__(self, group: RankGroup, rank: int, phase: str, ref: ray.ObjectRef) -> None:
+    def __init__(self, group: RankGroup, rank: int, phase: str, ref: ray.ObjectRef, may_be_lost: bool = False) -> None:
         self.group = group
         self.rank = rank
         self.phase = phase
         self.ref: ray.ObjectRef | None = ref
         self.value: Any = None
+        self.may_be_lost = may_be_lost
+        """The rank's loss is no failure of the call: it is done, without a value."""
+        self.lost = False
 
     @property
     def done(self) -> bool:
@@ -40,7 +45,13 @@ class Call:
 
     def take(self) -> None:
         """The call is ready: keep what it returned, or raise what it raised."""
-        self.value = ray.get(self.ref)
+        try:
+            self.value = ray.get(self.ref)
+        except Exception as error:
+            if not (self.may_be_lost and is_loss(error)):
+                raise
+            self.lost = True
+            self.group.lose(self.rank, error)
         self.ref = None
 
 
@@ -86,9 +97,9 @@ class Pending(Generic[T]):
         return float("inf") if own is None else self.started + own
 
 
-def gather(*pendings: Pending[T], timeout_s: float | None = None) -> list[T]:
-    """Results of several clusters, or the first failure in any of them."""
-    _wait(pendings, timeout_s)
+def gather(*pendings: Pending[T], timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> list[T]:
+    """Results of several clusters, or the first failure in any of them. `meanwhile`: see Pending.result."""
+    _wait(pendings, timeout_s, meanwhile=meanwhile)
     return [pending.result() for pending in pendings]
 
 
@@ -173,7 +184,8 @@ def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
             if other is not group and other.name == down.fleet:
                 ref = next((ref for ref, number in other.deaths.items() if number == down.place), None)
                 if ref is not None and ray.wait([ref], timeout=BLAME_SECONDS, fetch_local=False)[0]:
-                    error = _death_of(other, down.place)
+                    own = _death_of(other, down.place)
+                    error = error if is_death(own) and KILLED in str(own) else own  # its fleet has ended it, and knows why
                 _fail(other, down.place, other.phase, error)
     _fail(group, rank, phase, error)
 

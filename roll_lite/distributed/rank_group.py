@@ -16,7 +16,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from roll_lite.distributed.failures import ClusterDead, RankFailed
+from roll_lite.distributed.failures import ClusterDead, RankFailed, failure_text
 from roll_lite.distributed.watchdog import name_of, status_of
 
 PULSE_SECONDS = 5.0
@@ -100,6 +100,7 @@ class RankGroup:
         self.timeout_s = timeout_s
         self.live_alone = live_alone
         """A fleet decides what a death means; here it is known, and explains failures."""
+        self._lost: dict[int, str] = {}
         self.phases: list[str] = []
         """Methods called and not yet answered, oldest first."""
         self.deaths: dict[ray.ObjectRef, int] = {}
@@ -123,6 +124,21 @@ class RankGroup:
 
     def log_file(self, rank: int) -> Path | None:
         return log_file(self.log_folder, self.name, rank)
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """Of ranks that live alone those that are gone, by now, and why."""
+        open_ones = {ref: rank for ref, rank in self.deaths.items() if rank not in self._lost} if self.live_alone else {}
+        ready, _ = ray.wait(list(open_ones), num_returns=len(open_ones), timeout=0, fetch_local=False) if open_ones else ([], [])
+        for ref in ready:
+            try:
+                ray.get(ref)
+            except Exception as error:  # a process edge: it becomes the cause
+                self.lose(open_ones[ref], error)
+        return self._lost
+
+    def lose(self, rank: int, error: BaseException) -> None:
+        self._lost.setdefault(rank, failure_text(error, self.log_file(rank)))
 
     def check(self) -> None:
         if self.end is not None:

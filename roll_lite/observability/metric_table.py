@@ -99,6 +99,7 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/samples": Metric(SUM, "samples", "Accepted samples in the batch.", by="domain"),
     "rollout/failed": Metric(SUM, "samples", "Samples that failed for good; they do not train.", by="domain"),
+    "rollout/engines_lost": Metric(SUM, "engines", "Engines that died or hung. What they were generating went on in the others."),
     "rollout/retries": Metric(SUM, "attempts", "Attempts that failed and were repeated.", by="domain"),
     "rollout/prompt_tokens": Metric(SUM, "tokens", "Prompt tokens of completed requests.", by="domain"),
     "rollout/cached_tokens": Metric(

@@ -18,7 +18,6 @@ from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather,
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
-from roll_lite.observability.console import RunConsole
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Engines, Model, RewardModels
@@ -49,7 +48,7 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFF
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
     """Every cluster that a run of this mode needs, started side by side."""
     start = Starter(config, folder, session)
-    live = start.live(journal.console) if generates(config) else None
+    live = start.live(journal) if generates(config) else None
     source = live or ReplayedRollouts(start.replay())
     models = start.models() if trains(config) else Clusters(None)
     initialize(models.models, live)
@@ -107,10 +106,10 @@ class Starter:
         environment = {key: os.environ.get(key, value) for key, value in QUIET.items()}
         return ClusterSpec(name, slots, threads, environment, self.session.log_folder, timeout_s=self.config.limits.other or None)
 
-    def live(self, console: RunConsole) -> LiveRollouts:
+    def live(self, journal: Journal) -> LiveRollouts:
         config = self.config
         parts = self.engines(), self.rollouts(), self.reward_models(), self.judges()
-        return LiveRollouts(*parts, config.rollout.prompts_per_step, console)
+        return LiveRollouts(*parts, config.rollout.prompts_per_step, journal)
 
     def models(self) -> Clusters:
         config = self.config
@@ -126,7 +125,8 @@ class Starter:
     def engines(self) -> Engines:
         role = self.config.actor_infer
         slots = self.placement.slots("actor_infer", model_parallel_size(role))
-        engine = EngineSpec(self.config.model, role.strategy, max_model_len(self.config), self.config.seed, role.threads)
+        silence_s = self.config.limits.engine_silence or None
+        engine = EngineSpec(self.config.model, role.strategy, max_model_len(self.config), self.config.seed, role.threads, silence_s)
         return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine), role)
 
     def rollouts(self) -> Cluster[RolloutWorker]:
@@ -147,6 +147,7 @@ class Starter:
             reward_models=config.reward_models,
             steps=config.steps,
             engines_rest=config.actor_infer.offload,
+            engine_silence_s=config.limits.engine_silence or None,
         )
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
 

@@ -74,7 +74,7 @@ class Model(Generic[W]):
 
 @dataclass(frozen=True)
 class Engines:
-    """The engine replicas."""
+    """The engine replicas. Those that are lost are left out of every call; the rollout service, which watches over them, says why."""
 
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
@@ -87,11 +87,11 @@ class Engines:
     def devices(self) -> tuple[int, ...]:
         return device_numbers(self.role.devices)
 
-    def start_load(self, parts: Sequence[EngineMemory]) -> Pending[list[None]]:
-        return self.replicas.start_all(InferWorker.load, parts)
+    def start_load(self, parts: Sequence[EngineMemory]) -> Pending[dict[int, None]]:
+        return self.replicas.start_each(InferWorker.load, parts)
 
-    def start_offload(self, parts: Sequence[EngineMemory]) -> Pending[list[None]]:
-        return self.replicas.start_all(InferWorker.offload, parts)
+    def start_offload(self, parts: Sequence[EngineMemory]) -> Pending[dict[int, None]]:
+        return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, part: EngineMemory) -> AbstractContextManager[None]:
         """With the weights alone there an update can arrive while the trainer's own still take up room."""

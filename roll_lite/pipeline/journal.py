@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,6 +55,9 @@ class Journal:
         self._first = self._steps = 0
         """Steps done when the run began, and by now."""
         self._tokens = {"prompt": 0, "response": 0, "trained": 0}
+        self._lost_engines: set[int] = set()
+        self._new_losses = 0
+        """Of engines, since the last batch."""
         self._picture = LivePicture(self._draw)
 
     def connect(self) -> None:
@@ -86,6 +89,17 @@ class Journal:
             self._sums.add("sync/version", transfer.version)
             self._sums.add("sync/megabytes", transfer.megabytes)
 
+    def knows_lost(self, engines: Iterable[int]) -> bool:
+        return self._lost_engines.issuperset(engines)
+
+    def engines_lost(self, causes: Mapping[int, str], engines: int) -> None:
+        """`causes`: of all that are lost, by number. `engines`: as many as there were."""
+        for number in [number for number in causes if number not in self._lost_engines]:
+            self._lost_engines.add(number)
+            self._new_losses += 1
+            left = engines - len(self._lost_engines)
+            self.console.message(f"actor_infer[{number}] is lost: {causes[number].splitlines()[0]}; {left} of {engines} engines are left")
+
     def rollouts(self, rows: DataProto, stats: RolloutStats, version: int, replaced: Mapping[str, int]) -> None:
         """`replaced`: reward workers that died or hung since the last batch, by domain."""
         for name, count in replaced.items():
@@ -93,6 +107,8 @@ class Journal:
             if count:
                 self.console.message(f"domains.{name}.reward: {count} worker(s) died or hung and were replaced")
         add = self._sums.add
+        add("rollout/engines_lost", self._new_losses)
+        self._new_losses = 0
         for name, domain in stats.domains.items():
             requests = sum(domain.finish_reasons.values())
             add("rollout/groups", domain.delivered, label=name)

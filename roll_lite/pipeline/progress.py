@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from roll_lite.distributed.cluster import Cluster, Pending
@@ -12,12 +13,13 @@ from roll_lite.workers.rollout import RolloutWorker
 T = TypeVar("T")
 
 
-def shown(batch: Pending[T], rollouts: Cluster[RolloutWorker], console: RunConsole, label: str) -> T:
-    """The batch, once it is there."""
+def shown(batch: Pending[T], rollouts: Cluster[RolloutWorker], console: RunConsole, label: str, also: Callable[[], None]) -> T:
+    """The batch, once it is there. `also`: to be called about once a second until then."""
     asked: Pending[dict[str, Progress]] | None = None
 
     def look() -> None:
         nonlocal asked
+        also()
         if asked is None:
             asked = None if batch.done else rollouts.start_one(RolloutWorker.progress)
         elif (progress := asked.answer()) is not None:

@@ -11,8 +11,8 @@ from roll_lite.config.schema.domains import SamplingConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster
 from roll_lite.distributed.strategy.base import EngineMemory
-from roll_lite.observability.console import RunConsole
 from roll_lite.pipeline.clusters import Engines, RewardModels
+from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.progress import shown
 from roll_lite.pipeline.weights import Pushed, WeightSync
 from roll_lite.scheduler.stats import RolloutStats
@@ -52,7 +52,7 @@ class LiveRollouts:
     judges: Mapping[str, Cluster[JudgeWorker]]
     """These two are only held: a cluster that nobody holds ends."""
     prompts_per_step: int
-    console: RunConsole
+    journal: Journal
     weights: WeightSync | None = None
     """None: the model as its files have it, nothing trains it."""
 
@@ -60,15 +60,28 @@ class LiveRollouts:
         return self.engines.loaded(part)
 
     def sync(self, version: int) -> Pushed | None:
-        return self.weights.push(version) if self.weights is not None else None
+        if self.weights is None:
+            return None
+        pushed = self.weights.push(version)
+        self.tell_losses()
+        return pushed
 
     def next_batch(self, step: int) -> RolloutBatch:
         pending = self.rollouts.start_one(RolloutWorker.next_batch, self.prompts_per_step, step)
-        return shown(pending, self.rollouts, self.console, f"step {step}")
+        batch = shown(pending, self.rollouts, self.journal.console, f"step {step}", self.tell_losses)
+        self.tell_losses()
+        return batch
 
     def evaluate(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> tuple[DataProto, RolloutStats]:
         pending = self.rollouts.start_one(RolloutWorker.evaluate, samples, sampling, steps_done)
-        return shown(pending, self.rollouts, self.console, "held-out")
+        return shown(pending, self.rollouts, self.journal.console, "held-out", self.tell_losses)
+
+    def tell_losses(self) -> None:
+        """Of engines, once of each. The rollout service knows best why, unless the driver was the first to notice."""
+        replicas = self.engines.replicas
+        if not self.journal.knows_lost(lost := dict(replicas.lost)):
+            lost |= self.rollouts.one(RolloutWorker.lost_engines)
+            self.journal.engines_lost(lost, replicas.world_size)
 
     def state_dict(self) -> dict[str, Any]:
         return self.rollouts.one(RolloutWorker.state_dict)
@@ -78,7 +91,7 @@ class LiveRollouts:
 
     def close(self) -> None:
         self.rollouts.one(RolloutWorker.shutdown)
-        self.engines.replicas.all(InferWorker.shutdown)
+        self.engines.replicas.each(InferWorker.shutdown)
 
     def notes(self) -> list[str]:
         """What is to be said at the start."""

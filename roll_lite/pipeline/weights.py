@@ -10,6 +10,7 @@ from roll_lite.config.schema.run import WeightSyncConfig
 from roll_lite.distributed.cluster import Cluster, Pending, gather
 from roll_lite.distributed.weight_sync.checksum import require_equal
 from roll_lite.distributed.weight_sync.endpoints import DEFAULT_TRANSPORT
+from roll_lite.distributed.weight_sync.group import interrupt
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
 from roll_lite.pipeline.clusters import Model
 from roll_lite.pipeline.devices import FORWARD
@@ -51,18 +52,14 @@ class WeightSync:
         """Of the weights in the engines; None: whatever they were started with."""
 
     def push(self, version: int) -> Pushed | None:
-        """Weights and version to every engine; nothing where they are there already."""
+        """Weights and version to every engine that is left; nothing where they are there already."""
         if version == self._version:
             return None
         started = time.monotonic()
         with self._model.loaded(FORWARD):
-            plan = self._plan or self._connect()
-            self._rollouts.one(RolloutWorker.hold)
-            gather(
-                self._engines.start_all(InferWorker.update_weights, plan.routes, version),
-                self._actor.start_all(ActorWorker.send_weights),
-                timeout_s=2 * self._config.timeout_s,
-            )
+            plan = self._update(version)
+            while plan is None:  # an engine was lost on the way: the others connect again, and get all of it
+                plan = self._update(version)
             if self._config.verify_weights:
                 self._verify(version)
         self._rollouts.one(RolloutWorker.set_version, version)
@@ -73,26 +70,57 @@ class WeightSync:
         """One has left or joined, or was replaced: before the next update all that are there connect again."""
         self._plan = self._version = None
 
-    def _connect(self) -> TransferPlan:
-        """The owners of tensors and the workers of all engines join a new epoch of the transfer group."""
+    def _update(self, version: int) -> TransferPlan | None:
+        """None where an engine was lost meanwhile: others may have the old weights, the new ones, or wait frozen for more of them."""
+        if self._plan is not None and list(self._plan.engines) != self._engines.left:
+            self._plan = None
+        plan = self._plan or self._connect()
+        if plan is not None:
+            self._rollouts.one(RolloutWorker.hold)
+            engines = self._engines.start_each_own(InferWorker.update_weights, dict.fromkeys(plan.engines, plan.routes), version)
+            if not self._together("update_weights", engines, self._actor.start_all(ActorWorker.send_weights)):
+                plan = None
+        self._plan = plan
+        return plan
+
+    def _connect(self) -> TransferPlan | None:
+        """The owners of tensors and the workers of all engines join a new epoch of the transfer group. None: as above."""
         timeout_s = self._config.timeout_s
         export = self._export = self._export or self._actor.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
         self._rendezvous = self._rendezvous or self._actor.one(ActorWorker.host_weight_transfer, timeout_s)
         self._epoch += 1
-        plan = plan_transfers(export, dict.fromkeys(range(self._engines.world_size), self._workers_per_engine))
+        plan = plan_transfers(export, dict.fromkeys(self._engines.left, self._workers_per_engine))
         membership = plan.membership(self._epoch, DEFAULT_TRANSPORT, *self._rendezvous, timeout_s)
-        joining: list[Pending[Any]] = [
-            self._actor.start_all(ActorWorker.connect_weights, plan, membership),
-            self._engines.start_scatter(InferWorker.connect_weights, [plan.first_member(engine) for engine in plan.engines], membership),
-        ]
-        gather(*joining, timeout_s=2 * timeout_s)
-        self._plan = plan
-        return plan
+        first_members = {engine: plan.first_member(engine) for engine in plan.engines}
+        engines = self._engines.start_each_own(InferWorker.connect_weights, first_members, membership)
+        joined = self._together("connect_weights", engines, self._actor.start_all(ActorWorker.connect_weights, plan, membership))
+        return plan if joined else None
+
+    def _together(self, phase: str, engines: Pending[dict[int, str | None]], trainers: Pending[list[str | None]]) -> bool:
+        """Whether both sides came through, with all engines that had been asked. Each says why, where it did not."""
+        asked, interrupted = len(engines.calls), False
+
+        def look() -> None:
+            nonlocal interrupted
+            if not interrupted and any(call.lost for call in engines.calls) and self._rendezvous is not None:
+                interrupted = True
+                self._epoch += 1
+                interrupt(*self._rendezvous, self._epoch)  # or they would wait for the lost one until their time is up
+
+        both: list[Pending[Any]] = [engines, trainers]
+        said, of_trainers = gather(*both, timeout_s=2 * self._config.timeout_s, meanwhile=look)
+        if len(said) < asked:
+            return False
+        causes = {f"actor_infer[{engine}]": cause for engine, cause in said.items()}
+        causes |= {f"actor_train rank {rank}": cause for rank, cause in enumerate(of_trainers)}
+        if failed := [f"{name}: {cause}" for name, cause in causes.items() if cause is not None]:
+            raise RuntimeError(f"{phase} failed: {'; '.join(failed)}")
+        return True
 
     def _verify(self, version: int) -> None:
         """Every tensor of every engine against the trainer's, by checksum."""
         sent: dict[str, str] = {}
         for owned in self._actor.all(ActorWorker.weight_checksums):
             sent |= owned
-        for engine, held in enumerate(self._engines.all(InferWorker.weight_checksums)):
+        for engine, held in self._engines.each(InferWorker.weight_checksums).items():
             require_equal(sent, held, engine, version)

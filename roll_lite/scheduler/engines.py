@@ -46,10 +46,15 @@ class Collected:
     """Requests, by id, of which something has been generated since."""
     dead: str | None = None
     """Why the engine cannot go on; its unanswered requests are lost."""
+    blocks_waiting: int = 0
+    """So many blocks of tokens are ready beyond those that were asked for."""
 
-    def lying_in(self, block: Any) -> Collected:
-        """With the turns' tokens in this one."""
-        turns = [turn if turn.tokens is None else replace(turn, tokens=replace(turn.tokens, block=block)) for turn in self.turns]
+    def lying_in(self, blocks: Sequence[Any]) -> Collected:
+        """With the blocks that the turns' tokens lie in, instead of their numbers."""
+        turns = [
+            turn if turn.tokens is None else replace(turn, tokens=replace(turn.tokens, block=blocks[turn.tokens.block]))
+            for turn in self.turns
+        ]
         return replace(self, turns=turns)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.weight_sync.endpoints import WeightSender
+from roll_lite.distributed.weight_sync.group import TransferError
 from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, TransferPlan
 from roll_lite.workers.credit import assign_credit, compared_before_training, credit_metrics
 from roll_lite.workers.model import ModelRole, ModelWorker, TrainShare, Update, training_columns
@@ -106,15 +107,25 @@ class ActorWorker(ModelWorker):
         address = ray.util.get_node_ip_address()
         return address, self.weights.host(address, timeout_s)
 
-    def connect_weights(self, plan: TransferPlan, membership: Membership) -> None:
-        self.weights.join(plan, membership)
+    def connect_weights(self, plan: TransferPlan, membership: Membership) -> str | None:
+        """None, or why the transfer group did not come about: that may be an engine's fault, not this rank's."""
+        return failure_of(lambda: self.weights.join(plan, membership))
 
-    def send_weights(self) -> None:
-        self.weights.send()
+    def send_weights(self) -> str | None:
+        """None, or why it broke off."""
+        return failure_of(self.weights.send)
 
     def weight_checksums(self) -> dict[str, str]:
         """Of the tensors that this rank owns."""
         return self.weights.checksums()
+
+
+def failure_of(transfer: Callable[[], None]) -> str | None:
+    try:
+        transfer()
+    except TransferError as error:
+        return str(error)
+    return None
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:

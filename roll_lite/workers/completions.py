@@ -27,8 +27,9 @@ class CompletionPump:
         self._fetch = fetch
         self._linger_s = linger_s
         self._finished: deque[tuple[Completion, list[TokenRecord]]] = deque()
+        self._tokens_waiting = 0
         self._left_over = False
-        """The last block was full before these were in it."""
+        """The last blocks were full before these were in them."""
         self._before: dict[str, list[TokenRecord]] = {}
         """What each outstanding request starts from."""
         self._entering: set[str] = set()
@@ -117,6 +118,7 @@ class CompletionPump:
         before = self._before.pop(completion.request_id, None)
         if before is not None:  # not answered before, by an abort
             self._finished.append((completion, before))
+            self._tokens_waiting += _tokens(completion, before)
             self._entering.discard(completion.request_id)
             self._not_begun.discard(completion.request_id)
             self._changed.set()
@@ -133,37 +135,46 @@ class CompletionPump:
             self._dead = error
             self._changed.set()
 
-    async def collect(self, max_wait_s: float) -> tuple[Collected, DataProto | None]:
+    async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
         """Everything that finished, and what began, since the last call; waits for the first, and a moment longer for its neighbours.
-        Their tokens are one block, of which the turns cannot say yet where it lies. What is beyond a full one comes with the next call."""
+        Their tokens come beside them as blocks. What is beyond `most_blocks` full ones comes with the next call."""
         if not self._finished and not self._begun and self._dead is None:
             self._changed.clear()
             try:
                 async with asyncio.timeout(max_wait_s):
                     await self._changed.wait()
             except TimeoutError:
-                return Collected([]), None
+                return Collected([]), []
         if self._before and self._finished and not self._left_over and self._dead is None:
             await asyncio.sleep(self._linger_s)
-        turns, block = self._next_block()
+        turns, blocks = self._next_blocks(most_blocks)
         begun, self._begun = self._begun, []
         self._left_over = bool(self._finished)
-        return Collected(turns, begun, None if self._left_over else self._dead), block
+        waiting = -(-self._tokens_waiting // BLOCK_TOKENS)
+        return Collected(turns, begun, None if self._left_over else self._dead, waiting), blocks
 
-    def _next_block(self) -> tuple[list[Turn], DataProto | None]:
+    def _next_blocks(self, most: int) -> tuple[list[Turn], list[DataProto]]:
         turns: list[Turn] = []
-        records: list[TokenRecord] = []
+        blocks: list[list[TokenRecord]] = [[]]
         tokens = 0
-        while self._finished and tokens < BLOCK_TOKENS:
+        while self._finished and (tokens < BLOCK_TOKENS or len(blocks) < most):
+            if tokens >= BLOCK_TOKENS:
+                blocks.append([])
+                tokens = 0
             completion, before = self._finished.popleft()
             row = None
             if completion.error is None and (completion.token_ids or completion.finish_reason is not FinishReason.ABORT):
                 record = TokenRecord.joined([*before, TokenRecord.chosen(completion)])
-                row = TokenRow(None, len(records), len(record))
-                records.append(record)
+                row = TokenRow(len(blocks) - 1, len(blocks[-1]), len(record))
+                blocks[-1].append(record)
                 tokens += len(record)
+            self._tokens_waiting -= _tokens(completion, before)
             turns.append(turn_of(completion, row))
-        return turns, token_block(records, self._kept_ids) if records else None
+        return turns, [token_block(records, self._kept_ids) for records in blocks if records]
+
+
+def _tokens(completion: Completion, before: Sequence[TokenRecord]) -> int:
+    return len(completion.token_ids) + sum(map(len, before))
 
 
 def turn_of(completion: Completion, tokens: TokenRow | None) -> Turn:

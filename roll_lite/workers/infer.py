@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -15,14 +16,24 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import GenerationRequest
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.fleet import MemberLost
+from roll_lite.distributed.rank_group import kill_stopped
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
 from roll_lite.distributed.strategy.engines import build_engine
+from roll_lite.distributed.weight_sync.group import TransferError
 from roll_lite.distributed.weight_sync.plan import Membership, Route
 from roll_lite.distributed.worker import AsyncWorker
 from roll_lite.scheduler.engines import BatchedEngine, Collected
 from roll_lite.workers.completions import CompletionPump
 
+T = TypeVar("T")
+
 WATCH_SECONDS = 0.5
+LAST_SECONDS = 2.0
+PULSE_SECONDS = 2.0
+"""Between an answer and the next question whether it is there."""
+LISTEN_SECONDS = 0.5
+MOST_BLOCKS = 32
+"""That one call brings."""
 POLL_SECONDS = 10.0
 """A call that asks for completions comes back after this time also without any."""
 
@@ -42,16 +53,24 @@ class InferWorker(AsyncWorker):
         super().__init__()
         # Replicas with one seed would draw the same numbers, and samples of one prompt on two replicas could come out alike.
         self._strategy = build_engine(replace(spec, seed=derived_seed(spec.seed, "actor_infer", self.rank)))
+        self._ready = asyncio.Event()
         self._pump = CompletionPump(self._strategy, fetch_block)
 
     async def initialize(self) -> None:
         await self._strategy.initialize()
         self._watching = asyncio.create_task(self._watch())
+        self._ready.set()
+
+    async def until_ready(self) -> None:
+        """Until then this process may be too busy to answer anything."""
+        await self._ready.wait()
 
     async def _watch(self) -> None:
         """The engine's own processes may die while this one lives."""
         while (health := await self._strategy.health()).alive:  # noqa: ASYNC110 (processes make no events)
             await asyncio.sleep(WATCH_SECONDS)
+        with suppress(TimeoutError):  # what it leaves behind goes first: whoever hears of the end ends this process
+            await asyncio.wait_for(self._strategy.shutdown(), LAST_SECONDS)
         self.tell_end(MemberLost(str(health.details.get("failure", "the engine is dead"))))
 
     async def notes(self) -> list[str]:
@@ -63,53 +82,90 @@ class InferWorker(AsyncWorker):
         """`frozen`: the engine starts on the first once it has all of them. `kept_ids`: token blocks have that column."""
         await self._pump.submit(requests, frozen, kept_ids)
 
-    @ray.method(num_returns=2)
-    async def collect(self, max_wait_s: float = POLL_SECONDS) -> tuple[Collected, DataProto | None]:
-        """Everything that finished since the last call, and its tokens. Ray gives what is returned to the caller, who may leave it where
-        it is: the tokens outlive this process, which they would not if it put them into the object store itself."""
-        return await self._pump.collect(max_wait_s)
+    async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
+        """Everything that finished since the last call, then as many blocks of tokens as were asked for, or None. Ray gives what is
+        returned to the caller, who may leave it where it is: the tokens outlive this process, which they would not if it put them into
+        the object store itself."""
+        collected, blocks = await self._pump.collect(max_wait_s, most_blocks)
+        return collected, *blocks, *[None] * (most_blocks - len(blocks))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         await self._pump.abort(request_ids)
 
     # ------------------------------------------------------------ weights
 
-    async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        await self._strategy.connect_weights(first_member, membership)
+    async def connect_weights(self, first_member: int, membership: Membership) -> str | None:
+        """None, or why the transfer group did not come about: that may be another engine's fault."""
+        return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
-    async def update_weights(self, routes: Sequence[Route], version: int) -> None:
-        await self._strategy.update_weights(routes, version)
+    async def update_weights(self, routes: Sequence[Route], version: int) -> str | None:
+        """None, or why it broke off, to be repeated: see InferenceStrategy."""
+        return await self._transferred(self._strategy.update_weights(routes, version))
 
     async def weight_checksums(self) -> dict[str, str]:
-        return await self._strategy.weight_checksums()
+        return await self._of_engine(self._strategy.weight_checksums())
 
     # ------------------------------------------------------------ life
 
     async def load(self, parts: Sequence[EngineMemory]) -> None:
-        await self._strategy.load(parts)
+        await self._of_engine(self._strategy.load(parts))
 
     async def offload(self, parts: Sequence[EngineMemory]) -> None:
-        await self._strategy.offload(parts)
+        await self._of_engine(self._strategy.offload(parts))
 
     async def shutdown(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
         await self._strategy.shutdown()
 
+    async def _transferred(self, transfer: Awaitable[None]) -> str | None:
+        try:
+            await self._of_engine(transfer)
+        except TransferError as error:
+            return str(error)
+        return None
+
+    async def _of_engine(self, work: Awaitable[T]) -> T:
+        """Work that failed because the engine is dead tells of the loss."""
+        try:
+            return await work
+        except Exception as error:
+            health = await self._strategy.health()
+            if health.alive:
+                raise
+            raise MemberLost(str(health.details.get("failure", error))) from error
+
 
 class RemoteEngine(BatchedEngine):
     """An engine behind an InferWorker, as a member of a fleet. When the worker's process dies, the call that waits for completions
-    fails at once."""
+    fails at once. `silence_s`: how long it may answer nothing at all; None, for ever."""
 
-    def __init__(self, name: str, worker: Any, frozen_admission: bool = False, kept_ids: bool = False) -> None:
+    def __init__(
+        self, name: str, worker: Any, frozen_admission: bool = False, kept_ids: bool = False, silence_s: float | None = None
+    ) -> None:
         super().__init__(name, frozen_admission)
         self._worker = worker
         self._kept_ids = kept_ids
+        self._silence_s = silence_s
+        self._place: tuple[str, int] | None = None
+        """Node and number of its process."""
+        self._blocks = 1
+        """To ask for next."""
 
     async def start(self) -> None:
-        """The driver has started it."""
+        """The driver does that; here it is waited for."""
+        await self._worker.until_ready.remote()
 
     async def until_lost(self) -> str:
+        watches = [asyncio.ensure_future(self._until_death()), asyncio.ensure_future(self._until_silent())]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+    async def _until_death(self) -> str:
         try:
             await self._worker.until_death.remote()
         except RayTaskError as error:
@@ -118,8 +174,28 @@ class RemoteEngine(BatchedEngine):
             return f"its process is gone: {first_line(error)}"
         raise AssertionError(f"{self.name}: until_death returned")
 
+    async def _until_silent(self) -> str:
+        """Its event loop answers while the engine prefills, however long that takes, and while weights arrive."""
+        loop = asyncio.get_running_loop()
+        while True:
+            question = asyncio.ensure_future(self._worker.place.remote())
+            silent_s = 0.0
+            while not question.done():
+                asked = loop.time()
+                await asyncio.wait((question,), timeout=LISTEN_SECONDS)
+                silent_s += min(loop.time() - asked, 2 * LISTEN_SECONDS)  # not while this process is itself stopped
+                if self._silence_s is not None and silent_s > self._silence_s and not question.done():
+                    return f"nothing was heard of its process for {self._silence_s:g} s (limits.engine_silence)"
+            if question.exception() is not None:
+                return await self._until_death()
+            self._place = question.result()
+            await asyncio.sleep(PULSE_SECONDS)
+
     def kill(self) -> None:
-        """The driver ends it, with the run."""
+        """Also one that is only stopped, and might come back with old weights."""
+        ray.kill(self._worker)
+        if self._place is not None:
+            kill_stopped(*self._place)
 
     def lost(self, cause: str) -> None:
         """Whoever waits for it hears of it."""
@@ -129,8 +205,10 @@ class RemoteEngine(BatchedEngine):
         await self._call(self._worker.submit.remote(requests, frozen, self._kept_ids))
 
     async def _collect(self) -> Collected:
-        collected, block = self._worker.collect.remote()
-        return (await self._call(collected)).lying_in(block)
+        answer, *blocks = self._worker.collect.options(num_returns=1 + self._blocks).remote(self._blocks)
+        collected: Collected = await self._call(answer)
+        self._blocks = min(max(1, collected.blocks_waiting), MOST_BLOCKS)
+        return collected.lying_in(blocks)
 
     async def _abort(self, request_ids: list[str]) -> None:
         await self._call(self._worker.abort.remote(request_ids))

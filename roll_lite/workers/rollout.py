@@ -33,8 +33,8 @@ from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
 from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, rows_of, tokens_of, write_samples
 
-ENGINE_POLICY = Policy(start_timeout_s=None, restarts=0, all_needed=True)
-"""An engine is not replaced: its loss is the end of the run."""
+ENGINE_POLICY = Policy(start_timeout_s=None, restarts=0)
+"""An engine is not replaced: the others go on without it."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class RolloutSpec:
     """Nothing is generated for later ones."""
     engines_rest: bool = False
     """They are offloaded between two batches."""
+    engine_silence_s: float | None = None
+    """How long an engine's process may answer nothing; None: for ever."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,10 @@ class RolloutWorker(AsyncWorker):
         """Read the data, start the reward workers. `engines`: the InferWorker actors. `reward_models`: the RewardModelWorker actors by
         the models' names. `judges`: where those that the run has started are."""
         spec = self._spec
-        clients = [RemoteEngine(f"actor_infer[{i}]", engine, spec.deterministic, self._kept_ids) for i, engine in enumerate(engines)]
+        clients = [
+            RemoteEngine(f"actor_infer[{i}]", engine, spec.deterministic, self._kept_ids, spec.engine_silence_s)
+            for i, engine in enumerate(engines)
+        ]
         self._engines = Fleet("actor_infer", clients, ENGINE_POLICY, lost=RemoteEngine.lost, down=self.tell_end)
         self._engines.tend()
         ranks = reward_models or {}
@@ -187,6 +192,10 @@ class RolloutWorker(AsyncWorker):
         await self._write(writing)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
         return RolloutBatch(rows, [tokens_of(trainable, self._kept_ids)], result.stats, replaced)
+
+    async def lost_engines(self) -> dict[int, str]:
+        """By their numbers, and why."""
+        return self._engines.down
 
     async def progress(self) -> dict[str, Progress]:
         """While one of the two is under way: how far it is, by domain."""

@@ -90,7 +90,7 @@ async def shuts_down_while_requests_run(engine: Harness) -> None:
 
 @pytest.mark.slow
 async def test_two_engines_live_and_die_alone_and_a_third_takes_the_place_of_the_first(make: Make, tmp: Path) -> None:
-    """The first is killed, the second loses its trainer in the middle of an update."""
+    """The first is killed, the second loses its trainer in the middle of an update, goes on, and is stopped."""
     first, second = [await Harness.start(tmp / name, max_model_len=MANY, make=make) for name in ("a", "b")]
     first.version = 6  # it has been updated before
     try:
@@ -101,7 +101,7 @@ async def test_two_engines_live_and_die_alone_and_a_third_takes_the_place_of_the
         await dies_noticed(first, first.processes()[0])
         await serves_reference(second)
         assert (await second.strategy.health()).alive
-        await ends_with_an_update_that_breaks_off(second)
+        await outlives_an_update_that_breaks_off(second)
     finally:
         await first.stop()
         await second.stop()
@@ -118,21 +118,38 @@ async def test_two_engines_live_and_die_alone_and_a_third_takes_the_place_of_the
         await third.stop()
 
 
-async def ends_with_an_update_that_breaks_off(engine: Harness) -> None:
-    """Weights half old, half new must never generate."""
+async def outlives_an_update_that_breaks_off(engine: Harness) -> None:
+    """Weights half old, half new must never generate: the engine waits, with what it runs, for a whole update."""
     engine.sender = SenderProcess()  # its own: it dies here
     await engine.sender.call("ping")
     await engine.connect(timeout_s=5.0)
     assert engine.plan is not None
     await engine.strategy.begin_weight_update(engine.tensors)
     await engine.transfer(0, seed=1)
-    waiting = asyncio.create_task(engine.one(4))
+    waiting = asyncio.create_task(engine.one(24))
     engine.sender.process.kill()
     with pytest.raises(TransferError, match=r"trainer rank 0 did not take part in bucket 1"):
         await engine.strategy.receive_bucket(engine.plan.routes[1:2])
-    assert "neither the old nor the new weights" in ((await asyncio.wait_for(waiting, NOTICED_S)).error or "")
     health = await engine.strategy.health()
-    assert not health.alive and "half-way" in health.details["failure"]
+    assert health.alive and health.details["state"] == "half updated" and not waiting.done()
+    with pytest.raises(RuntimeError, match="broke off half-way"):
+        await engine.strategy.weight_checksums()
+    engine.sender, engine.plan = None, None
+    await engine.update(seed=41)
+    assert list((await asyncio.wait_for(waiting, 60.0)).token_ids) == engine.hf_greedy(24)
+    assert await engine.strategy.weight_checksums() == expected_checksums(engine, 41)
+    await serves_reference(engine)
+    await hangs_noticed(engine)
+
+
+async def hangs_noticed(engine: Harness) -> None:
+    """SIGSTOP of one of its processes: like a death, once it has lasted."""
+    engine.strategy._silence_s = 2.0
+    _, task = await engine.started(4, LONG)
+    engine.processes()[-1].suspend()
+    completions = await asyncio.wait_for(task, NOTICED_S)
+    (error,) = {completion.error for completion in completions}
+    assert error is not None and "has been stopped, as by SIGSTOP, for 2 s (limits.engine_silence)" in error
     psutil.wait_procs(engine.processes(), timeout=NOTICED_S)
     assert not running(engine.processes())
 

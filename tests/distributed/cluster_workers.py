@@ -10,6 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, ClassVar
 
+from roll_lite.distributed.fleet import MemberLost
 from roll_lite.distributed.worker import AsyncWorker, Worker
 
 if TYPE_CHECKING:
@@ -116,3 +117,18 @@ class Service(AsyncWorker):
 
     async def forever(self) -> None:
         await asyncio.Event().wait()
+
+
+class Loner(AsyncWorker):
+    lives_alone: ClassVar[bool] = True
+
+    async def number(self) -> int:
+        return self.rank
+
+    async def die(self, how: str) -> None:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "lost":
+            raise MemberLost("worn out")
+        elif how:
+            raise ValueError(how)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from cluster_workers import Adder, Grid, MainThreadAdder, Service
+from cluster_workers import Adder, Grid, Loner, MainThreadAdder, Service
 
-from roll_lite.distributed.cluster import Cluster, ClusterDead, ClusterSpec, first_done, gather, start_cluster
+from roll_lite.distributed.cluster import Cluster, ClusterDead, ClusterSpec, RankFailed, first_done, gather, start_cluster
 from roll_lite.distributed.placement import anywhere
 
 
@@ -123,3 +123,21 @@ def test_coroutines_need_an_async_worker(ray_local: object) -> None:
 
     with pytest.raises(TypeError, match="Mixed has coroutine methods: it must derive from AsyncWorker"):
         start_cluster(ClusterSpec("mixed", anywhere(1)), Mixed)
+
+
+def test_ranks_that_live_alone_are_left_out_once_they_are_lost(ray_local: object) -> None:
+    """One that dies in the middle of a call, one that says of itself that it is of no use any more, and errors that are no losses."""
+    members = start_cluster(ClusterSpec("members", anywhere(3)), Loner)
+    assert members.each(Loner.number) == {0: 0, 1: 1, 2: 2} and dict(members.lost) == {}
+    with pytest.raises(RankFailed, match="members rank 1 failed in die: ValueError: not yet"):
+        members.start_each_own(Loner.die, {1: "not yet"}).result()
+    members = start_cluster(ClusterSpec("members", anywhere(3)), Loner)
+    assert members.start_each_own(Loner.die, {0: "", 1: "kill", 2: ""}).result() == {0: None, 2: None}
+    assert list(members.lost) == [1] and "its process" in members.lost[1] and members.left == [0, 2]
+    assert members.each(Loner.number) == {0: 0, 2: 2}
+    assert members.start_each_own(Loner.die, {0: "", 2: "lost"}).result() == {0: None}
+    assert members.lost[2] == "worn out" and members.left == [0]
+    assert members.start_each_own(Loner.die, {0: "kill"}).result() == {}
+    with pytest.raises(RankFailed, match="members rank 0 failed in idle: its process"):
+        members.each(Loner.number)
+    members.shutdown()

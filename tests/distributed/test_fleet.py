@@ -261,21 +261,23 @@ def test_a_budget_of_restarts_is_each_members_own_and_named_with_its_setting() -
     virtual(main())
 
 
-def test_where_all_are_needed_the_first_death_is_the_end() -> None:
-    """What an engine's death is to a run."""
+def test_without_restarts_the_others_go_on_and_the_last_death_is_the_end() -> None:
+    """What engines are to a run."""
 
     async def main() -> None:
         desk = Desk()
-        fleet = Fleet(
-            "actor_infer", [Scripted("a"), Scripted("b", (0.0, 3.0))], Policy(60.0, restarts=0, all_needed=True), down=desk.ends.append
-        )
+        members = [Scripted("a", (0.0, 6.0)), Scripted("b", (0.0, 3.0))]
+        fleet = Fleet("actor_infer", members, Policy(60.0, restarts=0), down=desk.ends.append)
         fleet.tend()
         await fleet.in_service()
         await asyncio.sleep(3.5)
-        assert [(end.fleet, end.place, end.cause) for end in desk.ends] == [("actor_infer", 1, "b died")]
-        assert fleet.members[1].log == ["0 starts", "0 serves", "3 killed"], "not started again"
+        assert (desk.ends, fleet.down, fleet.serving) == ([], {1: "b died"}, [members[0]])
+        assert members[1].log == ["0 starts", "0 serves", "3 killed"], "not started again"
+        await asyncio.sleep(3.0)
+        assert [(end.fleet, end.place, end.cause) for end in desk.ends] == [("actor_infer", 0, "a died")]
+        assert fleet.down == {0: "a died", 1: "b died"}
         copy = pickle.loads(pickle.dumps(desk.ends[0]))
-        assert (copy.fleet, copy.place, copy.cause) == ("actor_infer", 1, "b died")
+        assert (copy.fleet, copy.place, copy.cause) == ("actor_infer", 0, "a died")
         fleet.close()
 
     virtual(main())

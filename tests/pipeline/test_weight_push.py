@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ PLAN = ExportPlan((ExportedTensor("a", (2,), torch.float32, 0, 0),))
 
 
 class Cluster:
-    world_size = 1
+    left: ClassVar[list[int]] = [0]
 
     def __init__(self, checksums: dict[str, str]) -> None:
         self.checksums = checksums
@@ -34,17 +34,22 @@ class Cluster:
         self.calls.append(method.__name__)
         return ("host", 1) if method.__name__ == "host_weight_transfer" else None
 
-    def start_all(self, method: Any, *arguments: Any) -> None:
+    def each(self, method: Any) -> dict[int, Any]:
+        return {0: self.all(method)[0]}
+
+    def start_all(self, method: Any, *arguments: Any) -> Any:
         self.calls.append(method.__name__)
         self.memberships += [argument for argument in arguments if isinstance(argument, Membership)]
+        return SimpleNamespace(calls=[SimpleNamespace(lost=False)])
 
-    start_scatter = start_all
+    start_each_own = start_all
 
 
 @pytest.fixture
 def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(module, "gather", lambda *pending, timeout_s: list(pending))
+    monkeypatch.setattr(module, "gather", lambda *pending, timeout_s, meanwhile: [answers.get("engines", {0: None}), [None]])
     loads: list[str] = []
+    answers: dict[str, dict[int, str | None]] = {}
 
     @contextmanager
     def loaded(groups: Any) -> Iterator[None]:
@@ -56,7 +61,7 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
         actor, engines, rollouts = Cluster({"a": "1"}), Cluster({"a": held}), Cluster({})
         model = SimpleNamespace(ranks=actor, loaded=loaded)
         sync = WeightSync(model, engines, rollouts, WeightSyncConfig(verify_weights=True), 1)  # type: ignore[arg-type]
-        return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads)
+        return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads, answers=answers)
 
     return make
 
@@ -83,3 +88,11 @@ def test_engines_that_have_changed_connect_again_and_get_the_weights_that_the_ot
     assert made.sync.push(3).version == 3
     assert made.actor.calls.count("connect_weights") == 2 and made.actor.calls.count("export_plan") == 1
     assert [membership.epoch for membership in made.actor.memberships] == [1, 2]
+
+
+def test_an_update_that_breaks_off_although_nobody_is_lost_is_a_failure(sync: Any) -> None:
+    made = sync("1")
+    made.answers["engines"] = {0: "trainer rank 0 did not come"}
+    with pytest.raises(RuntimeError, match=r"connect_weights failed: actor_infer\[0\]: trainer rank 0 did not come"):
+        made.sync.push(3)
+    assert "set_version" not in made.rollouts.calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import ray
 from ray import cloudpickle
@@ -25,6 +27,7 @@ from roll_lite.data.samples import GenerationRequest, Sampling, Turn
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, RankFailed, start_cluster
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.placement import anywhere
+from roll_lite.distributed.strategy.inference.processes import is_running
 from roll_lite.scheduler.engines import EngineLost
 from roll_lite.workers.infer import InferWorker, RemoteEngine
 from roll_lite.workers.rollout import RolloutBatch, RolloutWorker, sampling_of
@@ -96,7 +99,7 @@ def test_what_passes_through_service_and_driver_does_not_grow_with_the_responses
             ray.get(worker.submit.remote([GenerationRequest(f"r{i}", (1, 2), sampling) for i in range(8)]))
             collected: list[Any] = []
             while len(collected) < 8:
-                collected += ray.get(worker.collect.remote()).turns
+                collected += ray.get(worker.collect.remote())[0].turns
             assert {turn.length for turn in collected} == {tokens}
             batch = service.one(RolloutWorker.next_batch, 4, 1)
             assert set(batch.rows["response_length"].tolist()) == {tokens}
@@ -137,29 +140,54 @@ def test_keep_masks_are_asked_for_where_something_is_truncated() -> None:
     assert not any(sampling_of(config).keep_mask for config in cut)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_the_death_of_an_engine_ends_the_run_whether_it_works_or_not(model: ModelConfig, tmp_path: Path, replicas: int) -> None:
+@pytest.mark.parametrize("how", ["works", "rests", "is stopped"])
+def test_the_death_of_the_last_engine_ends_the_run(model: ModelConfig, tmp_path: Path, how: str) -> None:
     """With its own role, rank and cause, although the rollout service is the one that watches over it, and fails too without an engine."""
-    script = {"response_tokens": 500, "seconds_per_token": 1.0} if replicas == 1 else {"response_tokens": 6}
-    with engines(model, replicas, **script) as infer:
-        victim = infer.all(InferWorker.process_id)[-1]
-        service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec_of(model, tmp_path))
+    script = {"response_tokens": 6} if how == "rests" else {"response_tokens": 500, "seconds_per_token": 1.0}
+    with engines(model, 1, **script) as infer:
+        (victim,) = infer.all(InferWorker.process_id)
+        spec = replace(spec_of(model, tmp_path), engine_silence_s=2.0)
+        service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec)
         service.one(RolloutWorker.initialize, infer.group.actors)
         waiting: Pending[Any] = service.start_one(RolloutWorker.next_batch, 8, 1)
-        if replicas == 2:
+        if how == "rests":
             waiting.result()
-            waiting = infer.start_one(InferWorker.collect, 60.0)
-        killed: list[float] = []
+            waiting = infer.start_one(InferWorker.collect, 1, 60.0)
+        number = signal.SIGSTOP if how == "is stopped" else signal.SIGKILL
+        ended: list[float] = []
 
-        def kill() -> None:
-            os.kill(victim, signal.SIGKILL)
-            killed.append(time.monotonic())
+        def end() -> None:
+            os.kill(victim, number)
+            ended.append(time.monotonic())
 
-        threading.Timer(1.0, kill).start()
-        with pytest.raises(RankFailed, match=rf"actor_infer rank {replicas - 1} failed in \w+: its process {victim} died"):
+        threading.Timer(1.0, end).start()
+        cause = (
+            f"its process {victim} died" if how != "is stopped" else r"nothing was heard of its process for 2 s \(limits.engine_silence\)"
+        )
+        with pytest.raises(RankFailed, match=rf"actor_infer rank 0 failed in \w+: {cause}"):
             waiting.result()
-        assert time.monotonic() - killed[0] < 5.0
+        assert time.monotonic() - ended[0] < 10.0
         service.shutdown()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_loss_of_one_of_two_engines_is_told_and_costs_no_sample(model: ModelConfig, tmp_path: Path, number: signal.Signals) -> None:
+    with engines(model, 2, response_tokens=30, seconds_per_token=0.1) as infer:
+        first, second = infer.all(InferWorker.process_id)
+        spec = replace(spec_of(model, tmp_path), engine_silence_s=2.0)
+        with rollouts(spec, infer) as service:
+            waiting = service.start_one(RolloutWorker.next_batch, 8, 1)
+            time.sleep(2.0)
+            os.kill(second, number)
+            batch = waiting.result()
+            assert len(batch.rows) == 32 and sum(domain.failed for domain in batch.stats.domains.values()) == 0
+            (told,) = service.one(RolloutWorker.lost_engines).items()
+            assert told[0] == 1 and re.search("its process" if number == signal.SIGKILL else "for 2 s .limits.engine_silence", told[1])
+            assert list(infer.lost) == [1] and infer.left == [0]
+            assert infer.each(InferWorker.process_id) == {0: first}
+            assert contents(batch)[1], "what the lost engine had delivered before is there"
+            assert not is_running(psutil.Process(second)) if psutil.pid_exists(second) else True
+            assert len(service.one(RolloutWorker.next_batch, 8, 2).rows) == 32
 
 
 def test_an_engines_death_is_noticed_within_seconds(model: ModelConfig) -> None:

@@ -113,6 +113,9 @@ class LimitsConfig(Section):
     """Every call that belongs to no phase: moving a role to its devices, resuming."""
     silence: TimeLimit = 300.0
     """A process that answers nothing at all, working or idle: stopped, or never giving Python's lock back. Counts once all are ready."""
+    engine_silence: TimeLimit = 7.0
+    """The same of an engine, where the run goes on without it if there are others: its worker does not answer, or one of its own processes
+    is stopped. An engine that only works for long, on a long prompt for instance, is not silent."""
 
 
 class RunConfig(Section):

@@ -192,6 +192,8 @@ class EngineSpec:
     seed: int = 1
     threads: int = 1
     """CPU threads of each of the engine's processes."""
+    silence_s: float | None = None
+    """How long one of them may stay stopped; None: for ever."""
 
 
 class InferenceStrategy(ABC):
@@ -241,7 +243,8 @@ class InferenceStrategy(ABC):
         """Make the new weights the ones that generate; clear prefix caches."""
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> None:
-        """A whole update, bucket by bucket, beside the trainers' `WeightSender.send`."""
+        """A whole update, bucket by bucket, beside the trainers' `WeightSender.send`. Where that raises TransferError the engine goes on
+        with the old weights or, if it has part of the new ones, generates nothing until another update has come."""
         await self.begin_weight_update(tensors_of(routes))
         for bucket in by_bucket(routes):
             await self.receive_bucket(bucket)

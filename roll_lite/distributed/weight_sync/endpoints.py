@@ -10,7 +10,7 @@ import torch
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.gloo import GlooReceiver, GlooSender
-from roll_lite.distributed.weight_sync.group import TransferGroup, rendezvous_store
+from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, Route, TransferPlan, by_bucket
 from roll_lite.distributed.weight_sync.transport import Transport, TransportReceiver, TransportSender
 
@@ -46,11 +46,18 @@ class WeightSender:
             self._half = TRANSPORTS[membership.transport].sender(group)
 
     def send(self) -> None:
-        """Gather and send one bucket after the other."""
+        """Gather and send one bucket after the other. Where sending fails, the rest is gathered all the same before that is raised: other
+        ranks need this one for it."""
+        failure: TransferError | None = None
         for bucket, tensors in self._gathered():
-            for route in self._routes[bucket]:
-                if self._half is not None and route.sender == self._half.group.number:
-                    self._half.send(route, tensors)
+            try:
+                for route in self._routes[bucket] if failure is None else ():
+                    if self._half is not None and route.sender == self._half.group.number:
+                        self._half.send(route, tensors)
+            except TransferError as error:
+                failure = error
+        if failure is not None:
+            raise failure
         if self._half is not None:
             self._half.finish()
 
@@ -75,37 +82,41 @@ class WeightReceiver:
 
     def __init__(self) -> None:
         self._half: TransportReceiver | None = None
+        self._begun = False
+        """Loading has begun since the last epoch was joined."""
         self.touched = False
         """Loading has begun: until it is finished, the model is neither the old nor the new one."""
 
     def join(self, membership: Mapping[str, Any], number: int) -> None:
-        """An epoch of the transfer group, as this member; whatever was joined before is left."""
+        """An epoch of the transfer group, as this member; whatever was joined before is left. An update that is not finished by then
+        never will be, and the next one begins from the start."""
         self.leave()
+        self._begun = False
         group = TransferGroup(Membership.of(membership), number)
         self._half = TRANSPORTS[group.membership.transport].receiver(group)
 
     def load(
         self,
         routes: Iterable[Mapping[str, Any]],
-        begin: Callable[[], None],
+        begin: Callable[[bool], None],
         load: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
     ) -> None:
         """Receive a bucket over all its routes that lead here, and load it. The old weights stay until the first bucket has arrived:
-        then `begin` is called, once in an update."""
+        then `begin` is called, once in an update, with whether another one has broken off half-way."""
         if self._half is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
         arrived: dict[str, torch.Tensor] = {}
         for route in map(Route.of, routes):
             if self._half.group.number in route.receivers:
                 arrived |= self._half.receive(route)
-        if not self.touched:
-            self.touched = True
-            begin()
+        if not self._begun:
+            again, self._begun, self.touched = self.touched, True, True
+            begin(again)
         load(arrived.items())
 
     def finished(self) -> None:
         """The engine has put the new weights in place."""
-        self.touched = False
+        self._begun = self.touched = False
 
     def leave(self) -> None:
         if self._half is not None:

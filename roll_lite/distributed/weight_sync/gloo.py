@@ -52,6 +52,7 @@ class _Broadcasts:
             group.failure = str(error)
             raise
         except RuntimeError as error:
+            self.close()  # members that were to get the bucket from here would wait for it until their time is up
             them = group.membership.members[route.sender]
             group.failure = f"weight transfer: the connection broke in the middle of a bucket from {them} (seen by {group.name}): {error}"
             raise TransferError(group.failure) from error

@@ -21,6 +21,7 @@ from roll_lite.distributed.weight_sync.plan import Channel, Membership, Route
 
 LONGEST_PAUSE_S = 0.01  # between two looks at who has come
 
+INTERRUPT_S = 30.0
 _EPOCH = "epoch"
 _KEPT_STEPS = 2
 """What was said about a bucket is deleted so many buckets later; until then somebody may still read it."""
@@ -60,6 +61,11 @@ def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
     The store is the server: keep it for as long as the group is used.
     """
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def interrupt(host: str, port: int, epoch: int) -> None:
+    """Whoever waits at this rendezvous for somebody of an earlier epoch waits no longer, and has to connect again. `epoch`: a new one."""
+    TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=INTERRUPT_S)).set(_EPOCH, str(epoch))
 
 
 class TransferGroup:

@@ -13,7 +13,7 @@ from transfer_members import assert_equal, fresh
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync.checksum import checksum, require_equal
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver, WeightSender
-from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError
+from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, interrupt
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, by_bucket, plan_transfers
 
 OWNERS = {"a": 0, "b": 2, "c": 2, "d": 0}
@@ -43,8 +43,9 @@ class Worker:
         self.model: dict[str, torch.Tensor] = {}
         self.begun = 0
 
-    def begin(self) -> None:
+    def begin(self, again: bool) -> None:
         self.begun += 1
+        self.again = again
         self.model = {}
 
     def update(self, plan: TransferPlan) -> None:
@@ -139,3 +140,42 @@ def test_checksums_of_all_ranks_are_those_of_the_model() -> None:
     require_equal(sent, held, engine=1, version=3)
     with pytest.raises(RuntimeError, match="engine 1 does not hold version 3 after its update: 1 of 4 tensors differ, among them b"):
         require_equal(sent, held | {"b": "other"}, engine=1, version=3)
+
+
+def test_the_loss_of_an_engine_in_an_update_leaves_nobody_waiting_and_the_others_get_all_of_the_next_one() -> None:
+    """One engine has taken the first bucket and is gone; the time-out is longer than the test may take."""
+    run = Run(timeout_s=100.0)
+    engines = {0: Worker(), 1: Worker(), 2: Worker()}
+    plan = run.connect(1, engines)
+    run.push(plan, engines)
+    lost = engines.pop(1)
+    first, *_ = by_bucket(plan.routes)
+    updating = [run.pool.submit(worker.update, plan) for worker in engines.values()]
+    sending = [run.pool.submit(sender.send) for sender in run.senders]
+    lost.receiver.load([route.plain() for route in first], lost.begin, lost.model_update)
+    assert not any(future.done() for future in (*updating, *sending[::2]))
+    interrupt("127.0.0.1", run.port, 2)
+    for future in (*updating, *sending[::2]):
+        with pytest.raises(StaleEpoch):
+            future.result(20)
+    sending[1].result(20)  # owns nothing
+    assert all(trainer.gathered == [0, 1, 2] * 2 for trainer in run.trainers), "a collective, to its end"
+    assert all(worker.receiver.touched for worker in engines.values())
+    run.push(run.connect(3, engines), engines)
+    assert all(worker.again and not worker.receiver.touched for worker in engines.values())
+    run.push(run.connect(4, engines), engines)
+    assert not any(worker.again for worker in engines.values())
+
+
+def test_an_engine_that_is_lost_before_it_joins_leaves_nobody_waiting() -> None:
+    run = Run(timeout_s=100.0)
+    plan = plan_transfers(run.exports[0], {0: 1, 1: 1})
+    membership = plan.membership(1, "gloo", "127.0.0.1", run.port, run.timeout_s)
+    worker = Worker()
+    joining = [run.pool.submit(sender.join, plan, membership) for sender in (run.senders[0], run.senders[2])]
+    joining.append(run.pool.submit(worker.receiver.join, membership.plain(), plan.first_member(0)))
+    interrupt("127.0.0.1", run.port, 2)
+    for future in joining:
+        with pytest.raises(StaleEpoch):
+            future.result(20)
+    run.push(run.connect(3, {0: worker}), {0: worker})

@@ -52,6 +52,7 @@ class EngineStrategy(InferenceStrategy):
         self.max_model_len = spec.max_model_len
         self.processes = EngineProcesses()
         self._model = spec.model
+        self._silence_s = spec.silence_s
         self._life = EngineLife(make.name)
         self._in_flight: dict[asyncio.Task[Completion], _InFlight] = {}
         self._order = asyncio.Lock()
@@ -252,7 +253,7 @@ class EngineStrategy(InferenceStrategy):
         self._life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route]) -> None:
-        """From the first bucket on the engine is frozen, until the update is finished."""
+        """From the first bucket on the engine is frozen, until an update is finished."""
         self._require_update()
         async with self._order:
             tensors = tensors_of(routes)
@@ -261,25 +262,23 @@ class EngineStrategy(InferenceStrategy):
             try:
                 await self._settle()
                 await self.make.call_workers("roll_lite_load_bucket", routes=[route.plain() for route in routes])
-            except TransferError as error:
-                await self._broke_off(error)
+            except TransferError:
+                await self._broke_off()
                 raise
             except asyncio.CancelledError:
                 self._fail("a weight update was cancelled, the engine may hold neither the old nor the new weights")
                 raise
             update.arrived.update(tensor.name for tensor in tensors)
 
-    async def _broke_off(self, error: TransferError) -> None:
+    async def _broke_off(self) -> None:
+        """Frozen half-way the engine waits for another update, which may come once the transfer group has connected again."""
         try:
             touched = any(await self.make.call_workers("roll_lite_weights_touched"))
         except Exception as unknown:  # an engine that cannot say so must not go on
             self._fail(f"a weight update broke off, and the engine does not say whether its weights are whole: {unknown}")
             return
-        if touched:
-            self._fail(f"a weight update broke off half-way, the engine holds neither the old nor the new weights: {error}")
-        else:
-            self._life.break_off()
-            await self._settle()
+        self._life.break_off(half_way=touched)
+        await self._settle()
 
     async def finish_weight_update(self, version: int) -> None:
         self._require_update()
@@ -320,9 +319,14 @@ class EngineStrategy(InferenceStrategy):
         return self._life.failure
 
     async def _watch(self) -> None:
-        """Engines notice only after a while, or never, that one of their processes was killed."""
-        while self._check() is None:  # noqa: ASYNC110 (processes make no events)
+        """Engines notice only after a while, or never, that one of their processes was killed or stopped."""
+        stopped_s = 0.0
+        while self._check() is None:
             await asyncio.sleep(LIVENESS_POLL_S)
+            stopped = self.processes.stopped()
+            stopped_s = stopped_s + LIVENESS_POLL_S if stopped else 0.0
+            if stopped and self._silence_s is not None and stopped_s >= self._silence_s and self._life.failure is None:
+                self._life.die(f"{stopped} has been stopped, as by SIGSTOP, for {self._silence_s:g} s (limits.engine_silence)")
         assert self._life.failure is not None
         self._fail(self._life.failure)
 

@@ -22,6 +22,8 @@ class EngineState(StrEnum):
     """By `pause`: it generates nothing until `resume`, and holds everything that it needs to."""
     UPDATING = "updating"
     """It holds parts of two sets of weights."""
+    HALF_UPDATED = "half updated"
+    """It does so because an update broke off, and waits for another, whole one."""
     CACHE_OFFLOADED = "cache offloaded"
     """The KV cache alone; the weights are on the device."""
     WEIGHTS_OFFLOADED = "weights offloaded"
@@ -38,7 +40,7 @@ class EngineEvent(StrEnum):
     """An update is announced. Nothing has arrived yet; another announcement takes its place."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """The first bucket did not come: the old weights are still whole."""
+    """A bucket did not come. If it was the first one, the old weights are still whole."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"
@@ -55,6 +57,7 @@ ALLOWED: Mapping[EngineState, Set[EngineEvent]] = {
     _S.SERVING: _WITH_WEIGHTS,
     _S.PAUSED: _WITH_WEIGHTS,
     _S.UPDATING: {_E.PAUSE, _E.RESUME, _E.RECEIVE, _E.BREAK_OFF, _E.FINISH_UPDATE, _E.LOAD, _E.DIE},
+    _S.HALF_UPDATED: {_E.PAUSE, _E.RESUME, _E.CONNECT, _E.BEGIN_UPDATE, _E.RECEIVE, _E.LOAD, _E.DIE},
     _S.CACHE_OFFLOADED: _WITH_WEIGHTS,
     _S.WEIGHTS_OFFLOADED: _STARTED,
     _S.DEAD: {_E.DIE},
@@ -85,7 +88,7 @@ class EngineLife:
         self.update: WeightUpdate | None = None
         """The weight update that was announced and is not finished."""
         self.receiving = False
-        """Buckets of that update have come in."""
+        """Buckets of it, or of one that broke off, have come in."""
         self.version = 0
         """Version of the weights that generate."""
 
@@ -94,7 +97,7 @@ class EngineLife:
         if self.failure is not None:
             return EngineState.STARTING if self.failure == NOT_STARTED else EngineState.DEAD
         if self.receiving:
-            return EngineState.UPDATING
+            return EngineState.UPDATING if self.update is not None else EngineState.HALF_UPDATED
         if self.away:
             return EngineState.WEIGHTS_OFFLOADED if EngineMemory.WEIGHTS in self.away else EngineState.CACHE_OFFLOADED
         return EngineState.PAUSED if self.paused else EngineState.SERVING
@@ -116,6 +119,8 @@ class EngineLife:
             raise EngineDead(f"{self._make} engine: {self.failure}")
         if state is EngineState.UPDATING:
             raise RuntimeError(f"a weight update is under way: {_MEANWHILE[event]}")
+        if state is EngineState.HALF_UPDATED:
+            raise RuntimeError("a weight update broke off half-way: the engine waits for another one")
         if state is EngineState.WEIGHTS_OFFLOADED:
             raise RuntimeError("the engine's weights are offloaded: load them first")
         raise RuntimeError("no weight update is under way")
@@ -150,9 +155,11 @@ class EngineLife:
         self.receiving = True
         return update
 
-    def break_off(self) -> None:
+    def break_off(self, half_way: bool) -> None:
         self.require(EngineEvent.BREAK_OFF)
-        self.receiving = False
+        self.receiving = half_way
+        if half_way:
+            self.update = None
 
     def finish_update(self, version: int) -> None:
         self.require(EngineEvent.FINISH_UPDATE)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH, SHARED, clear
+from roll_lite.distributed.watchdog import name_of, status_of
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
 """Process whose end must end the engine's processes too, whatever way it ended."""
@@ -40,6 +41,11 @@ class EngineProcesses:
     def running(self) -> bool:
         """All of them: an engine that has lost a worker may itself take a while to notice."""
         return all(is_running(process) for process in self._all)
+
+    def stopped(self) -> str | None:
+        """One of them that can do nothing, in words."""
+        found = next((process for process in self._all if status_of(process) == psutil.STATUS_STOPPED), None)
+        return f"its process {found.pid} ({name_of(found)})" if found is not None else None
 
     async def end(self, ask: Callable[[], None]) -> None:
         """Ask them to leave, which must not take long, and see to it that they did."""

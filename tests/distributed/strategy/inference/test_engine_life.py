@@ -49,9 +49,18 @@ LEADS_TO: dict[EngineState, dict[EngineEvent, set[EngineState]]] = {
         E.PAUSE: {S.UPDATING},
         E.RESUME: {S.UPDATING},
         E.RECEIVE: {S.UPDATING},
-        E.BREAK_OFF: AWAKE | {S.CACHE_OFFLOADED},
+        E.BREAK_OFF: AWAKE | {S.CACHE_OFFLOADED, S.HALF_UPDATED},
         E.FINISH_UPDATE: AWAKE | {S.CACHE_OFFLOADED},
         E.LOAD: {S.UPDATING},
+        E.DIE: {S.DEAD},
+    },
+    S.HALF_UPDATED: {
+        E.PAUSE: {S.HALF_UPDATED},
+        E.RESUME: {S.HALF_UPDATED},
+        E.CONNECT: {S.HALF_UPDATED},
+        E.BEGIN_UPDATE: {S.UPDATING},
+        E.RECEIVE: {S.UPDATING},
+        E.LOAD: {S.HALF_UPDATED},
         E.DIE: {S.DEAD},
     },
     S.CACHE_OFFLOADED: {
@@ -103,6 +112,14 @@ def receive(one: EngineLife) -> None:
     one.receive()
 
 
+def half_way(one: EngineLife) -> None:
+    one.break_off(half_way=True)
+
+
+def before_the_first(one: EngineLife) -> None:
+    one.break_off(half_way=False)
+
+
 def offload(*parts: EngineMemory) -> Callable[[EngineLife], None]:
     return lambda one: one.offload(parts)
 
@@ -112,6 +129,7 @@ WAYS: dict[EngineState, Callable[[], EngineLife]] = {
     S.SERVING: lambda: life(start),
     S.PAUSED: lambda: life(start, EngineLife.pause),
     S.UPDATING: lambda: life(start, receive),
+    S.HALF_UPDATED: lambda: life(start, receive, half_way),
     S.CACHE_OFFLOADED: lambda: life(start, offload(CACHE)),
     S.WEIGHTS_OFFLOADED: lambda: life(start, offload(*BOTH)),
     S.DEAD: lambda: life(start, lambda one: one.die("power cut")),
@@ -124,7 +142,7 @@ DOES: dict[EngineEvent, Callable[[EngineLife], Any]] = {
     E.CONNECT: lambda one: one.require(E.CONNECT),
     E.BEGIN_UPDATE: announce,
     E.RECEIVE: EngineLife.receive,
-    E.BREAK_OFF: EngineLife.break_off,
+    E.BREAK_OFF: lambda one: one.break_off(half_way=False),
     E.FINISH_UPDATE: lambda one: one.finish_update(7),
     E.READ_WEIGHTS: lambda one: one.require(E.READ_WEIGHTS),
     E.OFFLOAD: offload(*BOTH),
@@ -173,9 +191,12 @@ FOLLOWING: list[tuple[str, EngineLife, Callable[[EngineLife], Any], EngineState]
     ("paused in an update", life(start, receive, EngineLife.pause), lambda one: one.finish_update(1), S.PAUSED),
     ("an update ends without the cache", life(start, offload(CACHE), receive), lambda one: one.finish_update(1), S.CACHE_OFFLOADED),
     ("the cache returned meanwhile", life(start, offload(CACHE), receive, lambda o: o.load(BOTH)), lambda o: o.finish_update(1), S.SERVING),
-    ("an update breaks off", life(start, receive), EngineLife.break_off, S.SERVING),
-    ("one of a paused engine breaks off", life(start, EngineLife.pause, receive), EngineLife.break_off, S.PAUSED),
-    ("one without the cache breaks off", life(start, offload(CACHE), receive), EngineLife.break_off, S.CACHE_OFFLOADED),
+    ("an update breaks off", life(start, receive), before_the_first, S.SERVING),
+    ("an update breaks off half-way", life(start, receive), half_way, S.HALF_UPDATED),
+    ("another one does too", life(start, receive, half_way, receive), half_way, S.HALF_UPDATED),
+    ("another one ends", life(start, receive, half_way, receive), lambda one: one.finish_update(2), S.SERVING),
+    ("one of a paused engine breaks off", life(start, EngineLife.pause, receive), before_the_first, S.PAUSED),
+    ("one without the cache breaks off", life(start, offload(CACHE), receive), before_the_first, S.CACHE_OFFLOADED),
 ]
 
 
@@ -196,6 +217,8 @@ def test_where_several_states_may_follow(one: EngineLife, step: Callable[[Engine
         (S.UPDATING, E.CONNECT, "a weight update is under way: finish it first"),
         (S.UPDATING, E.OFFLOAD, "finish it before anything is offloaded"),
         (S.UPDATING, E.READ_WEIGHTS, "holds parts of two sets of weights"),
+        (S.HALF_UPDATED, E.OFFLOAD, "a weight update broke off half-way: the engine waits for another one"),
+        (S.HALF_UPDATED, E.READ_WEIGHTS, "a weight update broke off half-way"),
         (S.WEIGHTS_OFFLOADED, E.RECEIVE, "weights are offloaded: load them first"),
         (S.SERVING, E.RECEIVE, "no weight update has begun: begin_weight_update comes first"),
         (S.SERVING, E.FINISH_UPDATE, "no weight update is under way"),

@@ -49,7 +49,13 @@ class RolloutScheduler(Scheduler):
 
     def roll_lite_load_bucket(self, answer: str, routes: list[dict[str, Any]]) -> None:
         runner = self.tp_worker.model_runner
-        self._together(lambda: self._receiver.load(routes, runner.weight_updater.begin_weight_update, runner.model.load_weights))
+
+        def begin(again: bool) -> None:
+            if again:
+                runner.weight_updater.end_weight_update(run_post_load=False)
+            runner.weight_updater.begin_weight_update()
+
+        self._together(lambda: self._receiver.load(routes, begin, runner.model.load_weights))
 
     def roll_lite_put_in_place(self, answer: str) -> None:
         def finish() -> None:

@@ -44,8 +44,14 @@ class WorkerExtension:
     def roll_lite_load_bucket(self, routes: list[dict[str, Any]]) -> None:
         receiver = self.roll_lite_receiver = self.roll_lite_receiver or WeightReceiver()
         model = self.get_model()
+
+        def begin(again: bool) -> None:
+            if again:  # layers remember how much of them has come
+                finalize_layerwise_reload(model, self.model_config)
+            initialize_layerwise_reload(model)
+
         with set_current_vllm_config(self.vllm_config):
-            receiver.load(routes, partial(initialize_layerwise_reload, model), model.load_weights)
+            receiver.load(routes, begin, model.load_weights)
         torch.accelerator.synchronize()
 
     def roll_lite_weights_touched(self) -> bool:

@@ -1,0 +1,111 @@
+"""Whole runs with two engines, of which one is lost on the way: the run goes on with the other one, and learns from whole batches."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from engine_harness import Make, require
+
+from tests.integration.test_runs import Run, command_of, until_gone
+
+STEPS = 8
+GROUPS, SAMPLES = 8, 4
+SETTINGS = [
+    f"rollout.prompts_per_step={GROUPS}",
+    f"rollout.samples_per_prompt={SAMPLES}",
+    "validation.enabled=false",
+    "actor_infer.devices=2",
+    "weight_sync.verify_weights=true",
+]
+NOTICED_S = 10.0
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> Iterator[Any]:
+    runs: list[Run] = []
+
+    def begin(make: Make, *overrides: str) -> Run:
+        require(make)
+        runs.append(Run(tmp_path, "tiny_grpo", *SETTINGS, f"actor_infer.strategy={make}", *overrides))
+        runs[-1].wait_for_step(2)
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.terminate()
+            run.process.communicate(timeout=60)
+
+
+def hosts(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if "InferWorker" in " ".join(command_of(process))]
+
+
+def victim_of(run: Run, of_engine: bool) -> psutil.Process:
+    """An engine's host, or the largest process of the engine's own."""
+    host = hosts(run.tree())[0]
+    return max(host.children(recursive=True), key=lambda process: process.memory_info().rss) if of_engine else host
+
+
+def told(output: str) -> list[str]:
+    return re.findall(r"actor_infer\[\d\] is lost: .*", output)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("make", "how", "of_engine"),
+    [
+        pytest.param("vllm", "kill", False, id="vllm-its host is killed"),
+        pytest.param("vllm", "kill", True, id="vllm-it is killed", marks=NIGHTLY),
+        pytest.param("vllm", "suspend", False, id="vllm-its host is stopped", marks=NIGHTLY),
+        pytest.param("vllm", "suspend", True, id="vllm-it is stopped"),
+        pytest.param("sglang", "kill", False, id="sglang-its host is killed", marks=NIGHTLY),
+        pytest.param("sglang", "kill", True, id="sglang-it is killed", marks=NIGHTLY),
+        pytest.param("sglang", "suspend", True, id="sglang-it is stopped", marks=NIGHTLY),
+    ],
+)
+def test_a_run_goes_on_without_an_engine_that_is_lost(begun: Any, make: Make, how: str, of_engine: bool) -> None:
+    run = begun(make, f"steps={STEPS}")
+    processes, victim = run.tree(), victim_of(run, of_engine)
+    getattr(victim, how)()
+    code, output = run.finish(400)
+    assert code == 0, output
+    (line,) = told(output)
+    assert line.endswith("1 of 2 engines are left")
+    assert re.search({"kill": "died|gone", "suspend": r"limits\.engine_silence"}[how], line), line
+    steps = [record for record in run.metrics() if "time/step" in record]
+    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+    assert sum(record["rollout/engines_lost"] for record in steps) == 1
+    for record in steps:
+        assert (record["rollout/samples"], record["rollout/failed"]) == (GROUPS * SAMPLES, 0), "no sample is missing"
+        assert record["actor/grad_norm"] > 0 and record["mismatch/max"] < 1e-4
+        assert record["time/step"] < NOTICED_S + 20.0
+    assert steps[-1]["sync/version"] == STEPS - 1, "the engine that is left has got every update"
+    assert until_gone(processes, 10) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("make", ["vllm", pytest.param("sglang", marks=NIGHTLY)])
+def test_with_the_last_engine_the_run_ends_with_the_cause(begun: Any, make: Make) -> None:
+    run = begun(make, "steps=100000")
+    processes = run.tree()
+    first, second = hosts(processes)
+    first.kill()
+    time.sleep(5.0)
+    assert run.process.poll() is None
+    second.suspend()
+    code, output = run.finish(120)
+    assert code == 1 and len(told(output)) >= 1, output
+    silence = r"nothing was heard of its process for 7 s \(limits.engine_silence\)"
+    assert re.search(rf"actor_infer rank \d failed in \w+: {silence}", output), output
+    assert "actor_infer rank" in run.summary()["exit"]
+    assert until_gone(processes, 20) == []
