@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from roll_lite.data.proto import DataProto
-from roll_lite.data.samples import GenerationRequest
+from roll_lite.data.samples import GenerationRequest, TokenRow
 from roll_lite.distributed.strategy.base import InferenceStrategy
 from roll_lite.scheduler.engines import BatchedEngine, Collected
 from roll_lite.workers.completions import CompletionPump
+from roll_lite.workers.token_blocks import joined_row, token_block
 
 
 async def fetch_block(block: DataProto) -> DataProto:
@@ -32,6 +35,10 @@ class LocalEngine(BatchedEngine):
 
     async def _collect(self) -> Collected:
         return await collect(self._pump, 60.0)
+
+    async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
+        record = await joined_row(request, parts, fetch_block)
+        return TokenRow(token_block([record], False), 0, len(record))
 
     async def _abort(self, request_ids: list[str]) -> None:
         await self._pump.abort(request_ids)

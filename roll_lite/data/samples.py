@@ -5,6 +5,7 @@ Plain, picklable records without tensors, Ray or engines: the scheduler, the rew
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -114,6 +115,17 @@ class VersionSpan:
 
     start: int
     version: int
+
+
+def since_token(spans: Sequence[VersionSpan], first: int, end: int) -> tuple[VersionSpan, ...]:
+    """Of the tokens from `first` on, counted from there, before `end`."""
+    begun = [span for span in spans if span.start <= first][-1:] if first < end else []
+    return tuple(VersionSpan(max(0, span.start - first), span.version) for span in [*begun, *(s for s in spans if first < s.start < end)])
+
+
+def merged(*spans: VersionSpan) -> tuple[VersionSpan, ...]:
+    """Without those that begin where the version stays the same."""
+    return tuple(span for place, span in enumerate(spans) if not place or spans[place - 1].version != span.version)
 
 
 @dataclass(frozen=True, slots=True)

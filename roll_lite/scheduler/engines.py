@@ -12,16 +12,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from roll_lite.data.samples import FinishReason, GenerationRequest, Turn
+from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan, merged
 
 
 class EngineLost(Exception):
-    """An engine is gone, and with it the request; another engine can take it."""
+    """An engine is gone, and with it the request; another engine can take it, or go on from `partial`: what the engine had handed out of
+    the response by then, as if it had been aborted there, but without its text."""
 
-    def __init__(self, engine: str, cause: str) -> None:
+    def __init__(self, engine: str, cause: str, partial: Turn | None = None) -> None:
         super().__init__(f"engine {engine} is lost: {cause}")
         self.engine = engine
         self.cause = cause
+        self.partial = partial
 
 
 class EngineClient(Protocol):
@@ -48,19 +50,24 @@ class Collected:
     """Why the engine cannot go on; its unanswered requests are lost."""
     blocks_waiting: int = 0
     """So many blocks of tokens are ready beyond those that were asked for."""
+    parts: list[Turn] = field(default_factory=list)
+    """What has been generated of unfinished responses since the last part of each: only that, behind a token that stands for all before."""
 
     def lying_in(self, blocks: Sequence[Any]) -> Collected:
-        """With the blocks that the turns' tokens lie in, instead of their numbers."""
-        turns = [
-            turn if turn.tokens is None else replace(turn, tokens=replace(turn.tokens, block=blocks[turn.tokens.block]))
-            for turn in self.turns
-        ]
-        return replace(self, turns=turns)
+        """With the blocks that the tokens lie in, instead of their numbers."""
+        return replace(self, turns=_lying_in(self.turns, blocks), parts=_lying_in(self.parts, blocks))
+
+
+def _lying_in(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
+    return [turn if turn.tokens is None else replace(turn, tokens=replace(turn.tokens, block=blocks[turn.tokens.block])) for turn in turns]
 
 
 class _Asked(NamedTuple):
+    request: GenerationRequest
     began: asyncio.Future[None] | None
     answer: asyncio.Future[Turn]
+    parts: list[Turn]
+    """In case that the rest never comes."""
 
 
 class BatchedEngine(ABC):
@@ -82,6 +89,10 @@ class BatchedEngine(ABC):
     async def _collect(self) -> Collected: ...
 
     @abstractmethod
+    async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
+        """One row: what the request begins with, then the parts."""
+
+    @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...
 
     def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> asyncio.Future[Turn]:
@@ -90,7 +101,7 @@ class BatchedEngine(ABC):
         if self._dead is not None:
             answer.set_exception(EngineLost(self.name, self._dead))
             return answer
-        self._asked[request.request_id] = _Asked(began, answer)
+        self._asked[request.request_id] = _Asked(request, began, answer, [])
         if not self._outbox:
             loop.call_soon(self._flush)
         self._outbox.append(request)
@@ -136,6 +147,9 @@ class BatchedEngine(ABC):
                 collected = await self._collect()
                 for request_id in collected.began:
                     self._note_begun(request_id)
+                for part in collected.parts:
+                    if part.request_id in self._asked:
+                        self._asked[part.request_id].parts.append(part)
                 for turn in collected.turns:
                     if collected.dead is not None and turn.error is not None:
                         continue  # failed because the engine died: has another chance elsewhere
@@ -158,6 +172,33 @@ class BatchedEngine(ABC):
 
     def _die(self, cause: str) -> None:
         self._dead = self._dead or cause
-        for asked in self._asked.values():
-            if not asked.answer.done():
+        lost, self._asked = self._asked, {}
+        for asked in lost.values():
+            if asked.parts:
+                task = asyncio.get_running_loop().create_task(self._lose(asked, self._dead))
+                self._sending.add(task)
+                task.add_done_callback(self._sending.discard)
+            elif not asked.answer.done():
                 asked.answer.set_exception(EngineLost(self.name, self._dead))
+
+    async def _lose(self, asked: _Asked, cause: str) -> None:
+        """With what there is of the response."""
+        partial = await self._partial(asked)
+        if not asked.answer.done():
+            asked.answer.set_exception(EngineLost(self.name, cause, partial))
+
+    async def _partial(self, asked: _Asked) -> Turn | None:
+        rows = [part.tokens for part in asked.parts if part.tokens is not None]
+        if not rows:
+            return None
+        try:
+            tokens = await self._joined(asked.request, rows)
+        except Exception:  # an edge of the process: parts that are gone as well are no reason to fail, the request begins anew
+            return None
+        versions: tuple[VersionSpan, ...] = ()
+        length = 0
+        for part in asked.parts:
+            shifted = (VersionSpan(length + span.start, span.version) for span in part.versions)
+            versions = merged(*versions, *shifted)
+            length += part.length
+        return Turn(asked.request.request_id, length, finish_reason=FinishReason.ABORT, versions=versions, tokens=tokens)

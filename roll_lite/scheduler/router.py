@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from roll_lite.data.samples import FinishReason, GenerationRequest, Turn, VersionSpan
+from roll_lite.data.samples import FinishReason, GenerationRequest, Turn, VersionSpan, merged
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import EngineClient, EngineLost
@@ -208,11 +208,6 @@ def joined(before: Turn | None, turn: Turn) -> Turn:
     )
 
 
-def merged(*spans: VersionSpan) -> tuple[VersionSpan, ...]:
-    """Without those that begin where the version stays the same."""
-    return tuple(span for place, span in enumerate(spans) if not place or spans[place - 1].version != span.version)
-
-
 class Router:
     """Sends each request to the engine with the fewest tokens in flight. `deterministic`: by a hash of the request's id, in waves.
 
@@ -261,6 +256,8 @@ class Router:
                 turn = await self._ask(engine, cost, asked)
             except EngineLost as loss:
                 asked.survived.append(loss)
+                if loss.partial is not None:
+                    asked.interrupted(loss.partial)
                 if len(asked.survived) >= DEADLY:
                     causes = "; ".join(str(loss) for loss in asked.survived)
                     raise RequestFailed(f"each of {DEADLY} engines was lost while it had it: {causes}", asked.so_far, final=True) from loss

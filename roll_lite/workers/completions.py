@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, TokenRow, Turn
@@ -16,6 +16,25 @@ from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, token_bloc
 
 BEGUN_POLL_S = 1.0
 """So late it may be noticed that an engine has begun with a request."""
+HAND_OUT_S = 5.0
+"""A process that dies takes with it what its engine has generated in so long a time."""
+
+
+STANDS_FOR_ALL_BEFORE = TokenRecord.given((0,))
+"""The first token of a row has no log-prob; that of a part has one."""
+
+
+class _Ready(NamedTuple):
+    """To be fetched."""
+
+    completion: Completion
+    before: list[TokenRecord]
+    """What comes before it in its row."""
+    is_part: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return len(self.completion.token_ids) + sum(map(len, self.before))
 
 
 class CompletionPump:
@@ -26,12 +45,15 @@ class CompletionPump:
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s
-        self._finished: deque[tuple[Completion, list[TokenRecord]]] = deque()
+        self._ready: deque[_Ready] = deque()
         self._tokens_waiting = 0
         self._left_over = False
         """The last blocks were full before these were in them."""
         self._before: dict[str, list[TokenRecord]] = {}
         """What each outstanding request starts from."""
+        self._handed_out: dict[str, int] = {}
+        """So many tokens of an outstanding request its caller has, should this process die."""
+        self._handing_out: asyncio.Task[None] | None = None
         self._entering: set[str] = set()
         """Outstanding, but not in the engine yet."""
         self._not_begun: set[str] = set()
@@ -91,6 +113,8 @@ class CompletionPump:
         self._not_begun |= unanswered
         if self._looking is None or self._looking.done():
             self._looking = self._run(self._look_for_begun())
+        if self._handing_out is None or self._handing_out.done():
+            self._handing_out = self._run(self._hand_out_parts())
         error = "the engine ended without an answer"
         try:
             async for completion in self._strategy.generate(requests):
@@ -114,14 +138,35 @@ class CompletionPump:
                 self._not_begun.difference_update(begun)
             await asyncio.sleep(BEGUN_POLL_S)
 
+    async def _hand_out_parts(self) -> None:
+        """While anything is outstanding."""
+        await asyncio.sleep(HAND_OUT_S)
+        while self._before and self._dead is None:
+            since = {request_id: self._handed_out.get(request_id, 0) for request_id in self._before.keys() - self._not_begun}
+            for part in await self._grown(since):
+                if part.request_id in self._before:
+                    self._handed_out[part.request_id] = since[part.request_id] + len(part.token_ids)
+                    self._make_ready(_Ready(part, [STANDS_FOR_ALL_BEFORE], is_part=True))
+            await asyncio.sleep(HAND_OUT_S)
+
+    async def _grown(self, since: Mapping[str, int]) -> list[Completion]:
+        try:
+            return await self._strategy.grown(since) if since else []
+        except Exception:  # an edge of the process: it is the engine that fails, which its requests will tell
+            return []
+
     def _push(self, completion: Completion) -> None:
         before = self._before.pop(completion.request_id, None)
         if before is not None:  # not answered before, by an abort
-            self._finished.append((completion, before))
-            self._tokens_waiting += _tokens(completion, before)
             self._entering.discard(completion.request_id)
             self._not_begun.discard(completion.request_id)
-            self._changed.set()
+            self._handed_out.pop(completion.request_id, None)
+            self._make_ready(_Ready(completion, before))
+
+    def _make_ready(self, ready: _Ready) -> None:
+        self._ready.append(ready)
+        self._tokens_waiting += ready.tokens
+        self._changed.set()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """Those that the engine has end with the tokens that they have there."""
@@ -138,43 +183,40 @@ class CompletionPump:
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
         """Everything that finished, and what began, since the last call; waits for the first, and a moment longer for its neighbours.
         Their tokens come beside them as blocks. What is beyond `most_blocks` full ones comes with the next call."""
-        if not self._finished and not self._begun and self._dead is None:
+        if not self._ready and not self._begun and self._dead is None:
             self._changed.clear()
             try:
                 async with asyncio.timeout(max_wait_s):
                     await self._changed.wait()
             except TimeoutError:
                 return Collected([]), []
-        if self._before and self._finished and not self._left_over and self._dead is None:
+        if self._before and self._ready and not self._left_over and self._dead is None:
             await asyncio.sleep(self._linger_s)
-        turns, blocks = self._next_blocks(most_blocks)
+        turns, parts, blocks = self._next_blocks(most_blocks)
         begun, self._begun = self._begun, []
-        self._left_over = bool(self._finished)
+        self._left_over = bool(self._ready)
         waiting = -(-self._tokens_waiting // BLOCK_TOKENS)
-        return Collected(turns, begun, None if self._left_over else self._dead, waiting), blocks
+        return Collected(turns, begun, None if self._left_over else self._dead, waiting, parts), blocks
 
-    def _next_blocks(self, most: int) -> tuple[list[Turn], list[DataProto]]:
+    def _next_blocks(self, most: int) -> tuple[list[Turn], list[Turn], list[DataProto]]:
         turns: list[Turn] = []
+        parts: list[Turn] = []
         blocks: list[list[TokenRecord]] = [[]]
         tokens = 0
-        while self._finished and (tokens < BLOCK_TOKENS or len(blocks) < most):
+        while self._ready and (tokens < BLOCK_TOKENS or len(blocks) < most):
             if tokens >= BLOCK_TOKENS:
                 blocks.append([])
                 tokens = 0
-            completion, before = self._finished.popleft()
-            row = None
+            ready = self._ready.popleft()
+            completion, row = ready.completion, None
             if completion.error is None and (completion.token_ids or completion.finish_reason is not FinishReason.ABORT):
-                record = TokenRecord.joined([*before, TokenRecord.chosen(completion)])
+                record = TokenRecord.joined([*ready.before, TokenRecord.chosen(completion)])
                 row = TokenRow(len(blocks) - 1, len(blocks[-1]), len(record))
                 blocks[-1].append(record)
                 tokens += len(record)
-            self._tokens_waiting -= _tokens(completion, before)
-            turns.append(turn_of(completion, row))
-        return turns, [token_block(records, self._kept_ids) for records in blocks if records]
-
-
-def _tokens(completion: Completion, before: Sequence[TokenRecord]) -> int:
-    return len(completion.token_ids) + sum(map(len, before))
+            self._tokens_waiting -= ready.tokens
+            (parts if ready.is_part else turns).append(turn_of(completion, row))
+        return turns, parts, [token_block(records, self._kept_ids) for records in blocks if records]
 
 
 def turn_of(completion: Completion, tokens: TokenRow | None) -> Turn:

@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from roll_lite.config.problems import first_line
 from roll_lite.data.proto import DataProto
-from roll_lite.data.samples import GenerationRequest
+from roll_lite.data.samples import GenerationRequest, TokenRow
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.fleet import MemberLost
 from roll_lite.distributed.rank_group import kill_stopped
@@ -24,6 +24,7 @@ from roll_lite.distributed.weight_sync.plan import Membership, Route
 from roll_lite.distributed.worker import AsyncWorker
 from roll_lite.scheduler.engines import BatchedEngine, Collected
 from roll_lite.workers.completions import CompletionPump
+from roll_lite.workers.token_blocks import joined_row, token_block
 
 T = TypeVar("T")
 
@@ -209,6 +210,10 @@ class RemoteEngine(BatchedEngine):
         collected: Collected = await self._call(answer)
         self._blocks = min(max(1, collected.blocks_waiting), MOST_BLOCKS)
         return collected.lying_in(blocks)
+
+    async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
+        record = await joined_row(request, parts, fetch_block)
+        return TokenRow(ray.put(token_block([record], self._kept_ids)), 0, len(record))
 
     async def _abort(self, request_ids: list[str]) -> None:
         await self._call(self._worker.abort.remote(request_ids))

@@ -6,16 +6,17 @@ turn of a sample, another holds the first and the second.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
-from roll_lite.data.samples import Completion
+from roll_lite.data.samples import Completion, GenerationRequest, TokenRow
 
 BLOCK_TOKENS = 2**16
 """A block is full with so many tokens, some 850 KB: whoever reads a row fetches no more than that and the block's last row. Every block
@@ -39,6 +40,12 @@ class TokenRecord:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def behind(self, first: int) -> TokenRecord:
+        """Without so many."""
+        return TokenRecord(
+            self.ids[first:], self.mask[first:], self.log_probs[first:], None if self.kept_ids is None else self.kept_ids[first:]
+        )
 
     @staticmethod
     def given(token_ids: Sequence[int]) -> TokenRecord:
@@ -72,6 +79,13 @@ class TokenRecord:
             entries = block.ragged("kept_ids").row(row).numpy()
             kept = np.concatenate([np.full((1, entries.shape[1]), -1, np.int32), entries])
         return TokenRecord(ids, mask, log_probs, kept)
+
+
+async def joined_row(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> TokenRecord:
+    """A sample so far: what the request begins with, and `parts`, of which each is behind a token that stands for all before it."""
+    before = [] if request.context is None else [TokenRecord.read(await fetch(request.context.block), request.context.row)]
+    new = [TokenRecord.read(await fetch(part.block), part.row).behind(1) for part in parts]
+    return TokenRecord.joined([*before, TokenRecord.given(request.prompt_ids), *new])
 
 
 def token_block(records: Sequence[TokenRecord], kept_ids: bool) -> DataProto:

@@ -13,7 +13,7 @@ from support_models import EOS_ID
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan
 from roll_lite.workers.completions import CompletionPump
-from roll_lite.workers.token_blocks import TokenRecord
+from roll_lite.workers.token_blocks import TokenRecord, joined_row
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -130,6 +130,35 @@ async def test_a_stop_text_across_the_seam_ends_it_at_the_same_token(engine: Har
     first = (await turns(pump, before))[before.request_id]
     rest = rest_of(replace(before, sampling=replace(before.sampling, max_tokens=length + 3, min_tokens=length + 3, stop=(stop,))), first)
     assert (await turns(pump, rest))[rest.request_id].length == 3
+
+
+async def test_parts_that_are_handed_out_on_the_way_are_the_response(
+    engine: Harness, pump: CompletionPump, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Joined they are what the response begins with, to the last bit of the log-probs, and with its masks and versions."""
+    monkeypatch.setattr("roll_lite.workers.completions.HAND_OUT_S", 0.05)
+    requests = [engine.request(LONG, temperature=0.8, min_tokens=LONG, seed=n, **sampling) for n, sampling in enumerate(({}, KEPT))]
+    parts: dict[str, list[Turn]] = {request.request_id: [] for request in requests}
+    turns: dict[str, Turn] = {}
+    await pump.submit(requests, frozen=False, kept_ids=True)
+    while len(turns) < len(requests):
+        collected = await collect(pump, 30.0)
+        turns |= {turn.request_id: turn for turn in collected.turns}
+        for part in collected.parts:
+            assert part.finish_reason is None and part.length == (part.tokens.length if part.tokens else 0) - 1
+            parts[part.request_id].append(part)
+    for request in requests:
+        rows = [part.tokens for part in parts[request.request_id] if part.tokens is not None]
+        assert len(rows) > 2, "one at a time"
+        joined, record = await joined_row(request, rows, fetch_block), whole(turns[request.request_id])
+        count = len(joined)
+        assert len(PROMPT) < count <= len(record)
+        assert joined.ids.tolist() == record.ids[:count].tolist() and joined.mask.tolist() == record.mask[:count].tolist()
+        assert joined.log_probs.tolist() == record.log_probs[:count].tolist()
+        if request.sampling.keep_mask:
+            assert joined.kept_ids is not None and record.kept_ids is not None
+            assert [set(row[row >= 0]) for row in joined.kept_ids] == [set(row[row >= 0]) for row in record.kept_ids[:count]]
+        assert {span.version for part in parts[request.request_id] for span in part.versions} == {engine.version}
 
 
 async def test_continued_samples_follow_the_distribution(engine: Harness, pump: CompletionPump) -> None:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
-from roll_lite.data.samples import GenerationRequest, Sampling, Turn
+from roll_lite.data.samples import GenerationRequest, Sampling, TokenRow, Turn
 from roll_lite.scheduler.engines import BatchedEngine, Collected, EngineLost
 
 
@@ -28,6 +29,9 @@ class Watched(BatchedEngine):
     async def _collect(self) -> Collected:
         self.collected += 1
         return await self._ready.get()
+
+    async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
+        raise AssertionError("no parts were handed out")
 
     async def _abort(self, request_ids: list[str]) -> None: ...
 

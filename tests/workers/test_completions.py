@@ -13,6 +13,7 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
 from roll_lite.distributed.strategy.scripted import LOG_PROB, Response, ScriptedEngine
 from roll_lite.scheduler.engines import Collected, EngineLost
+from roll_lite.scheduler.router import Router
 from roll_lite.simulator.clock import run_virtual
 from roll_lite.workers.completions import CompletionPump
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, token_block
@@ -266,3 +267,85 @@ def test_a_request_whose_earlier_turns_are_lost_fails_alone() -> None:
     late, fresh = run_virtual(main())
     assert late.error == "the tokens of its earlier turns are lost: ConnectionError: its owner has died"
     assert (fresh.error, fresh.length) == (None, 1)
+
+
+# ---------------------------------------------------------------- parts
+
+
+def lost_after(seconds: float, strategy: ScriptedEngine, *requests: GenerationRequest) -> list[Turn | BaseException]:
+    async def main() -> list[Turn | BaseException]:
+        engine = LocalEngine("e", strategy)
+        asyncio.get_running_loop().call_later(seconds, strategy.kill, "lightning")
+        return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
+
+    return run_virtual(main())
+
+
+def test_what_an_engine_had_handed_out_survives_it() -> None:
+    """Every 5 s; of a request that had not begun there is nothing."""
+    strategy = ScriptedEngine(lambda r: Response(100, 1.0), slots=1)
+    begun, queued = lost_after(12.5, strategy, request("begun"), request("queued"))
+    assert isinstance(begun, EngineLost) and isinstance(queued, EngineLost)
+    assert begun.partial is not None and queued.partial is None
+    partial = begun.partial
+    assert (partial.request_id, partial.length, partial.finish_reason, partial.error) == ("begun", 10, FinishReason.ABORT, None)
+    assert partial.versions == (VersionSpan(0, 0),)
+    assert partial.tokens is not None and partial.tokens.length == 12
+    block = partial.tokens.block
+    (whole,) = run_virtual(asyncio.wait_for(until_aborted(), None))
+    assert block.ragged("input_ids").row(0).tolist() == whole
+    assert block.ragged("response_mask").row(0).int().tolist() == [0, 0, *[1] * 10]
+    assert block.ragged("rollout_log_probs").row(0).tolist() == [0, *[LOG_PROB] * 10]
+
+
+async def until_aborted() -> list[list[int]]:
+    """The tokens of the same request, after 10 s."""
+    engine = LocalEngine("e", ScriptedEngine(lambda r: Response(100, 1.0)))
+    task = engine.generate(request("begun"))
+    await asyncio.sleep(10.001)
+    engine.abort(["begun"])
+    tokens = (await task).tokens
+    assert tokens is not None
+    return [tokens.block.ragged("input_ids").row(0).tolist()]
+
+
+def test_parts_of_a_later_turn_and_of_two_versions_are_joined() -> None:
+    strategy = ScriptedEngine(lambda r: Response(100, 1.0))
+
+    async def main() -> Turn:
+        engine = LocalEngine("e", strategy)
+        reference = token_block([TokenRecord.given((7, 8, 9))], False)
+        later = GenerationRequest("r", (50,), Sampling(temperature=1.0, max_tokens=100), context=TokenRow(reference, 0, 3))
+        waiting = engine.generate(later)
+        await asyncio.sleep(7.5)
+        await strategy.begin_weight_update([])
+        strategy._life.receive()
+        await strategy.finish_weight_update(1)
+        await asyncio.sleep(5.0)
+        strategy.kill("lightning")
+        with pytest.raises(EngineLost) as lost:
+            await waiting
+        assert lost.value.partial is not None
+        return lost.value.partial
+
+    partial = run_virtual(main())
+    assert (partial.length, partial.versions) == (10, (VersionSpan(0, 0), VersionSpan(7, 1)))
+    assert partial.tokens is not None
+    assert partial.tokens.block.ragged("input_ids").row(0)[:4].tolist() == [7, 8, 9, 50]
+    assert partial.tokens.block.ragged("response_mask").row(0).int().tolist() == [0] * 4 + [1] * 10
+
+
+def test_another_engine_goes_on_from_there() -> None:
+    first = ScriptedEngine(lambda r: Response(30, 1.0))
+    second = Remembering(lambda r: Response(30, 1.0))
+
+    async def main() -> tuple[Turn, float]:
+        router = Router([LocalEngine("a", first), LocalEngine("b", second)], timeout_s=100.0)
+        asyncio.get_running_loop().call_later(12.5, first.kill, "lightning")
+        turn = await router.generate("domain", request("r"))
+        return turn, asyncio.get_running_loop().time()
+
+    turn, seconds = run_virtual(main())
+    assert (turn.length, turn.text, turn.finish_reason, turn.error) == (30, "30 tokens", FinishReason.STOP, None)
+    assert turn.tokens is not None and turn.tokens.length == 32 and len(second.prompts[0]) == 12
+    assert 32.0 < seconds < 33.5, "2.5 s are lost, no more"

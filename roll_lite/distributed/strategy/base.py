@@ -7,7 +7,7 @@ a spawned process), an inference strategy wherever an asyncio loop runs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -214,6 +214,11 @@ class InferenceStrategy(ABC):
     @abstractmethod
     def begun(self, request_ids: Collection[str]) -> Collection[str]:
         """Those in flight of which the engine has generated something, as far as it is known; perhaps a moment late."""
+
+    @abstractmethod
+    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
+        """Of requests in flight what has been generated beyond so many tokens, where there is something, as far as it is known. Without
+        text and finish reason."""
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:

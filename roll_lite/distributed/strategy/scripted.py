@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from dataclasses import dataclass, field
 
 from roll_lite.config.schema.models import ScriptedStrategyConfig
-from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
+from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan, since_token
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.base import (
     EngineHealth,
@@ -181,6 +181,15 @@ class ScriptedEngine(InferenceStrategy):
         """Those whose first token is on its way."""
         now = asyncio.get_running_loop().time()
         return [one for one in request_ids if (run := self._running.get(one)) is not None and run.elapsed_at(now) >= run.response.delay_s]
+
+    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
+        now, found = asyncio.get_running_loop().time(), []
+        for request_id, before in since.items():
+            run = self._running.get(request_id)
+            if run is not None and (tokens := run.produced(now)) > before:
+                ids = _token_ids(run.request, tokens)[before:]
+                found.append(Completion(request_id, ids, (LOG_PROB,) * len(ids), versions=since_token(run.versions, before, tokens)))
+        return found
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         wanted = None if request_ids is None else set(request_ids)

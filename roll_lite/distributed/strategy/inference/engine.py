@@ -6,7 +6,7 @@ Where the engine stands is `life.py`; what a make of engine adds is `make.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +152,9 @@ class EngineStrategy(InferenceStrategy):
 
     def begun(self, request_ids: Collection[str]) -> Collection[str]:
         return self.make.begun(request_ids) if self._check() is None else ()
+
+    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
+        return await self.make.grown(since) if self._check() is None else []
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         asked = None if request_ids is None else set(request_ids)

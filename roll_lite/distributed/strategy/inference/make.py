@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from roll_lite.config.hf_config import HfConfig
@@ -53,6 +53,10 @@ class EngineMake(Protocol):
         ...
 
     def begun(self, request_ids: Collection[str]) -> Collection[str]:
+        """See InferenceStrategy."""
+        ...
+
+    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
         """See InferenceStrategy."""
         ...
 

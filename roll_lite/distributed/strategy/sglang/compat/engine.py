@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,12 @@ class SglangEngine:
 
     def begun(self, request_ids: Collection[str]) -> Collection[str]:
         return self._begun.intersection(request_ids)
+
+    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
+        """Not of requests that have seen another set of weights."""
+        wanted = {number: since[request_id] for number, request_id in self._request_ids.items() if request_id in since}
+        found: list[Completion] = await self._call("grown", wanted)
+        return found
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         wanted = set(request_ids)

@@ -17,7 +17,7 @@ from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.distributed.strategy.inference.processes import kill_all
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.sglang.compat.channel import Start
-from roll_lite.distributed.strategy.sglang.compat.requests import completion, generate_input
+from roll_lite.distributed.strategy.sglang.compat.requests import completion, generate_input, grown
 from roll_lite.distributed.strategy.sglang.compat.settings import OWN_ARGUMENTS, check_cache, engine_arguments
 
 _TAGS = {EngineMemory.WEIGHTS: "weights", EngineMemory.KV_CACHE: "kv_cache"}
@@ -93,6 +93,11 @@ class Manager:
         """SGLang's scheduler speaks of a request that is not streamed every 50 tokens, for the first time with the first."""
         state = self._manager.rid_to_state.get(rid)
         return state is not None and state.time_stats.first_token_time > 0
+
+    def grown(self, request: GenerationRequest, rid: str, first: int) -> Completion | None:
+        """Of a request that has known no other weights."""
+        state = self._manager.rid_to_state.get(rid)
+        return None if state is None else grown(request, state, first, int(self._version))
 
     def abort(self, rid: str) -> None:
         self._manager.abort_request(rid)

@@ -59,6 +59,23 @@ def reports_survivors(request: GenerationRequest) -> bool:
     return request.sampling.keep_mask and request.sampling.temperature > 0 and is_truncated(request.sampling)
 
 
+def grown(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
+    """What SGLang has reported of a request, every 50 tokens, beyond its first ones, so many; None where it is nothing. `version`: of all
+    of them."""
+    end = min(len(state.output_ids), len(state.output_token_logprobs_val))
+    kept: tuple[tuple[int, ...], ...] | None = None
+    if request.sampling.keep_mask:
+        if reports_survivors(request):
+            end = min(end, len(state.output_token_sampling_mask))
+            kept = tuple(map(tuple, state.output_token_sampling_mask[first:end]))
+        else:
+            kept = ((),) * max(0, end - first)
+    if end <= first:
+        return None
+    log_probs = tuple(map(float, state.output_token_logprobs_val[first:end]))
+    return Completion(request.request_id, tuple(state.output_ids[first:end]), log_probs, versions=(VersionSpan(0, version),), kept_ids=kept)
+
+
 def completion(request: GenerationRequest, output: Mapping[str, Any], tokenizer: Any, aborted: bool) -> Completion:
     """The final output of a request. `aborted`: somebody asked for that."""
     meta = output["meta_info"]

@@ -39,6 +39,8 @@ class _Running:
     request: GenerationRequest
     aborted: bool = False
     begun: bool = False
+    had_other_weights: bool = False
+    """It runs under a second set of weights. Which of its tokens are whose is known only when it has ended."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
     """SGLang's scheduler has it, or it has ended."""
 
@@ -80,6 +82,8 @@ class EngineServer:
                 self._submit(_Running(*arguments))
             elif command == "abort":
                 self._start(self.abort(set(arguments[0])))
+            elif command == "grown":
+                self._tell_grown(*arguments)
             else:
                 self._start(self._reply(command, *arguments))
 
@@ -141,6 +145,13 @@ class EngineServer:
                 self._channel.send(("begun", [running.number for running in begun]))
             await asyncio.sleep(_BEGUN_POLL_S)
 
+    def _tell_grown(self, call: int, since: dict[int, int]) -> None:
+        found = []
+        for running in self._running.values():
+            if running.number in since and not running.had_other_weights:
+                found.append(self._manager.grown(running.request, running.rid, since[running.number]))
+        self._channel.send(("reply", call, True, [one for one in found if one is not None]))
+
     async def abort(self, numbers: set[int]) -> None:
         for running in [running for running in self._running.values() if running.number in numbers]:
             running.aborted = True
@@ -191,6 +202,8 @@ class EngineServer:
     async def new_weights(self, version: str) -> None:
         """Nobody goes on with keys and values of the old ones. The scheduler is paused, so that its cache can be cleared."""
         await self._flush()
+        for running in self._running.values():
+            running.had_other_weights = True
         await self._manager.set_version(version)
 
     async def _flush(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -19,12 +19,13 @@ from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineP
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.vllm.compat import settings
-from roll_lite.distributed.strategy.vllm.compat.requests import completion, prompt_input, sampling_params
+from roll_lite.distributed.strategy.vllm.compat.requests import completion, grown, prompt_input, sampling_params
 from roll_lite.distributed.strategy.vllm.compat.stop_text import look_across_seams
 from roll_lite.distributed.weight_sync.group import TransferError
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestState
 
 T = TypeVar("T")
 
@@ -47,6 +48,8 @@ class VllmEngine:
         self._scratch: Scratch | None = None
         self._running: AsyncLLM | None = None
         self._given_up: asyncio.Future[str] | None = None
+        self._requests: dict[str, tuple[GenerationRequest, int]] = {}
+        """Those that run, with the weights' version at their beginning."""
 
     # ------------------------------------------------------------ life
 
@@ -128,9 +131,13 @@ class VllmEngine:
     async def run(self, request: GenerationRequest, version: int) -> Completion:
         alternatives = self._alternatives(request)
         params = sampling_params(request, alternatives or 0)
-        async for output in self._llm.generate(prompt_input(request.prompt_ids), params, request.request_id):
-            if output.finished:
-                return completion(request, output, self._tokenizer, version, alternatives)
+        self._requests[request.request_id] = (request, version)
+        try:
+            async for output in self._llm.generate(prompt_input(request.prompt_ids), params, request.request_id):
+                if output.finished:
+                    return completion(request, output, self._tokenizer, version, alternatives)
+        finally:
+            self._requests.pop(request.request_id, None)
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
@@ -141,12 +148,23 @@ class VllmEngine:
         return keep_mask_width(sampling, self._vocabulary) if sampling.temperature > 0 else 0
 
     def begun(self, request_ids: Collection[str]) -> Collection[str]:
+        return [request_id for request_id, state in self._states(request_ids) if not state.is_prefilling]
+
+    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
+        found = []
+        for request_id, state in self._states(since):
+            if request_id in self._requests:
+                request, version = self._requests[request_id]
+                found.append(grown(request, state, since[request_id], version, self._alternatives(request)))
+        return [one for one in found if one is not None]
+
+    def _states(self, request_ids: Iterable[str]) -> Iterator[tuple[str, RequestState]]:
         """vLLM knows requests by ids of its own."""
         known = self._llm.output_processor
-        states = (
-            (request_id, known.request_states.get(own)) for request_id in request_ids for own in known.external_req_ids.get(request_id, ())
-        )
-        return [request_id for request_id, state in states if state is not None and not state.is_prefilling]
+        for request_id in request_ids:
+            for own in known.external_req_ids.get(request_id, ()):
+                if (state := known.request_states.get(own)) is not None:
+                    yield request_id, state
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self._llm.abort(list(request_ids))

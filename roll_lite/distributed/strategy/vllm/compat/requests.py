@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
+from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan, since_token
 from roll_lite.distributed.strategy.inference.seam import SEAM, seam_tokens
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.output_processor import RequestState
 
 
 def sampling_params(request: GenerationRequest, alternatives: int = 0) -> SamplingParams:
@@ -68,6 +69,24 @@ def completion(
         kept_ids=None if alternatives is None else _kept_ids(response.logprobs, alternatives) if tokens else (),
         # A request that was recomputed finds its own tokens there too.
         cached_tokens=min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ())),
+    )
+
+
+def grown(request: GenerationRequest, state: RequestState, first: int, version: int, alternatives: int | None) -> Completion | None:
+    """What has come of a request beyond its first tokens, so many; None where nothing has."""
+    assert state.detokenizer is not None and state.logprobs_processor is not None
+    found = state.logprobs_processor.logprobs
+    end = min(state.detokenizer.num_output_tokens(), len(found) if found is not None else 0)
+    if end <= first:
+        return None
+    new = found[first:end]
+    spans = [VersionSpan(start, int(label)) for label, start in state.weight_version_starts] or [VersionSpan(0, version)]
+    return Completion(
+        request_id=request.request_id,
+        token_ids=tuple(state.detokenizer.output_token_ids[first:end]),
+        log_probs=tuple(new.logprobs[start] for start in new.start_indices),
+        versions=since_token(spans, first, end),
+        kept_ids=None if alternatives is None else _kept_ids(new, alternatives),
     )
 
 
