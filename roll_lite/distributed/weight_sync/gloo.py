@@ -37,7 +37,10 @@ class _Broadcasts:
         options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
         options._timeout = timedelta(seconds=self._group.membership.timeout_s)
         store = PrefixStore(f"gloo/{self._group.membership.epoch}/{number}", self._group.store)
-        return ProcessGroupGloo(store, members.index(self._group.number), len(members), options)
+        try:
+            return ProcessGroupGloo(store, members.index(self._group.number), len(members), options)
+        except RuntimeError as error:
+            raise TransferError(f"weight transfer: {self._group.name} could not connect to the others: {error}") from error
 
     def broadcast(self, route: Route, buffer: torch.Tensor, layout: FlatLayout) -> None:
         group = self._group
@@ -49,15 +52,17 @@ class _Broadcasts:
             options.rootRank = 0
             self._groups[route.channel].broadcast([buffer], options).wait()  # type: ignore[attr-defined]
         except TransferError as error:
+            self.close()
             group.failure = str(error)
             raise
         except RuntimeError as error:
-            self.close()  # members that were to get the bucket from here would wait for it until their time is up
+            self.close()
             them = group.membership.members[route.sender]
             group.failure = f"weight transfer: the connection broke in the middle of a bucket from {them} (seen by {group.name}): {error}"
             raise TransferError(group.failure) from error
 
     def close(self) -> None:
+        """Also after a failure: members that were to get the bucket from here would wait for it until their time is up."""
         self._groups.clear()
 
 

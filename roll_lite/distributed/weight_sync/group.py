@@ -23,6 +23,8 @@ LONGEST_PAUSE_S = 0.01  # between two looks at who has come
 
 INTERRUPT_S = 30.0
 _EPOCH = "epoch"
+_INTERRUPTED = "interrupted"
+"""Written by whoever interrupts, the other one by a member: each has one writer, so that neither goes back."""
 _KEPT_STEPS = 2
 """What was said about a bucket is deleted so many buckets later; until then somebody may still read it."""
 
@@ -65,7 +67,7 @@ def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
 
 def interrupt(host: str, port: int, epoch: int) -> None:
     """Whoever waits at this rendezvous for somebody of an earlier epoch waits no longer, and has to connect again. `epoch`: a new one."""
-    TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=INTERRUPT_S)).set(_EPOCH, str(epoch))
+    TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=INTERRUPT_S)).set(_INTERRUPTED, str(epoch))
 
 
 class TransferGroup:
@@ -86,7 +88,7 @@ class TransferGroup:
             raise TransferTimeout(f"weight transfer: {self.name} found no rendezvous at {host}:{port} within {timeout_s:g} s") from error
         with self._rendezvous():
             self._check_epoch()
-            if number == 0:  # one member writes it, so that an epoch never goes back
+            if number == 0:
                 self.store.set(_EPOCH, str(membership.epoch))
             self.store.set(self._joined(number), "1")
             self._await({self._joined(other): other for other in range(len(membership.members))}, "join the transfer group")
@@ -150,7 +152,7 @@ class TransferGroup:
         return f"{self.membership.epoch}/joined/{number}"
 
     def _check_epoch(self) -> None:
-        current = int(self.store.get(_EPOCH)) if self.store.check([_EPOCH]) else 0
+        current = max((int(self.store.get(key)) for key in (_EPOCH, _INTERRUPTED) if self.store.check([key])), default=0)
         if current > self.membership.epoch:
             own = self.membership.epoch
             raise StaleEpoch(

@@ -156,7 +156,7 @@ def test_the_loss_of_an_engine_in_an_update_leaves_nobody_waiting_and_the_others
     assert not any(future.done() for future in (*updating, *sending[::2]))
     interrupt("127.0.0.1", run.port, 2)
     for future in (*updating, *sending[::2]):
-        with pytest.raises(StaleEpoch):
+        with pytest.raises(TransferError):  # of the epoch or, where a bucket was under way already, of the broken connection
             future.result(20)
     sending[1].result(20)  # owns nothing
     assert all(trainer.gathered == [0, 1, 2] * 2 for trainer in run.trainers), "a collective, to its end"
