@@ -70,7 +70,8 @@ class InferWorker(AsyncWorker):
         """The engine's own processes may die while this one lives."""
         while (health := await self._strategy.health()).alive:  # noqa: ASYNC110 (processes make no events)
             await asyncio.sleep(WATCH_SECONDS)
-        with suppress(TimeoutError):  # what it leaves behind goes first: whoever hears of the end ends this process
+        # What it leaves behind goes first, for whoever hears of the end ends this process; and that is told whatever comes of it.
+        with suppress(Exception):
             await asyncio.wait_for(self._strategy.shutdown(), LAST_SECONDS)
         self.tell_end(MemberLost(str(health.details.get("failure", "the engine is dead"))))
 

@@ -1,0 +1,86 @@
+"""How an engine's silence is told from its work, on the virtual clock, with a worker that answers as it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from roll_lite.simulator.clock import run_virtual
+from roll_lite.workers import infer
+from roll_lite.workers.infer import RemoteEngine
+
+
+def worker(answer: Callable[[float], float | None]) -> Any:
+    """`answer`: seconds that an answer takes to a question asked at a time; None: it never comes."""
+    loop = asyncio.get_running_loop()
+
+    def place() -> asyncio.Future[tuple[str, int]]:
+        future: asyncio.Future[tuple[str, int]] = loop.create_future()
+        seconds = answer(loop.time())
+        if seconds is not None:
+            loop.call_later(seconds, lambda: future.cancelled() or future.set_result(("node", 7)))
+        return future
+
+    return SimpleNamespace(place=SimpleNamespace(remote=place), until_death=SimpleNamespace(remote=lambda: loop.create_future()), killed=[])
+
+
+def lost_after(answer: Callable[[float], float | None], silence_s: float | None, watched_s: float = 100.0) -> tuple[float, str] | None:
+    async def main() -> tuple[float, str] | None:
+        engine = RemoteEngine("e", worker(answer), silence_s=silence_s)
+        try:
+            async with asyncio.timeout(watched_s):
+                cause = await engine.until_lost()
+        except TimeoutError:
+            return None
+        return asyncio.get_running_loop().time(), cause
+
+    return run_virtual(main())
+
+
+def test_an_engine_that_answers_late_is_not_lost() -> None:
+    assert lost_after(lambda asked: 6.0, silence_s=7.0) is None
+
+
+def test_one_that_never_answers_is_lost_within_ten_seconds_of_its_last_answer() -> None:
+    """At worst it stops just after it has answered."""
+    found = lost_after(lambda asked: 0.0 if asked < 50.0 else None, silence_s=7.0)
+    assert found is not None
+    assert found[0] - 50.0 < 10.0 and found[1] == "nothing was heard of its process for 7 s (limits.engine_silence)"
+
+
+def test_without_a_limit_it_is_waited_for() -> None:
+    assert lost_after(lambda asked: None, silence_s=None) is None
+
+
+def test_what_is_killed_is_killed_also_where_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(infer.ray, "kill", lambda actor: killed.append("asked"))
+    monkeypatch.setattr(infer, "kill_stopped", lambda *place: killed.append(place))
+
+    async def main() -> None:
+        engine = RemoteEngine("e", worker(lambda asked: 0.0), silence_s=7.0)
+        engine.kill()
+        watching = asyncio.create_task(engine.until_lost())
+        await asyncio.sleep(1.0)
+        engine.kill()
+        watching.cancel()
+
+    run_virtual(main())
+    assert killed == ["asked", "asked", ("node", 7)]
+
+
+def test_an_engine_whose_process_is_gone_says_so() -> None:
+    async def main() -> str:
+        loop = asyncio.get_running_loop()
+        dead: asyncio.Future[None] = loop.create_future()
+        actor = worker(lambda asked: 0.0)
+        actor.until_death.remote = lambda: dead
+        loop.call_later(3.0, dead.set_exception, RayActorError())
+        return await RemoteEngine("e", actor, silence_s=7.0).until_lost()
+
+    assert run_virtual(main()).startswith("its process is gone: ")
