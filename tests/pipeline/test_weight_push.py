@@ -96,3 +96,28 @@ def test_an_update_that_breaks_off_although_nobody_is_lost_is_a_failure(sync: An
     with pytest.raises(RuntimeError, match=r"connect_weights failed: actor_infer\[0\]: trainer rank 0 did not come"):
         made.sync.push(3)
     assert "set_version" not in made.rollouts.calls
+
+
+def test_an_engine_that_is_lost_in_an_update_is_left_out_and_the_update_repeated(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It falls out while the weights travel; whoever waits for it is told at once, and the others get all of them."""
+    made = sync("1")
+    engines, told = made.sync._engines, []
+    engines.left = [0, 1]
+    monkeypatch.setattr(module, "interrupt", lambda host, port, epoch: told.append(epoch))
+
+    def gathered(engines_calls: Any, trainers: Any, timeout_s: float, meanwhile: Any) -> list[Any]:
+        meanwhile()
+        if engines.calls[-1] == "update_weights" and engines.left == [0, 1]:
+            engines.left = [0]
+            engines_calls.calls[0].lost = True
+            meanwhile()
+            meanwhile()
+            return [{}, ["the connection broke"]]
+        return [{0: None}, [None]]
+
+    monkeypatch.setattr(module, "gather", gathered)
+    assert made.sync.push(3).version == 3
+    assert engines.calls == ["connect_weights", "update_weights"] * 2 + ["weight_checksums"]
+    assert told == [2], "once, and before the others connect again"
+    assert [membership.epoch for membership in made.actor.memberships] == [1, 3]
+    assert made.rollouts.calls.count("set_version") == 1
