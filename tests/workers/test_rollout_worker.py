@@ -146,7 +146,7 @@ def test_the_death_of_the_last_engine_ends_the_run(model: ModelConfig, tmp_path:
     script = {"response_tokens": 6} if how == "rests" else {"response_tokens": 500, "seconds_per_token": 1.0}
     with engines(model, 1, **script) as infer:
         (victim,) = infer.all(InferWorker.process_id)
-        spec = replace(spec_of(model, tmp_path), engine_silence_s=2.0)
+        spec = replace(spec_of(model, tmp_path), engine_silence_s=5.0 if how == "is stopped" else None)
         service = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec)
         service.one(RolloutWorker.initialize, infer.group.actors)
         waiting: Pending[Any] = service.start_one(RolloutWorker.next_batch, 8, 1)
@@ -162,7 +162,7 @@ def test_the_death_of_the_last_engine_ends_the_run(model: ModelConfig, tmp_path:
 
         threading.Timer(1.0, end).start()
         cause = (
-            f"its process {victim} died" if how != "is stopped" else r"nothing was heard of its process for 2 s \(limits.engine_silence\)"
+            f"its process {victim} died" if how != "is stopped" else r"nothing was heard of its process for 5 s \(limits.engine_silence\)"
         )
         with pytest.raises(RankFailed, match=rf"actor_infer rank 0 failed in \w+: {cause}"):
             waiting.result()
@@ -174,7 +174,7 @@ def test_the_death_of_the_last_engine_ends_the_run(model: ModelConfig, tmp_path:
 def test_the_loss_of_one_of_two_engines_is_told_and_costs_no_sample(model: ModelConfig, tmp_path: Path, number: signal.Signals) -> None:
     with engines(model, 2, response_tokens=30, seconds_per_token=0.1) as infer:
         first, second = infer.all(InferWorker.process_id)
-        spec = replace(spec_of(model, tmp_path), engine_silence_s=2.0)
+        spec = replace(spec_of(model, tmp_path), engine_silence_s=5.0 if number == signal.SIGSTOP else None)
         with rollouts(spec, infer) as service:
             waiting = service.start_one(RolloutWorker.next_batch, 8, 1)
             time.sleep(2.0)
@@ -182,7 +182,7 @@ def test_the_loss_of_one_of_two_engines_is_told_and_costs_no_sample(model: Model
             batch = waiting.result()
             assert len(batch.rows) == 32 and sum(domain.failed for domain in batch.stats.domains.values()) == 0
             (told,) = service.one(RolloutWorker.lost_engines).items()
-            assert told[0] == 1 and re.search("its process" if number == signal.SIGKILL else "for 2 s .limits.engine_silence", told[1])
+            assert told[0] == 1 and re.search("its process" if number == signal.SIGKILL else "for 5 s .limits.engine_silence", told[1])
             assert list(infer.lost) == [1] and infer.left == [0]
             assert infer.each(InferWorker.process_id) == {0: first}
             assert contents(batch)[1], "what the lost engine had delivered before is there"
