@@ -105,8 +105,9 @@ def test_what_passes_through_service_and_driver_does_not_grow_with_the_responses
             assert set(batch.rows["response_length"].tolist()) == {tokens}
             return len(cloudpickle.dumps(collected)), len(cloudpickle.dumps((batch.rows, batch.blocks)))
 
-    short, long = traffic(10), traffic(1000)
-    # Tokens and log-probs of 8 samples and 16 are 100 and 200 KB; a block more or less to refer to is a hundred bytes.
+    short, long = traffic(1000), traffic(4000)
+    # Tokens and log-probs of 8 samples and 16 are 100 and 200 KB, and four times that; a block more or less to refer to is a hundred bytes.
+    # (Ray sends what is smaller than 100 KB along with its reference.)
     assert abs(long[0] - short[0]) < 500, "what an engine's worker hands on"
     assert abs(long[1] - short[1]) < 500, "what the driver gets"
 
