@@ -44,6 +44,10 @@ FALLS_SHORT = {"examples/run_recipes.py": "tiny_raft"}
 """Scripts that end with 1 where a model has not learned, as it cannot in one step; and what they say of it."""
 
 
+INSTALLING = {"bench/step.py"}
+"""Scripts that make an environment of their own for a competitor: that takes minutes, and more than a gigabyte."""
+
+
 def command(script: str, folder: Path) -> list[str]:
     return [sys.executable, script, *(argument.format(tmp=folder) for argument in QUICK.get(script, ["--quick"]))]
 
@@ -54,7 +58,14 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(590)
-@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in {*SERVERS, *ELSEWHERE}])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(script, marks=pytest.mark.nightly) if script in INSTALLING else script
+        for script in SCRIPTS
+        if script not in {*SERVERS, *ELSEWHERE}
+    ],
+)
 def test_a_script_runs(script: str, tmp_path: Path) -> None:
     done = subprocess.run(command(script, tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=580, check=False, env=environment())
     if script in FALLS_SHORT:
