@@ -90,8 +90,8 @@ def is_command(command: Command) -> bool:
 
 
 COMMANDS = commands()
-TRAININGS = [command for command in COMMANDS if command.training is not None and "words" not in command.words]
-"""The run of examples/domains/words.yaml is that of tests/examples/test_domains.py."""
+TRAININGS = [command for command in COMMANDS if command.training is not None and not re.search(r"\bwords\b|\bmode=", command.text)]
+"""The run of examples/domains/words.yaml is that of tests/examples/test_domains.py, half runs are in tests/integration/test_replay.py."""
 
 
 def lists_missing_packages(words: list[str]) -> None:
@@ -110,6 +110,11 @@ def recomputes_a_run(words: list[str]) -> None:
     assert words[1:] == ["examples/recompute.py", "runs/latest"] and (ROOT / words[1]).is_file()
 
 
+def reads_dumps(words: list[str]) -> None:
+    """On finished runs: tests/integration/test_replay.py."""
+    assert words[1:] == ["examples/read_dumps.py", "runs/latest"] and (ROOT / words[1]).is_file()
+
+
 def starts_the_entry_point(words: list[str]) -> None:
     assert words[:2] == ["python", "examples/start_rlvr_pipeline.py"] and (ROOT / words[1]).is_file()
 
@@ -125,6 +130,7 @@ ELSEWHERE = {
     'pip install ".[vllm]"': names_an_extra,
     'pip install ".[sglang]"': names_an_extra,
     "python examples/recompute.py runs/latest": recomputes_a_run,
+    "python examples/read_dumps.py runs/latest": reads_dumps,
     "RAY_ADDRESS=head:6379 python examples/start_rlvr_pipeline.py ...": starts_the_entry_point,
 }
 """Commands that need a network, a cluster or a finished run, and what is tested of them instead."""
@@ -132,12 +138,17 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_a_command_of_the_documentation(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
     words = command.words
     if command.text in ELSEWHERE:
         ELSEWHERE[command.text](words)
+    elif command.training is not None and "mode=train_only" in words:
+        # Of the run that it is to train on there is nothing here.
+        assert main(["check", *command.training]) == 2
+        output = capsys.readouterr().err
+        assert output.startswith("1 mistake ") and "replay.path" in output
     elif command.training is not None:
         assert main(["check", *command.training]) == 0
     elif words[0] == "roll-lite":
