@@ -144,8 +144,9 @@ def _serve_log_probs(connection: Connection) -> None:
             strategy.initialize()
             rows = [torch.tensor([*prompt, *response]) for response in responses]
             masks = [torch.arange(len(row)) >= len(prompt) for row in rows]
-            batch = DataProto({"input_ids": Ragged.from_rows(rows), "response_mask": Ragged.from_rows(masks)})
-            result = forward(strategy, batch, ["log_probs"], temperature, 4)
+            columns = {"input_ids": Ragged.from_rows(rows), "response_mask": Ragged.from_rows(masks)}
+            batch = DataProto(columns | {"temperature": torch.full((len(rows),), temperature)})
+            result = forward(strategy, batch, ["log_probs"], 4)
             assert result is not None
             connection.send([row[len(prompt) - 1 :] for row in result.ragged("log_probs").rows()])
 
