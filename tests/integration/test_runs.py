@@ -307,7 +307,7 @@ def test_the_demo_learns_every_domain(start: Any, engine: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("config", ["tiny_async", "tiny_dapo"])
+@pytest.mark.parametrize("config", ["tiny_async", pytest.param("tiny_dapo", marks=pytest.mark.nightly)])
 def test_generation_beside_training_and_dynamic_sampling_learn_as_the_demo_does(start: Any, config: str) -> None:
     run = start(config, "weight_sync.verify_weights=true")
     code, output = run.finish(800)
