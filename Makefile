@@ -46,7 +46,7 @@ test-slow: $(STAMP)  ## What takes longer: whole runs, and the rest beside them 
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-runs test-parts
 
 # About half of it.
-RUNS := $(addprefix tests/,integration/test_runs.py integration/test_recipes.py integration/test_another_model.py test_commands.py examples/test_scripts.py)
+RUNS := $(addprefix tests/,integration/test_runs.py integration/test_recipes.py integration/test_another_model.py test_commands.py)
 
 test-runs: $(STAMP)
 	@$(VENV)/bin/python -m pytest -q -m "slow and not nightly and not gpu" $(RUNS)
