@@ -71,7 +71,6 @@ def test_a_recipe_runs(recipe: str, recipe_runs: Runs) -> None:
             assert record["credit/advantage_min"] < record["credit/advantage_max"]
         assert record["mismatch/max"] < 1e-3 or record["rollout/staleness"] > 0
     if recipe == "tiny_dapo":
-        assert sum(record["rollout/filtered_groups"] for record in steps) > 0
         assert all(record["solved/all"] == record["solved/none"] == 0 for record in steps)
     if recipe != "tiny_raft":  # in PPO's first step a fresh value head says 0 of everything, and nothing falls short of that
         assert steps[-1]["credit/advantage_min"] < 0 < steps[-1]["credit/advantage_max"]
