@@ -42,7 +42,7 @@ from roll_lite.data.samples import (
     VersionSpan,
 )
 from roll_lite.workers.rollout_output import rows_of, write_samples
-from roll_lite.workers.token_blocks import TokenRecord, in_blocks, token_block
+from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, token_block
 
 SAMPLES, GROUP, PROMPT, VOCABULARY = 1000, 8, 128, 150_000
 LENGTHS = (64, 1024, 8192)
@@ -57,7 +57,9 @@ def made(tokens: int, samples: int) -> tuple[list[SampleGroup], dict[int, DataPr
         log_probs = -generator.exponential(0.5, tokens).astype(np.float32)
         ids = (VOCABULARY * generator.random(tokens) ** 4).astype(np.int64)  # few tokens are frequent
         records.append(TokenRecord.joined([TokenRecord.given(prompt), TokenRecord(ids, np.ones(tokens, bool), log_probs)]))
-    blocks = {number: token_block(block, kept_ids=False) for number, block in enumerate(in_blocks(records))}
+    size = max(1, BLOCK_TOKENS // (PROMPT + tokens))  # rows of a full block
+    parts = [records[start : start + size] for start in range(0, len(records), size)]
+    blocks = {number: token_block(part, kept_ids=False) for number, part in enumerate(parts)}
     places = [TokenRow(number, row, PROMPT + tokens) for number, block in blocks.items() for row in range(len(block))]
     text = "the words of it " * (tokens // 4)
     segments = (Segment(Author.PROMPT, PROMPT), Segment(Author.POLICY, tokens, (VersionSpan(0, 3),)))

@@ -44,7 +44,7 @@ class HoldingEngine:
     async def let_go(self) -> None:
         self.open.set()
 
-    async def collect(self) -> Any:
+    async def collect(self, most_blocks: int) -> tuple[Any, ...]:
         from roll_lite.data.samples import FinishReason, TokenRow, Turn, VersionSpan
         from roll_lite.scheduler.engines import Collected
 
@@ -52,8 +52,9 @@ class HoldingEngine:
         answered, self.requests = self.requests[:LARGEST_ANSWER], self.requests[LARGEST_ANSWER:]
         if not self.requests:
             self.open.clear()
-        row, spans = TokenRow(None, 0, PROMPT_TOKENS + RESPONSE_TOKENS), (VersionSpan(0, 1),)
-        return Collected([Turn(one.request_id, RESPONSE_TOKENS, "42", FinishReason.STOP, spans, tokens=row) for one in answered])
+        row, spans = TokenRow(0, 0, PROMPT_TOKENS + RESPONSE_TOKENS), (VersionSpan(0, 1),)
+        turns = [Turn(one.request_id, RESPONSE_TOKENS, "42", FinishReason.STOP, spans, tokens=row) for one in answered]
+        return Collected(turns), *[None] * most_blocks
 
     async def abort(self, request_ids: list[str]) -> None:
         """There is none that would be aborted."""
