@@ -315,8 +315,8 @@ def test_generation_beside_training_and_dynamic_sampling_learn_as_the_demo_does(
     accuracy = run.summary()["accuracy"]
     assert accuracy["overall"]["after"] >= accuracy["overall"]["before"] + 0.20
     steps = [record for record in run.metrics() if "time/step" in record]
-    assert all(record["rollout/groups"] == 32 for record in steps)
     if config == "tiny_async":
+        assert all(record["rollout/groups"] == 32 for record in steps)
         assert 0 < max(record["rollout/staleness_max"] for record in steps) <= 2
         assert sum(record["rollout/stale_groups"] for record in steps) == 0
     else:
@@ -325,6 +325,7 @@ def test_generation_beside_training_and_dynamic_sampling_learn_as_the_demo_does(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 @pytest.mark.parametrize(
     "how", [["rollout.on_sync=pause", "actor_infer.devices=2"], pytest.param(["rollout.supply=one_step_off"], marks=pytest.mark.nightly)]
@@ -332,7 +333,7 @@ def test_generation_beside_training_and_dynamic_sampling_learn_as_the_demo_does(
 def test_responses_under_way_go_on_with_new_weights(start: Any, how: list[str], engine: str) -> None:
     """Longer answers than a step takes, so that updates come in their middle."""
     lengths = [f"domains.{name}.sampling.{key}=64" for name in ("add", "make", "repeat") for key in ("max_tokens", "min_tokens")]
-    given = ["rollout.on_sync=null", *how, *lengths, f"actor_infer.strategy={engine}", "actor_infer.strategy.max_running_requests=32"]
+    given = ["rollout.on_sync=null", "algorithm.mismatch_correction=null", *how, *lengths, f"actor_infer.strategy={engine}", "actor_infer.strategy.max_running_requests=32"]
     run = start("tiny_async", *given, *SMALL, "steps=6")
     code, output = run.finish()
     assert code == 0, output
