@@ -333,7 +333,14 @@ def test_generation_beside_training_and_dynamic_sampling_learn_as_the_demo_does(
 def test_responses_under_way_go_on_with_new_weights(start: Any, how: list[str], engine: str) -> None:
     """Longer answers than a step takes, so that updates come in their middle."""
     lengths = [f"domains.{name}.sampling.{key}=64" for name in ("add", "make", "repeat") for key in ("max_tokens", "min_tokens")]
-    given = ["rollout.on_sync=null", "algorithm.mismatch_correction=null", *how, *lengths, f"actor_infer.strategy={engine}", "actor_infer.strategy.max_running_requests=32"]
+    given = [
+        "rollout.on_sync=null",
+        "algorithm.mismatch_correction=null",
+        *how,
+        *lengths,
+        f"actor_infer.strategy={engine}",
+        "actor_infer.strategy.max_running_requests=32",
+    ]
     run = start("tiny_async", *given, *SMALL, "steps=6")
     code, output = run.finish()
     assert code == 0, output
