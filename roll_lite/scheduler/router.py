@@ -5,24 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from roll_lite.data.samples import FinishReason, GenerationRequest, Turn, VersionSpan, merged
+from roll_lite.data.samples import FinishReason, GenerationRequest, Turn
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import EngineClient, EngineLost
-
-# The first responses to finish are the short ones: the initial guess (max_tokens) counts as this many responses,
-# and old responses fade, because the policy's lengths drift during training.
-PRIOR_RESPONSES = 8
-RESPONSES_REMEMBERED = 512
+from roll_lite.scheduler.flight import Asked, ExpectedLength, Flight, joined
+from roll_lite.scheduler.waves import WaveGate
 
 READY_SHARE = 0.25
 """So many requests more than an engine can run, as a share of those, are sent to it: when one ends, the next is there."""
 ABORT_PATIENCE_S = 10.0
 """For an engine to answer an abort with the tokens that it has."""
-CLOCK_S = 1e-6
-"""Timers may fire so much too early."""
 DEADLY = 3
 """A request whose engines were lost so many times is not given to another: it may be what they died of. Long ones meet more deaths that
 are none of their doing."""
@@ -48,164 +43,8 @@ class NoEngineLeft(RuntimeError):
     """The last engine died."""
 
 
-class ExpectedLength:
-    """Running mean of a domain's response lengths."""
-
-    def __init__(self, initial: float) -> None:
-        self.tokens = initial
-        self._seen = PRIOR_RESPONSES
-
-    def observe(self, tokens: int) -> None:
-        self._seen = min(self._seen + 1, RESPONSES_REMEMBERED)
-        self.tokens += (tokens - self.tokens) / self._seen
-
-
-class WaveGate:
-    """Waves: in a deterministic run an engine must get the same requests at the same moment every time. The gate holds requests back
-    until every live sample is either at the gate or done, then lets all of them through in one event-loop turn.
-
-    What is in a wave then depends on what happened, never on when: retries of a wave form the next one.
-    """
-
-    def __init__(self) -> None:
-        self._members = 0
-        self._waiting: dict[str, asyncio.Future[None]] = {}
-
-    def join(self) -> None:
-        """A sample starts."""
-        self._members += 1
-
-    def leave(self) -> None:
-        """A sample is done."""
-        self._members -= 1
-        self._open_if_complete()
-
-    async def enter(self, request_id: str) -> None:
-        """A sample wants to send a request. They leave in the order of their ids, in which an engine will get them."""
-        loop = asyncio.get_running_loop()
-        place = self._waiting[request_id] = loop.create_future()
-        loop.call_soon(self._open_if_complete)  # not at once: the last to come would not wait, and leave before all others
-        try:
-            await place
-        finally:
-            self._waiting.pop(request_id, None)
-
-    def _open_if_complete(self) -> None:
-        if len(self._waiting) < self._members:
-            return
-        wave, self._waiting = self._waiting, {}
-        for _, place in sorted(wave.items()):
-            if not place.done():
-                place.set_result(None)
-
-
-@dataclass(eq=False, slots=True)
-class _Asked:
-    """A request on its way, over all the engines that it comes to."""
-
-    domain: str
-    first: GenerationRequest
-    expected: ExpectedLength
-    so_far: Turn | None = None
-    """What was generated of it before it was interrupted."""
-    legs: int = 0
-    fruitless: int = 0
-    survived: list[EngineLost] = field(default_factory=list)
-    generating_s: float = 0.0
-    """Of its time, what is used up."""
-    prefix: str = ""
-    """Domain, prompt, epoch and group: its prompt begins like those of all samples of the group."""
-
-    def __post_init__(self) -> None:
-        self.prefix = "/".join(self.first.request_id.split("/", 4)[:4])
-
-    @property
-    def prompt_tokens(self) -> int:
-        before = self.first.context.length if self.first.context is not None else 0
-        return len(self.first.prompt_ids) + before + (self.so_far.length if self.so_far is not None else 0)
-
-    @property
-    def expected_tokens(self) -> float:
-        """Of what is still to come."""
-        done = self.so_far.length if self.so_far is not None else 0
-        return min(max(self.expected.tokens - done, 1.0), float(max(1, self.first.sampling.max_tokens - done)))
-
-    def interrupted(self, turn: Turn) -> None:
-        self.so_far = joined(self.so_far, turn)
-        self.legs += 1
-
-    def request(self) -> GenerationRequest:
-        """For an engine: the first one, or what goes on from the tokens that there are."""
-        if self.so_far is None:
-            return self.first
-        sampling, done = self.first.sampling, self.so_far.length
-        seed = None if sampling.seed is None else stable_hash(sampling.seed, "continued", self.legs)
-        rest = replace(sampling, max_tokens=sampling.max_tokens - done, min_tokens=max(0, sampling.min_tokens - done), seed=seed)
-        return GenerationRequest(f"{self.first.request_id}~{self.legs}", (), rest, self.so_far.tokens, resumed=done)
-
-
 _Place = asyncio.Future[tuple[EngineLoad, float]]
 """In flight: the engine that takes a request, and what it adds to that one's load."""
-
-
-class _Flight:
-    """The time of a request at one engine. Callbacks and a timer: a task for each would cost more than all else."""
-
-    __slots__ = ("_asked", "_begun_at", "_engine", "_loop", "_sent", "_timeout_s", "_timer", "began", "over")
-
-    def __init__(self, engine: EngineLoad, asked: _Asked, timeout_s: float) -> None:
-        self._engine, self._asked, self._timeout_s = engine, asked, timeout_s
-        self._loop = asyncio.get_running_loop()
-        self.over: asyncio.Future[None] = self._loop.create_future()
-        """There is an answer, or the time is up."""
-        self.began: asyncio.Future[None] = self._loop.create_future()
-        self.began.add_done_callback(self._begin)
-        self._sent = self._loop.time()
-        self._begun_at: float | None = None
-        self._timer = self._loop.call_later(timeout_s, self._look_at_engine)
-
-    def end_wait(self, _: object = None) -> None:
-        if not self.over.done():
-            self.over.set_result(None)
-
-    def _begin(self, _: object) -> None:
-        """Its own time runs from now on."""
-        self._timer.cancel()
-        if not self.over.done():
-            self._begun_at = self._engine.last_sign = self._loop.time()
-            self._engine.generating += 1
-            self._timer = self._loop.call_later(max(0.0, self._timeout_s - self._asked.generating_s), self.end_wait)
-
-    def _look_at_engine(self) -> None:
-        """It has not begun. Has the engine stood still for as long as a request may take?"""
-        since = max(self._sent, self._engine.last_sign)
-        left = self._timeout_s - (0.0 if self._engine.generating else self._loop.time() - since)
-        if left > CLOCK_S:
-            self._timer = self._loop.call_later(left, self._look_at_engine)
-        else:
-            self.end_wait()
-
-    def close(self) -> None:
-        self._timer.cancel()
-        self.began.remove_done_callback(self._begin)
-        self._engine.last_sign = self._loop.time()
-        if self._begun_at is not None:
-            self._engine.generating -= 1
-            self._asked.generating_s += self._engine.last_sign - self._begun_at
-
-
-def joined(before: Turn | None, turn: Turn) -> Turn:
-    """One response, of an interrupted request and the one that went on from it."""
-    if before is None:
-        return turn
-    shifted = tuple(VersionSpan(before.length + span.start, span.version) for span in turn.versions)
-    return replace(
-        turn,
-        request_id=before.request_id,
-        length=before.length + turn.length,
-        versions=merged(*before.versions, *shifted),
-        cached_tokens=before.cached_tokens,
-    )
 
 
 class Router:
@@ -233,7 +72,7 @@ class Router:
         self._slots = engine_slots
         most = None if engine_slots is None or deterministic else engine_slots + max(1, int(engine_slots * READY_SHARE))
         self._choice = EngineChoice(self.engines, most, None if deterministic else engine_tokens)
-        self._queues: dict[str, deque[tuple[_Asked, _Place]]] = {}
+        self._queues: dict[str, deque[tuple[Asked, _Place]]] = {}
         """What waits for an engine, by domain."""
         self._waiting = 0
         self._in_flight: dict[str, int] = {}
@@ -247,7 +86,7 @@ class Router:
     async def generate(self, domain: str, request: GenerationRequest) -> Turn:
         """A turn that can be used. Raises RequestFailed (try again) or NoEngineLeft (give up)."""
         expected = self._expected.setdefault(domain, ExpectedLength(request.sampling.max_tokens))
-        asked = _Asked(domain, request, expected)
+        asked = Asked(domain, request, expected)
         while True:
             if self.gate is not None:
                 await self.gate.enter(request.request_id)
@@ -273,7 +112,7 @@ class Router:
             if asked.so_far is not None and asked.so_far.length >= request.sampling.max_tokens:
                 return replace(asked.so_far, finish_reason=FinishReason.LENGTH)  # it was about to end
 
-    def _go_on_from(self, asked: _Asked, turn: Turn) -> None:
+    def _go_on_from(self, asked: Asked, turn: Turn) -> None:
         """It was aborted. Where it has made progress, or has to wait anyway, it goes on."""
         if turn.length and turn.tokens is not None:
             asked.interrupted(turn)
@@ -344,7 +183,7 @@ class Router:
 
     # ------------------------------------------------------------ where to
 
-    async def _place(self, asked: _Asked) -> tuple[EngineLoad, float]:
+    async def _place(self, asked: Asked) -> tuple[EngineLoad, float]:
         """The engine, with a place in flight taken."""
         found = None if self._waiting or self._held else self._choose(asked)
         if found is not None:
@@ -366,11 +205,11 @@ class Router:
                 self._free(asked, *place.result())
             raise
 
-    def _give(self, asked: _Asked, engine: EngineLoad, cost: float) -> None:
+    def _give(self, asked: Asked, engine: EngineLoad, cost: float) -> None:
         self._choice.give(engine, asked.prefix, cost)
         self._in_flight[asked.domain] = self._in_flight.get(asked.domain, 0) + 1
 
-    def _free(self, asked: _Asked, engine: EngineLoad, cost: float) -> None:
+    def _free(self, asked: Asked, engine: EngineLoad, cost: float) -> None:
         self._choice.take_back(engine, cost)
         self._in_flight[asked.domain] -= 1
         self._idle.set()
@@ -396,7 +235,7 @@ class Router:
                 self._waiting -= 1
             queue.popleft()
 
-    def _choose(self, asked: _Asked) -> tuple[EngineLoad, float] | None:
+    def _choose(self, asked: Asked) -> tuple[EngineLoad, float] | None:
         """None: all of them have enough to do. In waves they get everything at once."""
         tokens = asked.prompt_tokens
         if self.gate is None and (found := self._choice.choose(asked.prefix, tokens, asked.expected_tokens)) is not None:
@@ -411,11 +250,11 @@ class Router:
 
     # ------------------------------------------------------------ there and back
 
-    async def _ask(self, engine: EngineLoad, cost: float, asked: _Asked) -> Turn:
+    async def _ask(self, engine: EngineLoad, cost: float, asked: Asked) -> Turn:
         request = asked.request()
-        flight = _Flight(engine, asked, self._timeout_s)
+        flight = Flight(engine, asked, self._timeout_s)
         answer = asyncio.ensure_future(engine.client.generate(request, flight.began))
-        answer.add_done_callback(flight.end_wait)
+        answer.add_done_callback(flight.answered)
         self._at_engines[request.request_id] = engine
         try:
             await flight.over
@@ -431,7 +270,7 @@ class Router:
                 engine.client.abort([request.request_id])
             self._free(asked, engine, cost)
 
-    async def _cut_off(self, engine: EngineLoad, asked: _Asked, request_id: str, flight: _Flight, answer: asyncio.Future[Turn]) -> Turn:
+    async def _cut_off(self, engine: EngineLoad, asked: Asked, request_id: str, flight: Flight, answer: asyncio.Future[Turn]) -> Turn:
         """The time is up. What there is of the response by now goes with the failure; one that just ended is no failure."""
         engine.client.abort([request_id])
         await asyncio.wait((answer,), timeout=ABORT_PATIENCE_S)

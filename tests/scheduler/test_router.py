@@ -12,7 +12,8 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, To
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.choice import EngineLoad
 from roll_lite.scheduler.engines import EngineLost
-from roll_lite.scheduler.router import NoEngineLeft, RequestFailed, Router, _Asked
+from roll_lite.scheduler.flight import Asked
+from roll_lite.scheduler.router import NoEngineLeft, RequestFailed, Router
 from roll_lite.simulator.clock import run_virtual
 
 
@@ -147,7 +148,7 @@ class RoundRobin(Router):
 
     _turn: itertools.count[int]
 
-    def _choose(self, asked: _Asked) -> tuple[EngineLoad, float]:
+    def _choose(self, asked: Asked) -> tuple[EngineLoad, float]:
         self._turn = getattr(self, "_turn", itertools.count())
         return self.engines[next(self._turn) % len(self.engines)], 0.0
 

@@ -273,3 +273,26 @@ def test_those_who_wait_hear_of_the_last_engines_death_and_may_leave() -> None:
         assert [type(answer) for answer in answers] == [NoEngineLeft, asyncio.CancelledError, asyncio.CancelledError] + [NoEngineLeft] * 2
 
     run_virtual(main())
+
+
+def test_whoever_gives_up_on_an_engine_that_stands_still_is_no_sign_of_life_from_it() -> None:
+    """Of two requests that it never begins with, the second one fails its own time after it was sent, not one time after the first."""
+
+    class Still(Held):
+        async def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Turn:
+            return await super().generate(request)
+
+    async def main() -> list[float]:
+        router = Router([Still(Turn("r", finish_reason=FinishReason.ABORT))], 20.0)
+        ended: list[float] = []
+
+        async def one(name: str, at: float) -> None:
+            await asyncio.sleep(at)
+            with pytest.raises(RequestFailed, match="began with nothing within 20 s"):
+                await router.generate("a", request(name))
+            ended.append(asyncio.get_running_loop().time())
+
+        await asyncio.gather(one("first", 0.0), one("second", 10.0))
+        return ended
+
+    assert run_virtual(main()) == pytest.approx([20.0, 30.0])

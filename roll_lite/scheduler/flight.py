@@ -1,0 +1,141 @@
+"""A request on its way: over all the engines that it comes to, and its time at one of them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from roll_lite.data.samples import GenerationRequest, Turn, VersionSpan, merged
+from roll_lite.data.stable_hash import stable_hash
+from roll_lite.scheduler.choice import EngineLoad
+from roll_lite.scheduler.engines import EngineLost
+
+# The first responses to finish are the short ones: the initial guess (max_tokens) counts as this many responses,
+# and old responses fade, because the policy's lengths drift during training.
+PRIOR_RESPONSES = 8
+RESPONSES_REMEMBERED = 512
+CLOCK_S = 1e-6
+"""Timers may fire so much too early."""
+
+
+class ExpectedLength:
+    """Running mean of a domain's response lengths."""
+
+    def __init__(self, initial: float) -> None:
+        self.tokens = initial
+        self._seen = PRIOR_RESPONSES
+
+    def observe(self, tokens: int) -> None:
+        self._seen = min(self._seen + 1, RESPONSES_REMEMBERED)
+        self.tokens += (tokens - self.tokens) / self._seen
+
+
+@dataclass(eq=False, slots=True)
+class Asked:
+    """A request on its way, over all the engines that it comes to."""
+
+    domain: str
+    first: GenerationRequest
+    expected: ExpectedLength
+    so_far: Turn | None = None
+    """What was generated of it before it was interrupted."""
+    legs: int = 0
+    fruitless: int = 0
+    survived: list[EngineLost] = field(default_factory=list)
+    generating_s: float = 0.0
+    """Of its time, what is used up."""
+    prefix: str = ""
+    """Domain, prompt, epoch and group: its prompt begins like those of all samples of the group."""
+
+    def __post_init__(self) -> None:
+        self.prefix = "/".join(self.first.request_id.split("/", 4)[:4])
+
+    @property
+    def prompt_tokens(self) -> int:
+        before = self.first.context.length if self.first.context is not None else 0
+        return len(self.first.prompt_ids) + before + (self.so_far.length if self.so_far is not None else 0)
+
+    @property
+    def expected_tokens(self) -> float:
+        """Of what is still to come."""
+        done = self.so_far.length if self.so_far is not None else 0
+        return min(max(self.expected.tokens - done, 1.0), float(max(1, self.first.sampling.max_tokens - done)))
+
+    def interrupted(self, turn: Turn) -> None:
+        self.so_far = joined(self.so_far, turn)
+        self.legs += 1
+
+    def request(self) -> GenerationRequest:
+        """For an engine: the first one, or what goes on from the tokens that there are."""
+        if self.so_far is None:
+            return self.first
+        sampling, done = self.first.sampling, self.so_far.length
+        seed = None if sampling.seed is None else stable_hash(sampling.seed, "continued", self.legs)
+        rest = replace(sampling, max_tokens=sampling.max_tokens - done, min_tokens=max(0, sampling.min_tokens - done), seed=seed)
+        return GenerationRequest(f"{self.first.request_id}~{self.legs}", (), rest, self.so_far.tokens, resumed=done)
+
+
+def joined(before: Turn | None, turn: Turn) -> Turn:
+    """One response, of an interrupted request and the one that went on from it."""
+    if before is None:
+        return turn
+    shifted = tuple(VersionSpan(before.length + span.start, span.version) for span in turn.versions)
+    return replace(
+        turn,
+        request_id=before.request_id,
+        length=before.length + turn.length,
+        versions=merged(*before.versions, *shifted),
+        cached_tokens=before.cached_tokens,
+    )
+
+
+class Flight:
+    """The time of a request at one engine. Callbacks and a timer: a task for each would cost more than all else."""
+
+    __slots__ = ("_asked", "_begun_at", "_engine", "_loop", "_sent", "_timeout_s", "_timer", "began", "over")
+
+    def __init__(self, engine: EngineLoad, asked: Asked, timeout_s: float) -> None:
+        self._engine, self._asked, self._timeout_s = engine, asked, timeout_s
+        self._loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        """There is an answer, or the time is up."""
+        self.began: asyncio.Future[None] = self._loop.create_future()
+        self.began.add_done_callback(self._begin)
+        self._sent = self._loop.time()
+        self._begun_at: float | None = None
+        self._timer = self._loop.call_later(timeout_s, self._look_at_engine)
+
+    def answered(self, _: object) -> None:
+        """The engine has said something of it, whatever it is. (What it says once the time is up, it was asked for.)"""
+        if not self.over.done():
+            self._engine.last_sign = self._loop.time()
+            self.over.set_result(None)
+
+    def _end_wait(self) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def _begin(self, _: object) -> None:
+        """Its own time runs from now on."""
+        self._timer.cancel()
+        if not self.over.done():
+            self._begun_at = self._engine.last_sign = self._loop.time()
+            self._engine.generating += 1
+            self._timer = self._loop.call_later(max(0.0, self._timeout_s - self._asked.generating_s), self._end_wait)
+
+    def _look_at_engine(self) -> None:
+        """It has not begun. Has the engine stood still for as long as a request may take?"""
+        since = max(self._sent, self._engine.last_sign)
+        left = self._timeout_s - (0.0 if self._engine.generating else self._loop.time() - since)
+        if left > CLOCK_S:
+            self._timer = self._loop.call_later(left, self._look_at_engine)
+        else:
+            self._end_wait()
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self.began.remove_done_callback(self._begin)
+        if self._begun_at is not None:
+            self._engine.last_sign = self._loop.time()
+            self._engine.generating -= 1
+            self._asked.generating_s += self._engine.last_sign - self._begun_at
