@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, SampleOutcome, Sampling
-from roll_lite.scheduler.filters import DEFAULT_TRIES, GroupFilter, Tries
+from roll_lite.scheduler.filters import GroupFilter
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import Recorder, loss_of
@@ -101,7 +101,6 @@ class DomainScheduler:
         group_numbers: Callable[[], int],
         changed: Callable[[], None],
         broken: Callable[[BaseException], None],
-        tries: Tries = DEFAULT_TRIES,
         left_out: Callable[[SampleGroup], None] = lambda group: None,
     ) -> None:
         """`left_out`: gets the groups that are lost or filtered."""
@@ -116,7 +115,6 @@ class DomainScheduler:
         self._recorder = recorder
         self._group_numbers = group_numbers
         self._changed, self._broken, self._left_out = changed, broken, left_out
-        self._tries = tries
         self._running: OrderedDict[int, _Live] = OrderedDict()
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[tuple[int, int]] = deque()
@@ -138,6 +136,11 @@ class DomainScheduler:
         return len(self._finished)
 
     @property
+    def _further_tries(self) -> int:
+        """For each place, after its first prompt."""
+        return self._domain.filter.tries - 1 if self._domain.filter is not None else 0
+
+    @property
     def exhausted(self) -> bool:
         """It has no more prompts to start."""
         return self._domain.epochs is not None and not self._put_back and self._domain.order.next_epoch >= self._domain.epochs
@@ -145,14 +148,14 @@ class DomainScheduler:
     def start_batch(self, count: int) -> None:
         """The next batch is asked for, with so many groups of this domain."""
         self._failure_limit = max(8, 3 * count)
-        self._tries_left = (self.running + self.owed) * (self._tries.per_place - 1)
+        self._tries_left = (self.running + self.owed) * self._further_tries
         self._waits_for = None
 
     # ------------------------------------------------------------ admission
 
     def admit(self, clock: int) -> None:
         """Start a prompt for one more place."""
-        self._tries_left += self._tries.per_place - 1
+        self._tries_left += self._further_tries
         self._start(clock)
 
     def replace(self, clock: int) -> None:
@@ -206,14 +209,15 @@ class DomainScheduler:
         """All of its samples are done: can it train?"""
         self._recorder.group(group)
         lost = loss_of(group)
-        filtered = self._domain.filter(group) if lost is None and self._domain.filter is not None else None
+        chosen = self._domain.filter
+        filtered = chosen.cause(group) if lost is None and chosen is not None else None
         del self._running[live.number]
         if lost is not None:
             self._left_out(ended(group, SampleOutcome.FAILED, lost))
             self._lose(lost)
-        elif filtered is not None:
+        elif chosen is not None and filtered is not None:
             self._left_out(ended(group, SampleOutcome.FILTERED, filtered))
-            self._leave_out(filtered)
+            self._leave_out(chosen, filtered)
         else:
             self._failures_in_a_row.clear()
             live.group = group
@@ -229,16 +233,16 @@ class DomainScheduler:
                 f"first cause: {self._failures_in_a_row[0]}"
             )
 
-    def _leave_out(self, cause: str) -> None:
+    def _leave_out(self, chosen: GroupFilter, cause: str) -> None:
         self._failures_in_a_row.clear()
         self.counts.filtered += 1
         self._recorder.domains[self.name].filtered[cause] += 1
         if self._tries_left > 0:
             self._tries_left -= 1
             self.owed += 1
-        elif self._tries.fill:
+        elif chosen.fill:
             raise DomainFailed(
-                f"domain {self.name}: {self._tries.per_place} prompts for each place of the batch were tried, and too many groups filtered "
+                f"domain {self.name}: {chosen.tries} prompts for each place of the batch were tried, and too many groups filtered "
                 f"(the last one: {cause}); rollout.filter.tries allows more, rollout.filter.when_short: continue trains on what there is"
             )
 

@@ -8,24 +8,20 @@ from statistics import fmean, pstdev
 
 from roll_lite.data.samples import SampleGroup, Score
 
-GroupFilter = Callable[[SampleGroup], str | None]
+Cause = Callable[[SampleGroup], str | None]
 """Why a group does not train, in a few words that can be counted; None: it does."""
 
 
 @dataclass(frozen=True)
-class Tries:
-    """How many prompts may be tried for a batch."""
-
-    per_place: int
-    """For each place of the batch, filtered ones among them."""
-    fill: bool
+class GroupFilter:
+    cause: Cause
+    tries: int = 10
+    """Prompts that may be tried for each place of a batch."""
+    fill: bool = True
     """When they are used up: False goes on with the groups that there are, True ends the run."""
 
 
-DEFAULT_TRIES = Tries(per_place=10, fill=True)
-
-
-def kept_between(value: str, above: float | None, below: float | None) -> GroupFilter:
+def kept_between(value: str, above: float | None, below: float | None) -> Cause:
     """Groups whose value lies strictly between the two."""
     measure = MEASURES[value]
 
@@ -40,7 +36,7 @@ def kept_between(value: str, above: float | None, below: float | None) -> GroupF
     return cause
 
 
-def kept_by(function: Callable[[SampleGroup], bool], name: str) -> GroupFilter:
+def kept_by(function: Callable[[SampleGroup], bool], name: str) -> Cause:
     def cause(group: SampleGroup) -> str | None:
         return None if function(group) else name
 

@@ -12,12 +12,11 @@ from typing import Any
 from roll_lite.data.samples import SampleGroup, SampleId, SampleOutcome, Sampling
 from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed, DomainScheduler
 from roll_lite.scheduler.episode import Episode, one_response
-from roll_lite.scheduler.filters import DEFAULT_TRIES, Tries
 from roll_lite.scheduler.mix import BatchPlan
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import Retries, SampleRunner, no_seeds, seeds_from
 from roll_lite.scheduler.stats import Progress, Recorder, RolloutStats, loss_of
-from roll_lite.scheduler.supply import OnSync, Supply, Synchronous
+from roll_lite.scheduler.supply import SYNCHRONOUS, OnSync, Pacing
 
 VALIDATION_EPOCH = -1
 
@@ -42,23 +41,19 @@ class RolloutService:
         retries: int,
         seed: int | None = None,
         episode: Episode = one_response,
-        supply: Supply | None = None,
-        on_sync: OnSync = OnSync.PAUSE,
-        oversample: float = 1.0,
-        tries: Tries = DEFAULT_TRIES,
+        pacing: Pacing = SYNCHRONOUS,
         batches: int | None = None,
         engines_rest: bool = False,
         keep_left_out: bool = False,
     ) -> None:
-        """`seed`: each request gets a seed of its own, derived from this one. `episode`: what happens in a sample. `oversample`: so many
-        times the prompts of a batch are admitted for the first one. `batches`: nothing is admitted for later ones. `engines_rest`: they
-        are away between two batches. `keep_left_out`: groups that are lost or filtered come with the next batch, their tokens with them."""
+        """`seed`: each request gets a seed of its own, derived from this one. `episode`: what happens in a sample. `batches`: nothing is
+        admitted for later ones. `engines_rest`: they are away between two batches. `keep_left_out`: groups that are lost or filtered come
+        with the next batch, their tokens with them."""
         self._domains = {domain.name: domain for domain in domains}
         self._plan = BatchPlan({domain.name: domain.share for domain in domains}, {domain.name: domain.least for domain in domains})
         self._router = router
-        self._supply = supply or Synchronous()
-        self._on_sync = on_sync
-        self._oversample = oversample
+        self._supply = pacing.supply
+        self._pacing = pacing
         self._batches = batches
         self._engines_rest = engines_rest
         self._left_out: list[SampleGroup] = []
@@ -78,17 +73,15 @@ class RolloutService:
             domain.name: SampleRunner(domain.name, router, domain.rewards, Retries(retries, domain.reward_retries), seeds, episode)
             for domain in domains
         }
-        self._schedulers = {domain.name: self._scheduler(domain, tries) for domain in domains}
+        self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
         self._progress: Callable[[], dict[str, Progress]] = dict
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         router.on_room = self._admit
 
-    def _scheduler(self, domain: Domain, tries: Tries) -> DomainScheduler:
+    def _scheduler(self, domain: Domain) -> DomainScheduler:
         runner = self._runners[domain.name]
-        return DomainScheduler(
-            domain, runner, self._recorder, self._number_group, self._group_ended, self._break_off, tries, self._group_left_out
-        )
+        return DomainScheduler(domain, runner, self._recorder, self._number_group, self._group_ended, self._break_off, self._group_left_out)
 
     def _number_group(self) -> int:
         self._next_group += 1
@@ -125,7 +118,7 @@ class RolloutService:
     def _most_places(self) -> int:
         """Places of batches that may have been charged by now."""
         batches = self._supply.batches(self._asked, self._handed_out)
-        ahead = ceil((self._oversample - 1) * self._size)
+        ahead = ceil((self._pacing.oversample - 1) * self._size)
         if self._batches is not None:
             batches, ahead = min(batches, self._batches), min(ahead, max(0, self._batches - batches) * self._size)
         return (batches - self._resumed_at) * self._size + ahead if batches else 0
@@ -216,12 +209,13 @@ class RolloutService:
 
     async def hold(self) -> None:
         """New weights are about to come. What the engines are generating ends first, is interrupted, or goes on with the new weights."""
-        if self._on_sync is OnSync.DRAIN and self._supply.whole_batches:
+        on_sync = self._pacing.on_sync
+        if on_sync is OnSync.DRAIN and self._supply.whole_batches:
             while self._error is None and any(scheduler.running for scheduler in self._schedulers.values()):
                 self._changed.clear()
                 await self._changed.wait()
-        elif self._on_sync is not OnSync.PAUSE:
-            await self._router.hold(interrupt=self._on_sync is OnSync.ABORT)
+        elif on_sync is not OnSync.PAUSE:
+            await self._router.hold(interrupt=on_sync is OnSync.ABORT)
 
     def set_version(self, version: int) -> None:
         """The engines have them."""

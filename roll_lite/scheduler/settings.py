@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from roll_lite.config.schema.domains import GroupFilterConfig, RolloutConfig
 from roll_lite.data.user_function import load_function
-from roll_lite.scheduler.filters import DEFAULT_TRIES, MEASURES, GroupFilter, Tries, kept_between, kept_by
-from roll_lite.scheduler.supply import SUPPLIES, OnSync, Supply
+from roll_lite.scheduler.filters import MEASURES, GroupFilter, kept_between, kept_by
+from roll_lite.scheduler.supply import SUPPLIES, OnSync, Pacing
 
 
-def supply_of(config: RolloutConfig) -> Supply:
+def pacing_of(config: RolloutConfig) -> Pacing:
     kind = SUPPLIES[config.supply]
-    return kind() if config.max_staleness is None else kind(config.max_staleness)
-
-
-def on_sync_of(config: RolloutConfig) -> OnSync:
-    return OnSync(config.on_sync or ("drain" if config.supply == "one_step_off" else "pause"))
+    supply = kind() if config.max_staleness is None else kind(config.max_staleness)
+    on_sync = OnSync(config.on_sync or ("drain" if config.supply == "one_step_off" else "pause"))
+    return Pacing(supply, on_sync, config.oversample)
 
 
 def filter_of(config: GroupFilterConfig | None) -> GroupFilter | None:
     if config is None:
         return None
     if config.type in MEASURES:
-        return kept_between(config.type, *config.bounds)
-    return kept_by(load_function(config.type, "rollout.filter.type", "SampleGroup -> bool"), config.type)
-
-
-def tries_of(config: GroupFilterConfig | None) -> Tries:
-    return DEFAULT_TRIES if config is None else Tries(config.tries, fill=config.when_short == "fail")
+        cause = kept_between(config.type, *config.bounds)
+    else:
+        cause = kept_by(load_function(config.type, "rollout.filter.type", "SampleGroup -> bool"), config.type)
+    return GroupFilter(cause, config.tries, fill=config.when_short == "fail")

@@ -77,3 +77,16 @@ SUPPLIES: dict[str, type[Synchronous | OneStepOff | Asynchronous]] = {
     "one_step_off": OneStepOff,
     "async": Asynchronous,
 }
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """How generation and training take turns."""
+
+    supply: Supply = Synchronous()
+    on_sync: OnSync = OnSync.PAUSE
+    oversample: float = 1.0
+    """So many times the prompts of a batch are admitted for the first one."""
+
+
+SYNCHRONOUS = Pacing()

@@ -13,7 +13,7 @@ from typing import Any
 from roll_lite.data.samples import SampleOutcome
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutResult, RolloutService
-from roll_lite.scheduler.settings import filter_of, on_sync_of, supply_of, tries_of
+from roll_lite.scheduler.settings import filter_of, pacing_of
 from roll_lite.simulator.clock import run_virtual
 from roll_lite.simulator.engine import SimulatedEngine, Span
 from roll_lite.simulator.scenario import Scenario
@@ -69,7 +69,7 @@ class Outcome:
 
     @property
     def warm_up(self) -> int:
-        return min(2 + supply_of(self.scenario.rollout).max_staleness, len(self.steps) - 1)
+        return min(2 + pacing_of(self.scenario.rollout).supply.max_staleness, len(self.steps) - 1)
 
     @property
     def step_s(self) -> float:
@@ -148,10 +148,7 @@ class _Simulation:
             domains(scenario.domains, scenario.seed, filter_of(rollout.filter)),
             self.router,
             rollout.retries,
-            supply=supply_of(rollout),
-            on_sync=on_sync_of(rollout),
-            oversample=rollout.oversample,
-            tries=tries_of(rollout.filter),
+            pacing=pacing_of(rollout),
         )
         for at in scenario.changes.joining:
             self.later(self.join(at))

@@ -25,7 +25,7 @@ from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutService, accepted
-from roll_lite.scheduler.settings import filter_of, on_sync_of, supply_of, tries_of
+from roll_lite.scheduler.settings import filter_of, pacing_of
 from roll_lite.scheduler.stats import Progress, RolloutStats
 from roll_lite.workers.infer import RemoteEngine
 from roll_lite.workers.judge import JudgeAddress, with_addresses
@@ -126,10 +126,7 @@ class RolloutWorker(AsyncWorker):
             router,
             rollout.retries,
             seed=spec.seed if spec.deterministic else None,
-            supply=supply_of(rollout),
-            on_sync=on_sync_of(rollout),
-            oversample=rollout.oversample,
-            tries=tries_of(rollout.filter),
+            pacing=pacing_of(rollout),
             batches=spec.steps,
             engines_rest=spec.engines_rest,
             keep_left_out=spec.dumps is not None,

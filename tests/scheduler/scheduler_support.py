@@ -16,6 +16,7 @@ from roll_lite.scheduler.domain import Domain, PromptSource
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import RewardClient
 from roll_lite.scheduler.service import RolloutService
+from roll_lite.scheduler.supply import Pacing
 
 
 class Prompts:
@@ -98,7 +99,8 @@ def make_service(
     engines = [ScriptedEngine(script, slots=slots) for script in (scripts or [by_tokens(8)])]
     clients = [LocalEngine(f"engine {i}", engine, frozen_admission=deterministic) for i, engine in enumerate(engines)]
     router = Router(clients, timeout_s, deterministic, engine_slots)
-    return RolloutService(domains, router, retries, seed, **how), router, engines
+    pacing = Pacing(**{key: how.pop(key) for key in ("supply", "on_sync", "oversample") if key in how})
+    return RolloutService(domains, router, retries, seed, pacing=pacing, **how), router, engines
 
 
 def prompt_of(request: GenerationRequest) -> tuple[int, int]:

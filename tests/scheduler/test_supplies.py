@@ -18,12 +18,13 @@ from roll_lite.data.samples import GenerationRequest, SampleGroup, SampleOutcome
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
 from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed
-from roll_lite.scheduler.filters import Tries, kept_between
+from roll_lite.scheduler.filters import GroupFilter, kept_between
 from roll_lite.scheduler.router import NoEngineLeft
 from roll_lite.scheduler.service import RolloutService
 from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync, Synchronous
 from roll_lite.simulator.clock import run_virtual
 
+MOSTLY_RIGHT = GroupFilter(kept_between("accuracy", 0.5, None))
 SUPPLIES = {"sync": Synchronous(), "one_step_off": OneStepOff(), "async 1": Asynchronous(1), "async 3": Asynchronous(3)}
 
 
@@ -201,7 +202,7 @@ class EveryThird(TimedReward):
 
 @pytest.mark.parametrize("name", SUPPLIES)
 def test_filtered_groups_are_replaced_and_are_no_failures(name: str) -> None:
-    domain = make_domain("a", max_tokens=400, rewards=EveryThird(), filter=kept_between("accuracy", 0.5, None))
+    domain = make_domain("a", max_tokens=400, rewards=EveryThird(), filter=MOSTLY_RIGHT)
     done, service = run(domains=[domain], supply=SUPPLIES[name], on_sync=OnSync.ABORT)
     assert [len(batch) for batch in done.batches] == [4] * 8
     assert all(uid % 3 == 0 for _, _, uid in done.prompts)
@@ -212,15 +213,15 @@ def test_filtered_groups_are_replaced_and_are_no_failures(name: str) -> None:
 
 
 def test_too_many_filtered_groups_end_the_run_with_the_cause() -> None:
-    domain = make_domain("a", max_tokens=400, filter=kept_between("std", 0.0, None))
+    domain = make_domain("a", max_tokens=400, filter=GroupFilter(kept_between("std", 0.0, None), tries=3))
     with pytest.raises(DomainFailed, match=r"domain a: 3 prompts for each place .* std not above 0"):
-        run(domains=[domain], tries=Tries(3, fill=True))
+        run(domains=[domain])
 
 
 def test_or_make_the_batch_smaller() -> None:
     rewards = EveryThird()
-    domain = make_domain("a", max_tokens=400, rewards=rewards, filter=kept_between("accuracy", 0.5, None))
-    done, service = run(domains=[domain], tries=Tries(2, fill=False), steps=6)
+    domain = make_domain("a", max_tokens=400, rewards=rewards, filter=GroupFilter(kept_between("accuracy", 0.5, None), tries=2, fill=False))
+    done, service = run(domains=[domain], steps=6)
     sizes = [len(batch) for batch in done.batches]
     assert 0 < sum(sizes) < 24 and max(sizes) <= 4
     counts = service._schedulers["a"].counts
@@ -233,7 +234,7 @@ def test_a_filter_that_raises_ends_the_run() -> None:
         raise KeyError("level")
 
     with pytest.raises(KeyError, match="level"):
-        run(domains=[make_domain("a", filter=broken)])
+        run(domains=[make_domain("a", filter=GroupFilter(broken))])
 
 
 # ---------------------------------------------------------------- domains that end, and domains with a minimum
@@ -267,7 +268,7 @@ def test_a_domains_minimum_is_kept_in_every_batch() -> None:
 
 def test_oversampling_hides_the_rounds_of_a_filter() -> None:
     def walls(oversample: float) -> list[float]:
-        domain = make_domain("a", max_tokens=400, rewards=EveryThird(), filter=kept_between("accuracy", 0.5, None))
+        domain = make_domain("a", max_tokens=400, rewards=EveryThird(), filter=MOSTLY_RIGHT)
         done, _ = run(domains=[domain], slots=64, oversample=oversample, steps=12)
         return [stats.wall_s for stats in done.stats]
 
@@ -356,7 +357,7 @@ def test_whatever_happens_every_prompt_ends_once_and_in_time(
     def fails(item: Any, asked: int) -> bool:
         return chaos.happens("reward", f"{item.prompt}{item.response}{asked}", chaos.reward_failures)
 
-    keep = kept_between("accuracy", 0.5, None) if filtered else None
+    keep = GroupFilter(MOSTLY_RIGHT.cause, tries=50) if filtered else None
     rewards = EveryThird(0.5, fails) if filtered else TimedReward(0.5, fails)
     domains = [
         make_domain("a", 0, share=2, samples=3, max_tokens=400, rewards=rewards, filter=keep),
@@ -373,7 +374,6 @@ def test_whatever_happens_every_prompt_ends_once_and_in_time(
             supply=supply,
             on_sync=on_sync,
             oversample=oversample,
-            tries=Tries(50, fill=True),
         )
 
         async def look() -> None:
