@@ -72,10 +72,16 @@ def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
         if model.role.offload:
             model.ranks.all(ModelWorker.initialize)
             model.ranks.all(ModelWorker.offload, TRAIN)
-    for ranks in live.reward_models.offloaded if live is not None else []:
+    if live is not None:
+        start_offloaded(live)
+
+
+def start_offloaded(live: LiveRollouts) -> None:
+    """What gives its devices back, one after the other."""
+    for ranks in live.reward_models.offloaded:
         ranks.all(RewardModelWorker.initialize)
         ranks.all(RewardModelWorker.offload, FORWARD)
-    if live is not None and live.engines.offloads:
+    if live.engines.offloads:
         live.engines.replicas.all(InferWorker.initialize)
         live.engines.replicas.all(InferWorker.offload, tuple(EngineMemory))
 

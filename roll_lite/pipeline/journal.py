@@ -134,10 +134,11 @@ class Journal:
             self._tokens["response"] += domain.response_tokens
         for domain_name, own in rows.group_by("domain").items():
             self._samples(str(domain_name), own)
-        self._length_quantiles(NO_DOMAIN, rows.tensor("response_length"))
-        staleness = version - rows.tensor("min_version")
-        add("rollout/staleness", float(staleness.sum()), len(rows))
-        add("rollout/staleness_max", float(staleness.max()))
+        if len(rows):  # else the filter has left nothing
+            self._length_quantiles(NO_DOMAIN, rows.tensor("response_length"))
+            staleness = version - rows.tensor("min_version")
+            add("rollout/staleness", float(staleness.sum()), len(rows))
+            add("rollout/staleness_max", float(staleness.max()))
         add("rollout/generation_seconds", stats.generation_s)
         add("rollout/reward_tail_seconds", stats.reward_tail_s)
         add("rollout/tokens_per_second", stats.response_tokens, stats.wall_s)

@@ -1,0 +1,37 @@
+"""A batch of which the filter has left nothing (rollout.filter.when_short: continue): the step trains nothing, and says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roll_lite.config.loading import load_config
+from roll_lite.distributed.dataflow import Batch
+from roll_lite.pipeline.journal import Journal
+from roll_lite.pipeline.shaping import RewardShaping
+from roll_lite.scheduler.stats import DomainStats, RolloutStats
+from roll_lite.workers.rollout_output import rows_of, tokens_of
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml") if path.stem != "tiny_base")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_empty_batch_goes_through_the_step_up_to_the_training(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    further = [] if recipe == "tiny_remax" else ["algorithm.reward.normalize={over: batch}"]
+    config = load_config(recipe, ROOT / "examples/configs", ["trackers=[{type: jsonl}]", *further])
+    journal = Journal(config, tmp_path)
+    journal.connect()
+    stats = RolloutStats({name: DomainStats() for name in config.domains}, wall_s=1.0)
+    stats.domains["add"].filtered["accuracy not above 0"] += 7
+    batch = Batch(rows_of([], {}), [tokens_of([], kept_ids=False)])
+    with journal.step(1):
+        journal.rollouts(batch.rows, stats, 0, {})
+        shaped = RewardShaping(config)(batch)
+        journal.shaped(shaped.rows, shaped.masked)
+    assert len(shaped.batch) == 0
+    (record,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert record["rollout/filtered_groups"] == 7 and record["rollout/samples"] == 0
