@@ -1,7 +1,8 @@
 """Tokens per second of MegatronStrategy.train_step against a bare Megatron loop, written out here, on the same model and rows.
 
-The bare loop is what one would write by hand: padded micro-batches made beforehand, logits of every position, Megatron's own
-cross-entropy, DDP, optimizer, nothing reported. The two sides take turns step by step, so that a busy machine slows both.
+The bare loop is what one would write by hand: batches made beforehand, logits of every position, Megatron's own cross-entropy, DDP,
+optimizer, nothing reported. Rows are equally long, so that nothing is padded there (bench/packing.py has rows that are not). The two sides
+take turns step by step, so that a busy machine slows both.
 The last line is a JSON object; `ratio` above 1 means that train_step is faster. It is taken on rows of which every token counts, so that
 both sides work on the same positions; `ratio_with_prompts` on rows that begin with a prompt, whose logits train_step leaves out.
 """
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, OptimizerConfig
-from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, RowsAtATime
+from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, RowsAtATime, padded
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.base import ModelSpec
@@ -38,9 +39,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig, get_megatron_optimizer  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from roll_lite.config.hf_config import read_hf_config  # isort: skip
+from roll_lite.distributed.strategy.megatron.layers import SdpaAttention  # isort: skip
 from roll_lite.distributed.strategy.megatron.model import layer_spec, transformer_config  # isort: skip
 
-ROWS, MICRO_BATCH, VOCAB = 64, 8, 4096
+ROWS, MICRO_BATCH, VOCAB, PROMPT, LENGTH = 64, 8, 4096, 20, 100
 PLANNER = RowsAtATime(MICRO_BATCH)
 OPTIMIZER = OptimizerConfig(lr=1e-5)
 
@@ -55,16 +57,13 @@ def make_model(folder: Path) -> None:
 
 
 def make_rows() -> DataProto:
-    """Prompts of 8 to 32 tokens, responses of 32 to 128."""
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(8, 33, (ROWS,), generator=generator).tolist()
-    lengths = [prompt + int(torch.randint(32, 129, (1,), generator=generator)) for prompt in prompts]
     return DataProto(
         {
             "temperature": torch.ones(ROWS),
-            "input_ids": Ragged.from_rows([torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]),
-            "response_mask": Ragged.from_rows([torch.arange(length) >= prompt for prompt, length in zip(prompts, lengths, strict=True)]),
-            "advantages": Ragged.from_rows([torch.randn(length - 1, generator=generator) / 1000 for length in lengths]),
+            "input_ids": Ragged.from_rows([torch.randint(0, VOCAB, (LENGTH,), generator=generator) for _ in range(ROWS)]),
+            "response_mask": Ragged.from_rows([torch.arange(LENGTH) >= PROMPT] * ROWS),
+            "advantages": Ragged.from_rows([torch.randn(LENGTH - 1, generator=generator) / 1000 for _ in range(ROWS)]),
         }
     )
 
@@ -81,12 +80,23 @@ def policy_gradient(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tupl
     return loss, {"tokens": micro_batch.mask.sum()}
 
 
+class PaddedAttention(SdpaAttention):
+    """What one would write for rows of one length."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **_: Any) -> torch.Tensor:
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+
 def bare_megatron(path: Path, rows: DataProto) -> Callable[[], None]:
     """The same model without the strategy; one optimizer step per call."""
     hf = read_hf_config(path)
     config = transformer_config(hf, MegatronStrategyConfig(), torch.float32, deterministic=False)
+    spec = layer_spec(hf)
+    spec.submodules.self_attention.submodules.core_attention = PaddedAttention
     model = GPTModel(
-        config, layer_spec(hf), hf.vocab_size, hf.max_positions, share_embeddings_and_output_weights=True, position_embedding_type="rope",
+        config, spec, hf.vocab_size, hf.max_positions, share_embeddings_and_output_weights=True, position_embedding_type="rope",
         rotary_base=hf.rope.theta,
     )  # fmt: skip
     for parameter in model.parameters():
@@ -96,7 +106,7 @@ def bare_megatron(path: Path, rows: DataProto) -> Callable[[], None]:
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(optimizer="adam", lr=OPTIMIZER.lr, weight_decay=0.0, clip_grad=1.0, use_distributed_optimizer=True), [chunk]
     )
-    padded = MicroBatchPlan.of(rows.lengths, PLANNER).micro_batches(rows)
+    batches = [padded(part) for part in MicroBatchPlan.of(rows.lengths, PLANNER).cut(rows)]
 
     def forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
         micro = next(iterator)
@@ -112,8 +122,8 @@ def bare_megatron(path: Path, rows: DataProto) -> Callable[[], None]:
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
         get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iter(padded), model=[chunk], num_microbatches=len(padded),
-            seq_length=padded[0].columns["input_ids"].shape[1], micro_batch_size=MICRO_BATCH,
+            forward_step_func=forward_step, data_iterator=iter(batches), model=[chunk], num_microbatches=len(batches),
+            seq_length=LENGTH, micro_batch_size=MICRO_BATCH,
         )  # fmt: skip
         optimizer.step()
 

@@ -50,8 +50,8 @@ class ClusterArithmetic:
 class PassArithmetic:
     """The micro-batches of one pass of a role: its log-probs or values over a batch, or the training on a mini-batch.
 
-    Rows go to the ranks so that each has about as many tokens, and every rank runs as many micro-batches as the one with most rows. How
-    many that is depends on the lengths: known are the number for rows of one length, and a bound.
+    Rows go to the ranks so that each has about as much to do, and every rank runs as many micro-batches as the one with most of them. How
+    many that is depends on the lengths: known is the number where all rows are as long as can be.
     """
 
     role: str
@@ -60,22 +60,29 @@ class PassArithmetic:
     """Of the fullest rank, where all rows are equally long."""
     most_rows: int
     """Of a rank whose rows are short while all others have one each: no rank is empty while there are rows for all."""
-    rows_at_a_time: int
-    width: int
-    """Tokens of the longest padded row."""
+    longest: int
+    """Tokens of a row, at most."""
+    budget: int
+    """Tokens of a micro-batch of several rows, at most."""
+    row_limit: int | None = None
+    token_multiple: int = 1
 
     @property
     def micro_batches(self) -> int:
-        return ceil(self.rows / self.rows_at_a_time)
+        """Where all rows are as long as can be."""
+        return ceil(self.rows / self._rows_at_a_time)
 
     @property
-    def most_micro_batches(self) -> int:
-        return ceil(self.most_rows / self.rows_at_a_time)
+    def tokens(self) -> int:
+        """Of the largest micro-batch that there can be."""
+        rows = min(self.most_rows, self.row_limit or self.most_rows)
+        most = max(self.longest, min(self.budget, rows * self.longest))
+        return ceil(most / self.token_multiple) * self.token_multiple
 
     @property
-    def largest(self) -> int:
-        """Rows of the largest micro-batch."""
-        return min(self.rows_at_a_time, self.most_rows)
+    def _rows_at_a_time(self) -> int:
+        fitting = max(self.budget // self.longest, 1)
+        return min(fitting, self.row_limit or fitting)
 
 
 @dataclass(frozen=True)
@@ -210,8 +217,8 @@ def model_parallel_size(role: Role) -> int:
     return getattr(strategy, "tensor_parallel", 1)
 
 
-def width_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Tokens of a padded row are a multiple of this: sequence parallelism cuts them into equal parts."""
+def token_multiple(strategy: MegatronStrategyConfig) -> int:
+    """Tokens of a micro-batch are a multiple of this: sequence parallelism cuts them into equal parts."""
     return strategy.tensor_parallel if strategy.sequence_parallel else 1
 
 
@@ -292,12 +299,12 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
     for name, role in by_role.items():
         if isinstance(role, ForwardRoleConfig):
             ranks = len(device_numbers(role.devices)) // model_parallel_size(role)
-            width = ceil(longest_sequence(config) / width_multiple(role.strategy)) * width_multiple(role.strategy)
-            yield PassArithmetic(name, "forward", *_fullest_rank(rows, ranks), role.micro_batch_size, width)
+            longest, multiple = longest_sequence(config), token_multiple(role.strategy)
+            budget = role.micro_batch_tokens, role.micro_batch_size
+            yield PassArithmetic(name, "forward", *_fullest_rank(rows, ranks), longest, *budget, multiple)
             if isinstance(role, TrainRoleConfig):
                 mini_batch = ceil(rows / config.algorithm.mini_batches)
-                size = role.train_micro_batch_size or role.micro_batch_size
-                yield PassArithmetic(name, "training", *_fullest_rank(mini_batch, ranks), size, width)
+                yield PassArithmetic(name, "training", *_fullest_rank(mini_batch, ranks), longest, *role.in_training, multiple)
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:
@@ -346,8 +353,8 @@ def render(arithmetic: BatchArithmetic) -> str:
             one.role,
             one.what,
             _with_bound(one.rows, one.most_rows),
-            _with_bound(one.micro_batches, one.most_micro_batches),
-            f"{one.largest} x {one.width} = {one.largest * one.width} tokens",
+            str(one.micro_batches),
+            f"{one.tokens} tokens",
         ]
         for one in arithmetic.passes
     ]
@@ -367,7 +374,7 @@ def render(arithmetic: BatchArithmetic) -> str:
             table(["role", "devices", "layout", "shares devices with"], clusters),
             table(["domain", "share", "prompts per step", "samples per prompt", "samples per step", "longest sequence"], domains),
             table(["batch", ""], batch),
-            *([table(["micro-batches of", "pass", "samples of a rank", "micro-batches", "largest, padded"], passes)] if passes else []),
+            *([table(["role", "pass", "samples of a rank", "micro-batches, of the longest", "largest"], passes)] if passes else []),
         ]
     )
 

@@ -56,6 +56,13 @@ class HfConfig:
     qk_norm: bool
     rope: RopeConfig
 
+    @property
+    def attention_par(self) -> float:
+        """Tokens of a row at which attention takes as many operations as the layer's matrices: each token multiplies them once, and meets
+        half of the others twice, in scores and in values."""
+        matrices = self.hidden * (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * self.hidden * self.feed_forward
+        return matrices / (self.heads * self.head_dim)
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """What config.json holds. ValueError, saying what is wrong with which file."""

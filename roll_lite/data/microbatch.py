@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from roll_lite.data.keys import KEYS, Kind
+from roll_lite.data.minibatches import balanced_partition, row_costs
 from roll_lite.data.proto import VECTORS, DataProto
 from roll_lite.data.ragged import Ragged
 
@@ -43,8 +45,8 @@ class MicroBatchOutputs:
 class Multiples:
     """What a parallel layout asks of every plan."""
 
-    width: int = 1
-    """Tokens of a padded row are a multiple of this: sequence parallelism cuts them into equal parts."""
+    tokens: int = 1
+    """Tokens of a micro-batch are a multiple of this: sequence parallelism cuts them into equal parts."""
     count: int = 1
     """Micro-batches of a pass are a multiple of this: interleaved pipeline stages take turns over groups of them."""
 
@@ -52,13 +54,15 @@ class Multiples:
 class MicroBatchPlanner(Protocol):
     """Decides which rows of a batch go together."""
 
-    def cut(self, lengths: torch.Tensor) -> list[np.ndarray]:
-        """`lengths` [rows] tokens. Row numbers of each micro-batch, every row in exactly one of them."""
+    def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
+        """`lengths` [rows] tokens. Row numbers of each micro-batch, every row in exactly one of them.
+
+        `parts`: as many are run anyway, because other ranks have so many; a planner may spread its rows over them."""
 
 
 @dataclass(frozen=True)
 class RowsAtATime:
-    """A fixed number of rows, in the order of the batch."""
+    """A fixed number of rows, in the order of the batch: for models that pad them to the longest."""
 
     size: int
 
@@ -66,9 +70,33 @@ class RowsAtATime:
         if self.size < 1:
             raise ValueError(f"a micro-batch of {self.size} rows: it needs at least one")
 
-    def cut(self, lengths: torch.Tensor) -> list[np.ndarray]:
+    def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         rows = np.arange(len(lengths))
         return [rows[start : start + self.size] for start in range(0, len(rows), self.size)]
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """As few micro-batches as keep within `tokens`, of about the same cost each, so that pipeline stages and ranks do not wait for one
+    another. A row that is longer than that goes alone. Within a micro-batch the longest row comes first, and equals stand together."""
+
+    tokens: int
+    rows: int | None = None
+    """The most rows of a micro-batch."""
+    attention_par: float = inf
+    """See row_costs."""
+
+    def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
+        tokens = lengths.numpy()
+        costs = row_costs(tokens, self.attention_par)
+        count = max(parts, -(-int(tokens.clip(max=self.tokens).sum()) // self.tokens), 1)
+        found = balanced_partition(costs, count)
+        while not all(self._fits(tokens[part]) for part in found):
+            found = balanced_partition(costs, len(found) + 1)
+        return [part[np.argsort(-tokens[part], kind="stable")] for part in found if len(part)]
+
+    def _fits(self, tokens: np.ndarray) -> bool:
+        return len(tokens) <= 1 or (tokens.sum() <= self.tokens and (self.rows is None or len(tokens) <= self.rows))
 
 
 @dataclass(frozen=True)
@@ -79,8 +107,8 @@ class MicroBatchPlan:
     """Row numbers of each micro-batch."""
     count: int
     """Micro-batches that this rank runs, at least one. Those beyond `parts` have no rows: they keep step with ranks that have more."""
-    width_multiple: int = 1
-    """Tokens of a padded row are a multiple of this."""
+    token_multiple: int = 1
+    """Tokens of a micro-batch are filled up to a multiple of this."""
 
     @staticmethod
     def of(
@@ -90,22 +118,24 @@ class MicroBatchPlan:
         agree: Callable[[int], int] | None = None,
     ) -> MicroBatchPlan:
         """`agree`: from this rank's number of micro-batches to the largest among the ranks that have to run equally many; collective."""
-        parts = tuple(planner.cut(lengths))
+        parts = planner.cut(lengths)
+        most = max(agree(len(parts)) if agree else len(parts), 1)
+        count = -(-most // multiples.count) * multiples.count
+        if count > len(parts) and len(spread := planner.cut(lengths, count)) <= count:
+            parts = spread
         rows = np.concatenate([np.empty(0, dtype=np.int64), *parts])
         assert np.array_equal(np.sort(rows), np.arange(len(lengths))), f"{planner} does not cut {len(lengths)} rows into parts once each"
-        count = max(agree(len(parts)) if agree else len(parts), 1)
-        return MicroBatchPlan(parts, -(-count // multiples.count) * multiples.count, multiples.width)
+        return MicroBatchPlan(tuple(parts), count, multiples.tokens)
 
     @property
     def rows(self) -> int:
         return sum(map(len, self.parts))
 
-    def micro_batches(self, batch: DataProto) -> list[MicroBatch]:
-        """`count` of them; those without rows come last."""
+    def cut(self, batch: DataProto) -> list[DataProto]:
+        """`count` parts; those without rows come last."""
         if len(batch) != self.rows:
             raise ValueError(f"a plan for {self.rows} rows was given a batch of {len(batch)}")
-        nothing = [padded(batch.slice(0, 0), self.width_multiple)] * (self.count - len(self.parts))
-        return [padded(batch.take(rows), self.width_multiple) for rows in self.parts] + nothing
+        return [batch.take(rows) for rows in self.parts] + [batch.slice(0, 0)] * (self.count - len(self.parts))
 
     def lengths(self, batch: DataProto) -> list[torch.Tensor]:
         """Tokens of the rows of each micro-batch."""
@@ -140,15 +170,14 @@ class MicroBatchPlan:
 # ---------------------------------------------------------------- padding
 
 
-def padded(rows: DataProto, width_multiple: int = 1) -> MicroBatch:
-    """The rows side by side, as long as the longest of them rounded up to `width_multiple`.
+def padded(rows: DataProto) -> MicroBatch:
+    """The rows side by side, as long as the longest of them.
 
     input_ids are padded with 0, kept_ids with -1, everything else with 0; OBJECT columns stay behind. Without a response_mask every
     transition between real tokens counts. Without rows there is room for one transition, so that losses find the shapes they expect.
     """
     lengths = rows.lengths
-    longest = int(lengths.max()) if len(rows) else 2
-    width = -(-longest // width_multiple) * width_multiple
+    width = int(lengths.max()) if len(rows) else 2
     columns: dict[str, torch.Tensor] = {}
     for name, column in rows.columns.items():
         if isinstance(column, Ragged):

@@ -57,29 +57,34 @@ def cut_mini_batches(
     return cut
 
 
-def spread(mini_batches: list[MiniBatch], lengths: dict[int, int], ranks: int) -> list[list[MiniBatch]]:
-    """Each rank's share of every mini-batch, balanced by tokens within the mini-batch. `lengths`: tokens by sample number."""
+def row_costs(tokens: np.ndarray, attention_par: float) -> np.ndarray:
+    """What rows of so many tokens take, relative to each other. Attention looks at every token before: it grows with the square, and is
+    the same as everything else at `attention_par` tokens."""
+    return tokens * (1 + tokens / attention_par)
+
+
+def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -> list[list[MiniBatch]]:
+    """Each rank's share of every mini-batch, balanced within the mini-batch. `costs`: by sample number."""
     shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for mini_batch in mini_batches:
-        tokens = np.array([lengths[int(sample)] for sample in mini_batch.samples], dtype=np.int64)
-        for rank, rows in enumerate(balanced_partition(tokens, ranks)):
+        for rank, rows in enumerate(balanced_partition([costs[int(sample)] for sample in mini_batch.samples], ranks)):
             shares[rank].append(mini_batch.share(rows))
     return shares
 
 
-def balanced_partition(lengths: Sequence[int] | np.ndarray | torch.Tensor, parts: int) -> list[np.ndarray]:
-    """Row numbers of each part, ascending, with the token counts of the parts close to each other.
+def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int) -> list[np.ndarray]:
+    """Row numbers of each part, ascending, with the sums of the parts' costs close to each other.
 
-    The longest row goes first, each to the lightest part; ties go to the part with fewer rows, then to the lower number, so that the
-    result depends on the lengths alone and no part stays empty while there are rows for all.
+    The dearest row goes first, each to the lightest part; ties go to the part with fewer rows, then to the lower number, so that the
+    result depends on the costs alone and no part stays empty while there are rows for all.
     """
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")
-    tokens = np.asarray(lengths)
+    each = np.asarray(costs)
     members: list[list[int]] = [[] for _ in range(parts)]
-    lightest = [(0, 0, part) for part in range(parts)]
-    for row in np.argsort(-tokens, kind="stable").tolist():
+    lightest: list[tuple[float, int, int]] = [(0, 0, part) for part in range(parts)]
+    for row in np.argsort(-each, kind="stable").tolist():
         load, rows, part = lightest[0]
         members[part].append(row)
-        heapq.heapreplace(lightest, (load + int(tokens[row]), rows + 1, part))
+        heapq.heapreplace(lightest, (load + each[row].item(), rows + 1, part))
     return [np.sort(np.array(rows, dtype=np.int64)) for rows in members]

@@ -13,7 +13,7 @@ import torch
 from roll_lite.config.arithmetic import device_numbers
 from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, RewardModelConfig
 from roll_lite.data.keys import Columns
-from roll_lite.data.minibatches import MiniBatch, balanced_partition, spread
+from roll_lite.data.minibatches import MiniBatch, balanced_partition, row_costs, spread
 from roll_lite.distributed.cluster import Cluster, Pending
 from roll_lite.distributed.dataflow import Batch, BatchShard, Block
 from roll_lite.distributed.strategy.base import EngineMemory, StateGroup
@@ -54,18 +54,21 @@ class Model(Generic[W]):
         return loaded(self, parts)
 
     def shards(self, batch: Batch, columns: Columns) -> list[BatchShard]:
-        """The batch, cut for the data-parallel ranks so that each has about as many tokens."""
-        parts = balanced_partition(lengths(batch), self.ranks.data_size)
+        """The batch, cut for the data-parallel ranks so that each has about as much to do."""
+        parts = balanced_partition(self._costs(batch), self.ranks.data_size)
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
         """Every data-parallel rank gets the rows that it needs in any mini-batch once, and its part of each mini-batch."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
-        spreads = spread(list(mini_batches), dict(zip(samples, lengths(batch).tolist(), strict=True)), self.ranks.data_size)
+        spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
         rows = [sorted({row_of[int(sample)] for part in own for sample in part.samples}) for own in spreads]
         shards = batch.shards([np.array(own, dtype=np.int64) for own in rows], columns.of(batch.keys()))
         return [TrainShare(shard, own) for shard, own in zip(shards, spreads, strict=True)]
+
+    def _costs(self, batch: Batch) -> np.ndarray:
+        return row_costs(lengths(batch).numpy(), self.ranks.layouts[0].attention_par)
 
     def start_forward(self, batch: Batch, columns: Sequence[str]) -> Pending[list[Block | None]]:
         """`columns`: of those that its worker computes."""

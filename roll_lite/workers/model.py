@@ -14,7 +14,7 @@ import torch.distributed as dist
 from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema.models import CriticRoleConfig, ForwardRoleConfig, ModelConfig, TrainRoleConfig
 from roll_lite.data.keys import Columns
-from roll_lite.data.microbatch import MicroBatchPlanner, RowsAtATime
+from roll_lite.data.microbatch import TokenBudget
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import from_numpy
@@ -49,15 +49,6 @@ class ModelRole:
             seed=self.seed,
             deterministic=self.deterministic,
         )
-
-    @property
-    def forward_planner(self) -> MicroBatchPlanner:
-        return RowsAtATime(self.config.micro_batch_size)
-
-    @property
-    def train_planner(self) -> MicroBatchPlanner:
-        own = self.config.train_micro_batch_size if isinstance(self.config, TrainRoleConfig) else None
-        return RowsAtATime(own) if own else self.forward_planner
 
 
 @dataclass(frozen=True)
@@ -128,7 +119,7 @@ class ModelWorker(Worker):
         """Some of the columns that the role computes, of this rank's rows; on head ranks."""
         batch = shard.materialize()
         wanted = [self.computes[name] for name in columns]
-        plan = self.strategy.plan(batch.lengths, self.spec.forward_planner)
+        plan = self.strategy.plan(batch.lengths, self._budget(self.spec.config.micro_batch_tokens, self.spec.config.micro_batch_size))
         outputs = self.strategy.forward(batch, wanted, plan)
         if outputs is None:
             return None
@@ -136,13 +127,17 @@ class ModelWorker(Worker):
         return put_block(DataProto({"sample": batch.tensor("sample"), **named}))
 
     def _train(self, share: TrainShare, loss_fn: LossFn, outputs: Sequence[str]) -> Iterator[tuple[MiniBatch, TrainResult]]:
+        assert isinstance(self.spec.config, TrainRoleConfig)
         batch = share.shard.materialize()
         place = {int(sample): row for row, sample in enumerate(batch.tensor("sample").tolist())}
         for mini_batch in share.mini_batches:
             rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
             rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))
-            plan = self.strategy.plan(rows.lengths, self.spec.train_planner)
+            plan = self.strategy.plan(rows.lengths, self._budget(*self.spec.config.in_training))
             yield mini_batch, self.strategy.train_step(rows, loss_fn, outputs, plan)
+
+    def _budget(self, tokens: int, rows: int | None) -> TokenBudget:
+        return TokenBudget(tokens, rows, self.strategy.layout.attention_par)
 
     def _make_heads_group(self) -> dist.ProcessGroup | None:
         layouts: list[RankLayout | None] = [None] * self.strategy.layout.world_size

@@ -638,13 +638,13 @@ def told(project: Project, broken: Broken, *beside: str) -> list[Problem]:
     written = [project.folder / name for name in ("override", "removed")]
     overrides = [one.read_text() for one in written if one.is_file() and one.read_text()]
     name = "wrong" if (project.folder / "configs/wrong.yaml").is_file() else "rich"
-    started = time.monotonic()
+    started = time.process_time()
     try:
         project.load(*overrides, *broken.overrides, *beside, name=name)
     except ConfigError as error:
         return list(error.problems)
     finally:
-        assert time.monotonic() - started < LIMIT_S, "takes too long"
+        assert time.process_time() - started < LIMIT_S, "takes too long"
     return []
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll_lite.data.microbatch import MicroBatchPlan, Multiples, RowsAtATime, padded
+from roll_lite.data.microbatch import MicroBatchPlan, Multiples, RowsAtATime, TokenBudget, padded
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.ragged import Ragged
 
@@ -23,7 +23,7 @@ class Given:
 
     parts: list[list[int]]
 
-    def cut(self, lengths: torch.Tensor) -> list[np.ndarray]:
+    def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         return [np.array(part, dtype=np.int64) for part in self.parts]
 
 
@@ -37,11 +37,11 @@ def tokens(lengths: list[int]) -> DataProto:
 
 def test_a_plan_by_hand() -> None:
     """Seven rows, three at a time: 3 + 3 + 1. Another rank has four micro-batches, stages take turns in twos: four, one of them idle."""
-    plan = MicroBatchPlan.of(torch.tensor([9, 4, 12, 2, 7, 5, 3]), RowsAtATime(3), Multiples(width=4, count=2), agree=lambda count: 4)
+    plan = MicroBatchPlan.of(torch.tensor([9, 4, 12, 2, 7, 5, 3]), RowsAtATime(3), Multiples(tokens=4, count=2), agree=lambda count: 4)
     assert [part.tolist() for part in plan.parts] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert (plan.count, plan.rows) == (4, 7)
-    shapes = [tuple(micro.columns["input_ids"].shape) for micro in plan.micro_batches(tokens([9, 4, 12, 2, 7, 5, 3]))]
-    assert shapes == [(3, 12), (3, 8), (1, 4), (0, 4)]
+    assert (plan.count, plan.rows, plan.token_multiple) == (4, 7, 4)
+    shapes = [tuple(padded(rows).columns["input_ids"].shape) for rows in plan.cut(tokens([9, 4, 12, 2, 7, 5, 3]))]
+    assert shapes == [(3, 12), (3, 7), (1, 3), (0, 2)]
 
 
 @pytest.mark.parametrize(
@@ -51,17 +51,54 @@ def test_the_number_of_micro_batches(rows: int, others: int, multiple: int, coun
     """At least one, as many as any rank has, rounded up to what the stages need."""
     lengths = torch.full((rows,), 3)
     plan = MicroBatchPlan.of(lengths, RowsAtATime(2), Multiples(count=multiple), agree=lambda own: max(own, others))
-    assert plan.count == count == len(plan.micro_batches(tokens(lengths.tolist())))
+    assert plan.count == count == len(plan.cut(tokens(lengths.tolist())))
 
 
 def test_micro_batches_without_rows_have_every_column() -> None:
     """Of the same dtypes, so that a loss can run on them."""
     batch = tokens([3, 5]).with_columns(advantages=Ragged.from_rows([torch.ones(2), torch.ones(4)]), reward=torch.tensor([1.0, 2.0]))
-    first, idle = MicroBatchPlan.of(batch.lengths, RowsAtATime(2), agree=lambda count: 2).micro_batches(batch)
+    first, idle = map(padded, MicroBatchPlan.of(batch.lengths, RowsAtATime(2), agree=lambda count: 2).cut(batch))
     assert {name: (column.dtype, column.shape[0]) for name, column in idle.columns.items()} == {
         name: (column.dtype, 0) for name, column in first.columns.items()
     }
     assert idle.mask.shape == (0, 1)
+
+
+def test_a_token_budget_by_hand() -> None:
+    """27 tokens at 12 a time are three micro-batches; the longest row goes to each of them first, then the next to the lightest. A row
+    that is longer than the budget goes alone."""
+    lengths = torch.tensor([2, 9, 4, 3, 4, 5])
+    assert [part.tolist() for part in TokenBudget(12).cut(lengths)] == [[1], [5, 3, 0], [2, 4]]
+    assert [part.tolist() for part in TokenBudget(4).cut(torch.tensor([9, 2, 2, 9]))] == [[0], [3], [1, 2]]
+    assert [part.tolist() for part in TokenBudget(100, rows=2).cut(torch.tensor([5, 1, 3, 5]))] == [[0, 2], [3, 1]]
+    assert TokenBudget(12).cut(torch.empty(0, dtype=torch.int64)) == []
+
+
+def test_a_token_budget_spreads_over_what_other_ranks_run_anyway() -> None:
+    plan = MicroBatchPlan.of(torch.tensor([4, 4, 4, 4]), TokenBudget(16), agree=lambda own: 3)
+    assert [len(part) for part in plan.parts] == [2, 1, 1] and plan.count == 3
+
+
+def test_costs_decide_what_goes_together() -> None:
+    """By tokens 6 + 2 and 4 + 4 are equal; where a row costs its square, the last one goes where 32 are instead of to the 36."""
+    lengths = torch.tensor([6, 4, 4, 2])
+    assert [part.tolist() for part in TokenBudget(10).cut(lengths)] == [[0, 3], [1, 2]]
+    assert [part.tolist() for part in TokenBudget(10, attention_par=1e-6).cut(lengths)] == [[0], [1, 2, 3]]
+
+
+@properties
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 120), st.none() | st.integers(1, 6), st.integers(1, 9))
+def test_a_token_budget_holds(lengths: list[int], tokens: int, rows: int | None, parts: int) -> None:
+    """And takes no more micro-batches than one row each; a second look with as many parts as it found changes nothing."""
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    planner = TokenBudget(tokens, rows)
+    cut = planner.cut(sizes, parts)
+    assert sorted(row for part in cut for row in part.tolist()) == list(range(len(lengths)))
+    for part in cut:
+        taken = sizes[part]
+        assert len(part) == 1 or (int(taken.sum()) <= tokens and (rows is None or len(part) <= rows))
+        assert taken.tolist() == sorted(taken.tolist(), reverse=True)
+    assert [part.tolist() for part in planner.cut(sizes, len(cut))] == [part.tolist() for part in cut]
 
 
 def test_plans_that_cannot_be() -> None:
@@ -72,7 +109,7 @@ def test_plans_that_cannot_be() -> None:
             MicroBatchPlan.of(torch.tensor([3, 4]), Given(parts))
     plan = MicroBatchPlan.of(torch.tensor([3, 4]), RowsAtATime(1))
     with pytest.raises(ValueError, match="a plan for 2 rows was given a batch of 3"):
-        plan.micro_batches(tokens([3, 4, 5]))
+        plan.cut(tokens([3, 4, 5]))
     with pytest.raises(ValueError, match="1 outputs for a plan of 2 micro-batches"):
         plan.collect_transitions([torch.zeros(1, 2)], tokens([3, 4]))
     with pytest.raises(ValueError, match="3 outputs for a plan of 2 micro-batches"):
@@ -106,30 +143,29 @@ def test_padding_by_hand() -> None:
             "domain": object_column(["a", "b", "c"]),
         }
     )
-    first, last = MicroBatchPlan.of(batch.lengths, RowsAtATime(2), Multiples(width=4)).micro_batches(batch)
-    assert first.columns["input_ids"].tolist() == [[1, 5, 2, 0, 0, 0, 0, 0], [1, 6, 7, 8, 2, 0, 0, 0]]
-    assert first.columns["values"].tolist() == [[0.5, 1.5, 0, 0, 0, 0, 0], [1, 2, 3, 4, 0, 0, 0]]
-    assert first.mask.int().tolist() == [[0, 1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0, 0]]
+    first, last = map(padded, MicroBatchPlan.of(batch.lengths, RowsAtATime(2)).cut(batch))
+    assert first.columns["input_ids"].tolist() == [[1, 5, 2, 0, 0], [1, 6, 7, 8, 2]]
+    assert first.columns["values"].tolist() == [[0.5, 1.5, 0, 0], [1, 2, 3, 4]]
+    assert first.mask.int().tolist() == [[0, 1, 0, 0], [0, 1, 1, 1]]
     assert first.columns["score"].tolist() == [1.0, 2.0]
     assert "domain" not in first.columns
-    assert last.columns["input_ids"].tolist() == [[1, 9, 0, 0]] and last.mask.int().tolist() == [[1, 0, 0]]
+    assert last.columns["input_ids"].tolist() == [[1, 9]] and last.mask.int().tolist() == [[1]]
 
 
 def test_without_a_response_mask_every_real_transition_counts() -> None:
-    micro = padded(tokens([2, 4]), width_multiple=5)
-    assert micro.mask.int().tolist() == [[1, 0, 0, 0], [1, 1, 1, 0]]
+    assert padded(tokens([2, 4])).mask.int().tolist() == [[1, 0, 0], [1, 1, 1]]
 
 
 @properties
-@given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.randoms(use_true_random=False))
-def test_outputs_are_collected_in_the_order_of_the_batch(lengths: list[int], size: int, multiple: int, idle: int, random: object) -> None:
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 5), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_outputs_are_collected_in_the_order_of_the_batch(lengths: list[int], size: int, idle: int, random: object) -> None:
     batch = tokens(lengths)
     shuffled = list(range(len(lengths)))
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    for planner in (RowsAtATime(size), Given([shuffled[start : start + size] for start in range(0, len(lengths), size)])):
-        plan = MicroBatchPlan.of(batch.lengths, planner, Multiples(width=multiple), agree=lambda count: count + idle)
-        micros = plan.micro_batches(batch)
-        assert all(micro.columns["input_ids"].shape[1] % multiple == 0 for micro in micros)
+    given_parts = Given([shuffled[start : start + size] for start in range(0, len(lengths), size)])
+    for planner in (RowsAtATime(size), given_parts, TokenBudget(9 * size, rows=size)):
+        plan = MicroBatchPlan.of(batch.lengths, planner, agree=lambda count: count + idle)
+        micros = [padded(rows) for rows in plan.cut(batch)]
         assert all(micro.mask.shape == micro.columns["input_ids"][:, 1:].shape for micro in micros)
         column = plan.collect_transitions([micro.columns["input_ids"][:, 1:].double().requires_grad_() for micro in micros], batch)
         assert [row.tolist() for row in column.rows()] == [[float(100 * i + t) for t in range(1, n)] for i, n in enumerate(lengths)]
@@ -147,11 +183,11 @@ def test_vectors_are_padded_each_with_its_own() -> None:
             "ref_distribution": Ragged.from_rows([torch.full((2, 4), -1.5), torch.full((1, 4), -2.5)]),
         }
     )
-    micro = padded(batch, width_multiple=4)
-    assert micro.columns["kept_ids"].tolist() == [[[5, 7], [2, -1], [-1, -1]], [[6, 0], [-1, -1], [-1, -1]]]
-    assert micro.columns["ref_distribution"][1].tolist() == [[-2.5] * 4, [0.0] * 4, [0.0] * 4]
+    micro = padded(batch)
+    assert micro.columns["kept_ids"].tolist() == [[[5, 7], [2, -1]], [[6, 0], [-1, -1]]]
+    assert micro.columns["ref_distribution"][1].tolist() == [[-2.5] * 4, [0.0] * 4]
     plan = MicroBatchPlan.of(batch.lengths, RowsAtATime(1))
-    collected = plan.collect_transitions([micro.columns["ref_distribution"] for micro in plan.micro_batches(batch)], batch)
+    collected = plan.collect_transitions([padded(rows).columns["ref_distribution"] for rows in plan.cut(batch)], batch)
     assert collected.equals(batch.ragged("ref_distribution"))
     nothing = padded(DataProto({"input_ids": Ragged.from_rows([], torch.int64), "ref_distribution": Ragged.from_rows([])}))
     assert nothing.columns["ref_distribution"].shape == (0, 1, 1), "a vector per transition, of any length"

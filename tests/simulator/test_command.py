@@ -16,7 +16,7 @@ from roll_lite.simulator.scenario import scenario_of
 from roll_lite.simulator.simulation import Outcome, Step
 
 RUN = Path(__file__).parent / "tiny_grpo_run"
-SHORT = ["simulation.steps=4", "rollout.prompts_per_step=6"]
+SHORT = ["simulation.steps=3", "rollout.prompts_per_step=6"]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -46,7 +46,7 @@ def test_every_policy_and_other_numbers_of_engines_stand_side_by_side(capsys: py
 
 def test_a_measured_run_takes_the_place_of_assumptions_and_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--config-name", "tiny_grpo", "--from", str(RUN), *SHORT]) == 0
-    assert "\nsimulation:\n  steps: 4\n  engine: {pass_ms: " in capsys.readouterr().out
+    assert "\nsimulation:\n  steps: 3\n  engine: {pass_ms: " in capsys.readouterr().out
 
 
 def test_what_is_no_run_is_a_mistake(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

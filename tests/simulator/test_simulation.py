@@ -126,7 +126,7 @@ def test_the_cache_limits_how_many_run_on_average() -> None:
     assert one.mean_slots == 64
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_nothing_is_lost_or_doubled(data: st.DataObject) -> None:
     """Under any policy, with engines that die and start: every step has its groups, every sample is there or told, nothing is too old."""

@@ -128,8 +128,10 @@ class ForwardRoleConfig(Section):
     """Number of devices, or the list of device numbers, counted over all nodes. On a machine without GPUs a device is a CPU slot."""
     strategy: TrainStrategyConfig = Field(default_factory=MegatronStrategyConfig)
     """How the model is laid out."""
-    micro_batch_size: PositiveInt = 8
-    """Samples in one forward pass of a rank."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Tokens in one forward pass of a rank, at most. Samples are packed, not padded; one that is longer goes alone."""
+    micro_batch_size: PositiveInt | None = None
+    """Samples in one forward pass of a rank, at most; no limit where absent."""
     offload: bool = False
     """Free this role's memory while it is idle."""
     threads: PositiveInt = 1
@@ -141,8 +143,15 @@ class TrainRoleConfig(ForwardRoleConfig):
 
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and learning rate."""
+    train_micro_batch_tokens: PositiveInt | None = None
+    """Tokens in one forward and backward pass of a rank, at most; micro_batch_tokens where absent."""
     train_micro_batch_size: PositiveInt | None = None
-    """Samples in one forward and backward pass of a rank; micro_batch_size where absent."""
+    """Samples in one forward and backward pass of a rank, at most; micro_batch_size where absent."""
+
+    @property
+    def in_training(self) -> tuple[int, int | None]:
+        """Tokens and samples of one forward and backward pass, at most."""
+        return self.train_micro_batch_tokens or self.micro_batch_tokens, self.train_micro_batch_size or self.micro_batch_size
 
 
 class CriticRoleConfig(TrainRoleConfig):

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -36,6 +37,8 @@ class RankLayout:
     pipeline_rank: int
     context_rank: int
     is_head: bool
+    attention_par: float = inf
+    """Tokens of a row at which attention costs as much as everything else in the model (RowCosts)."""
 
 
 ValueInit = Literal["actor", "reward_model", "path"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from roll_lite.data.microbatch import MicroBatchPlan, MicroBatchPlanner
+from roll_lite.data.microbatch import MicroBatchPlan, MicroBatchPlanner, padded
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.base import ForwardStrategy, ModelSpec, RankLayout, StateGroup
 from roll_lite.distributed.strategy.device import take_local_device
@@ -56,8 +56,7 @@ class HfRewardStrategy(ForwardStrategy):
         tokens = batch.select(["input_ids"])
         with torch.inference_mode():
             scores = [
-                self._scores(micro.columns["input_ids"], lengths) if len(lengths) else torch.empty(0)
-                for micro, lengths in zip(plan.micro_batches(tokens), plan.lengths(tokens), strict=True)
+                self._scores(padded(rows).columns["input_ids"], rows.lengths) if len(rows) else torch.empty(0) for rows in plan.cut(tokens)
             ]
         return DataProto({"final_value": plan.collect_rows(scores)})
 

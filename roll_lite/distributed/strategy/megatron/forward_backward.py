@@ -27,7 +27,7 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
-        return chunk(given.input_ids, given.positions), lambda result, non_loss_data: on_head(result, given)
+        return chunk(given.input_ids, given.rows, given.positions), lambda result, non_loss_data: on_head(result, given)
 
     with torch.no_grad():
         return _run(step, chunks, inputs, forward_only=True, collect_non_loss_data=True)
@@ -47,7 +47,7 @@ def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: O
             # The token count is for Megatron's own averaging, which sum_gradients leaves out.
             return value, torch.zeros([], dtype=torch.int, device=value.device), returned
 
-        return chunk(given.input_ids, given.positions), loss
+        return chunk(given.input_ids, given.rows, given.positions), loss
 
     return _run(step, chunks, inputs, forward_only=False)
 

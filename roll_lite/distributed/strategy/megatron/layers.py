@@ -1,13 +1,15 @@
-"""Our own layers in Megatron's model: norm, core attention, and the critic's head."""
+"""Our own layers in Megatron's model: norm, core attention over packed rows, and the critic's head."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import divide
+from torch.nn.attention.varlen import varlen_attn
 
 from roll_lite.distributed.strategy.device import current_device
 
@@ -21,11 +23,39 @@ class TorchRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-class SdpaAttention(MegatronModule):
-    """Causal attention with grouped queries, on torch's scaled_dot_product_attention.
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows one behind the other in a single sequence of tokens: which of them see each other, and where in its row each one stands.
 
-    Rows are padded on the right, so the causal mask alone keeps padding out of sight. Megatron hands over
-    [tokens, batch, heads, head_dim] and takes [tokens, batch, heads * head_dim].
+    Goes through Megatron's layers in the place of its own PackedSeqParams, of whose formats it declares the one in which rotary
+    embeddings come ready for every token: those of `thd` are cut and joined row by row in every layer, waiting for the device each time.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    """(rows, tokens of each) of neighbours that are equally long."""
+    places: torch.Tensor
+    """[tokens] int64: of each token in its row, from 0."""
+    starts: torch.Tensor
+    """[rows + 1] int32: where each row begins, and where the last one ends."""
+    qkv_format = "sbhd"
+
+    @staticmethod
+    def of(lengths: torch.Tensor) -> PackedRows:
+        """On the host."""
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        sizes, counts = torch.unique_consecutive(lengths, return_counts=True)
+        places = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
+        return PackedRows(tuple(zip(counts.tolist(), sizes.tolist(), strict=True)), places, starts.int())
+
+    @property
+    def longest(self) -> int:
+        return max(size for _, size in self.runs)
+
+
+class SdpaAttention(MegatronModule):
+    """Causal attention with grouped queries within packed rows, on torch's scaled_dot_product_attention.
+
+    Megatron hands over [tokens, 1, heads, head_dim] and takes [tokens, 1, heads * head_dim].
     """
 
     def __init__(
@@ -54,18 +84,30 @@ class SdpaAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        assert attention_mask is None and attention_bias is None and packed_seq_params is None, "only padded causal rows come here"
-        tokens, batch, heads, head_dim = query.shape
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        output = torch.nn.functional.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=self.queries_per_key > 1,
-        )
-        return output.permute(2, 0, 1, 3).reshape(tokens, batch, heads * head_dim)
+        assert attention_mask is None and attention_bias is None and packed_seq_params is not None, "only packed causal rows come here"
+        rows: PackedRows = packed_seq_params
+        q, k, v = (part.squeeze(1) for part in (query, key, value))
+        packed = self._variable_length if q.is_cuda and q.dtype == torch.bfloat16 else self._run_by_run
+        return packed(q, k, v, rows).reshape(len(query), 1, -1)
+
+    def _variable_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+        """Flash attention; a window of (-1, 0) is the causal one."""
+        starts, longest = rows.starts, rows.longest
+        output = varlen_attn(q, k, v, starts, starts, longest, longest, scale=self.softmax_scale, window_size=(-1, 0), enable_gqa=True)
+        assert isinstance(output, torch.Tensor)
+        return output
+
+    def _run_by_run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+        """Neighbours of one length are a batch without padding, and no copy."""
+        sizes = [count * size for count, size in rows.runs]
+        outputs = []
+        for (count, size), *parts in zip(rows.runs, *(each.split(sizes) for each in (q, k, v)), strict=True):
+            query, key, value = (part.view(count, size, *part.shape[1:]).transpose(1, 2) for part in parts)
+            found = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=self.queries_per_key > 1
+            )
+            outputs.append(found.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs)
 
 
 class ValueHead(torch.nn.Module):

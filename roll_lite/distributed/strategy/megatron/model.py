@@ -25,7 +25,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
-from roll_lite.distributed.strategy.megatron.layers import SdpaAttention, TorchRMSNorm, ValueHead
+from roll_lite.distributed.strategy.megatron.layers import PackedRows, SdpaAttention, TorchRMSNorm, ValueHead
+
+ROTARY_STEP = 256
+"""Rotary embeddings are made for multiples of this many tokens: Megatron keeps a few of them."""
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
@@ -50,7 +53,7 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         tensor_model_parallel_size=strategy.tensor_parallel,
         pipeline_model_parallel_size=strategy.pipeline_parallel,
         sequence_parallel=strategy.sequence_parallel,
-        # Micro-batches are padded to their own longest row, so stages must tell each other the shapes.
+        # Every micro-batch has its own number of tokens, so stages must tell each other the shapes.
         variable_seq_lengths=strategy.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",  # dense models too: the default is refused beside variable lengths
         pipeline_dtype=dtype,
@@ -134,16 +137,17 @@ class RollModel(GPTModel):
             head: Any = self.output_layer
             head.sequence_parallel, head.allreduce_dgrad, head.disable_grad_reduce = False, False, True
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids [B, T]; positions [N]: numbers t * B + b of the positions whose next token counts."""
-        decoder_input, rotary, *_ = self._preprocess(input_ids=input_ids, position_ids=None)
-        hidden = self.decoder(hidden_states=decoder_input, attention_mask=None, rotary_pos_emb=rotary)
+    def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
+        """input_ids [1, tokens], the rows one behind the other; positions [N] of the tokens whose next one counts."""
+        embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        rotary = self.rotary_pos_emb(-(-rows.longest // ROTARY_STEP) * ROTARY_STEP).index_select(0, rows.places)
+        hidden = self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=rows)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
             # The logits' gradient with respect to hidden is partial on every rank, that of the replicated value head is complete.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not self.has_value_head)
-        chosen = hidden.flatten(0, 1).index_select(0, positions)
+        chosen = hidden.squeeze(1).index_select(0, positions)
         if self.has_value_head:
             return self.output_layer(chosen)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None

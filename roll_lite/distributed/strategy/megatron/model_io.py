@@ -1,4 +1,4 @@
-"""Between padded micro-batches and the model's flat view of them: only the positions that count reach the model's head."""
+"""Between micro-batches and the model: rows are packed for it, only positions that count reach its head, losses see padded columns."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan
+from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, padded
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.megatron.distribution import distribution
+from roll_lite.distributed.strategy.megatron.layers import PackedRows
 from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entropy
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
@@ -24,10 +25,10 @@ class ModelInput:
     """A micro-batch on the device, ready for the model."""
 
     input_ids: torch.Tensor
-    """[B, T]"""
+    """[1, tokens], the rows one behind the other."""
+    rows: PackedRows
     positions: torch.Tensor
-    """[N] t * B + b of the positions whose next token counts: where they stand in the model's [T, B, hidden]. Behind them [B], the last
-    position of each row, where final_value is asked for."""
+    """[N] of the tokens whose next one counts. Behind them [B], the last token of each row, where final_value is asked for."""
     slots: torch.Tensor
     """[N] b * (T - 1) + t: where their results go in [B, T - 1]."""
     targets: torch.Tensor
@@ -43,44 +44,52 @@ class ModelInput:
 def model_inputs(
     batch: DataProto, plan: MicroBatchPlan, device: torch.device, columns: Collection[str] | None = None, ends: bool = False
 ) -> list[ModelInput]:
-    """The plan's micro-batches. `columns`: those that the loss sees; all where None. `ends`: with the last position of each row."""
-    lengths = plan.lengths(batch) if ends else [None] * plan.count
-    return [_model_input(micro, device, columns, last) for micro, last in zip(plan.micro_batches(batch), lengths, strict=True)]
+    """The plan's micro-batches. `columns`: those that the loss sees; all where None. `ends`: with the last token of each row."""
+    return [_model_input(rows, plan.token_multiple, device, columns, ends) for rows in plan.cut(batch)]
 
 
-def _model_input(
-    micro_batch: MicroBatch, device: torch.device, columns: Collection[str] | None, lengths: torch.Tensor | None
-) -> ModelInput:
+def _model_input(batch: DataProto, token_multiple: int, device: torch.device, columns: Collection[str] | None, ends: bool) -> ModelInput:
     """Positions are worked out on the host, so that the device is never waited for."""
-    input_ids, mask = micro_batch.columns["input_ids"], micro_batch.mask
-    batch, transitions = mask.shape
-    slots = mask.reshape(-1).nonzero().squeeze(1)
+    micro_batch = padded(batch)
+    transitions = micro_batch.mask.shape[1]
+    slots = micro_batch.mask.reshape(-1).nonzero().squeeze(1)
     row, step = slots // transitions, slots % transitions
-    targets = input_ids[:, 1:].reshape(-1).index_select(0, slots)
-    positions = step * batch + row
-    if lengths is not None:
-        positions = torch.cat([positions, (lengths - 1) * batch + torch.arange(batch)])
+    input_ids, rows = _packed(batch, token_multiple)
+    positions = rows.starts[row] + step
+    targets = input_ids.index_select(0, positions + 1)
+    if ends:
+        positions = torch.cat([positions, rows.starts[: len(batch)] + batch.lengths - 1])
     kept, temperatures = micro_batch.columns.get(KEPT), micro_batch.columns.get(TEMPERATURE)
     seen = set(micro_batch.columns if columns is None else columns) - {KEPT, TEMPERATURE}
     wanted = {name: column for name, column in micro_batch.columns.items() if name in seen}
     on_device = {name: _to(column, device) for name, column in wanted.items()}
     return ModelInput(
-        # Without rows the model still runs, on one row of padding of which nothing is asked.
-        input_ids=_to(input_ids if batch else input_ids.new_zeros(1, input_ids.shape[1]), device),
+        input_ids=_to(input_ids[None], device),
+        rows=replace(rows, places=_to(rows.places, device), starts=_to(rows.starts, device)),
         positions=_to(positions, device),
         slots=_to(slots, device),
         targets=_to(targets, device),
-        micro_batch=MicroBatch(on_device, _to(mask, device)),
+        micro_batch=MicroBatch(on_device, _to(micro_batch.mask, device)),
         kept=_to(kept.flatten(0, 1).index_select(0, slots), device) if kept is not None else None,
         temperatures=_to(temperatures.index_select(0, row), device) if temperatures is not None else None,
     )
+
+
+def _packed(batch: DataProto, token_multiple: int) -> tuple[torch.Tensor, PackedRows]:
+    """[tokens] and their rows. What is missing to a multiple is a further row of padding, of which nothing is asked; so is the one that
+    the model runs where there are no rows."""
+    ids, lengths = batch.ragged("input_ids").values, batch.lengths
+    missing = -len(ids) % token_multiple if len(ids) else token_multiple
+    if missing:
+        ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])
+    return ids, PackedRows.of(lengths)
 
 
 def outputs_of(
     result: torch.Tensor, given: ModelInput, outputs: Sequence[str], vocab_size: int, group: dist.ProcessGroup
 ) -> MicroBatchOutputs:
     """What the model's last stage returned, as the padded columns that losses read; 0 where the mask is 0."""
-    shape = (given.micro_batch.mask.shape[0], given.input_ids.shape[1] - 1)
+    shape = given.micro_batch.mask.shape
     if set(outputs) & {"values", "final_value"}:
         values, ends = result.split([len(given.slots), len(result) - len(given.slots)])
         return MicroBatchOutputs(
@@ -115,7 +124,7 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
         raise ValueError(f"outputs {list(outputs)}: a model {'with' if value_head else 'without'} value head has {', '.join(known)}")
 
 
-def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """[N, ...] to [B, T - 1, ...], differentiable."""
     entry = flat.shape[1:]
     return flat.new_zeros(shape[0] * shape[1], *entry).index_copy(0, slots, flat).view(*shape, *entry)

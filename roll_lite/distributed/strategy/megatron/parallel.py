@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from roll_lite.config.arithmetic import width_multiple
+from roll_lite.config.arithmetic import token_multiple
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.data.microbatch import Multiples
@@ -30,7 +30,7 @@ def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int
 
 def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
     """What the layout asks of a plan of micro-batches."""
-    return Multiples(width=width_multiple(strategy))
+    return Multiples(tokens=token_multiple(strategy))
 
 
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:

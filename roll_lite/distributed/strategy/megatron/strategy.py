@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class MegatronStrategy(TrainStrategy):
         self.device = take_local_device()
         if spec.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.layout = join_groups(self._config, spec.seed)
+        self.layout = replace(join_groups(self._config, spec.seed), attention_par=self._hf.attention_par)
         config = transformer_config(self._hf, self._config, self._dtype, spec.deterministic)
         chunks = [RollModel(config, self._hf, self._value_head)]
         self._bindings = bind(chunks, self._hf)

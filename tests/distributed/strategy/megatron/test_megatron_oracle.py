@@ -19,10 +19,10 @@ from megatron_cases import (
 )
 from megatron_ranks import RankPool
 from support_models import load_hf
-from support_passes import forward, train_step
+from support_passes import Cut, forward, train_step
 
 from roll_lite.config.schema.models import OptimizerConfig
-from roll_lite.data.microbatch import RowsAtATime
+from roll_lite.data.microbatch import RowsAtATime, TokenBudget
 from roll_lite.data.proto import DataProto
 
 NO_CLIPPING = OptimizerConfig(lr=1e-30, clip_grad=0.0)
@@ -70,7 +70,7 @@ def check_forward(path: Path, vocab: int, layout: dict[str, Any]) -> None:
         torch.testing.assert_close(masked.ragged("log_probs").row(row), log_p * mask, rtol=1e-5, atol=1e-5)
 
 
-def check_gradients(path: Path, vocab: int, layout: dict[str, Any], sizes: list[int] | None, micro_batch_sizes: list[int]) -> None:
+def check_gradients(path: Path, vocab: int, layout: dict[str, Any], sizes: list[int] | None, micro_batch_sizes: list[Cut]) -> None:
     """The same loss and gradient for every micro-batch size, equal to Hugging Face's on the whole batch without padding."""
     strategy = started(path, NO_CLIPPING, distributed_optimizer=False, **layout)
     batch = batch_of(vocab=vocab)
@@ -101,7 +101,7 @@ def check_many(cases: list[tuple[Any, ...]]) -> None:
 def test_families(ranks: RankPool, models: dict[str, Path], layout: dict[str, int]) -> None:
     world_size = max([1, *layout.values()])
     options = {name: size for name, size in layout.items() if name != "data"}
-    micro_batch_sizes = [1, 2, 6] if world_size == 1 else [2, 4]
+    micro_batch_sizes: list[Cut] = [1, 2, 6, TokenBudget(20)] if world_size == 1 else [2, TokenBudget(20)]
     cases: list[tuple[Any, ...]] = []
     for family in FAMILIES:
         cases.append((check_forward, models[family], 100, options))
@@ -133,6 +133,23 @@ def test_two_by_two(ranks: RankPool, models: dict[str, Path]) -> None:
         cases: list[tuple[Any, ...]] = [(check_forward, models["qwen3"], 100, layout)]
         cases += [(check_gradients, models["qwen3"], 100, layout, sizes, [2]) for sizes in ([1, 5], [6, 0])]
         ranks(4, check_many, cases)
+
+
+def rows_among_others(path: Path) -> None:
+    """Each row's log-probs, alone and packed between rows of its own and of other lengths, that also stand in another order."""
+    strategy = started(path)
+    batch = batch_of([9, 4, 12, 2, 7, 4, 4])
+    among = [forward(strategy, batch, ["log_probs"], planner) for planner in (len(batch), TokenBudget(1000), RowsAtATime(3))]
+    for row in range(len(batch)):
+        alone = forward(strategy, batch.slice(row, row + 1), ["log_probs"], 1)
+        assert alone is not None
+        for out in among:
+            assert out is not None
+            torch.testing.assert_close(out.ragged("log_probs").row(row), alone.ragged("log_probs").row(0), rtol=1e-5, atol=1e-5)
+
+
+def test_packed_rows_do_not_see_each_other(ranks: RankPool, models: dict[str, Path]) -> None:
+    ranks(1, rows_among_others, models["qwen3"])
 
 
 def forward_of_nothing(path: Path) -> None:
