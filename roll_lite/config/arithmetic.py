@@ -66,11 +66,12 @@ class PassArithmetic:
     """Tokens of a micro-batch of several rows, at most."""
     row_limit: int | None = None
     token_multiple: int = 1
+    count_multiple: int = 1
 
     @property
     def micro_batches(self) -> int:
         """Where all rows are as long as can be."""
-        return ceil(self.rows / self._rows_at_a_time)
+        return ceil(ceil(self.rows / self._rows_at_a_time) / self.count_multiple) * self.count_multiple
 
     @property
     def tokens(self) -> int:
@@ -217,6 +218,11 @@ def model_parallel_size(role: Role) -> int:
     return getattr(strategy, "tensor_parallel", 1)
 
 
+def count_multiple(strategy: MegatronStrategyConfig) -> int:
+    """Micro-batches of a pass are a multiple of this: interleaved pipeline stages take turns over groups of them."""
+    return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
+
+
 def token_multiple(strategy: MegatronStrategyConfig) -> int:
     """Tokens of a micro-batch are a multiple of this: sequence parallelism cuts them into equal parts."""
     return strategy.tensor_parallel if strategy.sequence_parallel else 1
@@ -287,7 +293,8 @@ def _cluster(name: str, by_role: dict[str, Role]) -> ClusterArithmetic:
     copies = len(devices) // size
     strategy = role.strategy
     if isinstance(strategy, MegatronStrategyConfig):
-        parts = {"TP": strategy.tensor_parallel, "PP": strategy.pipeline_parallel, "DP": copies}
+        virtual = strategy.virtual_pipeline_parallel
+        parts = {"TP": strategy.tensor_parallel, "PP": strategy.pipeline_parallel, "VPP": virtual, "DP": copies}
         layout = " x ".join(f"{key} {value}" for key, value in parts.items() if value > 1 or key == "DP")
     else:
         layout = f"{copies} replica{'s' if copies != 1 else ''}" + (f" of TP {size}" if size > 1 else "")
@@ -299,12 +306,12 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
     for name, role in by_role.items():
         if isinstance(role, ForwardRoleConfig):
             ranks = len(device_numbers(role.devices)) // model_parallel_size(role)
-            longest, multiple = longest_sequence(config), token_multiple(role.strategy)
+            longest, multiples = longest_sequence(config), (token_multiple(role.strategy), count_multiple(role.strategy))
             budget = role.micro_batch_tokens, role.micro_batch_size
-            yield PassArithmetic(name, "forward", *_fullest_rank(rows, ranks), longest, *budget, multiple)
+            yield PassArithmetic(name, "forward", *_fullest_rank(rows, ranks), longest, *budget, *multiples)
             if isinstance(role, TrainRoleConfig):
                 mini_batch = ceil(rows / config.algorithm.mini_batches)
-                yield PassArithmetic(name, "training", *_fullest_rank(mini_batch, ranks), longest, *role.in_training, multiple)
+                yield PassArithmetic(name, "training", *_fullest_rank(mini_batch, ranks), longest, *role.in_training, *multiples)
 
 
 def _largest_batch(domains: Sequence[DomainArithmetic]) -> int:

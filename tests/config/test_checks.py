@@ -131,10 +131,15 @@ LAYOUT_CHECKS = {
         "actor_train.strategy.sequence_parallel",
         "needs tensor_parallel > 1",
     ),
-    "virtual pipeline, which is not there": (
-        "actor_train: {devices: 2, strategy: {pipeline_parallel: 2, virtual_pipeline: 3}}",
-        "actor_train.strategy.virtual_pipeline",
-        "unknown key",
+    "virtual pipeline without stages": (
+        "actor_train: {strategy: {virtual_pipeline_parallel: 3}}",
+        "actor_train.strategy.virtual_pipeline_parallel",
+        "needs pipeline_parallel > 1",
+    ),
+    "virtual pipeline and layers": (
+        "actor_train: {devices: 3, strategy: {pipeline_parallel: 3, virtual_pipeline_parallel: 3}}",
+        "actor_train.strategy.virtual_pipeline_parallel",
+        "the 2 layers of a pipeline stage; use one of 1, 2",
     ),
     "pipeline and layers": (
         "actor_train: {devices: 4, strategy: {pipeline_parallel: 4}}",

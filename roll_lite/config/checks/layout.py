@@ -63,6 +63,17 @@ def _pipeline_divides_layers(config: RunConfig, name: str, role: Role) -> Iterat
     if shape.layers % pipeline:
         message = f"does not divide the model's {shape.layers} layers; use one of {_divisors(shape.layers)}"
         yield Problem(f"{name}.strategy.pipeline_parallel", message, pipeline)
+    elif shape.layers // pipeline % (virtual := role.strategy.virtual_pipeline_parallel):
+        of_a_stage = shape.layers // pipeline
+        message = f"does not divide the {of_a_stage} layers of a pipeline stage; use one of {_divisors(of_a_stage)}"
+        yield Problem(f"{name}.strategy.virtual_pipeline_parallel", message, virtual)
+
+
+def _interleaved_stages(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
+    strategy = role.strategy
+    if isinstance(strategy, MegatronStrategyConfig) and strategy.virtual_pipeline_parallel > 1 and strategy.pipeline_parallel == 1:
+        virtual = strategy.virtual_pipeline_parallel
+        yield Problem(f"{name}.strategy.virtual_pipeline_parallel", "needs pipeline_parallel > 1; use 1", virtual)
 
 
 def _tensor_parallel_divides_heads(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
@@ -104,6 +115,7 @@ ROLE_CHECKS = (
     _device_list,
     _parallel_sizes_divide_devices,
     _sequence_parallel,
+    _interleaved_stages,
     _pipeline_divides_layers,
     _tensor_parallel_divides_heads,
     _engine_limits,

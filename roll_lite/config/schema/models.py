@@ -48,6 +48,9 @@ class MegatronStrategyConfig(Section):
     """Ranks that share every layer's matrices."""
     pipeline_parallel: PositiveInt = 1
     """Ranks that share the layers."""
+    virtual_pipeline_parallel: PositiveInt = 1
+    """Parts of the model that each of these ranks holds, interleaved with those of the others: they wait less for one another, and
+    exchange more (needs pipeline_parallel > 1)."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence (needs tensor_parallel > 1)."""
     distributed_optimizer: bool = True

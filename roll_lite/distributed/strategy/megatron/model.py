@@ -52,7 +52,12 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         attention_dropout=0.0,
         tensor_model_parallel_size=strategy.tensor_parallel,
         pipeline_model_parallel_size=strategy.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=strategy.virtual_pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else None,
         sequence_parallel=strategy.sequence_parallel,
+        # One exchange at a time: with both directions in one batch, two stages that are each other's neighbours on either side would take
+        # one another's gradients for activations.
+        overlap_p2p_comm=strategy.virtual_pipeline_parallel > 1,
+        batch_p2p_comm=strategy.virtual_pipeline_parallel == 1,
         # Every micro-batch has its own number of tokens, so stages must tell each other the shapes.
         variable_seq_lengths=strategy.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",  # dense models too: the default is refused beside variable lengths
@@ -105,20 +110,20 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 
 
 class RollModel(GPTModel):
-    """One pipeline stage.
+    """One pipeline stage, or one of the parts that an interleaved stage has.
 
     On the last stage forward returns, for the N positions asked for, the logits of this rank's part of the vocabulary [N, V/tp], or
     [N] values. Prompt tokens and padding never reach the head, the largest matrix of a small model.
     """
 
-    def __init__(self, config: Any, hf: HfConfig, value_head: bool) -> None:
-        last = parallel_state.is_pipeline_last_stage()
+    def __init__(self, config: Any, hf: HfConfig, value_head: bool, part: int | None = None) -> None:
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=part)
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(config, hf),
+            transformer_layer_spec=_block_spec(config, hf, part),
             vocab_size=padded_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=part),
             post_process=last,
             parallel_output=True,
             share_embeddings_and_output_weights=hf.tied_embeddings and not value_head,
@@ -127,6 +132,7 @@ class RollModel(GPTModel):
             rope_scaling=hf.rope.llama3_factor is not None,
             rope_scaling_factor=hf.rope.llama3_factor or 1.0,
             seq_len_interpolation_factor=hf.rope.linear_factor,
+            vp_stage=part,
         )
         _mark_cut_weights(self)
         self.has_value_head = value_head
@@ -163,5 +169,5 @@ def _mark_cut_weights(model: torch.nn.Module) -> None:
             set_tensor_model_parallel_attributes(module.weight, True, 1 if isinstance(module, RowParallelLinear) else 0, 1)
 
 
-def _block_spec(config: Any, hf: HfConfig) -> Any:
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(hf)] * get_num_layers_to_build(config), layer_norm=TorchRMSNorm)
+def _block_spec(config: Any, hf: HfConfig, part: int | None) -> Any:
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(hf)] * get_num_layers_to_build(config, part), layer_norm=TorchRMSNorm)

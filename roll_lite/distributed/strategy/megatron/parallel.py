@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from roll_lite.config.arithmetic import token_multiple
+from roll_lite.config.arithmetic import count_multiple, token_multiple
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.data.microbatch import Multiples
@@ -26,26 +28,39 @@ def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int
         raise ValueError("strategy.sequence_parallel: true needs strategy.tensor_parallel > 1")
     if hf.layers % pipeline:
         raise ValueError(f"strategy.pipeline_parallel: {pipeline} does not divide the model's {hf.layers} layers")
+    virtual = strategy.virtual_pipeline_parallel
+    if virtual > 1 and pipeline == 1:
+        raise ValueError(f"strategy.virtual_pipeline_parallel: {virtual} needs strategy.pipeline_parallel > 1")
+    if hf.layers % (pipeline * virtual):
+        raise ValueError(
+            f"strategy.virtual_pipeline_parallel: {pipeline} stages x {virtual} parts do not divide the model's {hf.layers} layers"
+        )
 
 
 def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
     """What the layout asks of a plan of micro-batches."""
-    return Multiples(tokens=token_multiple(strategy))
+    return Multiples(token_multiple(strategy), count_multiple(strategy))
 
 
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
     """Make the process groups of the layout, or share those that another role made in this process. Collective."""
-    wanted = (strategy.tensor_parallel, strategy.pipeline_parallel)
+    virtual = strategy.virtual_pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else None
+    wanted = (strategy.tensor_parallel, strategy.pipeline_parallel, virtual)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=strategy.tensor_parallel,
             pipeline_model_parallel_size=strategy.pipeline_parallel,
+            virtual_pipeline_model_parallel_size=virtual,
         )
-    found = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size())
+    found = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+    )
     if found != wanted:
         raise ValueError(
-            f"strategy: tensor_parallel x pipeline_parallel is {wanted[0]} x {wanted[1]}, but another role in this process has "
-            f"{found[0]} x {found[1]}; roles that share processes need the same layout"
+            f"strategy: tensor_parallel x pipeline_parallel (x virtual_pipeline_parallel) is {_times(wanted)}, but another role in this "
+            f"process has {_times(found)}; roles that share processes need the same layout"
         )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -61,3 +76,7 @@ def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
         context_rank=context_rank,
         is_head=tensor_rank == 0 and context_rank == 0 and pipeline_rank == strategy.pipeline_parallel - 1,
     )
+
+
+def _times(sizes: Sequence[int | None]) -> str:
+    return " x ".join(str(size) for size in sizes if size is not None)

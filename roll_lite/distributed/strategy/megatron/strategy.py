@@ -67,7 +67,8 @@ class MegatronStrategy(TrainStrategy):
             torch.use_deterministic_algorithms(True)
         self.layout = replace(join_groups(self._config, spec.seed), attention_par=self._hf.attention_par)
         config = transformer_config(self._hf, self._config, self._dtype, spec.deterministic)
-        chunks = [RollModel(config, self._hf, self._value_head)]
+        virtual = self._config.virtual_pipeline_parallel
+        chunks = [RollModel(config, self._hf, self._value_head, part) for part in (range(virtual) if virtual > 1 else [None])]
         self._bindings = bind(chunks, self._hf)
         load_weights(
             self._bindings,

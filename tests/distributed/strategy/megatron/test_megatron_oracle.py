@@ -33,6 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {family: tiny(folder / family, family) for family in FAMILIES} | {
         "odd vocabulary": tiny(folder / "odd", "qwen2", vocab_size=101),
+        "four layers": tiny(folder / "four", "qwen3", layers=4),
         "odd vocabulary, untied": tiny(folder / "odd_untied", "qwen3", vocab_size=101, tied=False),
         "rope linear": tiny(folder / "linear", "llama", rope_parameters={"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}),
         "rope llama3": tiny(
@@ -124,6 +125,14 @@ def test_layouts_that_come_for_free(ranks: RankPool, models: dict[str, Path]) ->
         for family in FAMILIES:
             cases = [(check_forward, models[family], 100, layout), (check_gradients, models[family], 100, layout, None, [2, 6])]
             ranks(2, check_many, cases)
+
+
+@pytest.mark.slow
+def test_interleaved_stages(ranks: RankPool, models: dict[str, Path]) -> None:
+    """Tied embeddings and their copy lie on different ranks, and a rank's two parts are not neighbours."""
+    layout = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
+    path = models["four layers"]
+    ranks(2, check_many, [(check_forward, path, 100, layout), (check_gradients, path, 100, layout, None, [1, TokenBudget(20)])])
 
 
 @pytest.mark.slow

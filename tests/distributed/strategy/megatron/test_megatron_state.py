@@ -161,9 +161,29 @@ def resume_elsewhere(path: Path, folder: Path, layout: dict[str, Any], count: in
     ("saved", "loaded"), [("TP2", "one rank"), ("one rank", "TP2"), ("DP2", "one rank"), ("one rank", "DP2"), ("DP2", "TP2")]
 )
 def test_another_layout_goes_on_where_the_first_stopped(ranks: RankPool, path: Path, tmp_path: Path, saved: str, loaded: str) -> None:
-    sizes = {name: 1 if name == "one rank" else 2 for name in LAYOUTS}
-    expected, further = ranks(sizes[saved], save_after, path, tmp_path, LAYOUTS[saved], 3)[0]
-    weights, results = ranks(sizes[loaded], resume_elsewhere, path, tmp_path, LAYOUTS[loaded], 3)[0]
+    goes_on(ranks, path, tmp_path, LAYOUTS[saved], LAYOUTS[loaded])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("VPP2", "one rank"), ("one rank", "VPP2"), ("TP2", "VPP2"), ("VPP2", "PP2"), ("PP2", "DP2"), ("DP2", "PP2")]
+)
+def test_pipeline_stages_go_on_where_others_stopped(
+    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, saved: str, loaded: str
+) -> None:
+    pipelines = {"PP2": {"pipeline_parallel": 2}, "VPP2": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}}
+    layouts: dict[str, dict[str, Any]] = LAYOUTS | pipelines
+    deep = tiny(tmp_path_factory.mktemp("deep") / "model", "qwen3", vocab_size=101, layers=4)
+    goes_on(ranks, deep, tmp_path, layouts[saved], layouts[loaded])
+
+
+def goes_on(ranks: RankPool, path: Path, folder: Path, saved: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Whatever rank a tensor is exported by."""
+    before = ranks(2 if saved else 1, save_after, path, folder, saved, 3)
+    after = ranks(2 if loaded else 1, resume_elsewhere, path, folder, loaded, 3)
+    expected, weights = ({name: one for own, _ in found for name, one in own.items()} for found in (before, after))
+    further, results = before[0][1], after[0][1]
+    assert weights.keys() == expected.keys()
     for result, other in zip(results, further, strict=True):
         assert result.lr == other.lr
         assert result.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
