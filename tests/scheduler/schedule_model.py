@@ -153,6 +153,7 @@ class Model:
             assert delivered[name] == stats.requested or (delivered[name] < stats.requested and self.short), name
         for number, group in list(self.live.items()):
             if group.clock < clock + 1 - most:
+                assert self.house.pacing.oversample > 1, f"group {number} is too old, and there was room for no more than what trains"
                 del self.live[number]
                 self.ways[group.row[0]]["stale"] += 1
                 if group.row not in {other.row for other in self.live.values()}:  # else it has started again already

@@ -46,6 +46,10 @@ class FragileEngine(ScriptedEngine):
         self._goes.set()
 
     @property
+    def hangs(self) -> bool:
+        return not self._goes.is_set() and self._life.failure is None
+
+    @property
     def healthy(self) -> bool:
         return self._goes.is_set() and self._life.failure is None
 
@@ -269,25 +273,36 @@ class RandomSchedules(RuleBasedStateMachine):
         self.do(lambda: None, seconds)
 
     @precondition(lambda self: not self.busy())
-    @rule()
-    def ask_for_a_batch(self) -> None:
-        self.begin(self.ask())
+    @rule(seconds=st.sampled_from([0.0, 3.0, 30.0, 100.0]))
+    def ask_for_a_batch(self, seconds: float) -> None:
+        """And look again so much later."""
+        self.begin(self.ask(), seconds)
 
     @precondition(lambda self: not self.busy())
-    @rule()
-    def bring_weights(self) -> None:
-        self.begin(self.update())
+    @rule(seconds=st.sampled_from([0.0, 1.0, 30.0]))
+    def bring_weights(self, seconds: float) -> None:
+        self.begin(self.update(), seconds)
+
+    @precondition(lambda self: not self.busy())
+    @rule(steps=st.integers(1, 4), seconds=st.sampled_from([30.0, 200.0]))
+    def train(self, steps: int, seconds: float) -> None:
+        """As a run does, until something takes longer."""
+        for _ in range(steps):
+            if not self.busy():
+                self.bring_weights(3.0)
+            if not self.busy():
+                self.ask_for_a_batch(seconds)
 
     @precondition(lambda self: not self.busy())
     @rule()
     def validate(self) -> None:
         self.begin(self.evaluate())
 
-    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def begin(self, work: Coroutine[Any, Any, None], seconds: float = 0.0) -> None:
         def start() -> None:
             self.work = asyncio.get_running_loop().create_task(work)
 
-        self.do(start)
+        self.do(start, MOMENT_S + seconds)
 
     async def ask(self) -> None:
         self.model.past.asked += 1
@@ -321,13 +336,13 @@ class RandomSchedules(RuleBasedStateMachine):
             return
         assert [len(group.samples) for group in result.groups] == [2, 2]
 
-    @precondition(lambda self: not self.busy())
+    @precondition(lambda self: not self.busy() and self.model.past.handed_out > (self.saved[1].handed_out if self.saved is not None else 0))
     @rule()
     def save(self) -> None:
         live = [group.row for group in self.model.live.values()]
         self.saved = json.loads(json.dumps(self.service.state_dict())), self.model.past.copy(live)
 
-    @precondition(lambda self: self.saved is not None)
+    @precondition(lambda self: self.saved is not None and self.model.past.asked > self.saved[1].asked)
     @rule()
     def stop_and_resume(self) -> None:
         self.close()
@@ -372,11 +387,12 @@ class RandomSchedules(RuleBasedStateMachine):
     def an_engine_hangs(self, data: st.DataObject) -> None:
         self.do(self.engines[data.draw(st.sampled_from(self.spare()))].hang)
 
+    @precondition(lambda self: any(engine.hangs for engine in self.engines.values()))
     @rule()
     def hung_engines_wake(self) -> None:
-        self.do(lambda: [engine.wake() for engine in self.engines.values() if not engine._goes.is_set()])
+        self.do(lambda: [engine.wake() for engine in self.engines.values() if engine.hangs])
 
-    @precondition(lambda self: len(self.serving) < 5)
+    @precondition(lambda self: len(self.serving) < 4)
     @rule()
     def an_engine_is_added(self) -> None:
         self.do(self.start_engine)
@@ -409,6 +425,7 @@ class RandomSchedules(RuleBasedStateMachine):
     def rewards_fail(self, count: int) -> None:
         self.judge.to_fail = count
 
+    @precondition(lambda self: self.house.domains["a"].filter is not None)
     @rule(count=st.integers(1, 6))
     def the_filter_rejects(self, count: int) -> None:
         self.to_reject = count
@@ -473,7 +490,7 @@ class RandomSchedules(RuleBasedStateMachine):
         self.work_ends()
         for _ in range(2):
             if not self.over:
-                self.ask_for_a_batch()
+                self.ask_for_a_batch(0.0)
                 self.work_ends()
         assert self.over or not self.house.doomed
         assert all(task.done() and task.result() is None for task in self.drains)
@@ -490,7 +507,7 @@ class RandomSchedules(RuleBasedStateMachine):
 
 
 TestRandomSchedules = RandomSchedules.TestCase
-TestRandomSchedules.settings = settings(max_examples=20, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+TestRandomSchedules.settings = settings(max_examples=30, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.nightly

@@ -177,6 +177,27 @@ def test_what_is_admitted_and_not_trained_never_exceeds_the_bound() -> None:
     assert max(seen) == 3 * 4
 
 
+def test_a_service_that_is_closed_leaves_nothing_in_its_engines() -> None:
+    """What is dropped makes room, and nothing is admitted for it."""
+
+    async def main() -> tuple[int, int, float]:
+        service, router, (engine,) = make_service(
+            [make_domain("a", max_tokens=400)], [drawn()], slots=4, engine_slots=4, supply=Asynchronous(3)
+        )
+        batch = asyncio.create_task(service.next_batch(8))
+        await asyncio.sleep(1.0)
+        assert router._waiting > 0
+        admitted = service._schedulers["a"].counts.admitted
+        service.close()
+        await asyncio.sleep(1.0)
+        with pytest.raises(RuntimeError, match="closed"):
+            await batch
+        health = await engine.health()
+        return service._schedulers["a"].counts.admitted - admitted, health.running + health.waiting, router.engines[0].tokens
+
+    assert run_virtual(main()) == (0, 0, 0)
+
+
 def test_an_interrupted_response_keeps_its_tokens_and_their_versions() -> None:
     done, _ = run(supply=Asynchronous(3), on_sync=OnSync.ABORT, steps=10, seconds=3.0)
     several = [sample for batch in done.batches for group in batch for sample in group.samples if len(sample.transcript.versions) > 2]
