@@ -239,6 +239,20 @@ def test_too_many_filtered_groups_end_the_run_with_the_cause() -> None:
         run(domains=[domain])
 
 
+def test_a_place_whose_prompt_is_put_back_may_be_tried_as_often_as_any_other() -> None:
+    """Groups that were finished in time for no batch come again, and are filtered then, before the next batch is asked for."""
+    seen: Counter[int] = Counter()
+
+    def second_time(group: SampleGroup) -> str | None:
+        seen[group.samples[0].id.prompt_uid] += 1
+        return "again" if seen[group.samples[0].id.prompt_uid] == 2 else None
+
+    domains = [make_domain("a", 0, max_tokens=400, filter=GroupFilter(second_time, tries=3)), make_domain("b", 1, max_tokens=400)]
+    done, service = run(domains=domains, supply=OneStepOff(), prompts=1, oversample=2.0, seconds=100.0)
+    assert [len(batch) for batch in done.batches] == [1] * 8
+    assert service._schedulers["a"].counts.filtered > 0
+
+
 def test_or_make_the_batch_smaller() -> None:
     rewards = EveryThird()
     domain = make_domain("a", max_tokens=400, rewards=rewards, filter=GroupFilter(kept_between("accuracy", 0.5, None), tries=2, fill=False))

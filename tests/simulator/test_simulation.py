@@ -158,7 +158,7 @@ def test_the_cache_limits_how_many_run_on_average() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_nothing_is_lost_or_doubled(data: st.DataObject) -> None:
-    """Under any policy, with engines that die and start: every step has its groups, every sample is there or told, nothing is too old."""
+    """Under any policy, with engines that die, hang and start: every step has its groups, every sample is there or told, nothing is too old."""
     supply = data.draw(st.sampled_from(["sync", "one_step_off", "async"]))
     staleness = {"sync": 0, "one_step_off": 1}.get(supply) or data.draw(st.integers(0 if supply == "sync" else 1, 3))
     on_sync = data.draw(st.sampled_from(["drain", "pause", "abort"]))
@@ -173,9 +173,10 @@ def test_nothing_is_lost_or_doubled(data: st.DataObject) -> None:
         on_sync=on_sync,
     )
     cached = data.draw(st.sampled_from([None, 700]))
-    deaths = data.draw(st.lists(st.tuples(st.floats(1, 400), st.integers(0, 2)), max_size=2))
-    one = replace(one, limits=replace(one.limits, cached_tokens=cached), failures=Failures(tuple(deaths), start_s=5.0))
-    if one.engines == len({number for _, number in deaths if number < one.engines}):
+    ends = data.draw(st.lists(st.tuples(st.booleans(), st.floats(1, 400), st.integers(0, 2)), max_size=2))
+    deaths, hangs = [tuple((at, number) for hung, at, number in ends if hung is kind) for kind in (False, True)]
+    one = replace(one, limits=replace(one.limits, cached_tokens=cached), failures=Failures(deaths, hangs=hangs, start_s=5.0))
+    if one.engines == len({number for _, _, number in ends if number < one.engines}):
         one = replace(one, failures=Failures())  # the last engine's death ends a run
     outcome = simulate(one, spans=True)
     prompts = one.rollout.prompts_per_step
