@@ -104,8 +104,9 @@ class Judge(TimedReward):
         self.under_way = 0
 
     def fail_next(self) -> bool:
-        self.to_fail -= self.to_fail > 0
-        return self.to_fail > 0
+        fails = self.to_fail > 0
+        self.to_fail -= fails
+        return fails
 
     async def score(self, item: RewardInput) -> Score:
         self.under_way += 1
@@ -488,7 +489,7 @@ class RandomSchedules(RuleBasedStateMachine):
             self.do(lambda: [engine.kill("power") for name, engine in self.engines.items() if self.alive(name)])
         self.hung_engines_wake()
         self.work_ends()
-        for _ in range(2):
+        for _ in range(10 if self.house.doomed else 2):  # some batches may be finished, and come all the same
             if not self.over:
                 self.ask_for_a_batch(0.0)
                 self.work_ends()

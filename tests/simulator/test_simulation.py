@@ -158,7 +158,7 @@ def test_the_cache_limits_how_many_run_on_average() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_nothing_is_lost_or_doubled(data: st.DataObject) -> None:
-    """Under any policy, with engines that die, hang and start: every step has its groups, every sample is there or told, nothing is too old."""
+    """Under any policy, with engines that die, hang, start: every step has its groups, every sample is there or told, none is too old."""
     supply = data.draw(st.sampled_from(["sync", "one_step_off", "async"]))
     staleness = {"sync": 0, "one_step_off": 1}.get(supply) or data.draw(st.integers(0 if supply == "sync" else 1, 3))
     on_sync = data.draw(st.sampled_from(["drain", "pause", "abort"]))
