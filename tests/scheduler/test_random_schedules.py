@@ -466,7 +466,8 @@ class RandomSchedules(RuleBasedStateMachine):
         for name, load in loads.items():
             engine = self.engines[name]
             assert 0 <= load.requests <= most, name
-            assert load.requests == engine.holds or not engine.healthy, name
+            if engine.healthy and not self.house.waves:  # a wave is a moment on its way
+                assert load.requests == engine.holds, name
             assert load.requests or load.tokens == 0
         assert sum(self.router._in_flight.values()) == len(self.router._at_engines)
         for load in self.router._at_engines.values():
