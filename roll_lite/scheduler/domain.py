@@ -274,7 +274,9 @@ class DomainScheduler:
         for lives in (self._running, self._finished):
             for live in [live for live in lives.values() if live.admitted < clock - max_staleness]:
                 del lives[live.number]
-                if live.group is None and live.task is not None:
+                if live.group is not None:  # nothing was set aside for its place any more
+                    self._tries_left += self._further_tries
+                elif live.task is not None:
                     live.task.cancel()
                 self._put_back.append(live.row)
                 self.counts.stale += 1

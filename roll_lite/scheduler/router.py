@@ -160,12 +160,13 @@ class Router:
         self.on_room()
 
     async def drain(self, name: str) -> None:
-        """It gets nothing new; done when what it had in flight has ended, and it is forgotten."""
+        """It gets nothing new; done when what it had in flight has ended, and it is forgotten. `remove` ends that sooner."""
         engine = self._choice.withdraw(self._named(name))
         while engine.requests:
             self._idle.clear()
             await self._idle.wait()
-        self.engines.remove(engine)
+        if engine in self.engines:
+            self.engines.remove(engine)
 
     def remove(self, name: str) -> None:
         """At once: what it has in flight is interrupted, and goes on elsewhere."""

@@ -275,7 +275,8 @@ class RolloutService:
         return group
 
     def close(self) -> None:
-        """Drop everything in flight; requests are aborted."""
+        """Drop everything in flight; requests are aborted, and their places are not given to others."""
+        self._break_off(RuntimeError("the rollout service is closed"))
         for scheduler in self._schedulers.values():
             scheduler.cancel()
 

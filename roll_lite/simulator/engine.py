@@ -109,6 +109,7 @@ class SimulatedEngine:
         self.limits = limits
         self.version = 0
         self.dead: str | None = None
+        self.hangs = False
         self.busy_s = 0.0
         """Time in which something ran."""
         self.generated = 0
@@ -158,6 +159,8 @@ class SimulatedEngine:
         return await run.answer
 
     def abort(self, request_ids: Sequence[str]) -> None:
+        if self.hangs:
+            return
         self._settle()
         for run in [self._runs[one] for one in request_ids if one in self._runs]:
             self._end(run, FinishReason.ABORT)
@@ -184,6 +187,11 @@ class SimulatedEngine:
             self._stamp(run)
         self._frozen = False
         self._look_soon()
+
+    def hang(self) -> None:
+        """It stands still, and answers nothing any more; only its death ends that."""
+        self.hangs = True
+        self.freeze()
 
     def kill(self, cause: str) -> None:
         """It is gone, with everything in it."""

@@ -82,6 +82,7 @@ def details(outcome: Outcome) -> str:
         "samples failed": outcome.failed,
         "requests that lost their place in a full cache": outcome.put_back,
         "engines that died": len(outcome.deaths),
+        "engines that hung before they died": len(outcome.hangs),
     }
     lines += [f"{what}: {count}" for what, count in ends.items() if count]
     return "\n".join(lines)

@@ -34,6 +34,12 @@ class Failures:
     """(second, engine) at which an engine dies."""
     mean_s: float | None = None
     """Between two failures of one engine, drawn exponentially; None: none are drawn."""
+    hangs: tuple[tuple[float, int], ...] = ()
+    """(second, engine) at which an engine stands still."""
+    mean_hang_s: float | None = None
+    """Between two of them, as for failures."""
+    hang_s: float = 7.0
+    """Until an engine that stands still is given up, and dies."""
     start_s: float | None = None
     """Until another engine has started in its place; None: none starts."""
 
@@ -108,7 +114,12 @@ def scenario_of(config: RunConfig) -> Scenario:
         limits=EngineLimits(getattr(strategy, "max_running_requests", 256), engine.cached_tokens),
         rollout=config.rollout,
         trainer=TrainerModel(trainer.overhead_s, 1 / (trainer.tokens_per_device_s * trained_on), trainer.sync_s),
-        failures=Failures(mean_s=DAY_S / engine.failures_per_day if engine.failures_per_day else None, start_s=engine.start_s),
+        failures=Failures(
+            mean_s=DAY_S / engine.failures_per_day if engine.failures_per_day else None,
+            mean_hang_s=DAY_S / engine.hangs_per_day if engine.hangs_per_day else None,
+            hang_s=engine.hang_s,
+            start_s=engine.start_s,
+        ),
         steps=simulation.steps,
         seed=config.seed,
     )
@@ -125,6 +136,7 @@ def _domain(config: RunConfig, name: str, domain: DomainConfig) -> DomainModel:
         share=domain.share,
         reward_s=LogNormal(responses.reward_s, responses.reward_p99_s or responses.reward_s) if responses.reward_s else None,
         reward_most_s=domain.reward.timeout_s,
+        reward_workers=responses.reward_workers,
         all_right=responses.all_right,
         all_wrong=responses.all_wrong,
         greedy_baseline=config.algorithm.advantage.name == "remax",

@@ -54,6 +54,8 @@ class Outcome:
     phases: list[Phase] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     deaths: list[tuple[float, int]] = field(default_factory=list)
+    hangs: list[tuple[float, int]] = field(default_factory=list)
+    """Of engines that are among the dead later."""
     failed: int = 0
     """Samples."""
     put_back: int = 0
@@ -134,6 +136,8 @@ class _Simulation:
         """Those that live, by number."""
         self.gone: list[SimulatedEngine] = []
         self.slots = scenario.mean_slots
+        self.given_up = asyncio.Event()
+        """An engine has died."""
 
     async def run(self) -> Outcome:
         scenario, rollout = self.scenario, self.scenario.rollout
@@ -198,6 +202,9 @@ class _Simulation:
             for engine in self.engines.values():
                 engine.freeze()
             await asyncio.sleep(self.scenario.trainer.sync_s)
+            while any(engine.hangs for engine in self.engines.values()):  # it would not get the weights
+                self.given_up.clear()
+                await self.given_up.wait()
             for engine in self.engines.values():
                 engine.update(self.version)
             self.outcome.phases += [Phase("hold", started, held), Phase("sync", held, self.clock())]
@@ -241,9 +248,10 @@ class _Simulation:
         engine = SimulatedEngine(number, scenario.rates, scenario.limits, self.length, self.outcome.spans if self.keep_spans else None)
         engine.update(self.version)
         self.engines[number] = engine
-        death = self.death_of(number)
-        if death is not None:
-            self.later(self.fail(death, number))
+        for hangs in (False, True):
+            at = self.failure_of(number, hangs)
+            if at is not None:
+                self.later(self.fail(at, number, hangs))
         return engine
 
     def later(self, change: Coroutine[Any, Any, None]) -> None:
@@ -259,22 +267,29 @@ class _Simulation:
         await asyncio.sleep(at - self.clock())
         if number in self.engines:
             await self.router.drain(self.engines[number].name)
-            self.gone.append(self.engines.pop(number))
+            if number in self.engines:
+                self.gone.append(self.engines.pop(number))
 
-    def death_of(self, number: int) -> float | None:
-        """When it dies: as given or drawn, whichever comes first."""
+    def failure_of(self, number: int, hangs: bool) -> float | None:
+        """When it dies, or hangs: as given or drawn, whichever comes first."""
         failures = self.scenario.failures
-        times = [at for at, engine in failures.given if engine == number]
-        if failures.mean_s is not None:
-            times.append(self.clock() - failures.mean_s * math.log(uniform(self.scenario.seed, "failure", number)))
+        what, given, mean_s = ("hang", failures.hangs, failures.mean_hang_s) if hangs else ("failure", failures.given, failures.mean_s)
+        times = [at for at, engine in given if engine == number]
+        if mean_s is not None:
+            times.append(self.clock() - mean_s * math.log(uniform(self.scenario.seed, what, number)))
         return min(times, default=None)
 
-    async def fail(self, at: float, number: int) -> None:
+    async def fail(self, at: float, number: int, hangs: bool) -> None:
         await asyncio.sleep(at - self.clock())
+        if hangs and number in self.engines:
+            self.engines[number].hang()
+            self.outcome.hangs.append((self.clock(), number))
+            await asyncio.sleep(self.scenario.failures.hang_s)
         if number not in self.engines:
             return
         engine = self.engines.pop(number)
         engine.kill("simulated failure")
+        self.given_up.set()
         self.gone.append(engine)
         self.outcome.deaths.append((self.clock(), number))
         if self.scenario.failures.start_s is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -70,6 +71,8 @@ class DomainModel:
     """Seconds to score a response; None: no time."""
     reward_most_s: float = math.inf
     """Its time limit."""
+    reward_workers: int | None = None
+    """Responses that are scored at a time, in the order in which they come; None: all."""
     all_right: float = 0.0
     """Share of the prompts that the policy always solves."""
     all_wrong: float = 0.0
@@ -98,13 +101,15 @@ class SimulatedReward:
     def __init__(self, model: DomainModel, seed: int) -> None:
         self._model = model
         self._seed = seed
+        self._free = asyncio.Semaphore(model.reward_workers) if model.reward_workers is not None else nullcontext()
         self._chance = lru_cache(maxsize=PROMPTS)(self._chance_of)
 
     async def score(self, item: RewardInput) -> Score:
         seconds = self._model.reward_s
         if seconds is not None:
             drawn = seconds.draw(uniform(self._seed, "reward seconds", item.response))
-            await asyncio.sleep(min(drawn, self._model.reward_most_s))
+            async with self._free:
+                await asyncio.sleep(min(drawn, self._model.reward_most_s))
         return Score(float(uniform(self._seed, "score", item.response) < self._chance(item.prompt)))
 
     def _chance_of(self, prompt: str) -> float:

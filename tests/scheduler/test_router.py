@@ -333,6 +333,22 @@ async def test_of_an_engine_that_is_removed_the_rest_goes_on_elsewhere_with_its_
     assert turn.tokens == TokenRow("b", 0, 16)
 
 
+async def test_a_drained_engine_may_be_removed_before_it_has_ended_what_it_had() -> None:
+    first, second = HeldEngine("first"), HeldEngine("second")
+    router = Router([first], timeout_s=60)
+    task = asyncio.create_task(router.generate("d", request("r")))
+    await settle()
+    router.add(second)
+    draining = asyncio.create_task(router.drain("first"))
+    await settle()
+    router.remove("first")
+    await settle()
+    await draining
+    assert [load.client.name for load in router.engines] == ["second"]
+    second.answer("r")
+    assert (await task).length == 10
+
+
 async def test_what_is_held_waits_and_what_was_interrupted_comes_first() -> None:
     engine = HeldEngine("a")
     router = Router([engine], timeout_s=60, engine_slots=2)

@@ -177,6 +177,27 @@ def test_what_is_admitted_and_not_trained_never_exceeds_the_bound() -> None:
     assert max(seen) == 3 * 4
 
 
+def test_a_service_that_is_closed_leaves_nothing_in_its_engines() -> None:
+    """What is dropped makes room, and nothing is admitted for it."""
+
+    async def main() -> tuple[int, int, float]:
+        service, router, (engine,) = make_service(
+            [make_domain("a", max_tokens=400)], [drawn()], slots=4, engine_slots=4, supply=Asynchronous(3)
+        )
+        batch = asyncio.create_task(service.next_batch(8))
+        await asyncio.sleep(1.0)
+        assert router._waiting > 0
+        admitted = service._schedulers["a"].counts.admitted
+        service.close()
+        await asyncio.sleep(1.0)
+        with pytest.raises(RuntimeError, match="closed"):
+            await batch
+        health = await engine.health()
+        return service._schedulers["a"].counts.admitted - admitted, health.running + health.waiting, router.engines[0].tokens
+
+    assert run_virtual(main()) == (0, 0, 0)
+
+
 def test_an_interrupted_response_keeps_its_tokens_and_their_versions() -> None:
     done, _ = run(supply=Asynchronous(3), on_sync=OnSync.ABORT, steps=10, seconds=3.0)
     several = [sample for batch in done.batches for group in batch for sample in group.samples if len(sample.transcript.versions) > 2]
@@ -216,6 +237,20 @@ def test_too_many_filtered_groups_end_the_run_with_the_cause() -> None:
     domain = make_domain("a", max_tokens=400, filter=GroupFilter(kept_between("std", 0.0, None), tries=3))
     with pytest.raises(DomainFailed, match=r"domain a: 3 prompts for each place .* std not above 0"):
         run(domains=[domain])
+
+
+def test_a_place_whose_prompt_is_put_back_may_be_tried_as_often_as_any_other() -> None:
+    """Groups that were finished in time for no batch come again, and are filtered then, before the next batch is asked for."""
+    seen: Counter[int] = Counter()
+
+    def second_time(group: SampleGroup) -> str | None:
+        seen[group.samples[0].id.prompt_uid] += 1
+        return "again" if seen[group.samples[0].id.prompt_uid] == 2 else None
+
+    domains = [make_domain("a", 0, max_tokens=400, filter=GroupFilter(second_time, tries=3)), make_domain("b", 1, max_tokens=400)]
+    done, service = run(domains=domains, supply=OneStepOff(), prompts=1, oversample=2.0, seconds=100.0)
+    assert [len(batch) for batch in done.batches] == [1] * 8
+    assert service._schedulers["a"].counts.filtered > 0
 
 
 def test_or_make_the_batch_smaller() -> None:

@@ -90,17 +90,20 @@ def test_what_the_configuration_says_is_what_is_simulated() -> None:
         "actor_train.devices=2",
         "domains.add.share=2",
         "domains.add.samples_per_prompt=16",
-        "simulation.engine={pass_ms: 20, request_us: 50, cached_token_ns: 5, prefill_tokens_per_s: 1000, failures_per_day: 24}",
+        "simulation.engine={pass_ms: 20, request_us: 50, cached_token_ns: 5, prefill_tokens_per_s: 1000, failures_per_day: 24, "
+        "hangs_per_day: 48, hang_s: 9}",
         "simulation.trainer={overhead_s: 1, tokens_per_device_s: 500, sync_s: 2}",
-        "simulation.responses={median: 4, p99: 9, prompt_tokens: 100}",
+        "simulation.responses={median: 4, p99: 9, prompt_tokens: 100, reward_s: 1, reward_workers: 3}",
     ]
     scenario = scenario_of(load_config("tiny_grpo", CONFIGS, settings))
     rates = scenario.rates
     assert (rates.pass_s, rates.request_s, rates.cached_token_s, rates.prefill_token_s) == pytest.approx((0.02, 50e-6, 5e-9, 1e-3))
     assert (scenario.engines, scenario.limits.slots, scenario.failures.mean_s) == (2, 256, 3600.0)
+    assert (scenario.failures.mean_hang_s, scenario.failures.hang_s) == (1800.0, 9.0)
     assert scenario.trainer.seconds(2000) == pytest.approx(1 + 2000 / 1000)
     add, make, _ = scenario.domains
     assert (add.share, add.samples_per_prompt, add.prompt_tokens, add.lengths.draw(0.5)) == (2, 16, 12, pytest.approx(4))
+    assert (add.reward_workers, make.reward_workers) == (3, None)
     assert (make.samples_per_prompt, make.lengths.draw(0.5)) == (8, pytest.approx(6)), "tiny_base describes this one by itself"
 
 

@@ -88,9 +88,38 @@ def test_an_engine_that_dies_is_missed_and_its_successor_helps() -> None:
 
 
 def test_drawn_failures_come_about_as_often_as_they_should() -> None:
-    outcome = simulate(replace(scenario(LONG_TAIL, engines=8, steps=30, prompts=8), failures=Failures(mean_s=1000.0, start_s=10.0)))
+    failures = Failures(mean_s=1000.0, mean_hang_s=2000.0, hang_s=5.0, start_s=10.0)
+    outcome = simulate(replace(scenario(LONG_TAIL, engines=8, steps=30, prompts=8), failures=failures))
     expected = 8 * outcome.steps[-1].end / 1000
-    assert len(outcome.deaths) == pytest.approx(expected, rel=0.5)
+    assert len(outcome.deaths) - len(outcome.hangs) == pytest.approx(expected, rel=0.5)
+    assert len(outcome.hangs) == pytest.approx(expected / 2, rel=0.5)
+
+
+def test_what_a_hanging_engine_has_waits_until_it_is_given_up() -> None:
+    """Responses of 10 s on three engines. One hangs at 5 s and is given up at 12: what it had takes another one until 22. The update that
+    begins at 25 waits for the one that hangs at 24, until 31; it had nothing, so the next batch takes 10 s."""
+    failures = Failures(hangs=((5.0, 1), (24.0, 2)), hang_s=7.0)
+    outcome = simulate(replace(scenario(engines=3, steps=2), failures=failures))
+    assert (outcome.hangs, outcome.deaths) == ([(5.0, 1), (24.0, 2)], [(12.0, 1), (31.0, 2)])
+    assert [step.end for step in outcome.steps] == pytest.approx([22 + 3, 31 + 10 + 3])
+    assert outcome.failed == outcome.lost == 0
+
+
+def test_requests_of_a_hanging_engine_may_run_out_of_their_time_before() -> None:
+    """Two of four begun at 0 are cut off at 12, and the engine has another 10 s to answer that. They fail for good."""
+    one = scenario(engines=2, steps=1)
+    rollout = one.rollout.model_copy(update={"request_timeout_s": 12.0})
+    outcome = simulate(replace(one, rollout=rollout, failures=Failures(hangs=((5.0, 1),), hang_s=100.0)))
+    assert (outcome.failed, outcome.steps[0].samples, outcome.steps[0].waited_s) == (2, 2, pytest.approx(12 + 10))
+
+
+def test_rewards_wait_for_each_other_where_workers_are_few() -> None:
+    """4 responses after 10 s, each scored in 2 s: by one worker until 18 s, by three until 14, by four until 12."""
+    waited = {
+        workers: simulate(scenario(replace(EQUAL, reward_s=LogNormal(2, 2), reward_workers=workers), steps=1)).steps[0].waited_s
+        for workers in (1, 3, 4, None)
+    }
+    assert waited == pytest.approx({1: 18, 3: 14, 4: 12, None: 12})
 
 
 def test_engines_that_join_help_and_those_that_leave_finish_what_they_have() -> None:
@@ -129,7 +158,7 @@ def test_the_cache_limits_how_many_run_on_average() -> None:
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_nothing_is_lost_or_doubled(data: st.DataObject) -> None:
-    """Under any policy, with engines that die and start: every step has its groups, every sample is there or told, nothing is too old."""
+    """Under any policy, with engines that die, hang, start: every step has its groups, every sample is there or told, none is too old."""
     supply = data.draw(st.sampled_from(["sync", "one_step_off", "async"]))
     staleness = {"sync": 0, "one_step_off": 1}.get(supply) or data.draw(st.integers(0 if supply == "sync" else 1, 3))
     on_sync = data.draw(st.sampled_from(["drain", "pause", "abort"]))
@@ -144,9 +173,10 @@ def test_nothing_is_lost_or_doubled(data: st.DataObject) -> None:
         on_sync=on_sync,
     )
     cached = data.draw(st.sampled_from([None, 700]))
-    deaths = data.draw(st.lists(st.tuples(st.floats(1, 400), st.integers(0, 2)), max_size=2))
-    one = replace(one, limits=replace(one.limits, cached_tokens=cached), failures=Failures(tuple(deaths), start_s=5.0))
-    if one.engines == len({number for _, number in deaths if number < one.engines}):
+    ends = data.draw(st.lists(st.tuples(st.booleans(), st.floats(1, 400), st.integers(0, 2)), max_size=2))
+    deaths, hangs = [tuple((at, number) for hung, at, number in ends if hung is kind) for kind in (False, True)]
+    one = replace(one, limits=replace(one.limits, cached_tokens=cached), failures=Failures(deaths, hangs=hangs, start_s=5.0))
+    if one.engines == len({number for _, _, number in ends if number < one.engines}):
         one = replace(one, failures=Failures())  # the last engine's death ends a run
     outcome = simulate(one, spans=True)
     prompts = one.rollout.prompts_per_step

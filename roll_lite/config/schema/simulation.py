@@ -26,6 +26,11 @@ class SimulatedEngineConfig(Section):
     """Tokens that the key/value cache holds; requests that do not fit wait. null: as many as come."""
     failures_per_day: NonNegativeFloat = 0.0
     """How often an engine dies, on average."""
+    hangs_per_day: NonNegativeFloat = 0.0
+    """How often one stands still, on average: it generates nothing and answers nothing, until it is given up."""
+    hang_s: PositiveFloat = 7.0
+    """Until then. Where its processes stand still that is `limits.engine_silence`; requests may run out of `rollout.request_timeout_s`
+    before."""
     start_s: PositiveFloat | None = 180.0
     """Until another engine has started in the place of a dead one. null: none starts."""
 
@@ -56,6 +61,9 @@ class SimulatedResponsesConfig(Section):
     """Seconds to score a response, median."""
     reward_p99_s: PositiveFloat | None = None
     """99% are scored in less; all take the same where absent."""
+    reward_workers: PositiveInt | None = None
+    """So many of the domain's samples are scored at a time, and the rest waits. null: all, as for times that `--from` has measured: what
+    samples waited is in them."""
     all_right: Share = 0.1
     """Share of prompts that are always solved."""
     all_wrong: Share = 0.1
