@@ -41,7 +41,7 @@ async def answers(pump: CompletionPump, count: int) -> dict[str, Turn]:
 async def interrupted(engine: Harness, pump: CompletionPump, request: GenerationRequest) -> Turn:
     """Ended by an abort, somewhere in the middle."""
     await pump.submit([request], frozen=False, kept_ids=True)
-    while request.request_id not in engine.strategy.begun([request.request_id]):  # noqa: ASYNC110
+    while request.request_id not in engine.strategy.generated([request.request_id]):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await pump.abort([request.request_id])
     turn = (await answers(pump, 1))[request.request_id]

@@ -39,6 +39,8 @@ class OnePrompt:
 
 
 class LongerIsBetter:
+    capacity = 1
+
     async def score(self, item: RewardInput) -> Score:
         return Score(1.0 if item.response == "2 tokens\n3 tokens" else 0.0)
 
