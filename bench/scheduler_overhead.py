@@ -71,6 +71,8 @@ class Prompts:
 
 
 class AllRight:
+    capacity = 1
+
     async def score(self, item: Any) -> Any:
         from roll_lite.data.samples import Score
 

@@ -90,6 +90,12 @@ METRICS: dict[str, Metric] = {
     "rollout/admitted": Metric(SUM, "groups", "Sample groups started since the last batch.", by="domain"),
     "rollout/filtered_groups": Metric(SUM, "groups", "Sample groups that rollout.filter left out, replaced by other prompts.", by="domain"),
     "rollout/stale_groups": Metric(SUM, "groups", "Sample groups that became too old; their prompts were put back.", by="domain"),
+    "rollout/rewards_behind_seconds": Metric(
+        SUM,
+        "s",
+        "Time in which nothing was started for later batches, because more samples than a batch holds waited for their scores.",
+        by="domain",
+    ),
     "rollout/lost_groups": Metric(SUM, "groups", "Sample groups without a surviving sample, replaced by other prompts.", by="domain"),
     "rollout/timed_out_groups": Metric(
         SUM,

@@ -115,6 +115,7 @@ class Journal:
             add("rollout/admitted", domain.admitted, label=name)
             add("rollout/filtered_groups", domain.filtered_groups, label=name)
             add("rollout/stale_groups", domain.stale, label=name)
+            add("rollout/rewards_behind_seconds", domain.behind_s, label=name)
             add("rollout/lost_groups", domain.lost_groups, label=name)
             add("rollout/timed_out_groups", domain.timed_out_groups, label=name)
             add("rollout/samples", domain.accepted, label=name)

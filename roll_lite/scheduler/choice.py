@@ -17,7 +17,10 @@ PREFIXES_REMEMBERED = 65_536
 class EngineLoad:
     client: EngineClient
     tokens: float = 0.0
-    """Of the requests in flight: expected tokens of the responses, and those of the prompts that it does not share among them."""
+    """Of the requests in flight: tokens of the responses, as expected when they were sent, and those of the prompts that it does not share
+    among them."""
+    done: float = 0.0
+    """Of those, what it need not do any more by its own reports; less than nothing where responses turn out longer than expected."""
     requests: int = 0
     """Number of requests in flight, or given to it and about to be."""
     generating: int = 0
@@ -32,17 +35,25 @@ class EngineLoad:
     number: int = 0
     """Among all that there ever were."""
 
+    @property
+    def left(self) -> float:
+        """Its load: tokens to be prefilled, and tokens that its responses are expected to grow by. See Asked.left."""
+        return self.tokens - self.done
+
 
 class EngineChoice:
     """`most_requests` and `most_tokens`: of what is in flight to one engine; None: without limit.
 
-    The least loaded engine lies on top of a heap. An entry whose engine's load has changed since is dropped when it comes to the top.
+    The least loaded engine lies on top of a heap. An entry whose engine's load has changed since is dropped when it comes to the top; what
+    engines report changes many at a time, and is looked at with the next choice.
     """
 
     def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
         self._most_requests = most_requests
         self._most_tokens = most_tokens
         self._heap: list[tuple[float, int, EngineLoad]] = []
+        self._reported: set[EngineLoad] = set()
+        """Engines whose entries are out of date."""
         self._numbers = itertools.count()
         self.serving = 0
         """Engines."""
@@ -63,9 +74,9 @@ class EngineChoice:
 
     def _offer(self, engine: EngineLoad) -> None:
         """It may be chosen, with the load that it has now."""
-        heapq.heappush(self._heap, (engine.tokens, engine.number, engine))
+        heapq.heappush(self._heap, (engine.left, engine.number, engine))
         if len(self._heap) > 1024 + 16 * self.serving:  # most of it is out of date
-            self._heap = [(engine.tokens, engine.number, engine) for engine in {engine for _, _, engine in self._heap}]
+            self._heap = [(engine.left, engine.number, engine) for engine in {engine for _, _, engine in self._heap}]
             heapq.heapify(self._heap)
 
     def choose(self, prefix: str, prompt_tokens: int, response_tokens: float) -> tuple[EngineLoad, float] | None:
@@ -74,7 +85,7 @@ class EngineChoice:
         best, cost = self._least(), prompt_tokens + response_tokens
         for holder in self._prefixes.get(prefix, ()):
             # Also where another has less to do, as long as computing the prompt once more there would take longer than that.
-            if self._has_room(holder) and (best is None or holder.tokens + response_tokens <= best.tokens + cost):
+            if self._has_room(holder) and (best is None or holder.left + response_tokens <= best.left + cost):
                 best, cost = holder, response_tokens
         return None if best is None else (best, cost)
 
@@ -90,12 +101,20 @@ class EngineChoice:
     def take_back(self, engine: EngineLoad, cost: float) -> None:
         engine.requests -= 1
         engine.tokens = engine.tokens - cost if engine.requests else 0.0
+        engine.done = engine.done if engine.requests else 0.0
         self._offer(engine)
 
+    def report(self, engine: EngineLoad, done: float) -> None:
+        """So much more of what is in flight to it is done."""
+        engine.done += done
+        self._reported.add(engine)
+
     def _least(self) -> EngineLoad | None:
+        while self._reported:
+            self._offer(self._reported.pop())
         while self._heap:
-            tokens, _, engine = self._heap[0]
-            if tokens == engine.tokens and self._has_room(engine):
+            left, _, engine = self._heap[0]
+            if left == engine.left and self._has_room(engine):
                 return engine
             heapq.heappop(self._heap)  # it comes back with its next change
         return None

@@ -136,6 +136,11 @@ class DomainScheduler:
         return len(self._finished)
 
     @property
+    def waiting_for_scores(self) -> float:
+        """Samples, beyond those that its rewards score at a time."""
+        return self._runner.scoring - self._domain.rewards.capacity
+
+    @property
     def _further_tries(self) -> int:
         """For each place, after its first prompt."""
         return self._domain.filter.tries - 1 if self._domain.filter is not None else 0

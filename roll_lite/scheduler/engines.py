@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -26,14 +26,17 @@ class EngineLost(Exception):
         self.partial = partial
 
 
+Generated = Callable[[int], None]
+"""Called when an engine has begun with a request, and every few seconds: so many tokens it has generated of it."""
+
+
 class EngineClient(Protocol):
     """An engine as the router knows it."""
 
     name: str
 
-    def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Awaitable[Turn]:
-        """The finished response. A failure of the request is in its `error`; raises EngineLost when the engine is gone. `began` is set
-        when the engine is known to have generated something of it."""
+    def generate(self, request: GenerationRequest, generated: Generated | None = None) -> Awaitable[Turn]:
+        """The finished response. A failure of the request is in its `error`; raises EngineLost when the engine is gone."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -44,8 +47,9 @@ class EngineClient(Protocol):
 @dataclass(frozen=True)
 class Collected:
     turns: list[Turn]
-    began: list[str] = field(default_factory=list)
-    """Requests, by id, of which something has been generated since."""
+    generated: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of unfinished responses, by request id, as the engine has reported them since: when it had begun with a request, and every few
+    seconds."""
     dead: str | None = None
     """Why the engine cannot go on; its unanswered requests are lost."""
     blocks_waiting: int = 0
@@ -64,7 +68,7 @@ def _lying_in(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
 
 class _Asked(NamedTuple):
     request: GenerationRequest
-    began: asyncio.Future[None] | None
+    generated: Generated | None
     answer: asyncio.Future[Turn]
     parts: list[Turn]
     """In case that the rest never comes."""
@@ -95,13 +99,13 @@ class BatchedEngine(ABC):
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...
 
-    def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> asyncio.Future[Turn]:
+    def generate(self, request: GenerationRequest, generated: Generated | None = None) -> asyncio.Future[Turn]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Turn] = loop.create_future()
         if self._dead is not None:
             answer.set_exception(EngineLost(self.name, self._dead))
             return answer
-        self._asked[request.request_id] = _Asked(request, began, answer, [])
+        self._asked[request.request_id] = _Asked(request, generated, answer, [])
         if not self._outbox:
             loop.call_soon(self._flush)
         self._outbox.append(request)
@@ -145,8 +149,9 @@ class BatchedEngine(ABC):
         try:
             while self._asked:
                 collected = await self._collect()
-                for request_id in collected.began:
-                    self._note_begun(request_id)
+                for request_id, tokens in collected.generated.items():
+                    if (asked := self._asked.get(request_id)) is not None and asked.generated is not None:
+                        asked.generated(tokens)
                 for part in collected.parts:
                     if part.request_id in self._asked:
                         self._asked[part.request_id].parts.append(part)
@@ -164,11 +169,6 @@ class BatchedEngine(ABC):
         asked = self._asked.pop(turn.request_id, None)
         if asked is not None and not asked.answer.done():
             asked.answer.set_result(turn)
-
-    def _note_begun(self, request_id: str) -> None:
-        asked = self._asked.get(request_id)
-        if asked is not None and asked.began is not None and not asked.began.done():
-            asked.began.set_result(None)
 
     def _die(self, cause: str) -> None:
         self._dead = self._dead or cause

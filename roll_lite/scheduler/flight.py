@@ -3,31 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
+from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from roll_lite.data.samples import GenerationRequest, Turn, VersionSpan, merged
 from roll_lite.data.stable_hash import stable_hash
-from roll_lite.scheduler.choice import EngineLoad
+from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import EngineLost
 
-# The first responses to finish are the short ones: the initial guess (max_tokens) counts as this many responses,
-# and old responses fade, because the policy's lengths drift during training.
 PRIOR_RESPONSES = 8
+"""Of max_tokens, as if they had been seen: the first responses to finish are the short ones."""
 RESPONSES_REMEMBERED = 512
+"""The policy's lengths drift during training."""
+REFRESH = 16
+"""Lengths are sorted anew when so large a part of them has changed."""
 CLOCK_S = 1e-6
 """Timers may fire so much too early."""
 
 
 class ExpectedLength:
-    """Running mean of a domain's response lengths."""
+    """What a domain's last responses say of one that is on its way. One of `most` tokens always counts among them."""
 
-    def __init__(self, initial: float) -> None:
-        self.tokens = initial
-        self._seen = PRIOR_RESPONSES
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._last = deque([most] * PRIOR_RESPONSES, maxlen=RESPONSES_REMEMBERED)
+        self._sort()
+
+    def _sort(self) -> None:
+        self._lengths = sorted((*self._last, self._most))
+        self._sums = [0, *accumulate(reversed(self._lengths))]
+        """Of the longest, by their number."""
+        self._new = 0
 
     def observe(self, tokens: int) -> None:
-        self._seen = min(self._seen + 1, RESPONSES_REMEMBERED)
-        self.tokens += (tokens - self.tokens) / self._seen
+        self._last.append(tokens)
+        self._new += 1
+        if self._new * REFRESH >= len(self._last):
+            self._sort()
+
+    def left(self, generated: int) -> float:
+        """To be generated still, of a response that has so many tokens and has not ended: the mean of those that became longer, less what
+        it has. With a long tail that is the more, the longer it is already."""
+        longer = len(self._lengths) - bisect_right(self._lengths, generated)
+        return self._sums[longer] / longer - generated if longer else 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -55,11 +75,12 @@ class Asked:
         before = self.first.context.length if self.first.context is not None else 0
         return len(self.first.prompt_ids) + before + (self.so_far.length if self.so_far is not None else 0)
 
-    @property
-    def expected_tokens(self) -> float:
-        """Of what is still to come."""
-        done = self.so_far.length if self.so_far is not None else 0
-        return min(max(self.expected.tokens - done, 1.0), float(max(1, self.first.sampling.max_tokens - done)))
+    def left(self, generated: int = 0) -> float:
+        """What it adds to the load of an engine that has generated so many tokens of it, and prefilled it by then: the tokens that it is
+        expected to get there. Before, its prompt comes on top. So an engine's load is what waits for its prefill and what its responses
+        will still grow by; tokens that they have already cost little compared with those to come."""
+        done = generated + (self.so_far.length if self.so_far is not None else 0)
+        return max(1.0, min(self.expected.left(done), self.first.sampling.max_tokens - done))
 
     def interrupted(self, turn: Turn) -> None:
         self.so_far = joined(self.so_far, turn)
@@ -92,15 +113,15 @@ def joined(before: Turn | None, turn: Turn) -> Turn:
 class Flight:
     """The time of a request at one engine. Callbacks and a timer: a task for each would cost more than all else."""
 
-    __slots__ = ("_asked", "_begun_at", "_engine", "_loop", "_sent", "_timeout_s", "_timer", "began", "over")
+    __slots__ = ("_asked", "_begun_at", "_choice", "_cost", "_done", "_engine", "_loop", "_sent", "_timeout_s", "_timer", "over")
 
-    def __init__(self, engine: EngineLoad, asked: Asked, timeout_s: float) -> None:
+    def __init__(self, engine: EngineLoad, asked: Asked, timeout_s: float, choice: EngineChoice, cost: float) -> None:
+        """`cost`: what it has added to the engine's load."""
         self._engine, self._asked, self._timeout_s = engine, asked, timeout_s
+        self._choice, self._cost, self._done = choice, cost, 0.0
         self._loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = self._loop.create_future()
         """There is an answer, or the time is up."""
-        self.began: asyncio.Future[None] = self._loop.create_future()
-        self.began.add_done_callback(self._begin)
         self._sent = self._loop.time()
         self._begun_at: float | None = None
         self._timer = self._loop.call_later(timeout_s, self._look_at_engine)
@@ -111,17 +132,32 @@ class Flight:
             self._engine.last_sign = self._loop.time()
             self.over.set_result(None)
 
+    @property
+    def begun(self) -> bool:
+        return self._begun_at is not None
+
+    def generated(self, tokens: int) -> None:
+        """The engine says that it has begun with it and how far it is."""
+        if self.over.done():
+            return
+        if self._begun_at is None:
+            self._begin()
+        self._report(self._cost - self._asked.left(tokens))
+
+    def _report(self, done: float) -> None:
+        self._choice.report(self._engine, done - self._done)
+        self._done = done
+
     def _end_wait(self) -> None:
         if not self.over.done():
             self.over.set_result(None)
 
-    def _begin(self, _: object) -> None:
+    def _begin(self) -> None:
         """Its own time runs from now on."""
         self._timer.cancel()
-        if not self.over.done():
-            self._begun_at = self._engine.last_sign = self._loop.time()
-            self._engine.generating += 1
-            self._timer = self._loop.call_later(max(0.0, self._timeout_s - self._asked.generating_s), self._end_wait)
+        self._begun_at = self._engine.last_sign = self._loop.time()
+        self._engine.generating += 1
+        self._timer = self._loop.call_later(max(0.0, self._timeout_s - self._asked.generating_s), self._end_wait)
 
     def _look_at_engine(self) -> None:
         """It has not begun. Has the engine stood still for as long as a request may take?"""
@@ -133,9 +169,10 @@ class Flight:
             self._end_wait()
 
     def close(self) -> None:
+        """It is there no more."""
         self._timer.cancel()
-        self.began.remove_done_callback(self._begin)
         if self._begun_at is not None:
+            self._report(0.0)
             self._engine.last_sign = self._loop.time()
             self._engine.generating -= 1
             self._asked.generating_s += self._engine.last_sign - self._begun_at

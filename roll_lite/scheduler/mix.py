@@ -101,8 +101,10 @@ class BatchPlan:
         self._shares = dict(shares)
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
-        self._open: deque[str] = deque()
-        """Places of planned batches whose prompts are not admitted yet."""
+        self._open: dict[str, deque[int]] = {name: deque() for name in shares}
+        """By domain, places of planned batches whose prompts are not admitted yet: their numbers among those of all batches."""
+        self._places = 0
+        """Of all planned batches."""
         self._planned: deque[_Batch] = deque()
         self.charged = 0
         """Places, of all batches, whose prompts have been admitted."""
@@ -112,12 +114,22 @@ class BatchPlan:
     def shares(self) -> dict[str, float]:
         return self._mix.shares
 
-    def admit(self, size: int) -> str:
-        """The domain whose prompt is admitted next, where batches have `size` places."""
-        if not self._open:
+    def admit(self, size: int, most: Mapping[str, int]) -> tuple[str, int] | None:
+        """The domain whose prompt is admitted next, where batches have `size` places, and for which place; None: no domain has an open one
+        among the first `most` places, as many as it may fill."""
+        while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
+            if self._places >= max(most.values()):
+                return None
             self._plan(size)
+        place, name = min(first)
+        self._open[name].popleft()
         self.charged += 1
-        return self._open.popleft()
+        return name, place
+
+    def has_open(self, domain: str, most: int) -> bool:
+        """One of the first `most` places waits for a prompt of that domain."""
+        places = self._open[domain]
+        return bool(places) and places[0] < most
 
     def next_batch(self, size: int) -> dict[str, int]:
         """How many groups of each domain the next batch holds."""
@@ -156,7 +168,9 @@ class BatchPlan:
                 places[len(places) - 1 - places[::-1].index(giver)] = name
                 counts.update({giver: -1, name: 1})
         self._planned.append(_Batch(places, self._mix.state_dict()))
-        self._open.extend(places)
+        for name in places:
+            self._open[name].append(self._places)
+            self._places += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Of the batches that were asked for: what was admitted for later ones is admitted again."""

@@ -48,7 +48,7 @@ _Place = asyncio.Future[tuple[EngineLoad, float]]
 
 
 class Router:
-    """Sends each request to the engine with the fewest tokens in flight. `deterministic`: by a hash of the request's id, in waves.
+    """Sends each request to the engine that has least to do. `deterministic`: by a hash of the request's id, in waves.
 
     `engine_slots`: how many requests an engine runs at a time at most. What is in flight to an engine is limited by it and by
     `engine_tokens`, the rest waits here, and `has_room` tells whoever would add to it. A request's time, `timeout_s`, runs from when the
@@ -239,7 +239,7 @@ class Router:
     def _choose(self, asked: Asked) -> tuple[EngineLoad, float] | None:
         """None: all of them have enough to do. In waves they get everything at once."""
         tokens = asked.prompt_tokens
-        if self.gate is None and (found := self._choice.choose(asked.prefix, tokens, asked.expected_tokens)) is not None:
+        if self.gate is None and (found := self._choice.choose(asked.prefix, tokens, asked.left())) is not None:
             return found
         if not self._choice.serving:
             causes = "; ".join(f"{engine.client.name}: {engine.dead or 'drained'}" for engine in self.engines)
@@ -247,14 +247,14 @@ class Router:
         if self.gate is None:
             return None
         serving = [engine for engine in self.engines if engine.serves]
-        return serving[stable_hash(asked.first.request_id) % len(serving)], tokens + asked.expected_tokens
+        return serving[stable_hash(asked.first.request_id) % len(serving)], tokens + asked.left()
 
     # ------------------------------------------------------------ there and back
 
     async def _ask(self, engine: EngineLoad, cost: float, asked: Asked) -> Turn:
         request = asked.request()
-        flight = Flight(engine, asked, self._timeout_s)
-        answer = asyncio.ensure_future(engine.client.generate(request, flight.began))
+        flight = Flight(engine, asked, self._timeout_s, self._choice, cost)
+        answer = asyncio.ensure_future(engine.client.generate(request, flight.generated))
         answer.add_done_callback(flight.answered)
         self._at_engines[request.request_id] = engine
         try:
@@ -279,7 +279,6 @@ class Router:
         if turn is not None and turn.error is None and turn.finish_reason is not FinishReason.ABORT:
             return turn
         partial = joined(asked.so_far, turn) if turn is not None and turn.length else asked.so_far
-        began = flight.began.done()
-        what = "no response" if began else "the engine began with nothing"
+        what = "no response" if flight.begun else "the engine began with nothing"
         # One that has begun and does not say how far it has come may have come far.
-        raise RequestFailed(f"time-out: {what} within {self._timeout_s:g} s", partial, timed_out=True, began=began and turn is None)
+        raise RequestFailed(f"time-out: {what} within {self._timeout_s:g} s", partial, timed_out=True, began=flight.begun and turn is None)

@@ -46,6 +46,11 @@ class RewardClient(Protocol):
         """Raises rewards.base.RewardFailed; never gives a failure as a score of zero."""
         ...
 
+    @property
+    def capacity(self) -> float:
+        """So many samples it scores at a time; what is more waits for them."""
+        ...
+
 
 @dataclass(frozen=True)
 class Retries:
@@ -61,6 +66,8 @@ class SampleRunner:
     def __init__(
         self, domain: str, router: Router, rewards: RewardClient, retries: Retries, seeds: Seeds, episode: Episode = one_response
     ) -> None:
+        self.scoring = 0
+        """Samples that wait for their score."""
         self._domain = domain
         self._router = router
         self._rewards = rewards
@@ -92,7 +99,11 @@ class SampleRunner:
                     # Starting over after a time-out would keep a response only where it comes out shorter.
                     return Sample(sample_id, prompt, partial, SampleOutcome.FAILED, failure=cause, timed_out=timed_out)
                 continue
-            return await self._score(sample_id, prompt, conversation.transcript(), recorder)
+            self.scoring += 1
+            try:
+                return await self._score(sample_id, prompt, conversation.transcript(), recorder)
+            finally:
+                self.scoring -= 1
         return Sample(sample_id, prompt, Transcript(), SampleOutcome.FAILED, failure=cause, timed_out=timed_out)
 
     def _conversation(self, sample_id: SampleId, sampling: Sampling, recorder: Recorder) -> Conversation:

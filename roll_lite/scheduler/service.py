@@ -6,13 +6,12 @@ import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
 from typing import Any
 
 from roll_lite.data.samples import SampleGroup, SampleId, SampleOutcome, Sampling
+from roll_lite.scheduler.admission import Admission
 from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed, DomainScheduler
 from roll_lite.scheduler.episode import Episode, one_response
-from roll_lite.scheduler.mix import BatchPlan
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import Retries, SampleRunner, no_seeds, seeds_from
 from roll_lite.scheduler.stats import Progress, Recorder, RolloutStats, loss_of
@@ -50,21 +49,15 @@ class RolloutService:
         admitted for later ones. `engines_rest`: they are away between two batches. `keep_left_out`: groups that are lost or filtered come
         with the next batch, their tokens with them."""
         self._domains = {domain.name: domain for domain in domains}
-        self._plan = BatchPlan({domain.name: domain.share for domain in domains}, {domain.name: domain.least for domain in domains})
         self._router = router
         self._supply = pacing.supply
         self._pacing = pacing
-        self._batches = batches
         self._engines_rest = engines_rest
         self._left_out: list[SampleGroup] = []
         self._keep_left_out = keep_left_out
         self._time = asyncio.get_running_loop().time
         self._version = 0
         self._next_group = 0
-        self._size = 0
-        """Prompts of a batch."""
-        self._asked = self._handed_out = self._resumed_at = 0
-        """Batches."""
         self._delivered = dict.fromkeys(self._domains, 0)
         self._delivered_tokens = dict.fromkeys(self._domains, 0)
         self._recorder = Recorder(self._domains, self._time())
@@ -74,6 +67,7 @@ class RolloutService:
             for domain in domains
         }
         self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
+        self._admission = Admission(self._domains, self._schedulers, router, self._recorder, pacing, batches)
         self._progress: Callable[[], dict[str, Progress]] = dict
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
@@ -87,41 +81,9 @@ class RolloutService:
         self._next_group += 1
         return self._next_group - 1
 
-    # ------------------------------------------------------------ admission
-
     def _admit(self) -> None:
-        """As many prompts as supply, replacements and the engines' queues allow. In waves replacements wait until nothing runs any more,
-        so that which prompt follows which does not depend on timing."""
-        if self._error is not None or (self._router.gate is not None and any(one.running for one in self._schedulers.values())):
-            return
-        if self._asked == self._handed_out and self._supply.max_staleness == 0:
-            return  # it would be too old for the batch that comes next
-        for scheduler in self._schedulers.values():
-            while scheduler.owed and self._router.has_room():
-                scheduler.replace(self._asked)
-        most = self._most_places()
-        while self._plan.charged < most and self._router.has_room() and not self._trainer_is_behind() and not self._drop_exhausted():
-            self._schedulers[self._plan.admit(self._size)].admit(self._asked)
-
-    def _drop_exhausted(self) -> bool:
-        """Domains without further prompts leave the mix; True: all have left it."""
-        for name, scheduler in self._schedulers.items():
-            if scheduler.exhausted:
-                self._plan.drop(name)
-        return self._plan.exhausted
-
-    def _trainer_is_behind(self) -> bool:
-        """Two batches are finished behind the next one: what was started now would only grow old. One would not carry it over the time
-        in which a long response keeps the next batch waiting."""
-        return sum(scheduler.finished for scheduler in self._schedulers.values()) >= 3 * self._size
-
-    def _most_places(self) -> int:
-        """Places of batches that may have been charged by now."""
-        batches = self._supply.batches(self._asked, self._handed_out)
-        ahead = ceil((self._pacing.oversample - 1) * self._size)
-        if self._batches is not None:
-            batches, ahead = min(batches, self._batches), min(ahead, max(0, self._batches - batches) * self._size)
-        return (batches - self._resumed_at) * self._size + ahead if batches else 0
+        if self._error is None:
+            self._admission.admit()
 
     def _group_ended(self) -> None:
         self._admit()
@@ -142,14 +104,15 @@ class RolloutService:
         """Groups of `prompts` prompts, in exactly the mix's proportions."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # else it was begun when the one before was handed out
-        self._asked += 1
-        self._size = prompts
-        if self._drop_exhausted() and not self._plan.ahead:
+        admission = self._admission
+        admission.asked += 1
+        admission.size = prompts
+        if admission.drop_exhausted() and not admission.plan.ahead:
             raise DataExhausted(
-                f"every domain has been through its epochs (domains.*.data.epochs) after {self._handed_out} batches: use as many steps, "
-                "or more epochs"
+                f"every domain has been through its epochs (domains.*.data.epochs) after {admission.handed_out} batches: use as many "
+                "steps, or more epochs"
             )
-        quota = self._plan.next_batch(prompts)
+        quota = admission.plan.next_batch(prompts)
         wanted = {name: (count, self._domains[name].group_size) for name, count in quota.items()}
         self._progress = lambda: self._recorder.progress(wanted)
         for name, count in quota.items():
@@ -163,8 +126,8 @@ class RolloutService:
             self._delivered_tokens[group.domain] += sum(sample.transcript.policy_tokens for sample in group.samples)
         done = self._progress()
         self._progress = lambda: done
+        admission.finish_batch()
         stats = self._recorder.finish(self._time(), self._version)
-        self._handed_out = self._asked
         await self._go_on()
         self._tell_mix(stats, quota)
         left_out, self._left_out = self._left_out, []
@@ -175,7 +138,7 @@ class RolloutService:
         admitted = sum(scheduler.counts.admitted for scheduler in self._schedulers.values())
         for name, scheduler in self._schedulers.items():
             domain = stats.domains[name]
-            domain.requested, domain.requested_share = quota[name], self._plan.shares.get(name, 0.0)
+            domain.requested, domain.requested_share = quota[name], self._admission.plan.shares.get(name, 0.0)
             domain.realised_share = self._delivered[name] / max(1, delivered)
             domain.admitted_share = scheduler.counts.admitted / max(1, admitted)
             domain.token_share = self._delivered_tokens[name] / max(1, tokens)
@@ -188,8 +151,8 @@ class RolloutService:
             if self._error is not None:
                 raise self._error
             for name, count in quota.items():
-                if name not in found:
-                    groups = self._schedulers[name].take(count, self._asked, self._supply.max_staleness)
+                if name not in found and not self._admission.is_due(name):
+                    groups = self._schedulers[name].take(count, self._admission.asked, self._supply.max_staleness)
                     if groups is not None:
                         found[name] = groups
             if len(found) == len(quota):
@@ -200,7 +163,7 @@ class RolloutService:
     async def _go_on(self) -> None:
         """A batch is handed out: what is in flight belongs to later ones, or is too late."""
         for scheduler in self._schedulers.values():
-            scheduler.drop_stale(self._asked + 1, self._supply.max_staleness)
+            scheduler.drop_stale(self._admission.asked + 1, self._supply.max_staleness)
         if self._engines_rest:
             await self._router.hold(interrupt=True)
         self._admit()
@@ -282,8 +245,7 @@ class RolloutService:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "mix": self._plan.state_dict(),
-            "batches": self._handed_out,
+            **self._admission.state_dict(),
             "next_group": self._next_group,
             "delivered": dict(self._delivered),
             "delivered_tokens": dict(self._delivered_tokens),
@@ -292,8 +254,7 @@ class RolloutService:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Domains that the state does not know start from their beginning."""
-        self._plan.load_state_dict(state["mix"])
-        self._asked = self._handed_out = self._resumed_at = state["batches"]
+        self._admission.load_state_dict(state)
         self._next_group = state["next_group"]
         for counts, saved in ((self._delivered, state["delivered"]), (self._delivered_tokens, state["delivered_tokens"])):
             counts.update({name: count for name, count in saved.items() if name in counts})

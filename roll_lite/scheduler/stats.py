@@ -45,6 +45,8 @@ class DomainStats:
     """Sum over successful requests of the time between sending and completion."""
     reward_s: float = 0.0
     """Sum over scored samples of the time between asking for the score and getting it."""
+    behind_s: float = 0.0
+    """Time in which prompts for later batches waited because its rewards were behind."""
     requested_share: float = 0.0
     """The domain's weight among all domains."""
     realised_share: float = 0.0

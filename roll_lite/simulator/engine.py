@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan
-from roll_lite.scheduler.engines import EngineLost
+from roll_lite.scheduler.engines import EngineLost, Generated
 
+REPORT_S = 5.0
+"""Between two reports of how far everything is, as engines' workers make them."""
 HAIR = 1e-6
 """Of a token: what rounding may take away from one that is complete."""
 
@@ -76,7 +78,7 @@ class _Run:
 
     request: GenerationRequest
     answer: asyncio.Future[Turn]
-    began: asyncio.Future[None] | None
+    tell: Generated | None
     prompt: int
     """Tokens that it starts from, with what is continued."""
     tokens: int
@@ -138,7 +140,7 @@ class SimulatedEngine:
         self._settled = self._loop.time()
         self._frozen = False
         self._timer: asyncio.TimerHandle | None = None
-        self._arming = False
+        self._arming = self._reporting = False
 
     @property
     def running(self) -> int:
@@ -146,13 +148,13 @@ class SimulatedEngine:
 
     # ------------------------------------------------------------ what the router asks
 
-    async def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Turn:
+    async def generate(self, request: GenerationRequest, generated: Generated | None = None) -> Turn:
         if self.dead is not None:
             raise EngineLost(self.name, self.dead)
         whole, most = self._length(request) - request.resumed, request.sampling.max_tokens
         prompt = len(request.prompt_ids) + (request.context.length if request.context is not None else 0)
         reason = FinishReason.LENGTH if whole >= most else FinishReason.STOP
-        run = _Run(request, self._loop.create_future(), began, prompt, max(1, min(whole, most)), reason)
+        run = _Run(request, self._loop.create_future(), generated, prompt, max(1, min(whole, most)), reason)
         self._runs[request.request_id] = run
         self._waiting.append(run)
         self._look_soon()
@@ -286,8 +288,20 @@ class SimulatedEngine:
         self._running[request.request_id] = run
         self._admitted += 1
         heapq.heappush(self._ends, (run.zero + run.tokens, self._admitted, run))
-        if run.began is not None and not run.began.done():
-            run.began.set_result(None)
+        if run.tell is not None:
+            run.tell(self._tokens(run))
+        if not self._reporting:
+            self._reporting = True
+            self._loop.call_later(REPORT_S, self._report)
+
+    def _report(self) -> None:
+        self._settle()
+        for run in self._running.values():
+            if run.tell is not None:
+                run.tell(self._tokens(run))
+        self._reporting = bool(self._running)
+        if self._reporting:
+            self._loop.call_later(REPORT_S, self._report)
 
     def _end(self, run: _Run, reason: FinishReason) -> None:
         tokens = self._tokens(run)

@@ -96,7 +96,9 @@ class SimulatedPrompts:
 
 
 class SimulatedReward:
-    """Takes its time, then scores 0 or 1."""
+    """Takes its time, then scores 0 or 1; as many at a time as are there."""
+
+    capacity = math.inf
 
     def __init__(self, model: DomainModel, seed: int) -> None:
         self._model = model

@@ -57,7 +57,8 @@ class CompletionPump:
         self._entering: set[str] = set()
         """Outstanding, but not in the engine yet."""
         self._not_begun: set[str] = set()
-        self._begun: list[str] = []
+        self._generated: dict[str, int] = {}
+        """Tokens of outstanding requests, as the engine has told since the last answer."""
         self._looking: asyncio.Task[None] | None = None
         self._kept_ids = False
         self._changed = asyncio.Event()
@@ -131,18 +132,20 @@ class CompletionPump:
     async def _look_for_begun(self) -> None:
         """While there is a request that has neither begun nor ended."""
         while self._not_begun and self._dead is None:
-            begun = self._strategy.begun(self._not_begun)
+            begun = self._strategy.generated(self._not_begun)
             if begun:
-                self._begun += sorted(begun)
+                self._generated |= begun
                 self._changed.set()
                 self._not_begun.difference_update(begun)
             await asyncio.sleep(BEGUN_POLL_S)
 
     async def _hand_out_parts(self) -> None:
-        """While anything is outstanding."""
+        """While anything is outstanding; and how far all of it is, which need not wake anybody."""
         await asyncio.sleep(HAND_OUT_S)
         while self._before and self._dead is None:
-            since = {request_id: self._handed_out.get(request_id, 0) for request_id in self._before.keys() - self._not_begun}
+            begun = self._before.keys() - self._not_begun
+            self._generated |= self._strategy.generated(begun)
+            since = {request_id: self._handed_out.get(request_id, 0) for request_id in begun}
             for part in await self._grown(since):
                 if part.request_id in self._before:
                     self._handed_out[part.request_id] = since[part.request_id] + len(part.token_ids)
@@ -181,9 +184,9 @@ class CompletionPump:
             self._changed.set()
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
-        """Everything that finished, and what began, since the last call; waits for the first, and a moment longer for its neighbours.
-        Their tokens come beside them as blocks. What is beyond `most_blocks` full ones comes with the next call."""
-        if not self._ready and not self._begun and self._dead is None:
+        """Everything that finished since the last call, and how far the rest is; waits for the first, and a moment longer for its
+        neighbours. Their tokens come beside them as blocks. What is beyond `most_blocks` full ones comes with the next call."""
+        if not self._ready and not self._generated and self._dead is None:
             self._changed.clear()
             try:
                 async with asyncio.timeout(max_wait_s):
@@ -193,10 +196,10 @@ class CompletionPump:
         if self._before and self._ready and not self._left_over and self._dead is None:
             await asyncio.sleep(self._linger_s)
         turns, parts, blocks = self._next_blocks(most_blocks)
-        begun, self._begun = self._begun, []
+        generated, self._generated = self._generated, {}
         self._left_over = bool(self._ready)
         waiting = -(-self._tokens_waiting // BLOCK_TOKENS)
-        return Collected(turns, begun, None if self._left_over else self._dead, waiting, parts), blocks
+        return Collected(turns, generated, None if self._left_over else self._dead, waiting, parts), blocks
 
     def _next_blocks(self, most: int) -> tuple[list[Turn], list[Turn], list[DataProto]]:
         turns: list[Turn] = []

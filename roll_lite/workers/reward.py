@@ -154,6 +154,10 @@ class RewardPool:
         self._arrived.set()
         return await waiting.answer
 
+    @property
+    def capacity(self) -> float:
+        return sum(MOST_SAMPLES if member.is_async else 1 for member in self._fleet.members)
+
     def close(self) -> None:
         self._fleet.close()
 

@@ -76,6 +76,11 @@ class RewardModelClient:
             if not self._open:
                 self._quiet.set()
 
+    @property
+    def capacity(self) -> float:
+        """Samples that its copies score at a time."""
+        return self._config.micro_batch_size * sum(len(ranks.copies) for ranks in self._fleet.members)
+
     async def rest(self) -> None:
         """Nothing is generated any more: with `offload` the model leaves its devices until the next sample, once all are scored."""
         if not self._config.offload or not self._fleet.is_tended:
@@ -205,6 +210,10 @@ class RewardModelPool:
         except TimeoutError:
             raise RewardFailed(time_out(f"model {self._client.name}", self._config.timeout_s)) from None
         return replace(own, value=own.value + added.value, details={**added.details, **own.details}, format_ok=added.format_ok)
+
+    @property
+    def capacity(self) -> float:
+        return self._client.capacity
 
     def close(self) -> None:
         if self._added is not None:

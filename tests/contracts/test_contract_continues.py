@@ -43,7 +43,7 @@ async def interrupted(engine: Harness, pump: CompletionPump, request: Generation
     for _ in range(3):
         await pump.submit([request], frozen=False, kept_ids=True)
         answer = asyncio.create_task(answers(pump, 1))
-        while not answer.done() and request.request_id not in engine.strategy.begun([request.request_id]):  # noqa: ASYNC110
+        while not answer.done() and request.request_id not in engine.strategy.generated([request.request_id]):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await pump.abort([request.request_id])
         turn = (await answer)[request.request_id]

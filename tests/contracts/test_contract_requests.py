@@ -182,20 +182,26 @@ async def test_leaving_the_stream_aborts_the_rest(engine: Harness) -> None:
     assert (await engine.one(4)).error is None
 
 
-async def test_what_has_begun_is_told_and_what_waits_is_not(engine: Harness) -> None:
-    """Requests beyond what the engine runs at a time wait; the others have begun, soon after their first token."""
+async def test_what_has_begun_is_told_with_its_growth_and_what_waits_is_not(engine: Harness) -> None:
+    """Requests beyond what the engine runs at a time wait; the others have begun, soon after their first token, and never have more tokens
+    than come out in the end."""
     slots = engine.strategy.options.max_running_requests
     requests = [engine.request(LONG, min_tokens=LONG) for _ in range(slots + 2)]
     ids = [request.request_id for request in requests]
-    assert not engine.strategy.begun(ids)
+    assert not engine.strategy.generated(ids)
     task = asyncio.create_task(engine.all(requests))
     async with asyncio.timeout(60):
-        while len(engine.strategy.begun(ids)) < slots:  # noqa: ASYNC110
+        while len(first := engine.strategy.generated(ids)) < slots:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    assert sorted(engine.strategy.begun(ids)) == sorted(ids[:slots])
+        later = first
+        while not all(later[one] > tokens for one, tokens in first.items()):
+            await asyncio.sleep(0.01)
+            later = engine.strategy.generated(ids)
+    assert sorted(later) == sorted(ids[:slots])
     await engine.strategy.abort(ids)
-    await task
-    assert not engine.strategy.begun(ids)
+    lengths = {completion.request_id: len(completion.token_ids) for completion in await task}
+    assert all(0 < tokens <= lengths[one] for one, tokens in later.items())
+    assert not engine.strategy.generated(ids)
 
 
 # ---------------------------------------------------------------- pause

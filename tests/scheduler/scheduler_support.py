@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from support_local_engine import LocalEngine
@@ -35,6 +36,8 @@ class Prompts:
 
 class TimedReward:
     """Scores 1 after a while; `fails(item, how often it was asked)` decides about failures."""
+
+    capacity = inf
 
     def __init__(self, seconds: float = 0.0, fails: Callable[[RewardInput, int], bool] = lambda item, asked: False) -> None:
         self.seconds, self.fails = seconds, fails

@@ -11,8 +11,8 @@ from support_local_engine import LocalEngine
 from roll_lite.data.samples import FinishReason, GenerationRequest, Sampling, TokenRow, Turn, VersionSpan
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.choice import EngineLoad
-from roll_lite.scheduler.engines import EngineLost
-from roll_lite.scheduler.flight import Asked
+from roll_lite.scheduler.engines import EngineLost, Generated
+from roll_lite.scheduler.flight import Asked, ExpectedLength
 from roll_lite.scheduler.router import NoEngineLeft, RequestFailed, Router
 from roll_lite.simulator.clock import run_virtual
 
@@ -22,19 +22,22 @@ def request(name: str, prompt_tokens: int = 4, max_tokens: int = 100) -> Generat
 
 
 class HeldEngine:
-    """Answers when told to."""
+    """Answers when told to. `begins`: with every request, as soon as it gets it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, begins: bool = True) -> None:
         self.name = name
+        self.begins = begins
+        self.tell: dict[str, Generated | None] = {}
         self.held: dict[str, asyncio.Future[Turn]] = {}
         self.aborted: list[str] = []
         self.asked: list[GenerationRequest] = []
 
-    async def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Turn:
+    async def generate(self, request: GenerationRequest, generated: Generated | None = None) -> Turn:
         self.asked.append(request)
         self.held[request.request_id] = asyncio.get_running_loop().create_future()
-        if began is not None:
-            began.set_result(None)
+        self.tell[request.request_id] = generated
+        if self.begins:
+            self.say(request.request_id, 0)
         return await self.held[request.request_id]
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -42,6 +45,11 @@ class HeldEngine:
         for request_id in request_ids:
             if request_id in self.held and not self.held[request_id].done():
                 self.held.pop(request_id).set_result(Turn(request_id, finish_reason=FinishReason.ABORT))
+
+    def say(self, request_id: str, tokens: int) -> None:
+        """So many it has generated."""
+        if (tell := self.tell[request_id]) is not None:
+            tell(tokens)
 
     def answer(self, request_id: str, tokens: int = 10, error: str | None = None) -> None:
         self.held.pop(request_id).set_result(Turn(request_id, tokens, finish_reason=FinishReason.STOP, error=error))
@@ -53,7 +61,7 @@ async def settle() -> None:
 
 
 async def test_a_long_request_weighs_as_much_as_many_short_ones() -> None:
-    a, b = HeldEngine("a"), HeldEngine("b")
+    a, b = HeldEngine("a", begins=False), HeldEngine("b", begins=False)
     router = Router([a, b], timeout_s=60)
     tasks = [asyncio.create_task(router.generate("long", request("long", prompt_tokens=400, max_tokens=600)))]
     await settle()
@@ -141,6 +149,65 @@ async def test_requests_of_a_dead_engine_go_elsewhere() -> None:
     sound.held["later"].set_exception(EngineLost("sound", "process killed"))
     with pytest.raises(NoEngineLeft, match="dying: CUDA error; sound: process killed"):
         await later
+
+
+# ---------------------------------------------------------------- load as engines report it
+
+
+def test_a_response_that_has_outlived_most_has_more_to_come_than_a_new_one() -> None:
+    known = ExpectedLength(1000)
+    for _ in range(600):
+        known.observe(20)
+    for _ in range(100):
+        known.observe(400)
+    # Of the last 512 responses 412 had 20 tokens and 100 had 400, or a few less; one of max_tokens always counts among them.
+    assert known.left(0) == pytest.approx((412 * 20 + 100 * 400 + 1000) / 513, rel=0.2)
+    assert known.left(30) == pytest.approx((100 * 400 + 1000) / 101 - 30, rel=0.02)
+    assert known.left(400) == pytest.approx(600)
+    assert known.left(1000) == 0
+
+
+async def test_an_engine_stuck_with_long_responses_gets_nothing_new_before_the_others() -> None:
+    """Each has as many requests of the same domain. Before the engines report, the loads are equal."""
+    a, b = HeldEngine("a", begins=False), HeldEngine("b", begins=False)
+    router = Router([a, b], timeout_s=60)
+    for i in range(600):
+        task = asyncio.create_task(router.generate("d", request(f"warm {i}", prompt_tokens=10, max_tokens=1000)))
+        await settle()
+        (a if a.held else b).answer(f"warm {i}", 1000 if i % 10 == 0 else 20)
+        await task
+    tasks = [asyncio.create_task(router.generate("d", request(f"r{i}", prompt_tokens=10, max_tokens=1000))) for i in range(8)]
+    await settle()
+    assert len(a.held) == len(b.held) == 4
+    for name in a.held:
+        a.say(name, 300)  # the long ones all are here
+    for name in b.held:
+        b.say(name, 10)
+    assert router.engines[0].left == pytest.approx(4 * 700)
+    assert router.engines[1].left < 4 * 130
+    tasks += [asyncio.create_task(router.generate("d", request(f"new {i}", prompt_tokens=10, max_tokens=1000))) for i in range(8)]
+    await settle()
+    assert not any(name.startswith("new") for name in a.held), "by expected lengths alone half of them would go there"
+    for engine in (a, b):
+        for name in list(engine.held):
+            engine.answer(name)
+    await asyncio.gather(*tasks)
+    assert [(load.tokens, load.done) for load in router.engines] == [(0, 0), (0, 0)]
+
+
+async def test_a_prompt_counts_until_the_engine_has_begun_with_it() -> None:
+    engine = HeldEngine("a", begins=False)
+    router = Router([engine], timeout_s=60)
+    task = asyncio.create_task(router.generate("d", request("r", prompt_tokens=4000, max_tokens=100)))
+    await settle()
+    assert router.engines[0].left == 4100
+    engine.say("r", 1)
+    assert (router.engines[0].left, router.engines[0].tokens) == (99, 4100)
+    engine.say("r", 98)
+    assert router.engines[0].left == 2
+    engine.answer("r")
+    await task
+    assert router.engines[0].left == 0
 
 
 class RoundRobin(Router):

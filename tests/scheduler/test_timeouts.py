@@ -14,7 +14,7 @@ from support_local_engine import LocalEngine
 from roll_lite.data.samples import FinishReason, GenerationRequest, SampleOutcome, Sampling, Turn
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
-from roll_lite.scheduler.engines import EngineLost
+from roll_lite.scheduler.engines import EngineLost, Generated
 from roll_lite.scheduler.router import NoEngineLeft, RequestFailed, Router
 from roll_lite.scheduler.service import RolloutResult, accepted
 from roll_lite.simulator.clock import run_virtual
@@ -180,10 +180,10 @@ class Held:
         self.answer = answer
         self.held: dict[str, asyncio.Future[Turn]] = {}
 
-    async def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Turn:
+    async def generate(self, request: GenerationRequest, generated: Generated | None = None) -> Turn:
         self.held[request.request_id] = asyncio.get_running_loop().create_future()
-        if began is not None:
-            began.set_result(None)
+        if generated is not None:
+            generated(0)
         return await self.held[request.request_id]
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -279,7 +279,7 @@ def test_whoever_gives_up_on_an_engine_that_stands_still_is_no_sign_of_life_from
     """Of two requests that it never begins with, the second one fails its own time after it was sent, not one time after the first."""
 
     class Still(Held):
-        async def generate(self, request: GenerationRequest, began: asyncio.Future[None] | None = None) -> Turn:
+        async def generate(self, request: GenerationRequest, generated: Generated | None = None) -> Turn:
             return await super().generate(request)
 
     async def main() -> list[float]:

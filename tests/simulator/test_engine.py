@@ -174,19 +174,17 @@ def test_a_dead_engine_loses_everything_and_takes_nothing() -> None:
     run_virtual(main())
 
 
-def test_it_tells_when_it_begins() -> None:
-    async def main() -> list[float]:
-        engine, loop, told = engine_of({"a": 3, "b": 1}, slots=1), asyncio.get_running_loop(), []
+def test_it_tells_when_it_begins_and_from_then_on_how_far_it_is() -> None:
+    async def main() -> list[tuple[str, float, int]]:
+        engine, clock, told = engine_of({"a": 13, "b": 1}, slots=1), asyncio.get_running_loop().time, []
 
         async def ask(name: str) -> None:
-            began: asyncio.Future[None] = loop.create_future()
-            began.add_done_callback(lambda _: told.append(loop.time()))
-            await engine.generate(request(name), began)
+            await engine.generate(request(name), lambda tokens: told.append((name, round(clock(), 3), tokens)))
 
         await asyncio.gather(ask("a"), ask("b"))
         return told
 
-    assert run_virtual(main()) == [pytest.approx(0), pytest.approx(3)]
+    assert run_virtual(main()) == [("a", 0, 0), ("a", 5, 5), ("a", 10, 10), ("b", 13, 0)]
 
 
 def test_what_ran_is_written_down_by_slot_and_version() -> None:

@@ -46,7 +46,7 @@ def test_collect_comes_back_empty_after_its_time() -> None:
     async def main() -> tuple[Collected, float]:
         pump = CompletionPump(ScriptedEngine(lambda r: Response(1, 100.0)), fetch_block)
         await pump.submit([request("slow")], frozen=False)
-        assert await collect(pump, 5.0) == Collected([], ["slow"])
+        assert await collect(pump, 5.0) == Collected([], {"slow": 0})
         return await collect(pump, 5.0), asyncio.get_running_loop().time()
 
     assert run_virtual(main()) == (Collected([]), 5.0)
@@ -242,7 +242,7 @@ def test_an_abort_that_comes_while_earlier_turns_are_fetched_is_not_lost() -> No
         await entering
         await asyncio.sleep(1.0)
         await pump.abort()
-        assert (await collect(pump, 1.0)).began == ["fresh"]
+        assert list((await collect(pump, 1.0)).generated) == ["fresh"]
         return [turn, *(await collect(pump, 1.0)).turns], asyncio.get_running_loop().time(), (await strategy.health()).running
 
     (late, fresh), seconds, running = run_virtual(main())
@@ -261,7 +261,7 @@ def test_a_request_whose_earlier_turns_are_lost_fails_alone() -> None:
         late = replace(request("late"), context=TokenRow("a reference", 0, 5))
         await pump.submit([late, request("fresh")], frozen=False)
         collected = [await collect(pump, 10.0) for _ in range(3)]
-        assert [one.began for one in collected] == [["fresh"], [], []]
+        assert [list(one.generated) for one in collected] == [["fresh"], [], []]
         return [turn for one in collected for turn in one.turns]
 
     late, fresh = run_virtual(main())
@@ -269,7 +269,21 @@ def test_a_request_whose_earlier_turns_are_lost_fails_alone() -> None:
     assert (fresh.error, fresh.length) == (None, 1)
 
 
-# ---------------------------------------------------------------- parts
+# ---------------------------------------------------------------- how far it is, and parts
+
+
+def test_a_caller_hears_when_its_request_is_begun_with_and_every_five_seconds_how_far_it_is() -> None:
+    async def main() -> list[tuple[str, int, int]]:
+        engine = LocalEngine("e", ScriptedEngine(lambda r: Response(12, 1.0), slots=1))
+        clock, told = asyncio.get_running_loop().time, []
+
+        async def ask(name: str) -> None:
+            await engine.generate(request(name), lambda tokens: told.append((name, int(clock()), tokens)))
+
+        await asyncio.gather(ask("a"), ask("b"))
+        return told
+
+    assert run_virtual(main()) == [("a", 0, 0), ("a", 5, 5), ("a", 10, 10), ("b", 12, 0), ("b", 15, 3), ("b", 20, 8)]
 
 
 def lost_after(seconds: float, strategy: ScriptedEngine, *requests: GenerationRequest) -> list[Turn | BaseException]:

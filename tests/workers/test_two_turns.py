@@ -8,7 +8,7 @@ from support_local_engine import LocalEngine
 
 from roll_lite.algorithms.losses import row_weights
 from roll_lite.config.schema.algorithm import AlgorithmConfig
-from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, RowsAtATime
+from roll_lite.data.microbatch import MicroBatchOutputs, padded
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Author, GenerationRequest, Prompt, RewardInput, SampleOutcome, Sampling, Score, Segment, VersionSpan
@@ -39,6 +39,8 @@ class OnePrompt:
 
 
 class LongerIsBetter:
+    capacity = 1
+
     async def score(self, item: RewardInput) -> Score:
         return Score(1.0 if item.response == "2 tokens\n3 tokens" else 0.0)
 
@@ -94,7 +96,7 @@ def test_the_gradient_is_that_of_the_policys_tokens() -> None:
         domain_number=torch.zeros(2, dtype=torch.int64),
         loss_weight=row_weights(batch.tensor("policy_tokens"), "token_mean"),
     )
-    (rows,) = MicroBatchPlan.of(batch.lengths, RowsAtATime(2)).micro_batches(batch)
+    rows = padded(batch)
     assert rows.mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0, 1, 0, 0]]
     algorithm = AlgorithmConfig.model_validate({"advantage": {"name": "grpo", "normalize_std": False}, "old_log_probs": "rollout"})
     credit = assign_credit(rows, 0, algorithm, 0.0, alone)

@@ -215,8 +215,8 @@ class InferenceStrategy(ABC):
         """Completions in the order in which they finish, one for each request, also for failed and aborted ones."""
 
     @abstractmethod
-    def begun(self, request_ids: Collection[str]) -> Collection[str]:
-        """Those in flight of which the engine has generated something, as far as it is known; perhaps a moment late."""
+    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
+        """How many tokens it has generated of those in flight that it has begun with, as far as it is known; perhaps a moment late."""
 
     @abstractmethod
     async def grown(self, since: Mapping[str, int]) -> list[Completion]:

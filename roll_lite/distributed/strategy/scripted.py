@@ -177,10 +177,11 @@ class ScriptedEngine(InferenceStrategy):
 
     # ------------------------------------------------------------ control
 
-    def begun(self, request_ids: Collection[str]) -> Collection[str]:
-        """Those whose first token is on its way."""
+    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
+        """Of those whose first token is on its way."""
         now = asyncio.get_running_loop().time()
-        return [one for one in request_ids if (run := self._running.get(one)) is not None and run.elapsed_at(now) >= run.response.delay_s]
+        runs = [self._running[one] for one in request_ids if one in self._running]
+        return {run.request.request_id: run.produced(now) for run in runs if run.elapsed_at(now) >= run.response.delay_s}
 
     async def grown(self, since: Mapping[str, int]) -> list[Completion]:
         now, found = asyncio.get_running_loop().time(), []

@@ -150,8 +150,8 @@ class EngineStrategy(InferenceStrategy):
                 return f"{what} a token outside the vocabulary of {self._vocabulary}"
         return keep_mask_available(sampling, self._vocabulary) if sampling.keep_mask and sampling.temperature > 0 else None
 
-    def begun(self, request_ids: Collection[str]) -> Collection[str]:
-        return self.make.begun(request_ids) if self._check() is None else ()
+    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
+        return self.make.generated(request_ids) if self._check() is None else {}
 
     async def grown(self, since: Mapping[str, int]) -> list[Completion]:
         return await self.make.grown(since) if self._check() is None else []

@@ -52,7 +52,7 @@ class EngineMake(Protocol):
         """A request that nothing speaks against. Cancelled, it is aborted in the engine. `version`: of the weights."""
         ...
 
-    def begun(self, request_ids: Collection[str]) -> Collection[str]:
+    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
         """See InferenceStrategy."""
         ...
 

@@ -48,7 +48,8 @@ class SglangEngine:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         """Futures of requests and of calls, by number."""
         self._request_ids: dict[int, str] = {}
-        self._begun: set[str] = set()
+        self._generated: dict[str, int] = {}
+        """Tokens of what runs, by request id, as the server has told them."""
         self._scratch: Scratch | None = None
         self._channel: PickleChannel | None = None
         self._server: subprocess.Popen[bytes] | None = None
@@ -132,10 +133,10 @@ class SglangEngine:
             self._send(("abort", [number]))
             raise
         finally:
-            self._begun.discard(self._request_ids.pop(number))
+            self._generated.pop(self._request_ids.pop(number), None)
 
-    def begun(self, request_ids: Collection[str]) -> Collection[str]:
-        return self._begun.intersection(request_ids)
+    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
+        return {request_id: self._generated[request_id] for request_id in self._generated.keys() & request_ids}
 
     async def grown(self, since: Mapping[str, int]) -> list[Completion]:
         """Not of requests that have seen another set of weights."""
@@ -203,8 +204,8 @@ class SglangEngine:
         with contextlib.suppress(Closed):
             while True:
                 kind, number, *answer = await self._channel.receive()
-                if kind == "begun":
-                    self._begun.update(self._request_ids[one] for one in number if one in self._request_ids)
+                if kind == "generated":
+                    self._generated |= {self._request_ids[one]: tokens for one, tokens in number.items() if one in self._request_ids}
                     continue
                 future = self._waiting.get(number)
                 if future is not None and not future.done():

@@ -89,10 +89,10 @@ class Manager:
 
         self._manager._send_one_request = send_and_tell
 
-    def has_begun(self, rid: str) -> bool:
+    def generated(self, rid: str) -> int:
         """SGLang's scheduler speaks of a request that is not streamed every 50 tokens, for the first time with the first."""
         state = self._manager.rid_to_state.get(rid)
-        return state is not None and state.time_stats.first_token_time > 0
+        return 0 if state is None else len(state.output_ids)
 
     def grown(self, request: GenerationRequest, rid: str, first: int) -> Completion | None:
         """Of a request that has known no other weights."""

@@ -28,7 +28,7 @@ from roll_lite.distributed.strategy.sglang.compat.settings import keep_files_in
 
 _FLUSH_POLL_S = 0.01
 _FLUSH_TIMEOUT_S = 30.0
-_BEGUN_POLL_S = 0.5
+_GENERATED_POLL_S = 0.5
 
 
 @dataclass
@@ -38,7 +38,8 @@ class _Running:
     number: int
     request: GenerationRequest
     aborted: bool = False
-    begun: bool = False
+    generated: int = 0
+    """Tokens, as the host knows."""
     had_other_weights: bool = False
     """It runs under a second set of weights. Which of its tokens are whose is known only when it has ended."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
@@ -75,7 +76,7 @@ class EngineServer:
 
     async def serve(self) -> None:
         """Until the host is gone."""
-        self._start(self._tell_begun())
+        self._start(self._tell_generated())
         while True:
             command, *arguments = await self._channel.receive()
             if command == "generate":
@@ -136,14 +137,15 @@ class EngineServer:
             if running.rid not in held:
                 await running.dispatched.wait()
 
-    async def _tell_begun(self) -> None:
+    async def _tell_generated(self) -> None:
         while True:
-            begun = [one for one in self._running.values() if not one.begun and self._manager.has_begun(one.rid)]
-            for running in begun:
-                running.begun = True
-            if begun:
-                self._channel.send(("begun", [running.number for running in begun]))
-            await asyncio.sleep(_BEGUN_POLL_S)
+            news = {}
+            for running in self._running.values():
+                if (tokens := self._manager.generated(running.rid)) > running.generated:
+                    news[running.number] = running.generated = tokens
+            if news:
+                self._channel.send(("generated", news))
+            await asyncio.sleep(_GENERATED_POLL_S)
 
     def _tell_grown(self, call: int, since: dict[int, int]) -> None:
         found = []

@@ -147,8 +147,9 @@ class VllmEngine:
             return None
         return keep_mask_width(sampling, self._vocabulary) if sampling.temperature > 0 else 0
 
-    def begun(self, request_ids: Collection[str]) -> Collection[str]:
-        return [request_id for request_id, state in self._states(request_ids) if not state.is_prefilling]
+    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
+        begun = ((request_id, state) for request_id, state in self._states(request_ids) if not state.is_prefilling)
+        return {request_id: state.detokenizer.num_output_tokens() for request_id, state in begun if state.detokenizer is not None}
 
     async def grown(self, since: Mapping[str, int]) -> list[Completion]:
         found = []

@@ -1,0 +1,133 @@
+"""Which prompts are started, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from math import ceil, inf
+from typing import Any
+
+from roll_lite.scheduler.domain import Domain, DomainScheduler
+from roll_lite.scheduler.mix import BatchPlan
+from roll_lite.scheduler.router import Router
+from roll_lite.scheduler.stats import Recorder
+from roll_lite.scheduler.supply import Pacing
+
+
+class Admission:
+    """As many prompts as the supply and the queues of engines and rewards allow, in the proportions of the mix."""
+
+    def __init__(
+        self,
+        domains: Mapping[str, Domain],
+        schedulers: Mapping[str, DomainScheduler],
+        router: Router,
+        recorder: Recorder,
+        pacing: Pacing,
+        batches: int | None,
+    ) -> None:
+        """`batches`: nothing is admitted for later ones."""
+        self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
+        self.size = 0
+        """Prompts of a batch."""
+        self.asked = self.handed_out = self._resumed_at = 0
+        """Batches."""
+        self._domains, self._schedulers = domains, schedulers
+        self._router = router
+        self._recorder = recorder
+        self._pacing = pacing
+        self._batches = batches
+        self._time = asyncio.get_running_loop().time
+        self._behind: set[str] = set()
+        """Domains that start nothing for later batches, because their rewards are behind."""
+        self._looked = 0.0
+
+    def admit(self) -> None:
+        """In waves replacements wait until nothing runs any more, so that which prompt follows which does not depend on timing."""
+        if self._router.gate is not None and any(one.running for one in self._schedulers.values()):
+            return
+        if self.asked == self.handed_out and self._pacing.supply.max_staleness == 0:
+            return  # it would be too old for the batch that comes next
+        for scheduler in self._schedulers.values():
+            while scheduler.owed and self._router.has_room():
+                scheduler.replace(self.asked)
+        due = self._due_places()
+        most = due if self._trainer_is_behind() else self._most_places()
+        room = self._room_in_rewards() if self.plan.charged < most else {}
+        self._note_behind({name for name, samples in room.items() if samples <= 0})
+        while self.plan.charged < most and self._router.has_room() and not self.drop_exhausted():
+            found = self.plan.admit(self.size, {name: most if samples > 0 else due for name, samples in room.items()})
+            if found is None:
+                return
+            name, place = found
+            self._schedulers[name].admit(self.asked)
+            if place >= due:
+                room[name] -= self._domains[name].group_size
+
+    def drop_exhausted(self) -> bool:
+        """Domains without further prompts leave the mix; True: all have left it."""
+        for name, scheduler in self._schedulers.items():
+            if scheduler.exhausted:
+                self.plan.drop(name)
+        return self.plan.exhausted
+
+    def is_due(self, domain: str) -> bool:
+        """A prompt of this domain is still to be started for a batch that was asked for."""
+        return self.plan.has_open(domain, self._due_places()) and not self._schedulers[domain].exhausted
+
+    def _trainer_is_behind(self) -> bool:
+        """Two batches are finished behind the next one: what was started for later ones would only grow old. One would not carry it over
+        the time in which a long response keeps the next batch waiting."""
+        return sum(scheduler.finished for scheduler in self._schedulers.values()) >= 3 * self.size
+
+    def _most_places(self) -> int:
+        """Places of batches that may have been charged by now."""
+        batches = self._pacing.supply.batches(self.asked, self.handed_out)
+        ahead = ceil((self._pacing.oversample - 1) * self.size)
+        if self._batches is not None:
+            batches, ahead = min(batches, self._batches), min(ahead, max(0, self._batches - batches) * self.size)
+        return (batches - self._resumed_at) * self.size + ahead if batches else 0
+
+    def _due_places(self) -> int:
+        """Those of batches that were asked for."""
+        return (self.asked - self._resumed_at) * self.size
+
+    # ------------------------------------------------------------ rewards that are behind
+
+    def _room_in_rewards(self) -> dict[str, float]:
+        """How many samples of each domain may be started for later batches.
+
+        As many may wait for their scores as a batch holds, beside those that its rewards score at a time. More would only grow old, while
+        engines could work for other domains. What was asked for is always started, so every batch is completed; and where batches are
+        generated one after the other, that is bound enough.
+        """
+        if self._pacing.supply.whole_batches:
+            return dict.fromkeys(self._domains, inf)
+        return {name: self._of_a_batch(one) - self._schedulers[name].waiting_for_scores for name, one in self._domains.items()}
+
+    def _of_a_batch(self, domain: Domain) -> int:
+        """Samples."""
+        share = ceil(self.plan.shares.get(domain.name, 0.0) * self.size)
+        return max(1, domain.least, share) * domain.group_size
+
+    def _note_behind(self, behind: set[str]) -> None:
+        """Counts the time since this was last called, for the domains that were behind by then."""
+        if self._behind or behind:
+            now = self._time()
+            for name in self._behind:
+                self._recorder.domains[name].behind_s += now - self._looked
+            self._behind, self._looked = behind, now
+
+    def finish_batch(self) -> None:
+        """It is complete: its statistics end here."""
+        self._note_behind(self._behind)
+        self.handed_out = self.asked
+
+    # ------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mix": self.plan.state_dict(), "batches": self.handed_out}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.plan.load_state_dict(state["mix"])
+        self.asked = self.handed_out = self._resumed_at = state["batches"]
