@@ -14,7 +14,7 @@ import torch.distributed as dist
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits at a time: on a CPU as many as its cache holds, on a GPU as many as keep it busy (64 MiB in float32)."""
 FEWEST_WORDS = 256
-"""In a block, however many rows there are: narrower products are slow. The block is then still smaller than the hidden states."""
+"""In a block, however many rows there are: narrower products are slow. Such a block is no larger than the hidden states of most models."""
 
 DROPPED = -1e4
 """Log-prob of a token that truncated sampling could not choose. Its exp is exactly 0, in float64 too, so that p log p and its gradient
