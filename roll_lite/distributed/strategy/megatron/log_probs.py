@@ -1,95 +1,61 @@
-"""Log-probabilities and entropy of logits whose vocabulary is spread over tensor-parallel ranks.
-
-Works through the rows in chunks, so that float32 copies stay small whatever the vocabulary; ranks exchange a few numbers per row,
-never logits. The backward pass writes the gradient over the logits, which nobody needs any more.
-"""
+"""Log-probabilities and entropy of hidden states, without their logits: see vocabulary.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
-from roll_lite.distributed.strategy.megatron.vocabulary import CHUNK_ELEMENTS, Vocabulary, rows_at_a_time
+from roll_lite.distributed.strategy.megatron.vocabulary import HeadGradients, SoftmaxSums, Vocabulary
 
 
 def log_probs_and_entropy(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    temperatures: torch.Tensor,
-    vocab_size: int,
-    group: dist.ProcessGroup | None,
-    entropy: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS,
-    kept: torch.Tensor | None = None,
+    hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of softmax(logits / temperatures), both [N] float32 and differentiable.
+    """Of softmax(hidden @ weight.T / temperatures), both [N] float32 and differentiable; the same on every rank of the group.
 
-    For logits [N, V/tp], targets [N], temperatures [N], vocab_size and kept [N, K] see Vocabulary. The gradient, 0 for tokens that were not
-    kept, overwrites the logits: use them for nothing else.
+    hidden [N, H], weight [V/tp, H]. Every rank computes the same loss. The gradient of hidden is only that of this rank's words, that of
+    tokens which were not kept is 0.
     """
-    chunk = rows_at_a_time(logits, chunk_elements)
-    log_probs, entropies = _LogProbs.apply(logits, targets, temperatures, vocab_size, group, entropy, chunk, kept)
+    log_probs, entropies = _LogProbs.apply(hidden, weight, vocabulary, entropy)
     return log_probs, entropies if entropy else None
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        temperatures: torch.Tensor,
-        vocab_size: int,
-        group: dist.ProcessGroup | None,
-        entropy: bool,
-        chunk: int,
-        kept: torch.Tensor | None,
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        vocabulary = Vocabulary(logits, targets, temperatures, vocab_size, group, kept)
-        largest = vocabulary.largest(chunk)
-
-        # Per row, relative to the largest logit: sum of exponentials, the target's logit, and for the entropy sum(exp(z) * z).
-        sums = torch.zeros(3 if entropy else 2, len(logits), device=logits.device)
-        column, here = vocabulary.target_columns()
-        for part in vocabulary.chunks(chunk):
-            scaled = vocabulary.scaled(part, largest)
-            sums[1, part] = scaled.gather(1, column[part, None]).squeeze(1)
-            exponentials = scaled.exp()
-            sums[0, part] = exponentials.sum(dim=1)
-            if entropy:
-                sums[2, part] = exponentials.mul_(scaled).sum(dim=1)
-        sums[1].mul_(here)
-        vocabulary.reduce(sums, dist.ReduceOp.SUM)
-
-        log_normalizer = sums[0].log()
-        log_probs = sums[1] - log_normalizer
-        entropies = log_normalizer - sums[2] / sums[0] if entropy else None
-        ctx.save_for_backward(logits, targets, temperatures, kept, largest.add_(log_normalizer), entropies)
-        ctx.vocab_size, ctx.group, ctx.chunk, ctx.spent = vocab_size, group, chunk, False
+        sums = SoftmaxSums(vocabulary, entropy)
+        for block, logits in vocabulary.logits(hidden, weight):
+            sums.add(block, logits)
+        sums.add_ranks()
+        # z is a scaled logit less the largest, so that the sums are exact for large logits too. Its mean is sum_j(p_j z_j).
+        log_sum, mean = sums.exponentials.log(), sums.weighted / sums.exponentials
+        ctx.save_for_backward(hidden, weight, sums.largest, sums.exponentials, mean)
+        ctx.vocabulary = vocabulary
         ctx.set_materialize_grads(False)
-        return log_probs, entropies
+        return sums.target - sums.largest - log_sum, log_sum - mean if entropy else None
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
-        assert not ctx.spent, "the logits were overwritten by the first backward pass"
-        ctx.spent = True
-        logits, targets, temperatures, kept, log_normalizer, entropies = ctx.saved_tensors
-        vocabulary = Vocabulary(logits, targets, temperatures, ctx.vocab_size, ctx.group, kept)
-        column, here = vocabulary.target_columns()
-        logits[:, vocabulary.size :].zero_()
-        for part in vocabulary.chunks(ctx.chunk):
-            log_p = vocabulary.scaled(part, log_normalizer)
-            p = log_p.exp()
-            # d log p(y) / d z_j = [j = y] - p_j;  d H / d z_j = -p_j (log p_j + H)
-            factor = torch.zeros_like(log_normalizer[part, None])
-            if grad_log_probs is not None:
-                factor = factor - grad_log_probs[part, None]
-            if grad_entropy is not None:
-                factor = factor - grad_entropy[part, None] * log_p.add_(entropies[part, None])
-            grad = p.mul_(factor)
-            if grad_log_probs is not None:
-                grad.scatter_add_(1, column[part, None], (grad_log_probs[part] * here[part])[:, None])
-            vocabulary.words[part] = grad.div_(temperatures[part, None])
-        return logits, None, None, None, None, None, None, None
+        hidden, weight, largest, exponentials, mean = ctx.saved_tensors
+        vocabulary: Vocabulary = ctx.vocabulary
+        gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
+        # d log p(y) / d z_j = [j = y] - p_j;  d H / d z_j = -p_j (log p_j + H) = -p_j (z_j - mean);  p_j = exp(z_j) / sum of exponentials
+        scale = vocabulary.inverse_temperatures
+        on_target = torch.zeros_like(scale) if grad_log_probs is None else grad_log_probs * scale
+        slope = None if grad_entropy is None else -grad_entropy * scale / exponentials
+        constant = -on_target / exponentials if slope is None else -on_target / exponentials - slope * mean
+        for block, logits in vocabulary.logits(hidden, weight):
+            z = vocabulary.scaled(logits, largest)
+            if slope is None:
+                gradient = z.exp_().mul_(constant[:, None])
+            else:
+                gradient = z.exp().mul_(torch.addcmul(constant[:, None], z, slope[:, None], out=z))
+            column, here = vocabulary.target_columns(block)
+            gradient.scatter_add_(1, column, on_target[:, None] * here)
+            gradients.add(block, gradient)
+        return gradients.hidden, gradients.weight, None, None

@@ -112,8 +112,8 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 class RollModel(GPTModel):
     """One pipeline stage, or one of the parts that an interleaved stage has.
 
-    On the last stage forward returns, for the N positions asked for, the logits of this rank's part of the vocabulary [N, V/tp], or
-    [N] values. Prompt tokens and padding never reach the head, the largest matrix of a small model.
+    On the last stage forward returns, for the N positions asked for, the hidden states [N, hidden] that output_weight is multiplied
+    with, or [N] values. Prompt tokens and padding never reach the head, the largest matrix of a small model.
     """
 
     def __init__(self, config: Any, hf: HfConfig, value_head: bool, part: int | None = None) -> None:
@@ -138,10 +138,6 @@ class RollModel(GPTModel):
         self.has_value_head = value_head
         if last and value_head:
             self.output_layer = ValueHead(config)
-        elif last and config.sequence_parallel:
-            # forward gathers the sequence before it picks positions; the gradient is summed on the way back through that gather.
-            head: Any = self.output_layer
-            head.sequence_parallel, head.allreduce_dgrad, head.disable_grad_reduce = False, False, True
 
     def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
         """input_ids [1, tokens], the rows one behind the other; positions [N] of the tokens whose next one counts."""
@@ -151,14 +147,20 @@ class RollModel(GPTModel):
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
-            # The logits' gradient with respect to hidden is partial on every rank, that of the replicated value head is complete.
+            # The gradient that comes from a rank's words is partial, that of the replicated value head is complete on every rank.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not self.has_value_head)
         chosen = hidden.squeeze(1).index_select(0, positions)
         if self.has_value_head:
             return self.output_layer(chosen)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits, _ = self.output_layer(chosen.unsqueeze(1), weight=weight)
-        return logits.squeeze(1)
+        # Where no gather does it, the ranks' partial gradients are summed here.
+        return chosen if self.config.sequence_parallel else tensor_parallel.copy_to_tensor_model_parallel_region(chosen)
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """[V/tp, hidden], on the last stage of a model without value head."""
+        tied = self.share_embeddings_and_output_weights
+        weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
 
 def _mark_cut_weights(model: torch.nn.Module) -> None:

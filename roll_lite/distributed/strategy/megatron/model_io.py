@@ -14,6 +14,7 @@ from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.megatron.distribution import distribution
 from roll_lite.distributed.strategy.megatron.layers import PackedRows
 from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entropy
+from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
 """The columns that say which tokens a softmax goes over, and what their logits are divided by. They are for the head; losses do not see
@@ -86,9 +87,15 @@ def _packed(batch: DataProto, token_multiple: int) -> tuple[torch.Tensor, Packed
 
 
 def outputs_of(
-    result: torch.Tensor, given: ModelInput, outputs: Sequence[str], vocab_size: int, group: dist.ProcessGroup
+    result: torch.Tensor,
+    weight: torch.Tensor | None,
+    given: ModelInput,
+    outputs: Sequence[str],
+    vocab_size: int,
+    group: dist.ProcessGroup,
 ) -> MicroBatchOutputs:
-    """What the model's last stage returned, as the padded columns that losses read; 0 where the mask is 0."""
+    """The padded columns that losses read, 0 where the mask is 0, of what the model's last stage returned: values, or hidden states that go
+    with the output weight."""
     shape = given.micro_batch.mask.shape
     if set(outputs) & {"values", "final_value"}:
         values, ends = result.split([len(given.slots), len(result) - len(given.slots)])
@@ -96,14 +103,15 @@ def outputs_of(
             values=_scatter(values, given.slots, shape) if "values" in outputs else None,
             final_value=ends if "final_value" in outputs else None,
         )
+    assert weight is not None, "only values do without the output weight"
     if given.temperatures is None:
         raise ValueError(f"{', '.join(outputs)} of a batch without the column {TEMPERATURE}: a softmax is that of its row's temperature")
-    arguments = (result, given.targets, given.temperatures, vocab_size, group)
+    vocabulary = Vocabulary(len(weight), vocab_size, group, given.targets, given.temperatures, given.kept)
     found = MicroBatchOutputs()
     if "distribution" in outputs:
-        found = replace(found, distribution=_scatter(distribution(*arguments, kept=given.kept), given.slots, shape))
+        found = replace(found, distribution=_scatter(distribution(result, weight, vocabulary), given.slots, shape))
     if set(outputs) & {"log_probs", "entropy"}:
-        log_probs, entropy = log_probs_and_entropy(*arguments, entropy="entropy" in outputs, kept=given.kept)
+        log_probs, entropy = log_probs_and_entropy(result, weight, vocabulary, entropy="entropy" in outputs)
         found = replace(
             found,
             log_probs=_scatter(log_probs, given.slots, shape) if "log_probs" in outputs else None,

@@ -69,6 +69,7 @@ class MegatronStrategy(TrainStrategy):
         config = transformer_config(self._hf, self._config, self._dtype, spec.deterministic)
         virtual = self._config.virtual_pipeline_parallel
         chunks = [RollModel(config, self._hf, self._value_head, part) for part in (range(virtual) if virtual > 1 else [None])]
+        self._model = chunks[-1]
         self._bindings = bind(chunks, self._hf)
         load_weights(
             self._bindings,
@@ -148,7 +149,8 @@ class MegatronStrategy(TrainStrategy):
         return TrainResult(metrics, loss, step.grad_norm, step.lr, step.skipped)
 
     def _outputs(self, result: torch.Tensor, given: ModelInput, outputs: Sequence[str]) -> MicroBatchOutputs:
-        return outputs_of(result, given, outputs, self._hf.vocab_size, self._tensor_group)
+        weight = None if self._value_head else self._model.output_weight
+        return outputs_of(result, weight, given, outputs, self._hf.vocab_size, self._tensor_group)
 
     # ------------------------------------------------------------ weights out
 

@@ -1,4 +1,7 @@
-"""Logits of a vocabulary that is spread over tensor-parallel ranks: this rank's columns, and which of them take part in the softmax."""
+"""The output layer's product with a vocabulary that may be spread over tensor-parallel ranks, a block of words at a time.
+
+Logits [N, V/tp] never exist as a whole. A block is multiplied, used and dropped; the backward pass multiplies it once more.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-CHUNK_ELEMENTS = 1 << 24
-"""Logits that are held in float32 at a time (64 MiB a copy)."""
+BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 24}
+"""Logits at a time: on a CPU as many as its cache holds, on a GPU as many as keep it busy (64 MiB in float32)."""
+FEWEST_WORDS = 256
+"""In a block, however many rows there are: narrower products are slow. Such a block is no larger than the hidden states of most models."""
 
 DROPPED = -1e4
 """Log-prob of a token that truncated sampling could not choose. Its exp is exactly 0, in float64 too, so that p log p and its gradient
@@ -17,78 +22,134 @@ are 0; and it is finite, so that differences and squares of two of them are no N
 
 
 class Vocabulary:
-    """logits [N, V/tp] are this rank's columns (all where group is None), of which only the first vocab_size over all ranks are words.
+    """The words of this rank, its share [V/tp] of the rows of the output weight, and the softmax that each of N positions has over them.
 
-    temperatures [N] float32: what a row's logits are divided by.
-    kept [N, K]: the tokens that a row's softmax goes over, beside its target; -1 pads, a row of -1 alone and kept None mean all.
+    vocab_size: how many of all ranks' words are real ones; the others only make the shares equal. group None: this rank has them all.
+    targets [N]; temperatures [N] float32: what a position's logits are divided by.
+    kept [N, K]: the tokens that a position's softmax goes over, beside its target; -1 pads, a row of -1 alone and kept None mean all.
+    block_words: how many are multiplied at a time, chosen by the device where None.
     """
 
     def __init__(
         self,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        temperatures: torch.Tensor,
+        share: int,
         vocab_size: int,
         group: dist.ProcessGroup | None,
-        kept: torch.Tensor | None,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
+        kept: torch.Tensor | None = None,
+        block_words: int | None = None,
     ) -> None:
         self.group = group if group is not None and group.size() > 1 else None
-        self.start = logits.shape[1] * (self.group.rank() if self.group is not None else 0)
-        self.size = min(max(vocab_size - self.start, 0), logits.shape[1])
-        self.words = logits[:, : self.size]
-        self._targets = targets
-        self._temperatures = temperatures
+        self.start = share * (self.group.rank() if self.group is not None else 0)
+        self.words = min(max(vocab_size - self.start, 0), share)
+        self.size = vocab_size
+        self.targets = targets
+        self.inverse_temperatures = temperatures.reciprocal()
         self._kept = kept
+        self._block_words = block_words or max(FEWEST_WORDS, BLOCK_LOGITS[targets.device.type] // max(1, len(targets)))
 
     def reduce(self, tensor: torch.Tensor, operation: Any) -> None:
         if self.group is not None:
             dist.all_reduce(tensor, operation, group=self.group)
 
-    def chunks(self, size: int) -> Iterator[slice]:
-        """Rows to work on at a time; none where this rank has no words."""
-        for start in range(0, len(self.words) if self.size else 0, size):
-            yield slice(start, start + size)
+    def blocks(self) -> Iterator[slice]:
+        """Columns of this rank; none where it has no words."""
+        for start in range(0, self.words, self._block_words):
+            yield slice(start, min(start + self._block_words, self.words))
 
-    def target_columns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns of the targets here (0 where another rank has them), and which ones are here."""
-        column = self._targets - self.start
-        here = (column >= 0) & (column < self.size)
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Block by block, [N, words] in the weight's dtype, to be written to; -inf where a word takes no part in the softmax."""
+        for block in self.blocks():
+            logits = hidden @ weight[block].t()
+            if self._kept is not None:
+                logits.masked_fill_(self._dropped(self._kept, block), -torch.inf)
+            yield block, logits
+
+    def scaled(self, logits: torch.Tensor, shift: torch.Tensor, *shifts: torch.Tensor) -> torch.Tensor:
+        """logits / temperatures - shifts, each [N], in float32; DROPPED where a word takes no part. May overwrite the logits."""
+        scaled = logits.float()
+        torch.addcmul(-shift[:, None], scaled, self.inverse_temperatures[:, None], out=scaled)
+        for further in shifts:
+            scaled.sub_(further[:, None])
+        return scaled if self._kept is None else scaled.masked_fill_(scaled == -torch.inf, DROPPED)
+
+    def target_columns(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns [N, 1] of the targets in the block, 0 where they are elsewhere, and which ones are in it."""
+        column = self.targets[:, None] - (self.start + block.start)
+        here = (column >= 0) & (column < block.stop - block.start)
         return column.where(here, 0), here
 
-    def dropped(self, rows: slice) -> torch.Tensor | None:
-        """[rows, words] bool: what takes no part in the softmax; None where everything does."""
-        if self._kept is None:
-            return None
-        kept = self._kept[rows].long()
-        column = torch.cat([kept, self._targets[rows, None]], dim=1) - self.start
-        # One column more than there are words takes everything that is not here.
-        column = column.where((column >= 0) & (column < self.size), self.size)
-        dropped = torch.ones(len(kept), self.size + 1, dtype=torch.bool, device=kept.device).scatter_(1, column, False)
-        return dropped[:, : self.size] & (kept >= 0).any(dim=1, keepdim=True)
+    def _dropped(self, kept: torch.Tensor, block: slice) -> torch.Tensor:
+        """[N, words] bool: what takes no part in the softmax."""
+        words = block.stop - block.start
+        column = torch.cat([kept.long(), self.targets[:, None]], dim=1) - (self.start + block.start)
+        # One column more than there are words takes everything that is elsewhere.
+        column = column.where((column >= 0) & (column < words), words)
+        dropped = torch.ones(len(kept), words + 1, dtype=torch.bool, device=kept.device).scatter_(1, column, False)
+        return dropped[:, :words] & (kept >= 0).any(dim=1, keepdim=True)
 
-    def largest(self, chunk: int) -> torch.Tensor:
-        """[N] float32: the largest of the scaled logits in a row's softmax, over all ranks."""
-        if self._kept is None and self.size:
-            found = self.words.amax(dim=1).float()
+
+class SoftmaxSums:
+    """What log-probs and entropy need to know of a position's logits z, [N] each: the largest z, the target's, and relative to the
+    largest the sums of exp(z) and exp(z) * z. Blocks are added one by one, ranks at the end."""
+
+    def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
+        self._vocabulary = vocabulary
+        self._entropy = entropy
+        rows, device = len(vocabulary.targets), vocabulary.targets.device
+        # Not -inf, of which a difference may be NaN.
+        self.largest = torch.full((rows,), torch.finfo(torch.float32).min, device=device)
+        self._sums = torch.zeros(3, rows, device=device)
+        self.exponentials, self.weighted, self.target = self._sums
+
+    def add(self, block: slice, logits: torch.Tensor) -> None:
+        """May overwrite the logits."""
+        inverse_temperatures = self._vocabulary.inverse_temperatures
+        column, here = self._vocabulary.target_columns(block)
+        self.target.add_(logits.gather(1, column).where(here, 0).squeeze(1) * inverse_temperatures)
+        self._rise_to(torch.maximum(self.largest, logits.amax(dim=1) * inverse_temperatures))
+        scaled = self._vocabulary.scaled(logits, self.largest)
+        exponentials = scaled.exp() if self._entropy else scaled.exp_()
+        self.exponentials.add_(exponentials.sum(dim=1))
+        if self._entropy:
+            self.weighted.add_(exponentials.mul_(scaled).sum(dim=1))
+
+    def add_ranks(self) -> None:
+        largest = self.largest.clone()
+        self._vocabulary.reduce(largest, dist.ReduceOp.MAX)
+        self._rise_to(largest)
+        self._vocabulary.reduce(self._sums, dist.ReduceOp.SUM)
+
+    def _rise_to(self, largest: torch.Tensor) -> None:
+        difference = self.largest - largest
+        factor = difference.exp()
+        self.weighted.addcmul_(difference, self.exponentials).mul_(factor)
+        self.exponentials.mul_(factor)
+        self.largest = largest
+
+
+class HeadGradients:
+    """Gradients of hidden states and output weight, from blocks of the logits' gradient. That of the hidden states comes from this rank's
+    words only: the model adds up the ranks. None for what needs none."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
+        self._inputs = hidden, weight
+        self._hidden = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
+        self.weight = torch.zeros_like(weight) if needed[1] else None
+
+    def add(self, block: slice, logits_gradient: torch.Tensor) -> None:
+        hidden, weight = self._inputs
+        gradient = logits_gradient.to(weight.dtype)
+        if self.weight is not None:
+            torch.mm(gradient.t(), hidden, out=self.weight[block])
+        if self._hidden is None:
+            return
+        if weight.dtype == torch.float32:
+            self._hidden.addmm_(gradient, weight[block])
         else:
-            found = torch.full((len(self.words),), -torch.inf, device=self.words.device)
-            for rows in self.chunks(chunk):
-                found[rows] = self._without_dropped(self.words[rows], rows, -torch.inf).amax(dim=1).float()
-        found.div_(self._temperatures)
-        self.reduce(found, dist.ReduceOp.MAX)
-        return found
+            self._hidden.add_(gradient @ weight[block])
 
-    def scaled(self, rows: slice, *shifts: torch.Tensor) -> torch.Tensor:
-        """[rows, words] float32, to be written to: logits / temperatures - shifts, each [N]; DROPPED where they take no part."""
-        scaled = torch.div(self.words[rows].float(), self._temperatures[rows, None])
-        for shift in shifts:
-            scaled.sub_(shift[rows, None])
-        return self._without_dropped(scaled, rows, DROPPED)
-
-    def _without_dropped(self, words: torch.Tensor, rows: slice, value: float) -> torch.Tensor:
-        dropped = self.dropped(rows)
-        return words if dropped is None else words.masked_fill(dropped, value)
-
-
-def rows_at_a_time(logits: torch.Tensor, elements: int) -> int:
-    return max(1, elements // max(1, logits.shape[1]))
+    @property
+    def hidden(self) -> torch.Tensor | None:
+        return None if self._hidden is None else self._hidden.to(self._inputs[0].dtype)

@@ -1,138 +1,178 @@
-"""Against torch's own log_softmax and autograd, on one rank and with the vocabulary spread over two."""
+"""Against torch's own log_softmax and autograd on whole logits in float64, on one rank and with the vocabulary spread over two."""
+
+from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_heads import HeadProblem, NoMatrix, close
 from megatron_ranks import RankPool
 
 from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entropy
-
-ROWS = 13
-TEMPERATURES = torch.tensor([1.0, 0.7, 2.5, 0.05]).repeat(4)[:ROWS]
+from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 
 
-def problem(vocab: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits of very different sizes, targets, and the weights of a loss."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(ROWS, vocab, generator=generator) * torch.logspace(-1, 1.5, ROWS)[:, None]
-    targets = torch.randint(0, vocab, (ROWS,), generator=generator)
-    return logits, targets, torch.randn(ROWS, generator=generator), torch.randn(ROWS, generator=generator)
+def losses(problem: HeadProblem, log_p: torch.Tensor, entropy: torch.Tensor | None) -> torch.Tensor:
+    loss = (log_p * problem.weights).sum()
+    return loss if entropy is None else loss + (entropy * problem.entropy_weights).sum()
 
 
-def reference(logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor = TEMPERATURES) -> tuple[torch.Tensor, torch.Tensor]:
-    scaled = logits / temperatures[:, None]
-    log_p = torch.log_softmax(scaled, dim=-1)
-    return log_p.gather(1, targets[:, None]).squeeze(1), torch.distributions.Categorical(logits=scaled).entropy()
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("chunk_elements", [1, 64, 1 << 24])
+@pytest.mark.parametrize("block_words", [1, 5, None])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_values_and_gradients(chunk_elements: int, with_entropy: bool) -> None:
-    logits, targets, weights, entropy_weights = problem(29)
-    theirs = logits.clone().requires_grad_()
-    log_p, entropy = reference(theirs, targets)
-    ((log_p * weights).sum() + (entropy * entropy_weights * with_entropy).sum()).backward()
+def test_values_and_gradients(block_words: int | None, with_entropy: bool) -> None:
+    problem = HeadProblem()
+    theirs = problem.oracle()
+    losses(problem, theirs.log_probs, theirs.entropy if with_entropy else None).backward()
+    hidden, weight = problem.inputs()
+    result, entropy = log_probs_and_entropy(hidden, weight, problem.vocabulary(block_words=block_words), with_entropy)
+    close(result, theirs.log_probs)
+    assert (entropy is not None) == with_entropy
+    if entropy is not None:
+        close(entropy, theirs.entropy)
+    losses(problem, result, entropy).backward()
+    close(hidden.grad, theirs.hidden.grad)
+    close(weight.grad, theirs.weight.grad)
 
-    ours = logits.clone().requires_grad_()
-    result, own_entropy = log_probs_and_entropy(ours * 1, targets, TEMPERATURES, 29, None, with_entropy, chunk_elements)
-    close(result, log_p)
-    loss = (result * weights).sum()
-    assert (own_entropy is not None) == with_entropy
-    if own_entropy is not None:
-        close(own_entropy, entropy)
-        loss = loss + (own_entropy * entropy_weights).sum()
-    loss.backward()
-    assert ours.grad is not None
-    assert theirs.grad is not None
-    close(ours.grad, theirs.grad)
+
+def test_blocks_change_nothing() -> None:
+    problem = HeadProblem()
+    problem.hidden /= 10  # the products of blocks are rounded differently, which counts for more the larger the logits are
+    found = []
+    for block_words in (1, 4, 7, 29):
+        hidden, weight = problem.inputs()
+        result, entropy = log_probs_and_entropy(hidden, weight, problem.vocabulary(block_words=block_words), True)
+        losses(problem, result, entropy).backward()
+        found.append((result, entropy, hidden.grad, weight.grad))
+    for other in found[1:]:
+        for mine, first in zip(other, found[0], strict=True):
+            close(mine, first, 1e-6)
 
 
 def test_gradient_of_the_entropy_alone() -> None:
-    logits, targets, _, weights = problem(29)
-    theirs, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    (reference(theirs, targets)[1] * weights).sum().backward()
-    entropy = log_probs_and_entropy(ours * 1, targets, TEMPERATURES, 29, None, True)[1]
+    problem = HeadProblem()
+    theirs = problem.oracle()
+    (theirs.entropy * problem.entropy_weights).sum().backward()
+    hidden, weight = problem.inputs()
+    entropy = log_probs_and_entropy(hidden, weight, problem.vocabulary(), True)[1]
     assert entropy is not None
-    (entropy * weights).sum().backward()
-    close(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    (entropy * problem.entropy_weights).sum().backward()
+    close(hidden.grad, theirs.hidden.grad)
+    close(weight.grad, theirs.weight.grad)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_is_frozen_gets_no_gradient(frozen: int) -> None:
+    problem = HeadProblem()
+    theirs = problem.oracle()
+    losses(problem, theirs.log_probs, None).backward()
+    inputs = problem.inputs()
+    inputs[frozen].requires_grad_(False)
+    losses(problem, log_probs_and_entropy(*inputs, problem.vocabulary())[0], None).backward()
+    assert inputs[frozen].grad is None
+    close(inputs[1 - frozen].grad, (theirs.weight if frozen == 0 else theirs.hidden).grad)
 
 
 def test_words_that_only_pad_the_vocabulary_count_for_nothing() -> None:
-    logits, targets, weights, _ = problem(29)
-    padded = torch.cat([logits, torch.full((ROWS, 3), 50.0)], dim=1).requires_grad_()
-    result, entropy = log_probs_and_entropy(padded * 1, targets, TEMPERATURES, 29, None, True)
-    log_p, expected_entropy = reference(logits, targets)
-    close(result, log_p)
-    close(entropy, expected_entropy)  # type: ignore[arg-type]
-    (result * weights).sum().backward()
+    problem = HeadProblem()
+    theirs = problem.oracle()
+    losses(problem, theirs.log_probs, theirs.entropy).backward()
+    hidden, weight = problem.inputs()
+    padded = torch.cat([weight.detach(), torch.full((3, weight.shape[1]), 9.0)]).requires_grad_()
+    result, entropy = log_probs_and_entropy(hidden, padded, problem.vocabulary(share=len(padded)), True)
+    close(result, theirs.log_probs)
+    close(entropy, theirs.entropy)
+    losses(problem, result, entropy).backward()
     assert padded.grad is not None
-    assert padded.grad[:, 29:].abs().max() == 0
+    close(padded.grad[: problem.vocab], theirs.weight.grad)
+    assert padded.grad[problem.vocab :].abs().max() == 0
+    close(hidden.grad, theirs.hidden.grad)
 
 
 def test_large_logits_neither_overflow_nor_vanish() -> None:
-    logits = torch.tensor([[1e4, 0.0, -1e4], [-3e4, -3e4, -3e4]]).requires_grad_()
-    result, entropy = log_probs_and_entropy(logits * 1, torch.tensor([1, 2]), torch.tensor([0.5, 2.0]), 3, None, True)
-    close(result, torch.tensor([-2e4, -1.0986123]))
-    close(entropy, torch.tensor([0.0, 1.0986123]))  # type: ignore[arg-type]
-    (result.sum() + entropy.sum()).backward()  # type: ignore[union-attr]
-    assert logits.grad is not None
-    assert logits.grad.isfinite().all()
+    """The hidden states are the logits: the weight is the identity."""
+    hidden = torch.tensor([[1e4, 0.0, -1e4], [-3e4, -3e4, -3e4]]).requires_grad_()
+    for block_words in (1, 3):
+        vocabulary = Vocabulary(3, 3, None, torch.tensor([1, 2]), torch.tensor([0.5, 2.0]), block_words=block_words)
+        result, entropy = log_probs_and_entropy(hidden, torch.eye(3), vocabulary, True)
+        close(result, torch.tensor([-2e4, -1.0986123]))
+        close(entropy, torch.tensor([0.0, 1.0986123]))
+        assert entropy is not None
+        (gradient,) = torch.autograd.grad(result.sum() + entropy.sum(), hidden)
+        assert gradient.isfinite().all()
 
 
 def test_bfloat16_logits_are_computed_in_float32() -> None:
-    logits, targets, weights, _ = problem(29)
-    low = logits.bfloat16().requires_grad_()
-    result, _ = log_probs_and_entropy(low * 1, targets, TEMPERATURES, 29, None)
-    close(result, reference(logits.bfloat16().float(), targets)[0])
-    (result * weights).sum().backward()
-    theirs = logits.bfloat16().float().requires_grad_()
-    (reference(theirs, targets)[0] * weights).sum().backward()
-    assert low.grad is not None
-    close(low.grad.float(), theirs.grad, 1e-2)  # type: ignore[arg-type]
+    problem = HeadProblem()
+    hidden, weight = (tensor.detach().bfloat16().requires_grad_() for tensor in problem.inputs())
+    theirs = problem.oracle(logits=(hidden.detach() @ weight.detach().t()).double())
+    result, entropy = log_probs_and_entropy(hidden, weight, problem.vocabulary(block_words=8), True)
+    close(result, theirs.log_probs)
+    close(entropy, theirs.entropy)
+    losses(problem, result, entropy).backward()
+    (of_logits,) = torch.autograd.grad(losses(problem, theirs.log_probs, theirs.entropy), theirs.logits)
+    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    for mine, whole in (
+        (hidden.grad, of_logits @ weight.detach().double()),
+        (weight.grad, of_logits.t() @ hidden.detach().double()),
+    ):
+        assert (mine.double() - whole).norm() < 5e-3 * whole.norm()
 
 
 def test_no_rows() -> None:
-    logits = torch.randn(0, 7).requires_grad_()
-    result, entropy = log_probs_and_entropy(logits * 1, torch.zeros(0, dtype=torch.int64), torch.ones(0), 7, None, True)
-    assert result.shape == entropy.shape == (0,)  # type: ignore[union-attr]
-    (result.sum() + entropy.sum()).backward()  # type: ignore[union-attr]
-    assert logits.grad is not None
+    hidden, weight = torch.randn(0, 4).requires_grad_(), torch.randn(7, 4).requires_grad_()
+    vocabulary = Vocabulary(7, 7, None, torch.zeros(0, dtype=torch.int64), torch.ones(0))
+    result, entropy = log_probs_and_entropy(hidden, weight, vocabulary, True)
+    assert entropy is not None
+    assert result.shape == entropy.shape == (0,)
+    (result.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None and weight.grad is not None, "a rank without rows keeps step with those that reduce gradients"
+    assert weight.grad.abs().max() == 0
 
 
-def test_a_second_backward_pass_is_refused() -> None:
-    logits, targets, _, _ = problem(5)
-    result, _ = log_probs_and_entropy(logits.requires_grad_() * 1, targets, TEMPERATURES, 5, None)
-    result.sum().backward(retain_graph=True)
-    with pytest.raises(AssertionError, match="overwritten"):
-        result.sum().backward()
+def test_nothing_of_the_size_of_the_logits_is_made_or_saved() -> None:
+    rows, vocab = 64, 1000
+    problem = HeadProblem(vocab, rows=rows)
+    hidden, weight = problem.inputs()
+    for kept in (None, problem.kept):
+        with NoMatrix(rows * vocab // 2):
+            result, entropy = log_probs_and_entropy(hidden, weight, problem.vocabulary(kept=kept, block_words=100), True)
+            losses(problem, result, entropy).backward()
+    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: pytest.fail("saved without need"), lambda _: None):
+        result, _ = log_probs_and_entropy(hidden, weight, problem.vocabulary(), True)
+    assert not result.requires_grad
+
+
+def test_runs_are_alike_bit_for_bit() -> None:
+    problem = HeadProblem()
+    runs = []
+    for _ in range(2):
+        hidden, weight = problem.inputs()
+        result, entropy = log_probs_and_entropy(hidden, weight, problem.vocabulary(block_words=8), True)
+        losses(problem, result, entropy).backward()
+        runs.append((result, entropy, hidden.grad, weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))  # type: ignore[arg-type]
 
 
 def spread_vocabulary(vocab: int) -> None:
-    """On each of the ranks: its columns of the vocabulary give the whole's values, and its columns of the gradient."""
+    """On each of the ranks: its share of the vocabulary gives the whole's values, and its share of the gradients."""
     group = dist.group.WORLD
     assert group is not None
-    share = -(-vocab // group.size())
-    logits, targets, weights, entropy_weights = problem(vocab)
-    theirs = logits.clone().requires_grad_()
-    log_p, entropy = reference(theirs, targets)
-    ((log_p * weights).sum() + (entropy * entropy_weights).sum()).backward()
-
-    columns = slice(share * group.rank(), share * (group.rank() + 1))
-    mine = torch.full((ROWS, share), 99.0)
-    mine[:, : logits[:, columns].shape[1]] = logits[:, columns]
-    mine.requires_grad_()
-    result, own_entropy = log_probs_and_entropy(mine * 1, targets, TEMPERATURES, vocab, group, True, 32)
-    assert own_entropy is not None
-    close(result, log_p)
-    close(own_entropy, entropy)
-    ((result * weights).sum() + (own_entropy * entropy_weights).sum()).backward()
-    assert mine.grad is not None
-    assert theirs.grad is not None
-    close(mine.grad[:, : logits[:, columns].shape[1]], theirs.grad[:, columns])
+    problem = HeadProblem(vocab)
+    theirs = problem.oracle()
+    losses(problem, theirs.log_probs, theirs.entropy).backward()
+    share, mine, weight = problem.share_of(group)
+    hidden, _ = problem.inputs()
+    result, entropy = log_probs_and_entropy(hidden, weight, problem.vocabulary(share=share, group=group, block_words=6), True)
+    close(result, theirs.log_probs)
+    close(entropy, theirs.entropy)
+    losses(problem, result, entropy).backward()
+    assert hidden.grad is not None and weight.grad is not None and theirs.weight.grad is not None
+    words = len(theirs.weight.grad[mine])
+    close(weight.grad[:words], theirs.weight.grad[mine])
+    assert weight.grad[words:].abs().sum() == 0
+    dist.all_reduce(hidden.grad)
+    close(hidden.grad, theirs.hidden.grad)
 
 
 @pytest.mark.parametrize(("vocab", "world_size"), [(30, 2), (29, 2), (1, 2)])
