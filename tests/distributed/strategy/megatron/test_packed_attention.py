@@ -1,0 +1,65 @@
+"""Attention over packed rows, by itself; whole models are compared in test_megatron_oracle.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from roll_lite.distributed.strategy.megatron import layers
+from roll_lite.distributed.strategy.megatron import strategy as _  # noqa: F401  (prepares megatron.core)
+from roll_lite.distributed.strategy.megatron.layers import PackedRows, SdpaAttention
+
+HEADS, KEYS, WIDTH = 4, 2, 8
+
+
+def attention() -> SdpaAttention:
+    config = SimpleNamespace(kv_channels=WIDTH, num_attention_heads=HEADS, num_query_groups=KEYS)
+    return SdpaAttention(config, 1, None, "self", pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)))
+
+
+def test_rows_by_hand() -> None:
+    rows = PackedRows.of(torch.tensor([3, 3, 1, 3]))
+    assert rows.runs == ((2, 3), (1, 1), (1, 3)) and rows.longest == 3
+    assert rows.places.tolist() == [0, 1, 2, 0, 1, 2, 0, 0, 1, 2]
+    assert rows.starts.tolist() == [0, 3, 6, 7, 10] and rows.starts.dtype == torch.int32
+
+
+@pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [6, 3, 3, 1], [1, 7, 2, 2, 7]])
+def test_every_row_is_by_itself(lengths: list[int]) -> None:
+    """Values and gradients, against the formula written out for each row and head."""
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(sum(lengths), 1, heads, WIDTH, dtype=torch.float64, requires_grad=True) for heads in (HEADS, KEYS, KEYS)
+    )
+    weights = torch.randn(sum(lengths), 1, HEADS * WIDTH, dtype=torch.float64)
+    found = attention()(query, key, value, None, packed_seq_params=PackedRows.of(torch.tensor(lengths)))
+    ours = torch.autograd.grad((found * weights).sum(), (query, key, value))
+
+    parts = []
+    for q, k, v in zip(*(each[:, 0].split(lengths) for each in (query, key, value)), strict=True):
+        future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        heads = [
+            ((q[:, head] @ k[:, head // 2].T) / WIDTH**0.5).masked_fill(future, -torch.inf).softmax(dim=1) @ v[:, head // 2]
+            for head in range(HEADS)
+        ]
+        parts.append(torch.cat(heads, dim=1))
+    expected = torch.cat(parts)[:, None]
+    theirs = torch.autograd.grad((expected * weights).sum(), (query, key, value))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_on_a_gpu_flash_attention_takes_all_rows_at_once() -> None:
+    """Tensors without contents on a device that is not there: the call is one that torch accepts, and everything stays on the device."""
+    with FakeTensorMode(), patch.object(layers, "varlen_attn", wraps=layers.varlen_attn) as called:
+        rows = PackedRows(
+            ((2, 5), (1, 3)), torch.empty(13, dtype=torch.int64, device="cuda"), torch.empty(4, dtype=torch.int32, device="cuda")
+        )
+        parts = [torch.empty(13, 1, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (HEADS, KEYS, KEYS)]
+        found = attention()(*parts, None, packed_seq_params=rows)
+        assert (found.shape, found.dtype, found.device.type) == ((13, 1, HEADS * 64), torch.bfloat16, "cuda")
+    assert called.call_count == 1 and called.call_args.kwargs["window_size"] == (-1, 0)
