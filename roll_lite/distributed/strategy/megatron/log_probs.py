@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of hidden states, without their logits: see vocabulary.py."""
+"""Log-probabilities and entropy of hidden states, without their logits where these are many: see vocabulary.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from roll_lite.distributed.strategy.megatron.vocabulary import HeadGradients, SoftmaxSums, Vocabulary
+
+KEPT_LOGITS = 1 << 24
+"""As many (64 MiB in float32) are kept for the backward pass; of more, it multiplies them once more."""
 
 
 def log_probs_and_entropy(
@@ -28,7 +31,10 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         sums = SoftmaxSums(vocabulary, entropy)
+        keep = any(ctx.needs_input_grad) and len(hidden) * len(weight) <= KEPT_LOGITS
+        ctx.logits = []
         for block, logits in vocabulary.logits(hidden, weight):
+            ctx.logits += [(block, logits.clone())] if keep else []
             sums.add(block, logits)
         sums.add_ranks()
         # z is a scaled logit less the largest, so that the sums are exact for large logits too. Its mean is sum_j(p_j z_j).
@@ -49,7 +55,8 @@ class _LogProbs(torch.autograd.Function):
         on_target = torch.zeros_like(scale) if grad_log_probs is None else grad_log_probs * scale
         slope = None if grad_entropy is None else -grad_entropy * scale / exponentials
         constant = -on_target / exponentials if slope is None else -on_target / exponentials - slope * mean
-        for block, logits in vocabulary.logits(hidden, weight):
+        kept, ctx.logits = ctx.logits, []  # this writes over them
+        for block, logits in kept or vocabulary.logits(hidden, weight):
             z = vocabulary.scaled(logits, largest)
             if slope is None:
                 gradient = z.exp_().mul_(constant[:, None])

@@ -1,6 +1,7 @@
 """The output layer's product with a vocabulary that may be spread over tensor-parallel ranks, a block of words at a time.
 
-Logits [N, V/tp] never exist as a whole. A block is multiplied, used and dropped; the backward pass multiplies it once more.
+Where they are many, logits [N, V/tp] never exist as a whole: a block is multiplied, used and dropped, and multiplied once more in the
+backward pass.
 """
 
 from __future__ import annotations

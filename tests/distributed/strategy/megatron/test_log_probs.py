@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron_heads import HeadProblem, NoMatrix, close
 from megatron_ranks import RankPool
 
+from roll_lite.distributed.strategy.megatron import log_probs
 from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entropy
 from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 
@@ -17,6 +18,14 @@ def losses(problem: HeadProblem, log_p: torch.Tensor, entropy: torch.Tensor | No
     return loss if entropy is None else loss + (entropy * problem.entropy_weights).sum()
 
 
+@pytest.fixture(params=["kept", "multiplied again"])
+def logits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the backward pass: few are kept, many are not."""
+    if request.param == "multiplied again":
+        monkeypatch.setattr(log_probs, "KEPT_LOGITS", 0)
+
+
+@pytest.mark.usefixtures("logits")
 @pytest.mark.parametrize("block_words", [1, 5, None])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_values_and_gradients(block_words: int | None, with_entropy: bool) -> None:
@@ -32,6 +41,17 @@ def test_values_and_gradients(block_words: int | None, with_entropy: bool) -> No
     losses(problem, result, entropy).backward()
     close(hidden.grad, theirs.hidden.grad)
     close(weight.grad, theirs.weight.grad)
+
+
+@pytest.mark.usefixtures("logits")
+def test_two_backward_passes() -> None:
+    """The first one writes over the logits that were kept."""
+    problem = HeadProblem()
+    hidden, weight = problem.inputs()
+    loss = losses(problem, *log_probs_and_entropy(hidden, weight, problem.vocabulary(), True))
+    first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
+    for mine, other in zip(first, second, strict=True):
+        close(mine, other)
 
 
 def test_blocks_change_nothing() -> None:
@@ -130,7 +150,8 @@ def test_no_rows() -> None:
     assert weight.grad.abs().max() == 0
 
 
-def test_nothing_of_the_size_of_the_logits_is_made_or_saved() -> None:
+def test_nothing_of_the_size_of_many_logits_is_made_or_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_probs, "KEPT_LOGITS", 1000)
     rows, vocab = 64, 1000
     problem = HeadProblem(vocab, rows=rows)
     hidden, weight = problem.inputs()
