@@ -51,11 +51,12 @@ class Admission:
         for scheduler in self._schedulers.values():
             while scheduler.owed and self._router.has_room():
                 scheduler.replace(self.asked)
-        due = self._due_places()
-        most = due if self._trainer_is_behind() else self._most_places()
+        most, due = self._most_places(), self._due_places()
         room = self._room_in_rewards() if self.plan.charged < most else {}
         self._note_behind({name for name, samples in room.items() if samples <= 0})
-        while self.plan.charged < most and self._router.has_room() and not self.drop_exhausted():
+        if self._trainer_is_behind():
+            most = due
+        while room and self._router.has_room() and not self.drop_exhausted():
             found = self.plan.admit(self.size, {name: most if samples > 0 else due for name, samples in room.items()})
             if found is None:
                 return

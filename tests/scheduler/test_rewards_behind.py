@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scheduler_support import TimedReward, by_tokens, make_domain, make_service
 
@@ -151,6 +151,10 @@ SUPPLIES: list[Supply] = [Synchronous(), Synchronous(2), OneStepOff(), *map(Asyn
     lossy=st.booleans(),
     epochs=st.sampled_from([None, 3]),
 )
+@example(  # the trainer is behind one domain, and what another one owes comes after places that are not due
+    supply=Asynchronous(9), workers=[2, 1, 1], seconds=[0.0, 0.05, 7.0], shares=[18, 1, 8], samples=[1, 1, 1], prompts=3, slots=1,
+    train_s=3.0, oversample=1.5, filtered=5, lossy=False, epochs=None,
+)  # fmt: skip
 def test_every_batch_is_completed_whatever_is_slow(
     supply: Supply, workers: list[int], seconds: list[float], shares: list[int], samples: list[int], prompts: int, slots: int,
     train_s: float, oversample: float, filtered: int, lossy: bool, epochs: int | None,
