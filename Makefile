@@ -33,7 +33,7 @@ test: $(STAMP)  ## The fast tests (at most 15 minutes on 2 cores)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-processes test-plain
 
 # About half of them: most of what starts Ray, engines or ranks.
-PROCESSES := $(addprefix tests/,contracts distributed integration workers)
+PROCESSES := $(addprefix tests/,contracts distributed workers)
 FAST := "not slow and not nightly and not gpu"
 
 test-processes: $(STAMP)
