@@ -123,7 +123,7 @@ def ours(case: Case, model: Path, folder: Path, prompts: int, samples: int) -> I
             f"run_dir={folder}",
             f"rollout={{prompts_per_step: {prompts}, samples_per_prompt: {samples}}}",
             f"actor_infer.strategy.max_running_requests={prompts * samples}",
-            f"actor_train={{micro_batch_size: {MICRO_BATCH}, train_micro_batch_size: {MICRO_BATCH}}}",
+            f"actor_train={{micro_batch_size: {MICRO_BATCH}}}",
             f"actor_train.optimizer={{lr: {LEARNING_RATE}, betas: [0.9, 0.999]}}",
             f"domains.add.sampling={{max_tokens: {case.max_tokens}, min_tokens: {case.max_tokens if case.is_exact else 0}}}",
             f"domains.add.reward={{type: length, args: {{width: {REWARDED}}}}}",
