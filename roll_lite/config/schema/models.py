@@ -35,6 +35,9 @@ class OptimizerConfig(Section):
     """AdamW's denominator offset."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm above which gradients are scaled down; 0 switches clipping off."""
+    stop_after_skipped: Annotated[int, Field(ge=0)] = 5
+    """An update whose loss or gradient is not finite is skipped. The run ends once so many of the role were skipped in a row, over steps
+    and resumed runs; 0: never. The samples of the first one are in the run's folder, under skipped/."""
 
 
 # ---------------------------------------------------------------- strategies (unions keyed on `name`)

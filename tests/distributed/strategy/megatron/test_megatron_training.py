@@ -1,5 +1,6 @@
 """Several optimizer steps equal torch's AdamW on the Hugging Face model, in every layout; and what a step reports."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.distributed.strategy.megatron.optimizer import STRETCH, squared_norm
+from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
 # A large eps keeps Adam from blowing rounding errors of tiny gradients up to whole steps.
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-2, clip_grad=20.0)
@@ -135,7 +137,7 @@ def norm_of_many(path: Path, options: dict[str, Any]) -> tuple[float, float, int
         parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))  # type: ignore[attr-defined]
         squares += float((parameter.main_grad.numpy().astype(np.float64) ** 2).sum())  # type: ignore[attr-defined]
         entries += parameter.numel()
-    return strategy._optimizer.step().grad_norm, squares**0.5, entries
+    return strategy._optimizer.step(loss=0.0).grad_norm, squares**0.5, entries
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False], ids=["distributed", "replicated"])
@@ -164,15 +166,47 @@ def exploding_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple
     return loss, {"rows": torch.tensor(float(micro_batch.mask.shape[0]))}
 
 
-def skip_and_go_on(path: Path, layout: dict[str, Any]) -> None:
-    strategy, untouched = started(path, CONFIG, **layout), started(path, CONFIG, **layout)
-    # Only data-parallel rank 0 has rows, so only its gradient explodes; all ranks must skip.
+def infinite_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Wherever there are rows, with the gradient of weighted_loss."""
+    loss, metrics = weighted_loss(outputs, micro_batch)
+    return loss + (float("-inf") if len(micro_batch.mask) else 0.0), {"rows": metrics["rows"].float()}
+
+
+def nan_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradient, wherever there are rows."""
+    loss, metrics = exploding_loss(outputs, micro_batch)
+    return loss - loss if len(micro_batch.mask) else loss * 0.0, metrics
+
+
+BROKEN = {"gradient": exploding_loss, "loss": infinite_loss, "both": nan_loss}
+
+
+def moments(strategy: MegatronStrategy) -> list[torch.Tensor]:
+    """And step counters."""
+    assert strategy._optimizer is not None
+    return [
+        tensor.clone()
+        for part in strategy._optimizer.parts
+        for state in part.optimizer.state.values()
+        for _, tensor in sorted(state.items())
+    ]
+
+
+def skip_and_go_on(path: Path, layout: dict[str, Any], broken: str) -> None:
+    config = CONFIG.model_copy(update={"warmup_steps": 4})
+    strategy, untouched = started(path, config, **layout), started(path, config, **layout)
+    for one in (strategy, untouched):  # moments that are not zero, in the middle of the warm-up
+        batch = shard(batch_of(seed=1), one, [3, 3] if one.layout.data_size == 2 else None)
+        train_step(one, batch, weighted_loss, ["log_probs"], 4)
+    # Only data-parallel rank 0 has rows, so only its loss or its gradient explodes; all ranks must skip.
     batch = shard(batch_of(), strategy, [6, 0] if strategy.layout.data_size == 2 else None)
-    before = own_weights(strategy)
-    skipped = train_step(strategy, batch, exploding_loss, ["log_probs"], 4)
-    assert skipped.skipped
+    before, state = own_weights(strategy), moments(strategy)
+    skipped = train_step(strategy, batch, BROKEN[broken], ["log_probs"], 4)
+    assert skipped.skipped and skipped.lr == pytest.approx(CONFIG.lr / 2)
+    assert math.isfinite(skipped.grad_norm) == (broken == "loss") and not math.isfinite(skipped.loss)
     assert skipped.metrics["rows"] == 6
     assert all(torch.equal(tensor, before[name]) for name, tensor in own_weights(strategy).items())
+    assert all(torch.equal(ours, earlier) for ours, earlier in zip(moments(strategy), state, strict=True))
     after = train_step(strategy, batch, weighted_loss, ["log_probs"], 4)
     expected = train_step(untouched, batch, weighted_loss, ["log_probs"], 4)
     assert after == expected, "the step after a skipped one is that of a strategy that never saw it"
@@ -180,9 +214,20 @@ def skip_and_go_on(path: Path, layout: dict[str, Any]) -> None:
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in own_weights(strategy).items())
 
 
-@pytest.mark.parametrize("layout", [{}, {"data": 2}, {"tensor_parallel": 2}], ids=["one rank", "DP2", "TP2"])
-def test_a_gradient_that_is_not_finite_changes_nothing(ranks: RankPool, path: Path, layout: dict[str, Any]) -> None:
-    ranks(2 if layout else 1, skip_and_go_on, path, {name: size for name, size in layout.items() if name != "data"})
+SKIPPING: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "DP2": {"data": 2},
+    "DP2 replicated": {"data": 2, "distributed_optimizer": False},
+    "TP2": {"tensor_parallel": 2},
+    "PP2": {"pipeline_parallel": 2},
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("layout", SKIPPING)
+def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: RankPool, path: Path, layout: str, broken: str) -> None:
+    options = {name: size for name, size in SKIPPING[layout].items() if name != "data"}
+    ranks(2 if SKIPPING[layout] else 1, skip_and_go_on, path, options, broken)
 
 
 def bfloat16_training(path: Path, layout: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
