@@ -98,15 +98,17 @@ class SkippedUpdates:
 def _described(role: str, series: Series) -> str:
     section = SECTIONS[role]
     finite = f"the last finite one was {_named(series.last_finite)}" if series.last_finite else "none before them was finite"
+    step = series.first[0]
+    again = f"go on from a checkpoint before step {step} (checkpoint.resume)" if step > 1 else "start again"
     return (
         f"{role}: {series.length} updates in a row were skipped, because loss or gradient was not finite, up to {_named(series.last)}; "
         f"{finite}. {section}.optimizer.stop_after_skipped allows less than {series.length}.\n"
         f"The samples of the first one, {_named(series.first)}, are in {folder_of(role, *series.first)} of the folder of the run that made "
         "it, each with its loss (docs/recompute.md).\n"
         "What to do:\n"
-        "- where the loss of a few samples is not finite, look at their columns there: rewards, advantages, log-probs\n"
-        f"- where that of all is not, the weights are to blame: go on from a checkpoint before step {series.first[0]} (checkpoint.resume) "
-        f"with a smaller {section}.optimizer.lr or clip_grad, or a longer warm-up\n"
+        "- where a sample whose loss is not finite has a column there that is not (reward, advantages, log-probs), that is the cause\n"
+        f"- where all columns are finite, the weights are to blame: {again} with a smaller {section}.optimizer.lr or clip_grad, "
+        "or a longer warm-up\n"
         f"- {section}.optimizer.stop_after_skipped: 0 lets a run go on however many are skipped"
     )
 

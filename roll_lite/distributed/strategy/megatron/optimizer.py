@@ -39,6 +39,13 @@ class Optimizer:
             raise ValueError(f"optimizer.min_lr: {config.min_lr} is larger than optimizer.lr {config.lr}")
         if total_updates is not None and config.decay != "constant" and config.warmup_steps >= total_updates:
             raise ValueError(f"optimizer.warmup_steps: {config.warmup_steps} leaves nothing of the run's {total_updates} optimizer steps")
+        if config.decay == "wsd":
+            assert total_updates is not None
+            if config.decay_steps is None:
+                raise ValueError("optimizer.decay_steps: decay 'wsd' needs the number of optimizer steps that it falls over")
+            if config.decay_steps > total_updates - config.warmup_steps:
+                left = f"the run's {total_updates} optimizer steps without {config.warmup_steps} of the warm-up"
+                raise ValueError(f"optimizer.decay_steps: {config.decay_steps} are more than {left}")
         self._clip_grad = config.clip_grad
         self.megatron = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -69,7 +76,9 @@ class Optimizer:
             lr_warmup_steps=rest,
             # A rate that stays where it is has no last step; Megatron wants one behind the warm-up.
             lr_decay_steps=total_updates if total_updates is not None and config.decay != "constant" else rest + 1,
-            lr_decay_style=config.decay,
+            lr_decay_style="WSD" if config.decay == "wsd" else config.decay,
+            wsd_decay_steps=config.decay_steps,
+            lr_wsd_decay_style=config.decay_shape,
             start_wd=config.weight_decay,
             end_wd=config.weight_decay,
             wd_incr_steps=0,

@@ -14,7 +14,7 @@ from support_passes import train_step
 
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
-from roll_lite.distributed.strategy.base import TrainResult
+from roll_lite.distributed.strategy.base import TrainResult, ValueInit
 from roll_lite.distributed.strategy.megatron.optimizer import STRETCH, squared_norm
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
@@ -102,14 +102,71 @@ def test_steps_equal_adamw_in_further_layouts(ranks: RankPool, path: Path, layou
         ("constant", 4, [2.5e-4, 5e-4, 7.5e-4, 1e-3]),
         ("linear", 1, [1e-3, 8.5e-4, 7e-4, 5.5e-4, 4e-4, 2.5e-4]),
         ("linear", 2, [5e-4, 1e-3, 8.2e-4, 6.4e-4, 4.6e-4, 2.8e-4]),
+        ("wsd", 2, [5e-4, 1e-3, 1e-3, 1e-3, 7e-4, 4e-4]),
+        ("wsd", 3, [1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3, 7e-4, 4e-4]),
         ("cosine", 3, [1e-3 / 3, 2e-3 / 3, 1e-3, 1e-4 + 9e-4 * (1 + 2**-0.5) / 2, 1e-4 + 9e-4 / 2, 1e-4 + 9e-4 * (1 - 2**-0.5) / 2]),
     ],
 )
 def test_learning_rates(ranks: RankPool, path: Path, decay: str, warmup: int, learning_rates: list[float]) -> None:
-    """Update i of the warm-up runs at i parts of the way; from its last one the rate goes to 1e-4, which the update after the run would
-    have. Worked out by hand."""
-    config = CONFIG.model_copy(update={"decay": decay, "warmup_steps": warmup, "min_lr": 1e-4, "clip_grad": 0.0})
-    check_steps(ranks, path, config, {}, learning_rates)
+    """Update i of the warm-up runs at i parts of the way; from its last one, or over the last three (wsd), the rate goes to 1e-4, which
+    the update after the run would have. Worked out by hand."""
+    settings = {"decay": decay, "warmup_steps": warmup, "min_lr": 1e-4, "clip_grad": 0.0, "decay_steps": 3 if decay == "wsd" else None}
+    check_steps(ranks, path, CONFIG.model_copy(update=settings), {}, learning_rates)
+
+
+def rates_of(path: Path, config: OptimizerConfig, total: int) -> list[float]:
+    """Of the schedule alone, and of the update after the run."""
+    scheduler = started(path, config, total_updates=total)._optimizer.scheduler  # type: ignore[union-attr]
+    rates = []
+    for _ in range(total + 1):
+        rates.append(scheduler.optimizer.param_groups[0]["lr"])
+        scheduler.step(increment=1)
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ("linear", [1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [1.0, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2]),
+        ("exponential", [1.0, 0.681792830507429, 2**0.5 - 1, 0.189207115002721]),
+        ("minus_sqrt", [1.0, 0.5, 1 - 2**-0.5, 1 - 3**0.5 / 2]),
+    ],
+)
+def test_shapes_of_the_decay_after_the_stable_part(ranks: RankPool, path: Path, shape: str, parts: list[float]) -> None:
+    """Seven updates, of which one is warm-up and four are decay: `parts` of the way from 1e-4 to 1e-3, worked out by hand."""
+    settings = {"decay": "wsd", "decay_steps": 4, "decay_shape": shape, "warmup_steps": 1, "min_lr": 1e-4}
+    (rates,) = ranks(1, rates_of, path, CONFIG.model_copy(update=settings), 7)
+    assert rates == pytest.approx([1e-3, 1e-3, 1e-3, *(1e-4 + 9e-4 * part for part in parts), 1e-4], abs=1e-12)
+
+
+def decay_alone(path: Path, value_init: ValueInit | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """An update whose gradient is zero everywhere: weights before and after."""
+    config = OptimizerConfig(lr=0.01, weight_decay=0.5)
+    strategy = started(path, config, value_init=value_init)
+    if value_init is not None:  # zeros would not show it
+        strategy._model.output_layer.weight.data.fill_(1.0)
+    before = {name: tensor.clone() for name, tensor in own_weights(strategy).items()}
+    assert strategy._optimizer is not None
+    strategy._optimizer.zero_grad()
+    for chunk in strategy._chunks:
+        chunk.zero_grad_buffer()
+    assert not strategy._optimizer.step(loss=0.0).skipped
+    return before, own_weights(strategy)
+
+
+@pytest.mark.parametrize(("family", "value_init"), [("qwen2", None), ("llama", None), ("qwen2", "actor")])
+def test_norms_and_biases_do_not_decay_and_embeddings_and_heads_do(
+    ranks: RankPool, tmp_path: Path, family: str, value_init: ValueInit | None
+) -> None:
+    """By lr x weight_decay = 0.005 of each weight. Qwen2 has biases, Llama an output layer of its own."""
+    ((before, after),) = ranks(1, decay_alone, tiny(tmp_path / family, family), value_init)
+    exempt = {name for name in before if name.endswith(".bias") or "norm" in name}
+    assert any(name.endswith(".bias") for name in exempt) == (family == "qwen2")
+    assert "model.embed_tokens.weight" not in exempt and ("lm_head.weight" in before) == (family == "llama")
+    assert any(bool((tensor == 1.0).all()) and name not in exempt for name, tensor in before.items()) == (value_init is not None)
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor if name in exempt else tensor * 0.995, rtol=1e-6, atol=1e-9, msg=name)
 
 
 def bad_optimizer(path: Path, config: OptimizerConfig, total_steps: int | None) -> str:
@@ -122,6 +179,11 @@ def test_schedules_that_cannot_be(ranks: RankPool, path: Path) -> None:
     linear = CONFIG.model_copy(update={"decay": "linear", "warmup_steps": 5})
     assert "optimizer.decay: 'linear' needs the number of optimizer steps" in ranks(1, bad_optimizer, path, linear, None)[0]
     assert "optimizer.warmup_steps: 5 leaves nothing of the run's 5" in ranks(1, bad_optimizer, path, linear, 5)[0]
+    wsd = CONFIG.model_copy(update={"decay": "wsd", "warmup_steps": 2, "decay_steps": 4})
+    assert "optimizer.decay: 'wsd' needs the number of optimizer steps" in ranks(1, bad_optimizer, path, wsd, None)[0]
+    assert "optimizer.decay_steps: 4 are more than the run's 5 optimizer steps" in ranks(1, bad_optimizer, path, wsd, 5)[0]
+    without = wsd.model_copy(update={"decay_steps": None})
+    assert "optimizer.decay_steps: decay 'wsd' needs" in ranks(1, bad_optimizer, path, without, 5)[0]
     above = CONFIG.model_copy(update={"min_lr": 1.0})
     assert "optimizer.min_lr: 1.0 is larger than optimizer.lr 0.001" in ranks(1, bad_optimizer, path, above, None)[0]
 
