@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,16 @@ from megatron_ranks import RankPool
 from support_models import load_hf
 from support_passes import train_step
 
-from roll_lite.config.schema.models import OptimizerConfig
+from roll_lite.config.schema.models import OptimizerConfig, TrainRoleConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
+from roll_lite.data.minibatches import MiniBatch
+from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.base import TrainResult, ValueInit
 from roll_lite.distributed.strategy.megatron.optimizer import STRETCH, squared_norm
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+from roll_lite.workers.critic import CriticWorker
+from roll_lite.workers.model import Update
+from roll_lite.workers.objectives import CriticLoss
 
 # A large eps keeps Adam from blowing rounding errors of tiny gradients up to whole steps.
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-2, clip_grad=20.0)
@@ -290,6 +296,36 @@ SKIPPING: dict[str, dict[str, Any]] = {
 def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: RankPool, path: Path, layout: str, broken: str) -> None:
     options = {name: size for name, size in SKIPPING[layout].items() if name != "data"}
     ranks(2 if SKIPPING[layout] else 1, skip_and_go_on, path, options, broken)
+
+
+def losses_of_rows(path: Path, layout: dict[str, Any]) -> tuple[list[Update], dict[int, float]]:
+    """Of a critic with a return that is not finite in sample 4, which data-parallel rank 1 has; and what its rows should be told with:
+    all values are 0 at first."""
+    strategy = started(path, CONFIG, value_init="actor", **layout)
+    batch = batch_of()
+    returns = [row.clone() for row in (batch.ragged("returns").row(number) for number in range(6))]
+    returns[4][-1] = float("nan")
+    zeros = [torch.zeros_like(row) for row in returns]
+    further = {"returns": Ragged.from_rows(returns), "values": Ragged.from_rows(zeros), "domain_number": torch.zeros(6, dtype=torch.int64)}
+    own = shard(batch.with_columns(**further), strategy, [4, 2] if strategy.layout.data_size == 2 else None)
+    samples, masks = own.tensor("sample").numpy(), [own.ragged("response_mask").row(number)[1:] for number in range(len(own))]
+    expected = {int(sample): float(0.25 * (returns[sample][mask] ** 2).sum()) for sample, mask in zip(samples, masks, strict=True)}
+    worker: Any = CriticWorker.__new__(CriticWorker)
+    worker.strategy, worker.spec, worker.loss = strategy, SimpleNamespace(config=TrainRoleConfig()), CriticLoss()
+    mini_batches = [MiniBatch(epoch, samples, np.full(len(samples), 0.5, dtype=np.float32)) for epoch in range(2)]
+    updates = worker.train(SimpleNamespace(shard=SimpleNamespace(materialize=lambda: own), mini_batches=mini_batches))
+    return updates, expected if strategy.layout.is_head else {}
+
+
+@pytest.mark.parametrize("layout", SKIPPING)
+def test_a_skipped_update_tells_the_loss_of_every_row_where_it_is(ranks: RankPool, path: Path, layout: str) -> None:
+    options = {name: size for name, size in SKIPPING[layout].items() if name != "data"}
+    told: dict[int, float] = {}
+    for updates, expected in ranks(2 if SKIPPING[layout] else 1, losses_of_rows, path, options):
+        assert [update.result.skipped for update in updates] == [True, True]
+        assert updates[0].row_losses == pytest.approx(expected, nan_ok=True) and updates[1].row_losses == {}
+        told |= updates[0].row_losses
+    assert sorted(told) == list(range(6)) and [sample for sample, loss in told.items() if math.isnan(loss)] == [4]
 
 
 def bfloat16_training(path: Path, layout: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
