@@ -330,15 +330,21 @@ class Adam:
 
     @property
     def lr(self) -> float:
-        """Of the next update: warm-up from lr / warmup_steps to lr, then the decay over what is left of the run."""
+        """Of the next update: warm-up from lr / warmup_steps to lr, then the decay over what is left of the run, or its end (wsd)."""
         peak, warmup, decay = self.settings["lr"], self.settings["warmup_steps"], self.settings["decay"]
         if self.done + 1 < warmup:
             return peak * (self.done + 1) / warmup
         if decay == "constant":
             return peak
-        rest = max(warmup - 1, 0)
-        share = min(1.0, (self.done - rest) / (self.total - rest))
-        height = {"linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[decay]
+        first = self.total - self.settings["decay_steps"] if decay == "wsd" else max(warmup - 1, 0)
+        share = min(1.0, max(0.0, (self.done - first) / (self.total - first)))
+        shape = self.settings["decay_shape"] if decay == "wsd" else decay
+        height = {
+            "linear": 1 - share,
+            "cosine": (1 + math.cos(math.pi * share)) / 2,
+            "exponential": 2 * 0.5**share - 1,
+            "minus_sqrt": 1 - math.sqrt(share),
+        }[shape]
         return self.settings["min_lr"] + height * (peak - self.settings["min_lr"])
 
     def step(self) -> float:

@@ -98,9 +98,15 @@ class LearningRateArithmetic:
         if warmup > self.updates:
             return f"rises over {warmup} updates; the {self.updates} of this run take it to {lr * self.updates / warmup:g}"
         rise = f"rises to {lr:g} over {warmup} of {self.updates} updates" if warmup else f"{lr:g} at first, {self.updates} updates"
-        return (
-            f"{rise}, {'constant' if self.optimizer.decay == 'constant' else f'then {self.optimizer.decay} to {self.optimizer.min_lr:g}'}"
-        )
+        return f"{rise}, {self._decay()}"
+
+    def _decay(self) -> str:
+        decay, least = self.optimizer.decay, f"{self.optimizer.min_lr:g}"
+        if decay == "constant":
+            return "constant"
+        if decay == "wsd":
+            return f"constant until the last {self.optimizer.decay_steps}, then {self.optimizer.decay_shape} to {least}"
+        return f"then {decay} to {least}"
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ METRICS: dict[str, Metric] = {
     "actor/lr": Metric(LAST, "", "Learning rate."),
     "actor/kl_coef": Metric(LAST, "", "Weight of the KL in the loss."),
     "actor/updates": Metric(SUM, "updates", "Optimizer steps: less than epochs x mini-batches where early_stop_kl or masks left some out."),
-    "actor/skipped": Metric(SUM, "updates", "Optimizer steps left out because the gradient was not finite."),
+    "actor/skipped": Metric(SUM, "updates", "Optimizer steps left out because loss or gradient was not finite."),
     # what engine and trainer think of the same tokens
     "mismatch/mean": Metric(
         MEAN, "nats", "|log-prob of the engine - log-prob of the trainer| of a token.", count=(*CREDIT, *ACTOR), by="domain"
@@ -211,7 +211,7 @@ METRICS: dict[str, Metric] = {
     "critic/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
     "critic/lr": Metric(LAST, "", "Learning rate."),
     "critic/updates": Metric(SUM, "updates", "Optimizer steps."),
-    "critic/skipped": Metric(SUM, "updates", "Optimizer steps left out because the gradient was not finite."),
+    "critic/skipped": Metric(SUM, "updates", "Optimizer steps left out because loss or gradient was not finite."),
     # weights
     "sync/version": Metric(LAST, "", "Weight version of the engines."),
     "sync/megabytes": Metric(SUM, "MB", "Weights sent to the engines."),

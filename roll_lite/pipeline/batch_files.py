@@ -6,6 +6,8 @@
 | `batches/step_000012/rows_0000.parquet` | head of data rank 0     | its rows: tokens, masks, log-probs, values, advantages       |
 | `batches/.../mini_batches.parquet`     | driver                   | which sample is in which optimizer step, and its loss weight |
 | `batches/.../step.json`                | driver                   | KL coefficients of the step                                  |
+| `skipped/step_000012_actor_update_02/` | as above                 | the same of the samples of one update that was skipped,      |
+|                                        |                          | because its loss or gradient was not finite, with losses     |
 
 What became of each optimizer step, skipped ones included, stands in `updates.jsonl`.
 """
@@ -31,6 +33,7 @@ from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.pipeline.clusters import Model
+from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.workers.actor import ActorWorker
 
 SMALL_STEP_TOKENS = 2**18
@@ -72,14 +75,26 @@ class BatchFiles:
     def write(
         self, step: int, actor: Model[ActorWorker], batch: Batch, mini_batches: Sequence[MiniBatch], kl_coefs: Mapping[str, float]
     ) -> None:
+        self._write(f"batches/step_{step:06d}", actor, batch, _as_table(mini_batches), {"step": step, "kl_coefs": dict(kl_coefs)})
+
+    def write_skipped(
+        self, skipped: Skipped, actor: Model[ActorWorker], batch: Batch, mini_batch: MiniBatch, kl_coefs: Mapping[str, float]
+    ) -> None:
+        """The samples of one update, whichever batches are kept: nobody can tell beforehand which ones will be asked for."""
+        table = _as_table([mini_batch], first=skipped.update)
+        losses = [skipped.row_losses.get(int(sample)) for sample in mini_batch.samples]
+        facts = {"step": skipped.step, "role": skipped.role, "update": skipped.update, "kl_coefs": dict(kl_coefs)}
+        facts |= {"loss": str(skipped.loss), "grad_norm": str(skipped.grad_norm)}  # JSON has no NaN
+        own = np.flatnonzero(np.isin(batch.rows.tensor("sample").numpy(), mini_batch.samples))
+        self._write(skipped.folder, actor, batch.take(own), table.append_column("loss", pa.array(losses, pa.float64())), facts)
+
+    def _write(self, name: str, actor: Model[ActorWorker], batch: Batch, mini_batches: pa.Table, facts: Mapping[str, Any]) -> None:
         """Rows are written by the ranks that credit was assigned on, each into a file of its own."""
-        folder = (self._folder / "batches" / f"step_{step:06d}").resolve()
-        keys = batch.keys()
-        columns = Columns(reads=tuple(name for name in keys if name not in WHOLE_VOCABULARY))
+        folder, keys = (self._folder / name).resolve(), batch.keys()
+        columns = Columns(reads=tuple(key for key in keys if key not in WHOLE_VOCABULARY))
         actor.ranks.heads_scatter(ActorWorker.write_rows, actor.shards(batch, columns), folder)
-        write_table(folder / "mini_batches.parquet", _as_table(mini_batches))
-        described = {"step": step, "kl_coefs": dict(kl_coefs)}
-        (folder / "step.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        write_table(folder / "mini_batches.parquet", mini_batches)
+        (folder / "step.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 @cache
@@ -88,12 +103,12 @@ def _files_of(model: Path) -> dict[str, FileRecord]:
     return {file.name: record(file) for file in sorted(model.iterdir()) if file.is_file()}
 
 
-def _as_table(mini_batches: Sequence[MiniBatch]) -> pa.Table:
-    """One row per sample and optimizer step, in the order of the steps."""
+def _as_table(mini_batches: Sequence[MiniBatch], first: int = 1) -> pa.Table:
+    """One row per sample and optimizer step, in the order of the steps, which are counted from `first`."""
     sizes = [len(mini_batch.samples) for mini_batch in mini_batches]
     return pa.table(
         {
-            "update": np.repeat(np.arange(1, len(sizes) + 1), sizes),
+            "update": np.repeat(np.arange(first, first + len(sizes)), sizes),
             "epoch": np.repeat([mini_batch.epoch + 1 for mini_batch in mini_batches], sizes),
             "sample": np.concatenate([np.zeros(0, dtype=np.int64), *(mini_batch.samples for mini_batch in mini_batches)]),
             "loss_weight": np.concatenate([np.zeros(0, dtype=np.float32), *(mini_batch.weights for mini_batch in mini_batches)]),

@@ -24,6 +24,7 @@ from roll_lite.observability.report import OVERALL, Accuracy, Change, LivePictur
 from roll_lite.observability.timers import StepTimers
 from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Trackers, build_trackers, for_trackers
 from roll_lite.pipeline.held_out import held_out_metrics
+from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.pipeline.weights import Pushed
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.actor import CreditReport
@@ -205,6 +206,12 @@ class Journal:
             )
         if kl_coef > 0:
             self._sums.add("actor/kl_coef", kl_coef)
+
+    def skipped(self, first: Skipped) -> None:
+        self.console.message(
+            f"step {first.step}: update {first.update} of the {first.role} was skipped, its loss is {first.loss:.4g} and its gradient norm "
+            f"{first.grad_norm:.4g}; its samples are in {self.folder / first.folder}"
+        )
 
     def _update(self, role: str, update: Update, peaks: Sequence[Mapping[str, float]]) -> MetricSums:
         sums = MetricSums()

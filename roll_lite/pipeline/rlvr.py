@@ -21,6 +21,7 @@ from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.devices import FORWARD, TRAIN, DeviceTurn, take_turns
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.shaping import RewardShaping
+from roll_lite.pipeline.skipped_updates import SkippedUpdates
 from roll_lite.pipeline.sources import BatchSource
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.credit import credit_columns
@@ -50,6 +51,7 @@ class RLVRPipeline:
         self.timers = journal.timers
         self.shaping = RewardShaping(config)
         self.agreement = Agreement(config)
+        self.skipped = SkippedUpdates.of(config)
         in_reward, in_loss = self.algorithm.kl_in_reward, self.algorithm.kl_in_loss
         self.kl_in_reward = KlController(in_reward.coef, **in_reward.controller.parameters)
         self.kl_in_loss = KlController(in_loss.coef, **in_loss.controller.parameters)
@@ -69,6 +71,7 @@ class RLVRPipeline:
             with self.journal.step(self.steps_done + 1):
                 self.step()
             self.agreement.look(self.journal.history.records[self.steps_done])
+            self.skipped.look()
             if self.due(self.config.checkpoint.every):
                 self.save_checkpoint()
             if self.due(self.config.validation.every) or self.steps_done == self.config.steps:
@@ -152,6 +155,9 @@ class RLVRPipeline:
         updates = dict(zip(turns, take_turns(list(turns.values()), TRAIN), strict=True))
         self.version += "actor" in updates
         self.journal.updates(self.steps_done + 1, updates, kl_coef)
+        for first in self.skipped.count(self.steps_done + 1, updates):
+            self.batch_files.write_skipped(first, actor, batch, mini_batches[first.update - 1], self.kl_coefs)
+            self.journal.skipped(first)
         sums = [update.result.metrics for update in updates.get("actor", [[]])[0] if not update.result.skipped]
         self.kl_in_loss.step(per_token(sums, "actor/kl_ref", "actor/tokens"), training_rows(batch) if sums else 0)
 
@@ -184,6 +190,7 @@ class RLVRPipeline:
         state = self.checkpoints.load(self.clusters, self.source)
         if state is not None:
             self.steps_done, self.version = state["steps_done"], state["version"]
+            state.setdefault("skipped", {})  # a checkpoint from before they were counted
             for name, part in self.remembering.items():
                 part.load_state_dict(state[name])
             self.journal.resumed(self.steps_done)
@@ -203,9 +210,9 @@ class RLVRPipeline:
         return [column for column in model.worker.computes if column in read]
 
     @property
-    def remembering(self) -> dict[str, RewardShaping | KlController]:
+    def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates]:
         """What a checkpoint has to hold of the driver, besides the counts."""
-        return {"shaping": self.shaping, "kl_in_reward": self.kl_in_reward, "kl_in_loss": self.kl_in_loss}
+        return {"shaping": self.shaping, "kl_in_reward": self.kl_in_reward, "kl_in_loss": self.kl_in_loss, "skipped": self.skipped}
 
     def cut(self, batch: Batch) -> list[MiniBatch]:
         return cut_mini_batches(

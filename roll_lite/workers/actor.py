@@ -84,11 +84,11 @@ class ActorWorker(ModelWorker):
         """Every mini-batch of every epoch, until the policy has moved too far. `kl_coef`: of the KL in the loss, for this step."""
         loss = self.loss.with_kl_coef(kl_coef)
         updates: list[Update] = []
-        for mini_batch, result in self._train(share, loss, loss.outputs):
-            peaks = loss.peaks.collect()
+        for update in self._train(share, loss, loss.outputs):
+            result, peaks = update.result, loss.peaks.collect()
             if updates or compared_before_training(self.algorithm):
                 result, peaks = replace(result, metrics=without_mismatch(result.metrics)), without_mismatch(peaks)
-            updates.append(Update(mini_batch.epoch, result, peaks, loss.ratios.collect()))
+            updates.append(replace(update, result=result, peaks=peaks, ratios=loss.ratios.collect()))
             if moved_too_far(result.metrics, self.algorithm.early_stop_kl):
                 break
         return updates

@@ -24,4 +24,4 @@ class CriticWorker(ModelWorker):
 
     def train(self, share: TrainShare) -> list[Update]:
         """Every mini-batch of every epoch."""
-        return [Update(mini_batch.epoch, result, {}) for mini_batch, result in self._train(share, self.loss, self.loss.outputs)]
+        return list(self._train(share, self.loss, self.loss.outputs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,14 +14,15 @@ import torch.distributed as dist
 from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema.models import CriticRoleConfig, ForwardRoleConfig, ModelConfig, TrainRoleConfig
 from roll_lite.data.keys import Columns
-from roll_lite.data.microbatch import TokenBudget
+from roll_lite.data.microbatch import MicroBatchOutputs, TokenBudget, padded
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import from_numpy
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
-from roll_lite.distributed.strategy.base import LossFn, ModelSpec, RankLayout, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.base import ModelSpec, RankLayout, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.models import build_model
 from roll_lite.distributed.worker import Worker
+from roll_lite.workers.objectives import ActorLoss, CriticLoss
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,11 @@ class Update:
 
     epoch: int
     result: TrainResult
-    peaks: dict[str, float]
+    peaks: dict[str, float] = field(default_factory=dict)
     ratios: np.ndarray | None = None
     """Histogram of the ratios of new and old policy, [domains, bins] (see ratio_histogram.py); the actor's only."""
+    row_losses: dict[int, float] = field(default_factory=dict)
+    """By sample, of this rank's rows, where the update was skipped and the one before it was not: what each adds to the loss."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
@@ -126,15 +129,32 @@ class ModelWorker(Worker):
         named = {name: outputs[self.computes[name]] for name in columns}
         return put_block(DataProto({"sample": batch.tensor("sample"), **named}))
 
-    def _train(self, share: TrainShare, loss_fn: LossFn, outputs: Sequence[str]) -> Iterator[tuple[MiniBatch, TrainResult]]:
+    def _train(self, share: TrainShare, loss_fn: ActorLoss | CriticLoss, outputs: Sequence[str]) -> Iterator[Update]:
         assert isinstance(self.spec.config, TrainRoleConfig)
         batch = share.shard.materialize()
+        was_skipped = False
         place = {int(sample): row for row, sample in enumerate(batch.tensor("sample").tolist())}
         for mini_batch in share.mini_batches:
             rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
             rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))
             plan = self.strategy.plan(rows.lengths, self._budget(*self.spec.config.in_training))
-            yield mini_batch, self.strategy.train_step(rows, loss_fn, outputs, plan)
+            result = self.strategy.train_step(rows, loss_fn, outputs, plan)
+            explained = self._row_losses(rows, loss_fn, outputs) if result.skipped and not was_skipped else {}
+            was_skipped = result.skipped
+            yield Update(mini_batch.epoch, result, row_losses=explained)
+
+    def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss, outputs: Sequence[str]) -> dict[int, float]:
+        """What each row adds to a loss that was not finite, on head ranks: from another forward pass of the same weights."""
+        plan = self.strategy.plan(rows.lengths, self._budget(self.spec.config.micro_batch_tokens, self.spec.config.micro_batch_size))
+        found = self.strategy.forward(rows, outputs, plan)
+        if found is None:
+            return {}
+        apart = replace(loss_fn)  # ratios and peaks that it records have been recorded in training
+        losses: dict[int, float] = {}
+        for number, sample in enumerate(rows.tensor("sample").tolist()):
+            of_row = MicroBatchOutputs(**{name: found.ragged(name).row(number)[None] for name in outputs})
+            losses[sample] = float(apart(of_row, padded(rows.slice(number, number + 1)))[0])
+        return losses
 
     def _budget(self, tokens: int, rows: int | None) -> TokenBudget:
         return TokenBudget(tokens, rows, self.strategy.layout.attention_par)

@@ -153,6 +153,10 @@ def test_the_table(project: Project) -> None:
         ("lr: 1e-4, warmup_steps: 20", "rises to 0.0001 over 20 of 80 updates, constant"),
         ("lr: 1e-4, warmup_steps: 320", "rises over 320 updates; the 80 of this run take it to 2.5e-05"),
         ("lr: 1e-4, min_lr: 1e-5, warmup_steps: 1, decay: cosine", "rises to 0.0001 over 1 of 80 updates, then cosine to 1e-05"),
+        (
+            "lr: 1e-4, min_lr: 1e-5, warmup_steps: 8, decay: wsd, decay_steps: 16, decay_shape: cosine",
+            "rises to 0.0001 over 8 of 80 updates, constant until the last 16, then cosine to 1e-05",
+        ),
     ],
 )
 def test_learning_rates_are_told(project: Project, optimizer: str, told: str) -> None:

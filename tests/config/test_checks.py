@@ -163,6 +163,22 @@ LAYOUT_CHECKS = {
     ),
     "the name of the link": ("experiment: latest", "experiment", "link to the newest run"),
     "a folder that nobody can write to": ("run_dir: /proc/runs", "run_dir", "cannot be written to"),
+    "wsd without decay_steps": ("actor_train: {optimizer: {decay: wsd}}", "actor_train.optimizer.decay_steps", "wsd needs the number"),
+    "decay_steps of another decay": (
+        "actor_train: {optimizer: {decay: linear, decay_steps: 1}}",
+        "actor_train.optimizer.decay_steps",
+        "only decay: wsd has them, and decay is linear",
+    ),
+    "decay_shape of another decay": (
+        "actor_train: {optimizer: {decay_shape: cosine}}",
+        "actor_train.optimizer.decay_shape",
+        "only decay: wsd has one, and decay is constant",
+    ),
+    "a decay that begins in the warm-up": (
+        "steps: 5\nactor_train: {optimizer: {decay: wsd, warmup_steps: 2, decay_steps: 4}}",
+        "actor_train.optimizer.decay_steps",
+        "5 optimizer steps have left after 2 of warm-up; use 3 or less",
+    ),
     "no decay left": (
         "steps: 5\nactor_train: {optimizer: {decay: cosine, warmup_steps: 5}}",
         "actor_train.optimizer.warmup_steps",

@@ -20,6 +20,7 @@ import yaml
 
 from roll_lite.config.arithmetic import updates
 from roll_lite.config.loading import load_config
+from roll_lite.data.microbatch import RowsAtATime
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed import dataflow
@@ -56,7 +57,7 @@ class Local:
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
-        worker.initialize()
+        self.layouts = [worker.initialize()]
 
     def start_all(self, method: Any, *arguments: Any) -> Answer:
         return Answer([getattr(self.worker, method.__name__)(*arguments)])
@@ -92,7 +93,7 @@ def rollouts(actor: Any, domains: list[str], generator: torch.Generator) -> Batc
     mask = [torch.arange(len(row)) >= PROMPT for row in ids]
     tokens = DataProto({"sample": numbers, "input_ids": Ragged.from_rows(ids), "response_mask": Ragged.from_rows(mask)})
     asked = tokens.with_columns(temperature=rows["temperature"])
-    plan = actor.strategy.plan(tokens.lengths, actor.spec.forward_planner)
+    plan = actor.strategy.plan(tokens.lengths, RowsAtATime(GROUP))
     said = actor.strategy.forward(asked, ["log_probs"], plan)
     return Batch(DataProto(rows), [put_block(tokens.with_columns(rollout_log_probs=said["log_probs"]))])
 

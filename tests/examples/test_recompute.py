@@ -21,11 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation.enabled=false"]
 TEMPERATURES = ["domains.add.sampling.temperature=0.6", "domains.repeat.sampling.temperature=1.5"]
 SCHEDULE = "{warmup_steps: 2, decay: cosine, min_lr: 1.0e-6, weight_decay: 0.1, clip_grad: 0.5, lr: 2.0e-4}"
+OF_CRITIC = "{warmup_steps: 3, decay: wsd, decay_steps: 9, decay_shape: minus_sqrt, min_lr: 1.0e-5, weight_decay: 0.2, lr: 5.0e-4}"
 PPO = [
     "steps=4",
     "actor_train.devices=2",
     f"actor_train.optimizer={SCHEDULE}",
-    f"critic.optimizer={SCHEDULE}",
+    f"critic.optimizer={OF_CRITIC}",
     "algorithm.critic_warmup_steps=1",
     "algorithm.kl_in_reward={coef: 0.05, estimator: k1, controller: {name: adaptive, target: 0.01, horizon: 50}}",
     "algorithm.kl_in_loss={coef: 0.1, estimator: k3}",

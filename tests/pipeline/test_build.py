@@ -1,13 +1,20 @@
-"""What the processes of a run find in their environment."""
+"""What the processes of a run are started with."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from roll_lite.config.loading import load_config
+from roll_lite.config.schema.models import OptimizerConfig
+from roll_lite.pipeline import build
 from roll_lite.pipeline.build import QUIET, Starter
+from roll_lite.workers.model import ModelRole
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
@@ -21,3 +28,21 @@ def test_nothing_reports_home_unless_the_user_says_so(monkeypatch: pytest.Monkey
     assert environment() == QUIET
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert environment() == QUIET | {"HF_HUB_OFFLINE": "0"}
+
+
+def test_the_critics_optimizer_and_its_number_of_updates_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the actor's settings is taken over, and in the critic's warm-up the critic alone trains: 4 updates more of 12 in all."""
+    monkeypatch.chdir(ROOT)
+    small = ["steps=3", "algorithm.ppo_epochs=2", "algorithm.mini_batches=2", "algorithm.critic_warmup_steps=1"]
+    own = ["actor_train.optimizer={lr: 3.0e-4, decay: wsd, decay_steps: 2, weight_decay: 0.1, betas: [0.8, 0.9], clip_grad: 0.5}"]
+    config = load_config("tiny_ppo", ROOT / "examples/configs", [*small, *own, "~critic.optimizer"])
+    started: list[ModelRole] = []
+    monkeypatch.setattr(build, "start_cluster", lambda spec, worker, role, *_: started.append(role))
+    monkeypatch.setattr(build, "Model", lambda *_: None)
+    starter: Any = SimpleNamespace(config=config, placement=SimpleNamespace(slots=lambda _: []), spec=lambda *_: None)
+    starter.model = MethodType(Starter.model, starter)
+    Starter.models(starter)
+    actor, reference, critic = (role.model_spec for role in started)
+    assert reference.optimizer is None
+    assert actor.optimizer == config.actor_train.optimizer and actor.total_updates == 8
+    assert critic.optimizer == OptimizerConfig() and critic.total_updates == 12

@@ -20,6 +20,7 @@ from roll_lite.pipeline.rlvr import RLVRPipeline, per_token
 from roll_lite.workers.model import Update
 
 ROOT = Path(__file__).resolve().parents[2]
+NOTHING_SAID = {"resumed": lambda *_: None, "skipped": lambda *_: None}
 ADAPTIVE = "{name: adaptive, target: 0.1, horizon: 100}"
 
 
@@ -31,7 +32,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 
 
 def pipeline(config: RunConfig, checkpoints: Any = None, **parts: Any) -> RLVRPipeline:
-    silent = SimpleNamespace(timers=StepTimers(), credit=lambda *_: None, updates=lambda *_: None, resumed=lambda *_: None)
+    silent = SimpleNamespace(timers=StepTimers(), credit=lambda *_: None, updates=lambda *_: None, **NOTHING_SAID)
     return RLVRPipeline(config, SimpleNamespace(critic=None, **parts), None, silent, checkpoints, None)  # type: ignore[arg-type]
 
 
@@ -65,9 +66,10 @@ def test_the_controller_of_the_loss_sees_all_updates_but_those_that_were_skipped
         return Update(0, TrainResult({"actor/kl_ref#0": kl, "actor/tokens#0": 10.0}, 0.0, 1.0, 1e-3, skipped), {})
 
     monkeypatch.setattr(rlvr, "take_turns", lambda *_: [[[update(0.5), update(float("nan"), skipped=True), update(1.0)]]])
-    monkeypatch.setattr(RLVRPipeline, "cut", lambda self, batch: [])
+    monkeypatch.setattr(RLVRPipeline, "cut", lambda self, batch: [None] * 3)
     actor = SimpleNamespace(ranks=SimpleNamespace(start_scatter=lambda *_: None), shares=lambda *_: [])
     made = pipeline(config, actor=actor)
+    made.batch_files = SimpleNamespace(write_skipped=lambda *_: None)  # type: ignore[assignment]
     made.steps_done = config.algorithm.critic_warmup_steps
     made.train(batch(50))
     assert made.kl_in_loss.coef == pytest.approx(0.5 * (1 - 0.2 * 0.5)), "1.5 / 20 is below 0.1 by more than a fifth"

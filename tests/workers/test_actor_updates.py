@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from roll_lite.config.schema.algorithm import AlgorithmConfig
+from roll_lite.config.schema.algorithm import AlgorithmConfig, PolicyGradientLossConfig
+from roll_lite.config.schema.models import TrainRoleConfig
+from roll_lite.data.minibatches import MiniBatch
+from roll_lite.data.proto import DataProto
+from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.workers.actor import ActorWorker, moved_too_far
+from roll_lite.workers.model import Update
 from roll_lite.workers.objectives import ActorLoss
 
 
@@ -43,7 +49,7 @@ def test_the_rest_of_the_updates_is_left_out_once_the_policy_has_moved_too_far()
     def train(share: Any, loss: Any, outputs: Any) -> Any:
         for number, result in enumerate(results):
             made.append(number)
-            yield SimpleNamespace(epoch=0), result
+            yield Update(0, result)
 
     def run(limit: float | None) -> int:
         made.clear()
@@ -52,6 +58,47 @@ def test_the_rest_of_the_updates_is_left_out_once_the_policy_has_moved_too_far()
 
     assert run(0.2) == 2 and made == [0, 1], "the third update was not made"
     assert run(None) == 3
+
+
+def trained(results: list[TrainResult], losses: dict[int, float]) -> list[Update]:
+    """By a worker with three samples, one per mini-batch and epoch, whose strategy reports these results and knows log-probs of -0.5 but
+    NaN for the second sample."""
+    rows = DataProto(
+        {
+            "sample": torch.tensor([4, 5, 6]),
+            "domain_number": torch.zeros(3, dtype=torch.int64),
+            "input_ids": Ragged.from_rows([torch.arange(length) for length in (2, 4, 3)]),
+            "response_mask": Ragged.from_rows([torch.arange(length) > 0 for length in (2, 4, 3)]),
+            "advantages": Ragged.from_rows([torch.full((length - 1,), 2.0) for length in (2, 4, 3)]),
+        }
+    )
+
+    def forward(batch: DataProto, outputs: Any, plan: Any) -> DataProto:
+        assert tuple(outputs) == ("log_probs",)
+        found = [torch.full((int(length) - 1,), losses[int(sample)]) for sample, length in zip(batch["sample"], batch.lengths, strict=True)]
+        return DataProto({"log_probs": Ragged.from_rows(found)})
+
+    reports = iter(results)
+    strategy = SimpleNamespace(
+        plan=lambda *_: None, forward=forward, train_step=lambda *_: next(reports), layout=SimpleNamespace(attention_par=math.inf)
+    )
+    loss = ActorLoss(PolicyGradientLossConfig(), old_log_probs="current", measure_entropy=False)
+    worker: Any = SimpleNamespace(strategy=strategy, spec=SimpleNamespace(config=TrainRoleConfig()), loss=loss, algorithm=AlgorithmConfig())
+    for name in ("_train", "_row_losses", "_budget"):
+        setattr(worker, name, MethodType(getattr(ActorWorker, name), worker))
+    mini_batches = [MiniBatch(epoch, np.array([4, 5, 6]), np.array([0.5, 1.0, 0.25], dtype=np.float32)) for epoch in range(len(results))]
+    return ActorWorker.train(worker, SimpleNamespace(shard=SimpleNamespace(materialize=lambda: rows), mini_batches=mini_batches), 0.0)  # type: ignore[arg-type]
+
+
+def test_the_first_skipped_update_of_several_is_told_with_the_loss_of_every_row() -> None:
+    """-advantage x log-prob of each token, times the row's weight, summed over its tokens: 1, 3 and 2 of them."""
+    fine, broken = (TrainResult({}, 0.0, 1.0, 1e-3, skipped) for skipped in (False, True))
+    updates = trained([fine, broken, broken, fine, broken], {4: -0.5, 5: math.nan, 6: -0.25})
+    assert [sorted(one.row_losses) for one in updates] == [[], [4, 5, 6], [], [], [4, 5, 6]]
+    assert [one.epoch for one in updates] == list(range(5))
+    told = updates[1].row_losses
+    assert told[4] == pytest.approx(0.5) and math.isnan(told[5]) and told[6] == pytest.approx(2 * 0.25 * 2 * 0.25)
+    assert all(one.peaks == {} and one.ratios is not None and not one.ratios.any() for one in updates), "ratios count in training alone"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +111,7 @@ def test_engine_and_trainer_are_compared_once_before_anything_is_learnt(old: Any
     def train(share: Any, loss: ActorLoss, outputs: Any) -> Any:
         for _ in range(3):
             loss.peaks.record("mismatch/max", torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64))
-            yield SimpleNamespace(epoch=0), TrainResult({**sums((0.1, 10.0)), "mismatch/mean#0": 1.0}, 0.0, 1.0, 1e-3)
+            yield Update(0, TrainResult({**sums((0.1, 10.0)), "mismatch/mean#0": 1.0}, 0.0, 1.0, 1e-3))
 
     worker = SimpleNamespace(_train=train, loss=loss, algorithm=AlgorithmConfig(old_log_probs=old))
     updates = ActorWorker.train(worker, None, 0.0)  # type: ignore[arg-type]

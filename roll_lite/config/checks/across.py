@@ -244,7 +244,22 @@ def _optimizer(path: str, optimizer: OptimizerConfig, total: int) -> Iterator[Pr
     if optimizer.warmup_steps >= total and optimizer.decay != "constant":
         message = f"leaves nothing of the run's {total} optimizer steps to the {optimizer.decay} decay; use less, or decay: constant"
         yield Problem(f"{path}.warmup_steps", message, optimizer.warmup_steps)
+    yield from _wsd(path, optimizer, total)
     if optimizer.min_lr > optimizer.lr:
         yield Problem(f"{path}.min_lr", f"is more than lr ({optimizer.lr})", optimizer.min_lr)
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield Problem(f"{path}.betas", "both have to be at least 0 and less than 1", list(optimizer.betas))
+
+
+def _wsd(path: str, optimizer: OptimizerConfig, total: int) -> Iterator[Problem]:
+    steps, warmup = optimizer.decay_steps, optimizer.warmup_steps
+    if optimizer.decay != "wsd":
+        if steps is not None:
+            yield Problem(f"{path}.decay_steps", f"only decay: wsd has them, and decay is {optimizer.decay}", steps)
+        if optimizer.decay_shape != "linear":
+            yield Problem(f"{path}.decay_shape", f"only decay: wsd has one, and decay is {optimizer.decay}", optimizer.decay_shape)
+    elif steps is None:
+        yield Problem(f"{path}.decay_steps", "decay: wsd needs the number of optimizer steps at the end of the run that it falls over")
+    elif warmup < total < warmup + steps:
+        message = f"is more than the run's {total} optimizer steps have left after {warmup} of warm-up; use {total - warmup} or less"
+        yield Problem(f"{path}.decay_steps", message, steps)

@@ -25,16 +25,24 @@ class OptimizerConfig(Section):
     """Learning rate at the end of the decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps over which the learning rate rises: step i of n runs at i/n of lr."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up."""
+    decay: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Shape of the learning rate after the warm-up. wsd (warm-up, stable, decay): lr until the last decay_steps of the run."""
+    decay_steps: PositiveInt | None = None
+    """Optimizer steps at the end of the run over which wsd falls to min_lr."""
+    decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """How wsd falls. With x from 0 to 1 over decay_steps, what is left of lr - min_lr: 1 - x; (1 + cos(pi x)) / 2; 2 * 0.5^x - 1;
+    1 - sqrt(x)."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay (never applied to biases and norms)."""
+    """Decoupled weight decay of matrices, embeddings, output layer and value head; never of biases and norms."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's moment decay rates."""
     eps: PositiveFloat = 1e-8
     """AdamW's denominator offset."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm above which gradients are scaled down; 0 switches clipping off."""
+    stop_after_skipped: Annotated[int, Field(ge=0)] = 5
+    """An update whose loss or gradient is not finite is skipped. The run ends once so many of the role were skipped in a row, over steps
+    and resumed runs; 0: never. The samples of the first one are in the run's folder, under skipped/."""
 
 
 # ---------------------------------------------------------------- strategies (unions keyed on `name`)

@@ -91,7 +91,7 @@ class TrainResult:
     grad_norm: float
     lr: float
     skipped: bool = False
-    """The gradient was not finite, the weights were left alone."""
+    """The loss or the gradient was not finite, weights, moments and schedule were left alone."""
 
 
 class ForwardStrategy(ABC):

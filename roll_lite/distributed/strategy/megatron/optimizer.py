@@ -39,6 +39,13 @@ class Optimizer:
             raise ValueError(f"optimizer.min_lr: {config.min_lr} is larger than optimizer.lr {config.lr}")
         if total_updates is not None and config.decay != "constant" and config.warmup_steps >= total_updates:
             raise ValueError(f"optimizer.warmup_steps: {config.warmup_steps} leaves nothing of the run's {total_updates} optimizer steps")
+        if config.decay == "wsd":
+            assert total_updates is not None
+            if config.decay_steps is None:
+                raise ValueError("optimizer.decay_steps: decay 'wsd' needs the number of optimizer steps that it falls over")
+            if config.decay_steps > total_updates - config.warmup_steps:
+                left = f"the run's {total_updates} optimizer steps without {config.warmup_steps} of the warm-up"
+                raise ValueError(f"optimizer.decay_steps: {config.decay_steps} are more than {left}")
         self._clip_grad = config.clip_grad
         self.megatron = get_megatron_optimizer(
             MegatronOptimizerConfig(
@@ -69,7 +76,9 @@ class Optimizer:
             lr_warmup_steps=rest,
             # A rate that stays where it is has no last step; Megatron wants one behind the warm-up.
             lr_decay_steps=total_updates if total_updates is not None and config.decay != "constant" else rest + 1,
-            lr_decay_style=config.decay,
+            lr_decay_style="WSD" if config.decay == "wsd" else config.decay,
+            wsd_decay_steps=config.decay_steps,
+            lr_wsd_decay_style=config.decay_shape,
             start_wd=config.weight_decay,
             end_wd=config.weight_decay,
             wd_incr_steps=0,
@@ -99,16 +108,17 @@ class Optimizer:
         self.megatron.zero_grad()
 
     @torch.no_grad()
-    def step(self) -> StepResult:
-        """Clip, update, advance the schedule. A gradient that is not finite leaves weights, moments and schedule alone.
+    def step(self, loss: float) -> StepResult:
+        """Clip, update, advance the schedule. A loss or a gradient that is not finite on any rank leaves weights, moments and schedule
+        alone on all of them. (An infinite advantage under a clipped ratio has a loss that is infinite and no gradient.)
 
         Megatron's own step() finds out about infinities only when it scales losses; for float32 and bfloat16 it would update. Its norm
         and its clipping, where neither Apex nor Transformer Engine is installed, wait for the device once per parameter.
         """
         lr = self.megatron.param_groups[0]["lr"]
         self.megatron.prepare_grads()
-        grad_norm = self._grad_norm()
-        if not math.isfinite(grad_norm):
+        grad_norm, all_finite = self._grad_norm(math.isfinite(loss))
+        if not (all_finite and math.isfinite(grad_norm)):
             return StepResult(grad_norm, lr, skipped=True)
         if 0 < self._clip_grad < grad_norm:
             gradients = [parameter.grad for part in self.parts for parameter in part.get_parameters() if parameter.grad is not None]
@@ -117,14 +127,16 @@ class Optimizer:
         self.scheduler.step(increment=1)
         return StepResult(grad_norm, lr, skipped=False)
 
-    def _grad_norm(self) -> float:
-        """Over the whole model: gradients that several ranks hold count once."""
-        squares = torch.zeros((), dtype=torch.float64, device=current_device())
+    def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
+        """Over the whole model: gradients that several ranks hold count once. And whether all ranks say `is_finite`."""
+        sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         for part in self.parts:
-            total = squared_norm(part.get_main_grads_for_grad_norm(), current_device())
+            squares = squared_norm(part.get_main_grads_for_grad_norm(), current_device())
+            total = torch.stack([squares, torch.full_like(squares, float(not is_finite))])
             dist.all_reduce(total, group=part.get_grad_stats_parallel_group())
-            squares += total
-        return float(squares.sqrt())
+            sums += total
+        squared, broken = sums.tolist()
+        return math.sqrt(squared), broken == 0
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -143,9 +143,9 @@ class MegatronStrategy(TrainStrategy):
             return loss, {**metrics, LOSS: loss}
 
         sums = run_training(self._chunks, inputs, on_head)
-        step = self._optimizer.step()
         metrics = reduce_sums(sums, self.layout.pipeline_rank == self._config.pipeline_parallel - 1, self.device)
         loss = metrics.pop(LOSS)
+        step = self._optimizer.step(loss)
         return TrainResult(metrics, loss, step.grad_norm, step.lr, step.skipped)
 
     def _outputs(self, result: torch.Tensor, given: ModelInput, outputs: Sequence[str]) -> MicroBatchOutputs:

@@ -142,6 +142,24 @@ def test_resuming_is_bit_identical(ranks: RankPool, path: Path, tmp_path: Path, 
     ranks(world_size, save_and_resume, path, tmp_path / "bfloat16", LAYOUTS[name], "bfloat16", 2)
 
 
+def resume_in_the_decay(path: Path, folder: Path) -> None:
+    """Ten updates, of which the last four decay: checkpoints in the warm-up, before the decay and within it."""
+    config = CONFIG.model_copy(update={"decay": "wsd", "decay_steps": 4, "decay_shape": "minus_sqrt", "warmup_steps": 2})
+    for done in (1, 4, 8):
+        straight, resumed = (started(path, config, total_updates=10) for _ in range(2))
+        steps(straight, range(done))
+        straight.save_checkpoint(folder / str(done))
+        expected = steps(straight, range(done, 10))
+        resumed.load_checkpoint(folder / str(done))
+        assert steps(resumed, range(done, 10)) == expected
+        assert expected[-1].lr == pytest.approx(1e-3 * (1 - 0.75**0.5))
+        same_weights(resumed, straight)
+
+
+def test_a_schedule_goes_on_where_it_was(ranks: RankPool, path: Path, tmp_path: Path) -> None:
+    ranks(1, resume_in_the_decay, path, tmp_path)
+
+
 def save_after(path: Path, folder: Path, layout: dict[str, Any], count: int) -> tuple[dict[str, torch.Tensor], list[TrainResult]]:
     strategy = begin(path, layout)
     steps(strategy, range(count))

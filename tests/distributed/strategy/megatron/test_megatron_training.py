@@ -1,6 +1,8 @@
 """Several optimizer steps equal torch's AdamW on the Hugging Face model, in every layout; and what a step reports."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,16 @@ from megatron_ranks import RankPool
 from support_models import load_hf
 from support_passes import train_step
 
-from roll_lite.config.schema.models import OptimizerConfig
+from roll_lite.config.schema.models import OptimizerConfig, TrainRoleConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
-from roll_lite.distributed.strategy.base import TrainResult
+from roll_lite.data.minibatches import MiniBatch
+from roll_lite.data.ragged import Ragged
+from roll_lite.distributed.strategy.base import TrainResult, ValueInit
 from roll_lite.distributed.strategy.megatron.optimizer import STRETCH, squared_norm
+from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+from roll_lite.workers.critic import CriticWorker
+from roll_lite.workers.model import Update
+from roll_lite.workers.objectives import CriticLoss
 
 # A large eps keeps Adam from blowing rounding errors of tiny gradients up to whole steps.
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-2, clip_grad=20.0)
@@ -100,14 +108,71 @@ def test_steps_equal_adamw_in_further_layouts(ranks: RankPool, path: Path, layou
         ("constant", 4, [2.5e-4, 5e-4, 7.5e-4, 1e-3]),
         ("linear", 1, [1e-3, 8.5e-4, 7e-4, 5.5e-4, 4e-4, 2.5e-4]),
         ("linear", 2, [5e-4, 1e-3, 8.2e-4, 6.4e-4, 4.6e-4, 2.8e-4]),
+        ("wsd", 2, [5e-4, 1e-3, 1e-3, 1e-3, 7e-4, 4e-4]),
+        ("wsd", 3, [1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3, 7e-4, 4e-4]),
         ("cosine", 3, [1e-3 / 3, 2e-3 / 3, 1e-3, 1e-4 + 9e-4 * (1 + 2**-0.5) / 2, 1e-4 + 9e-4 / 2, 1e-4 + 9e-4 * (1 - 2**-0.5) / 2]),
     ],
 )
 def test_learning_rates(ranks: RankPool, path: Path, decay: str, warmup: int, learning_rates: list[float]) -> None:
-    """Update i of the warm-up runs at i parts of the way; from its last one the rate goes to 1e-4, which the update after the run would
-    have. Worked out by hand."""
-    config = CONFIG.model_copy(update={"decay": decay, "warmup_steps": warmup, "min_lr": 1e-4, "clip_grad": 0.0})
-    check_steps(ranks, path, config, {}, learning_rates)
+    """Update i of the warm-up runs at i parts of the way; from its last one, or over the last three (wsd), the rate goes to 1e-4, which
+    the update after the run would have. Worked out by hand."""
+    settings = {"decay": decay, "warmup_steps": warmup, "min_lr": 1e-4, "clip_grad": 0.0, "decay_steps": 3 if decay == "wsd" else None}
+    check_steps(ranks, path, CONFIG.model_copy(update=settings), {}, learning_rates)
+
+
+def rates_of(path: Path, config: OptimizerConfig, total: int) -> list[float]:
+    """Of the schedule alone, and of the update after the run."""
+    scheduler = started(path, config, total_updates=total)._optimizer.scheduler  # type: ignore[union-attr]
+    rates = []
+    for _ in range(total + 1):
+        rates.append(scheduler.optimizer.param_groups[0]["lr"])
+        scheduler.step(increment=1)
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ("linear", [1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [1.0, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2]),
+        ("exponential", [1.0, 0.681792830507429, 2**0.5 - 1, 0.189207115002721]),
+        ("minus_sqrt", [1.0, 0.5, 1 - 2**-0.5, 1 - 3**0.5 / 2]),
+    ],
+)
+def test_shapes_of_the_decay_after_the_stable_part(ranks: RankPool, path: Path, shape: str, parts: list[float]) -> None:
+    """Seven updates, of which one is warm-up and four are decay: `parts` of the way from 1e-4 to 1e-3, worked out by hand."""
+    settings = {"decay": "wsd", "decay_steps": 4, "decay_shape": shape, "warmup_steps": 1, "min_lr": 1e-4}
+    (rates,) = ranks(1, rates_of, path, CONFIG.model_copy(update=settings), 7)
+    assert rates == pytest.approx([1e-3, 1e-3, 1e-3, *(1e-4 + 9e-4 * part for part in parts), 1e-4], abs=1e-12)
+
+
+def decay_alone(path: Path, value_init: ValueInit | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """An update whose gradient is zero everywhere: weights before and after."""
+    config = OptimizerConfig(lr=0.01, weight_decay=0.5)
+    strategy = started(path, config, value_init=value_init)
+    if value_init is not None:  # zeros would not show it
+        strategy._model.output_layer.weight.data.fill_(1.0)
+    before = {name: tensor.clone() for name, tensor in own_weights(strategy).items()}
+    assert strategy._optimizer is not None
+    strategy._optimizer.zero_grad()
+    for chunk in strategy._chunks:
+        chunk.zero_grad_buffer()
+    assert not strategy._optimizer.step(loss=0.0).skipped
+    return before, own_weights(strategy)
+
+
+@pytest.mark.parametrize(("family", "value_init"), [("qwen2", None), ("llama", None), ("qwen2", "actor")])
+def test_norms_and_biases_do_not_decay_and_embeddings_and_heads_do(
+    ranks: RankPool, tmp_path: Path, family: str, value_init: ValueInit | None
+) -> None:
+    """By lr x weight_decay = 0.005 of each weight. Qwen2 has biases, Llama an output layer of its own."""
+    ((before, after),) = ranks(1, decay_alone, tiny(tmp_path / family, family), value_init)
+    exempt = {name for name in before if name.endswith(".bias") or "norm" in name}
+    assert any(name.endswith(".bias") for name in exempt) == (family == "qwen2")
+    assert "model.embed_tokens.weight" not in exempt and ("lm_head.weight" in before) == (family == "llama")
+    assert any(bool((tensor == 1.0).all()) and name not in exempt for name, tensor in before.items()) == (value_init is not None)
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor if name in exempt else tensor * 0.995, rtol=1e-6, atol=1e-9, msg=name)
 
 
 def bad_optimizer(path: Path, config: OptimizerConfig, total_steps: int | None) -> str:
@@ -120,6 +185,11 @@ def test_schedules_that_cannot_be(ranks: RankPool, path: Path) -> None:
     linear = CONFIG.model_copy(update={"decay": "linear", "warmup_steps": 5})
     assert "optimizer.decay: 'linear' needs the number of optimizer steps" in ranks(1, bad_optimizer, path, linear, None)[0]
     assert "optimizer.warmup_steps: 5 leaves nothing of the run's 5" in ranks(1, bad_optimizer, path, linear, 5)[0]
+    wsd = CONFIG.model_copy(update={"decay": "wsd", "warmup_steps": 2, "decay_steps": 4})
+    assert "optimizer.decay: 'wsd' needs the number of optimizer steps" in ranks(1, bad_optimizer, path, wsd, None)[0]
+    assert "optimizer.decay_steps: 4 are more than the run's 5 optimizer steps" in ranks(1, bad_optimizer, path, wsd, 5)[0]
+    without = wsd.model_copy(update={"decay_steps": None})
+    assert "optimizer.decay_steps: decay 'wsd' needs" in ranks(1, bad_optimizer, path, without, 5)[0]
     above = CONFIG.model_copy(update={"min_lr": 1.0})
     assert "optimizer.min_lr: 1.0 is larger than optimizer.lr 0.001" in ranks(1, bad_optimizer, path, above, None)[0]
 
@@ -135,7 +205,7 @@ def norm_of_many(path: Path, options: dict[str, Any]) -> tuple[float, float, int
         parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator))  # type: ignore[attr-defined]
         squares += float((parameter.main_grad.numpy().astype(np.float64) ** 2).sum())  # type: ignore[attr-defined]
         entries += parameter.numel()
-    return strategy._optimizer.step().grad_norm, squares**0.5, entries
+    return strategy._optimizer.step(loss=0.0).grad_norm, squares**0.5, entries
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False], ids=["distributed", "replicated"])
@@ -164,15 +234,47 @@ def exploding_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple
     return loss, {"rows": torch.tensor(float(micro_batch.mask.shape[0]))}
 
 
-def skip_and_go_on(path: Path, layout: dict[str, Any]) -> None:
-    strategy, untouched = started(path, CONFIG, **layout), started(path, CONFIG, **layout)
-    # Only data-parallel rank 0 has rows, so only its gradient explodes; all ranks must skip.
+def infinite_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Wherever there are rows, with the gradient of weighted_loss."""
+    loss, metrics = weighted_loss(outputs, micro_batch)
+    return loss + (float("-inf") if len(micro_batch.mask) else 0.0), {"rows": metrics["rows"].float()}
+
+
+def nan_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradient, wherever there are rows."""
+    loss, metrics = exploding_loss(outputs, micro_batch)
+    return loss - loss if len(micro_batch.mask) else loss * 0.0, metrics
+
+
+BROKEN = {"gradient": exploding_loss, "loss": infinite_loss, "both": nan_loss}
+
+
+def moments(strategy: MegatronStrategy) -> list[torch.Tensor]:
+    """And step counters."""
+    assert strategy._optimizer is not None
+    return [
+        tensor.clone()
+        for part in strategy._optimizer.parts
+        for state in part.optimizer.state.values()
+        for _, tensor in sorted(state.items())
+    ]
+
+
+def skip_and_go_on(path: Path, layout: dict[str, Any], broken: str) -> None:
+    config = CONFIG.model_copy(update={"warmup_steps": 4})
+    strategy, untouched = started(path, config, **layout), started(path, config, **layout)
+    for one in (strategy, untouched):  # moments that are not zero, in the middle of the warm-up
+        batch = shard(batch_of(seed=1), one, [3, 3] if one.layout.data_size == 2 else None)
+        train_step(one, batch, weighted_loss, ["log_probs"], 4)
+    # Only data-parallel rank 0 has rows, so only its loss or its gradient explodes; all ranks must skip.
     batch = shard(batch_of(), strategy, [6, 0] if strategy.layout.data_size == 2 else None)
-    before = own_weights(strategy)
-    skipped = train_step(strategy, batch, exploding_loss, ["log_probs"], 4)
-    assert skipped.skipped
+    before, state = own_weights(strategy), moments(strategy)
+    skipped = train_step(strategy, batch, BROKEN[broken], ["log_probs"], 4)
+    assert skipped.skipped and skipped.lr == pytest.approx(CONFIG.lr / 2)
+    assert math.isfinite(skipped.grad_norm) == (broken == "loss") and not math.isfinite(skipped.loss)
     assert skipped.metrics["rows"] == 6
     assert all(torch.equal(tensor, before[name]) for name, tensor in own_weights(strategy).items())
+    assert all(torch.equal(ours, earlier) for ours, earlier in zip(moments(strategy), state, strict=True))
     after = train_step(strategy, batch, weighted_loss, ["log_probs"], 4)
     expected = train_step(untouched, batch, weighted_loss, ["log_probs"], 4)
     assert after == expected, "the step after a skipped one is that of a strategy that never saw it"
@@ -180,9 +282,50 @@ def skip_and_go_on(path: Path, layout: dict[str, Any]) -> None:
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in own_weights(strategy).items())
 
 
-@pytest.mark.parametrize("layout", [{}, {"data": 2}, {"tensor_parallel": 2}], ids=["one rank", "DP2", "TP2"])
-def test_a_gradient_that_is_not_finite_changes_nothing(ranks: RankPool, path: Path, layout: dict[str, Any]) -> None:
-    ranks(2 if layout else 1, skip_and_go_on, path, {name: size for name, size in layout.items() if name != "data"})
+SKIPPING: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "DP2": {"data": 2},
+    "DP2 replicated": {"data": 2, "distributed_optimizer": False},
+    "TP2": {"tensor_parallel": 2},
+    "PP2": {"pipeline_parallel": 2},
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("layout", SKIPPING)
+def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: RankPool, path: Path, layout: str, broken: str) -> None:
+    options = {name: size for name, size in SKIPPING[layout].items() if name != "data"}
+    ranks(2 if SKIPPING[layout] else 1, skip_and_go_on, path, options, broken)
+
+
+def losses_of_rows(path: Path, layout: dict[str, Any]) -> tuple[list[Update], dict[int, float]]:
+    """Of a critic with a return that is not finite in sample 4, which data-parallel rank 1 has; and what its rows should be told with:
+    all values are 0 at first."""
+    strategy = started(path, CONFIG, value_init="actor", **layout)
+    batch = batch_of()
+    returns = [row.clone() for row in (batch.ragged("returns").row(number) for number in range(6))]
+    returns[4][-1] = float("nan")
+    zeros = [torch.zeros_like(row) for row in returns]
+    further = {"returns": Ragged.from_rows(returns), "values": Ragged.from_rows(zeros), "domain_number": torch.zeros(6, dtype=torch.int64)}
+    own = shard(batch.with_columns(**further), strategy, [4, 2] if strategy.layout.data_size == 2 else None)
+    samples, masks = own.tensor("sample").numpy(), [own.ragged("response_mask").row(number)[1:] for number in range(len(own))]
+    expected = {int(sample): float(0.25 * (returns[sample][mask] ** 2).sum()) for sample, mask in zip(samples, masks, strict=True)}
+    worker: Any = CriticWorker.__new__(CriticWorker)
+    worker.strategy, worker.spec, worker.loss = strategy, SimpleNamespace(config=TrainRoleConfig()), CriticLoss()
+    mini_batches = [MiniBatch(epoch, samples, np.full(len(samples), 0.5, dtype=np.float32)) for epoch in range(2)]
+    updates = worker.train(SimpleNamespace(shard=SimpleNamespace(materialize=lambda: own), mini_batches=mini_batches))
+    return updates, expected if strategy.layout.is_head else {}
+
+
+@pytest.mark.parametrize("layout", SKIPPING)
+def test_a_skipped_update_tells_the_loss_of_every_row_where_it_is(ranks: RankPool, path: Path, layout: str) -> None:
+    options = {name: size for name, size in SKIPPING[layout].items() if name != "data"}
+    told: dict[int, float] = {}
+    for updates, expected in ranks(2 if SKIPPING[layout] else 1, losses_of_rows, path, options):
+        assert [update.result.skipped for update in updates] == [True, True]
+        assert updates[0].row_losses == pytest.approx(expected, nan_ok=True) and updates[1].row_losses == {}
+        told |= updates[0].row_losses
+    assert sorted(told) == list(range(6)) and [sample for sample, loss in told.items() if math.isnan(loss)] == [4]
 
 
 def bfloat16_training(path: Path, layout: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:

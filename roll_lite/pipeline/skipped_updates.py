@@ -1,0 +1,118 @@
+"""Optimizer steps that were skipped because loss or gradient was not finite: which of them begin a series, and when it is too long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.workers.model import Update
+
+SECTIONS = {"actor": "actor_train", "critic": "critic"}
+"""Where the configuration has the role."""
+
+
+class NotFinite(RuntimeError):
+    """A role's updates were skipped, one after the other."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """The first update of a series that was skipped."""
+
+    role: str
+    step: int
+    update: int
+    """Of the role within the step, from 1, as in updates.jsonl."""
+    loss: float
+    grad_norm: float
+    row_losses: Mapping[int, float]
+    """By sample: what each adds to the loss."""
+
+    @property
+    def folder(self) -> str:
+        """Of its samples, within that of the run."""
+        return folder_of(self.role, self.step, self.update)
+
+
+def folder_of(role: str, step: int, update: int) -> str:
+    return f"skipped/step_{step:06d}_{role}_update_{update:02d}"
+
+
+@dataclass
+class Series:
+    """Of one role; updates are told by step and number."""
+
+    length: int = 0
+    first: tuple[int, int] = (0, 0)
+    last: tuple[int, int] = (0, 0)
+    last_finite: tuple[int, int] | None = None
+
+
+@dataclass
+class SkippedUpdates:
+    """Counts over steps, each role on its own; a checkpoint holds the count."""
+
+    limits: Mapping[str, int]
+    """How many in a row end the run, by role; 0: any number may be skipped."""
+    _series: dict[str, Series] = field(default_factory=dict)
+    _too_long: str | None = None
+
+    @staticmethod
+    def of(config: RunConfig) -> SkippedUpdates:
+        roles = {"actor": config.actor_train, "critic": config.critic}
+        return SkippedUpdates({name: role.optimizer.stop_after_skipped for name, role in roles.items() if role is not None})
+
+    def count(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]]) -> list[Skipped]:
+        """`updates`: of a step, by role, from every data-parallel rank. Returns those that begin a series."""
+        begun: list[Skipped] = []
+        for role, ranks in updates.items():
+            series = self._series.setdefault(role, Series())
+            for number, of_ranks in enumerate(zip(*ranks, strict=True), start=1):
+                result = of_ranks[0].result
+                if not result.skipped:
+                    self._series[role] = series = Series(last_finite=(step, number))
+                    continue
+                series.length, series.last = series.length + 1, (step, number)
+                if series.length == 1:
+                    series.first = series.last
+                    losses = {sample: loss for update in of_ranks for sample, loss in update.row_losses.items()}
+                    begun.append(Skipped(role, step, number, result.loss, result.grad_norm, losses))
+                if series.length == self.limits[role] and self._too_long is None:
+                    self._too_long = _described(role, series)
+        return begun
+
+    def look(self) -> None:
+        """NotFinite, with what to do about it, where a series has become too long."""
+        if self._too_long is not None:
+            raise NotFinite(self._too_long)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {role: asdict(series) for role, series in self._series.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._series = {role: Series(**series) for role, series in state.items()}
+
+
+def _described(role: str, series: Series) -> str:
+    section = SECTIONS[role]
+    finite = f"the last finite one was {_named(series.last_finite)}" if series.last_finite else "none before them was finite"
+    step = series.first[0]
+    again = f"go on from a checkpoint before step {step} (checkpoint.resume)" if step > 1 else "start again"
+    return (
+        f"{role}: {series.length} updates in a row were skipped, because loss or gradient was not finite, up to {_named(series.last)}; "
+        f"{finite}. {section}.optimizer.stop_after_skipped allows less than {series.length}.\n"
+        f"The samples of the first one, {_named(series.first)}, are in {folder_of(role, *series.first)} of the folder of the run that made "
+        "it, each with its loss (docs/recompute.md).\n"
+        "What to do:\n"
+        "- where a sample whose loss is not finite has a column there that is not (reward, advantages, log-probs), that is the cause\n"
+        f"- where all columns are finite, the weights are to blame: {again} with a smaller {section}.optimizer.lr or clip_grad, "
+        "or a longer warm-up\n"
+        f"- {section}.optimizer.stop_after_skipped: 0 lets a run go on however many are skipped"
+    )
+
+
+def _named(update: Sequence[int]) -> str:
+    step, number = update
+    return f"update {number} of step {step}"
