@@ -7,7 +7,7 @@ A block lives as long as a Batch or a shard refers to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -35,6 +35,12 @@ class Block:
     """[n] int32: in which of the objects each one lies."""
     rows: np.ndarray
     """[n] int32: and in which of its rows. An object may have rows that belong to nobody here."""
+
+    def renumbered(self, numbers: Mapping[int, int]) -> Block:
+        """For a batch that numbers its samples otherwise, by the numbers here. Those that it does not have are left out."""
+        kept = np.array([place for place, sample in enumerate(self.samples.tolist()) if sample in numbers], dtype=np.int64)
+        samples = np.array([numbers[sample] for sample in self.samples[kept].tolist()], dtype=np.int64)
+        return Block(self.refs, self.keys, samples, self.objects[kept], self.rows[kept])
 
 
 def put_block(columns: DataProto) -> Block:
@@ -121,6 +127,14 @@ class Batch:
         """Columns that every row has."""
         complete = [key for key, (number, _) in self._where.items() if not (number == NOWHERE).any()]
         return [*self.rows.keys(), *complete]
+
+    def lacking(self, keys: Iterable[str]) -> np.ndarray:
+        """Numbers of the rows that do not have all of these columns yet."""
+        lacks = np.zeros(len(self), dtype=bool)
+        for key in keys:
+            if key not in self.rows:
+                lacks |= self._where[key][0] == NOWHERE if key in self._where else True
+        return np.flatnonzero(lacks)
 
     def with_rows(self, **columns: Column) -> Batch:
         """With further row columns, or others in their place, over the same blocks."""

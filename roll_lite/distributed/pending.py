@@ -73,12 +73,13 @@ class Pending(Generic[T]):
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
-        """The result, if it is there by now. A death is told to whoever waits for something."""
+        """The result, if it is there by now. A rank that raised ends its cluster, as in `result`; a death is told to whoever waits for
+        something."""
         waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
-        with suppress(RayActorError):
-            for ref in ready:
-                waiting[ref].take()
+        for ref in ready:
+            with suppress(RayActorError):
+                _take(waiting[ref], list(waiting.values()), deaths_too=False)
         return self.result() if self.done else None
 
     @property
@@ -144,10 +145,12 @@ def _wait(
             pending.settle()
 
 
-def _take(call: Call, waiting: Sequence[Call]) -> None:
+def _take(call: Call, waiting: Sequence[Call], deaths_too: bool = True) -> None:
     try:
         call.take()
     except Exception as error:
+        if isinstance(error, RayActorError) and not deaths_too:
+            raise
         _blame(call, error, [other.rank for other in waiting if other.group is call.group and not other.done and other is not call])
 
 

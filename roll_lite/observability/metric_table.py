@@ -104,6 +104,9 @@ METRICS: dict[str, Metric] = {
         by="domain",
     ),
     "rollout/samples": Metric(SUM, "samples", "Accepted samples in the batch.", by="domain"),
+    "rollout/early_samples": Metric(
+        SUM, "samples", "Samples whose log-probs and values were begun before the batch was complete (rollout.stream_log_probs)."
+    ),
     "rollout/failed": Metric(SUM, "samples", "Samples that failed for good; they do not train.", by="domain"),
     "rollout/engines_lost": Metric(SUM, "engines", "Engines that died or hung. What they were generating went on in the others."),
     "rollout/retries": Metric(SUM, "attempts", "Attempts that failed and were repeated.", by="domain"),

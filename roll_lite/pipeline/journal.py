@@ -181,6 +181,10 @@ class Journal:
                 for cause, samples in masked.causes.items():
                     self._sums.add(f"masks/{cause}", float(samples[own].sum()), count, label=name)
 
+    def early(self, samples: int) -> None:
+        """Samples of the batch whose log-probs were begun before it was complete."""
+        self._sums.add("rollout/early_samples", samples)
+
     def credit(self, reports: Sequence[CreditReport], kl_coef: float) -> None:
         sums: dict[str, float] = {}
         for report in reports:

@@ -19,6 +19,7 @@ from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.devices import FORWARD, TRAIN, DeviceTurn, take_turns
+from roll_lite.pipeline.early_passes import EarlyPasses
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.shaping import RewardShaping
 from roll_lite.pipeline.skipped_updates import SkippedUpdates
@@ -58,6 +59,7 @@ class RLVRPipeline:
         self.credit_columns = credit_columns(self.algorithm)
         self.actor_columns = ActorWorker.training_reads(self.algorithm)
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
+        self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
         """Of the current step: what it measures moves them for the next one."""
         self.steps_done = 0
@@ -105,7 +107,7 @@ class RLVRPipeline:
     @phase("generate")
     def generate(self) -> Batch:
         """The next finished groups, new or of a past run: rows come here, tokens stay in the object store."""
-        rollouts = self.source.next_batch(self.steps_done + 1)
+        rollouts = self.source.next_batch(self.steps_done + 1, self.early.begin())
         self.journal.rollouts(rollouts.rows, rollouts.stats, self.version, rollouts.replaced)
         return Batch(rollouts.rows, rollouts.blocks)
 
@@ -118,9 +120,11 @@ class RLVRPipeline:
 
     @phase("log_probs")
     def compute_log_probs(self, batch: Batch) -> None:
-        """Every model adds the columns that credit and losses want of it: side by side, or in turns on shared devices."""
-        wanted = [(model, self.wanted_of(model)) for model in self.clusters.models]
-        turns = [DeviceTurn(model, partial(model.start_forward, batch, columns)) for model, columns in wanted if columns]
+        """Every model adds the columns that credit and losses want of it, to the rows that did not get them early: side by side, or in
+        turns on shared devices."""
+        self.early.join(batch)
+        left = [(model, batch.take(batch.lacking(columns)), columns) for model, columns in self.wanted()]
+        turns = [DeviceTurn(model, partial(model.start_forward, rows, columns)) for model, rows, columns in left if len(rows) > 0]
         for blocks in take_turns(turns, FORWARD):
             batch.add(block for block in blocks if block is not None)
 
@@ -203,6 +207,10 @@ class RLVRPipeline:
 
     def due(self, every: int) -> bool:
         return every > 0 and self.steps_done % every == 0
+
+    def wanted(self) -> list[tuple[Model[Any], list[str]]]:
+        """The models with a forward pass, and what they write in it."""
+        return [(model, columns) for model in self.clusters.models if (columns := self.wanted_of(model))]
 
     def wanted_of(self, model: Model[Any]) -> list[str]:
         """The columns that somebody reads, of those that the model computes."""

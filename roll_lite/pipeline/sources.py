@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,7 +29,8 @@ class BatchSource(Protocol):
     def sync(self, version: int) -> Pushed | None:
         """The actor's weights to the engines; None where they are there already, or not needed."""
 
-    def next_batch(self, step: int) -> RolloutBatch: ...
+    def next_batch(self, step: int, meanwhile: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
+        """`meanwhile`: called about once a second while the batch is generated; must not wait."""
 
     def evaluate(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> tuple[DataProto, RolloutStats]:
         """Held-out prompts, each answered `samples` times by the engines; `sampling` by domain."""
@@ -66,9 +67,13 @@ class LiveRollouts:
         self.tell_losses()
         return pushed
 
-    def next_batch(self, step: int) -> RolloutBatch:
+    def next_batch(self, step: int, meanwhile: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
+        def look() -> None:
+            self.tell_losses()
+            meanwhile(self.rollouts)
+
         pending = self.rollouts.start_one(RolloutWorker.next_batch, self.prompts_per_step, step)
-        batch = shown(pending, self.rollouts, self.journal.console, f"step {step}", self.tell_losses)
+        batch = shown(pending, self.rollouts, self.journal.console, f"step {step}", look)
         self.tell_losses()
         return batch
 
@@ -112,7 +117,7 @@ class ReplayedRollouts:
     def sync(self, version: int) -> None:
         return None
 
-    def next_batch(self, step: int) -> RolloutBatch:
+    def next_batch(self, step: int, meanwhile: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
         return self.reader.one(ReplayWorker.next_batch, step)
 
     def evaluate(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> tuple[DataProto, RolloutStats]:

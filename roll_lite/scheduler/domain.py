@@ -274,6 +274,11 @@ class DomainScheduler:
         self.counts.delivered += len(groups)
         return groups
 
+    def certain(self, count: int) -> list[SampleGroup]:
+        """Of the next batch's `count` groups those that are known: finished, and among the `count` oldest of all, whatever ends before."""
+        oldest = sorted([*self._running, *self._finished])[:count]
+        return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
+
     def drop_stale(self, clock: int, max_staleness: int) -> None:
         """What is too old for the batch that comes next ends, and its prompt is put back."""
         for lives in (self._running, self._finished):

@@ -69,6 +69,10 @@ class RolloutService:
         self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
         self._admission = Admission(self._domains, self._schedulers, router, self._recorder, pacing, batches)
         self._progress: Callable[[], dict[str, Progress]] = dict
+        self._making: dict[str, int] = {}
+        """Groups of each domain in the batch that is being made."""
+        self._taken: dict[str, list[SampleGroup]] = {}
+        """Of domains that have all of theirs."""
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         router.on_room = self._admit
@@ -146,19 +150,25 @@ class RolloutService:
 
     async def _take(self, quota: dict[str, int]) -> list[SampleGroup]:
         """In the order of their numbers."""
-        found: dict[str, list[SampleGroup]] = {}
+        self._making, self._taken = quota, {}
         while True:
             if self._error is not None:
                 raise self._error
             for name, count in quota.items():
-                if name not in found and not self._admission.is_due(name):
+                if name not in self._taken and not self._admission.is_due(name):
                     groups = self._schedulers[name].take(count, self._admission.asked, self._supply.max_staleness)
                     if groups is not None:
-                        found[name] = groups
-            if len(found) == len(quota):
-                return sorted((group for groups in found.values() for group in groups), key=lambda group: group.group)
+                        self._taken[name] = groups
+            if len(self._taken) == len(quota):
+                taken, self._making, self._taken = self._taken, {}, {}
+                return sorted((group for groups in taken.values() for group in groups), key=lambda group: group.group)
             self._changed.clear()
             await self._changed.wait()
+
+    def finished(self) -> list[SampleGroup]:
+        """Of the batch that is being made, the groups that are certain to be in it."""
+        certain = {name: self._schedulers[name].certain(count) for name, count in self._making.items() if name not in self._taken}
+        return [group for groups in (self._taken | certain).values() for group in groups]
 
     async def _go_on(self) -> None:
         """A batch is handed out: what is in flight belongs to later ones, or is too late."""

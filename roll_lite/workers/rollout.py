@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -189,6 +189,13 @@ class RolloutWorker(AsyncWorker):
         await self._write(writing)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
         return RolloutBatch(rows, [tokens_of(trainable, self._kept_ids)], result.stats, replaced)
+
+    async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
+        """Rows and tokens of groups that are finished and certain to be in the batch that is being made: of those that are not `known`, by
+        number, and of none where they are fewer than `least`. Their sample numbers are not those that they will have in the batch."""
+        groups = [group for group in self._service.finished() if group.group not in known]
+        trainable = accepted(groups if len(groups) >= least else [])
+        return rows_of(trainable, self._temperatures), tokens_of(trainable, self._kept_ids)
 
     async def lost_engines(self) -> dict[int, str]:
         """By their numbers, and why."""

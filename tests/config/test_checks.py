@@ -70,6 +70,26 @@ CROSS_CHECKS = {
     ),
     "deterministic side by side": ("rollout: {supply: one_step_off}\ndeterministic: true", "deterministic", "use rollout.supply: sync"),
     "deterministic oversampling": ("rollout: {oversample: 1.5}\ndeterministic: true", "rollout.oversample", "depends on timing; use 1"),
+    "early passes on the engines' devices": (
+        "rollout: {stream_log_probs: true}",
+        "actor_train.devices",
+        "cannot share device 0 with them; use others, or rollout.stream_log_probs: false",
+    ),
+    "early passes of what is away": (
+        "rollout: {stream_log_probs: true}\nactor_train: {devices: [1], offload: true}",
+        "actor_train.offload",
+        "computes while the engines generate, and cannot leave its devices",
+    ),
+    "early passes that repeat": (
+        "rollout: {stream_log_probs: true}\nactor_train: {devices: [1]}\ndeterministic: true",
+        "rollout.stream_log_probs",
+        "depends on timing, and with it the last bits",
+    ),
+    "early passes of nothing": (
+        "rollout: {stream_log_probs: true}\nmode: rollout_only",
+        "rollout.stream_log_probs",
+        "does not both generate and train; use false",
+    ),
     "one step off without staleness": ("rollout: {supply: one_step_off, max_staleness: 0}", "rollout.max_staleness", "use 1 or more"),
     "staleness of nothing": ("rollout: {max_staleness: 2}", "rollout.max_staleness", "use 0, or supply: async"),
     "no such filter": ("rollout: {filter: {type: acuracy}}", "rollout.filter.type", "did you mean 'accuracy'"),

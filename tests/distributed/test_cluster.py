@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -98,6 +99,17 @@ def test_something_else_can_be_looked_at_while_waiting(adders: Cluster[Adder], r
     endless.settle()
     assert services.group.phases == []
     services.shutdown()
+
+
+def test_a_rank_that_raises_is_reported_by_whoever_looks_for_an_answer(ray_local: object) -> None:
+    cluster = start_cluster(ClusterSpec("adders", anywhere(2)), Adder, 0)
+    cluster.all(Adder.thread)
+    failing = cluster.start_all(Adder.add, "no number")  # type: ignore[arg-type]
+    with pytest.raises(RankFailed, match="adders rank . failed in add: TypeError"):
+        while failing.answer() is None:
+            time.sleep(0.1)
+    with pytest.raises(ClusterDead):
+        cluster.all(Adder.thread)
 
 
 def test_async_workers(ray_local: object) -> None:

@@ -53,6 +53,23 @@ def test_columns_are_joined_by_sample(ray_local: object) -> None:
     assert [row.tolist() for row in second.materialize().ragged("values").rows()] == [[0.5] * 2, [1.0] * 3]
 
 
+def test_columns_of_some_rows_come_first_under_other_numbers_and_the_rest_later(ray_local: object) -> None:
+    """What was computed of samples 7, 8 and 9 belongs to the batch's 3 and 1, and to nobody."""
+    batch = Batch(rows_of([4, 1, 3, 2]), [tokens_of([4, 1, 3, 2])])
+    assert batch.lacking(["input_ids", "score"]).tolist() == [] and batch.lacking(["values"]).tolist() == [0, 1, 2, 3]
+    early = values_of([7, 8, 9])
+    batch.add([early.renumbered({9: 1, 7: 3})])
+    assert batch.lacking(["input_ids", "values"]).tolist() == [0, 3] and "values" not in batch
+    rest = batch.take(batch.lacking(["values"]))
+    assert rest.rows.tensor("sample").tolist() == [4, 2]
+    batch.add([values_of([2, 4])])
+    (shard,) = batch.shards([np.arange(4)], ["values"])
+    assert [row.tolist() for row in shard.materialize().ragged("values").rows()] == [[2.0] * 5, [4.5] * 10, [3.5] * 8, [1.0] * 3]
+    assert len(early.renumbered({}).samples) == 0
+    with pytest.raises(ValueError, match="'values' is there already for 1 sample.s.: 3"):
+        batch.add([early.renumbered({8: 3})])
+
+
 def test_a_shard_names_only_the_objects_that_have_some_of_its_rows(ray_local: object) -> None:
     """One block over three objects, as engines write them: sample s has s + 2 tokens s, and rows that are nobody's lie beside them."""
     stored = [tokens_of(samples).refs[0] for samples in ([9, 0, 1], [2, 8], [3])]

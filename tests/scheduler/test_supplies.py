@@ -447,3 +447,36 @@ def test_the_time_of_a_batch_is_that_in_which_it_was_generated(name: str) -> Non
         assert all(stats.wall_s == pytest.approx(stats.generation_s) for stats in done.stats)
     else:
         assert all(wall >= 5.0 for wall in walls[1:]), "training is a part of it"
+
+
+@pytest.mark.parametrize("name", SUPPLIES)
+@pytest.mark.parametrize("how", [{}, {"oversample": 1.5}, {"domains": "two, filtered"}])
+def test_what_is_finished_early_is_in_the_batch_and_stays_what_it_is(name: str, how: dict[str, Any]) -> None:
+    """Looked at ten times a second. In most cases some of it is there long before the batch is."""
+
+    async def main() -> tuple[list[int], list[int]]:
+        filtered = {"filter": MOSTLY_RIGHT} if "domains" in how else {}
+        domains = [make_domain(letter, number, max_tokens=400, **filtered) for number, letter in enumerate("ab" if filtered else "a")]
+        settings = {key: value for key, value in how.items() if key != "domains"}
+        service, _, _ = make_service(domains, [drawn()] * 2, slots=4, engine_slots=4, supply=SUPPLIES[name], **settings)
+        early, sizes = [], []
+        for _ in range(5):
+            making = asyncio.create_task(service.next_batch(4))
+            seen: dict[int, SampleGroup] = {}
+            while not making.done():
+                await asyncio.sleep(0.1)
+                if not making.done():
+                    found = {group.group: group for group in service.finished()}
+                    assert seen.items() <= found.items(), "what is certain stays so"
+                    seen = found
+            groups = {group.group: group for group in (await making).groups}
+            assert all(groups[number] is group for number, group in seen.items())
+            assert service.finished() == []
+            early.append(len(seen))
+            sizes.append(len(groups))
+            await asyncio.sleep(5.0)
+        service.close()
+        return early, sizes
+
+    early, sizes = run_virtual(main())
+    assert sizes == [4] * 5 and sum(early) > 0

@@ -29,6 +29,7 @@ from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.inference.processes import is_running
 from roll_lite.scheduler.engines import EngineLost
+from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.infer import InferWorker, RemoteEngine
 from roll_lite.workers.rollout import RolloutBatch, RolloutWorker, sampling_of
 
@@ -70,6 +71,33 @@ def test_batches_repeat_and_resume_and_their_tokens_stay_in_the_object_store(mod
 
 GREEDY = dict.fromkeys(("long", "math"), SamplingConfig(max_tokens=40).model_copy(update={"temperature": 0.0}))
 WRITTEN = ("step_000001", "step_000002", "validation_000002")
+
+
+def test_groups_that_are_finished_can_be_had_before_their_batch(model: ModelConfig, tmp_path: Path) -> None:
+    spec = replace(spec_of(model, tmp_path), engine_slots=4, samples_folder=None, deterministic=False)
+    with engines(model, 2, response_tokens=6, seconds_per_token=0.1) as infer, rollouts(spec, infer) as service:
+        making = service.start_one(RolloutWorker.next_batch, 8, 1)
+        parts: list[RolloutBatch] = []
+        known: set[int] = set()
+        while making.answer() is None:
+            rows, tokens = service.one(RolloutWorker.finished, known, 2)
+            groups = set(rows["group"].tolist())
+            assert not groups & known and (len(groups) >= 2 or not groups)
+            if groups:
+                known |= groups
+                parts.append(RolloutBatch(rows, [tokens], RolloutStats({})))
+            time.sleep(0.1)
+        whole = named_tokens(making.result())
+        assert parts and len(known) < 8, "some of it early, not all at once"
+        for part in parts:
+            assert named_tokens(part).items() <= whole.items()
+        assert len(service.one(RolloutWorker.finished, [], 0)[0]) == 0, "the next one was not asked for"
+
+
+def named_tokens(batch: RolloutBatch) -> dict[tuple[int, int], list[int]]:
+    (shard,) = Batch(batch.rows, batch.blocks).shards([np.arange(len(batch.rows))], ["input_ids"])
+    tokens = [row.tolist() for row in shard.materialize().ragged("input_ids").rows()]
+    return dict(zip(zip(batch.rows["group"].tolist(), batch.rows["index"].tolist(), strict=True), tokens, strict=True))
 
 
 def check_batch(result: RolloutBatch) -> None:

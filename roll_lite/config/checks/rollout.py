@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roll_lite.config.arithmetic import group_size
+from roll_lite.config.arithmetic import TRAINING_ROLES, device_numbers, group_size
 from roll_lite.config.checks.functions import check_function
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.domains import GROUP_MEASURES
@@ -32,6 +32,29 @@ def _staleness(config: RunConfig) -> Iterator[Problem]:
     if given and rollout.supply == "sync" and rollout.oversample == 1:
         message = "nothing is generated ahead by supply: sync without oversample; use 0, or supply: async"
         yield Problem("rollout.max_staleness", message, given)
+
+
+def _early_passes(config: RunConfig) -> Iterator[Problem]:
+    path = "rollout.stream_log_probs"
+    if not config.rollout.stream_log_probs:
+        return
+    if config.mode != "full":
+        yield Problem(path, f"mode: {config.mode} does not both generate and train; use false", True)
+        return
+    if config.deterministic:
+        message = "which rows go through a pass together depends on timing, and with it the last bits"
+        yield Problem(path, f"{message}; use false, or deterministic: false", True)
+    engines = set(device_numbers(config.actor_infer.devices))
+    for name in TRAINING_ROLES:
+        role = getattr(config, name)
+        if role is None:
+            continue
+        computes = f"with {path} {name} computes while the engines generate"
+        if role.offload:
+            yield Problem(f"{name}.offload", f"{computes}, and cannot leave its devices; use false, or {path}: false", True)
+        elif shared := sorted(engines & set(device_numbers(role.devices))):
+            message = f"{computes}, and cannot share device {', '.join(map(str, shared))} with them"
+            yield Problem(f"{name}.devices", f"{message}; use others, or {path}: false", role.devices)
 
 
 def _group_filter(config: RunConfig) -> Iterator[Problem]:
@@ -78,4 +101,4 @@ def _least_prompts(config: RunConfig) -> Iterator[Problem]:
         yield Problem(f"domains.{next(iter(least))}.min_prompts", message, next(iter(least.values())))
 
 
-ROLLOUT_CHECKS = (_turns, _staleness, _group_filter, _least_prompts)
+ROLLOUT_CHECKS = (_turns, _staleness, _early_passes, _group_filter, _least_prompts)

@@ -220,6 +220,8 @@ class RolloutConfig(Section):
     max_tokens_per_engine: PositiveInt | None = None
     """Expected tokens, of prompts and responses, under way in one engine; what is more waits for its turn. Absent: only
     max_running_requests counts."""
+    stream_log_probs: bool = False
+    """Compute log-probs and values of finished groups while the rest of their batch is generated. The models need devices of their own."""
     dump: bool = False
     """Write every batch with its tokens, log-probs and texts to the run's `dumps/` (docs/replay.md); `mode: rollout_only` always does."""
     keep_mask: bool = False

@@ -1,0 +1,84 @@
+"""Log-probs and values of finished groups, while the rest of their batch is generated (`rollout.stream_log_probs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roll_lite.data.proto import DataProto
+from roll_lite.distributed.cluster import Cluster, Pending, gather
+from roll_lite.distributed.dataflow import Batch, Block
+from roll_lite.pipeline.clusters import Model
+from roll_lite.pipeline.journal import Journal
+from roll_lite.workers.rollout import RolloutWorker
+
+LEAST_SHARE = 4
+"""A pass over less than this part of a batch is not worth its start: a quarter."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the batch's groups, and the passes over them. Its sample numbers are its own."""
+
+    rows: DataProto
+    passes: list[Pending[list[Block | None]]]
+
+
+class EarlyPasses:
+    """At most one pass of each model is under way. What belongs to no sample of the complete batch is not used."""
+
+    def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
+        """`models`: those with a pass, each with the columns that it writes. Without any, nothing is done early."""
+        self._models = models
+        self._least = -(-prompts_per_step // LEAST_SHARE)
+        self._journal = journal
+        self._asked: Pending[tuple[DataProto, Block]] | None = None
+        self._parts: list[Part] = []
+
+    def begin(self) -> Callable[[Cluster[RolloutWorker]], None]:
+        """A new batch. What is returned is to be called about once a second until it is there, and does not wait."""
+        self._forget()
+        return self._look
+
+    def join(self, batch: Batch) -> None:
+        """The columns that were computed early become the batch's."""
+        if not self._models:
+            return
+        number = dict(zip(_names(batch.rows), batch.rows.tensor("sample").tolist(), strict=True))
+        joined = 0
+        for part in self._parts:
+            names = zip(part.rows.tensor("sample").tolist(), _names(part.rows), strict=True)
+            numbers = {own: number[name] for own, name in names if name in number}
+            batch.add(block.renumbered(numbers) for blocks in gather(*part.passes) for block in blocks if block is not None)
+            joined += len(numbers)
+        self._journal.early(joined)
+        self._forget()
+
+    def _look(self, rollouts: Cluster[RolloutWorker]) -> None:
+        if not self._models or not self._idle():
+            return
+        if self._asked is None:
+            known = {group for part in self._parts for group in part.rows.tensor("group").tolist()}
+            self._asked = rollouts.start_one(RolloutWorker.finished, known, self._least)
+        elif (finished := self._asked.answer()) is not None:
+            self._asked = None
+            rows, tokens = finished
+            if len(rows) > 0:
+                batch = Batch(rows, [tokens])
+                self._parts.append(Part(rows, [model.start_forward(batch, columns) for model, columns in self._models]))
+
+    def _idle(self) -> bool:
+        return all(running.answer() is not None for part in self._parts[-1:] for running in part.passes)
+
+    def _forget(self) -> None:
+        for running in [running for part in self._parts for running in part.passes]:
+            running.settle()
+        if self._asked is not None:
+            self._asked.settle()
+        self._parts, self._asked = [], None
+
+
+def _names(rows: DataProto) -> list[tuple[int, int]]:
+    """What a sample is called as long as it lives: its group, and its place there."""
+    return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))
