@@ -86,6 +86,11 @@ CROSS_CHECKS = {
         "depends on timing, and with it the last bits",
     ),
     "early passes of nothing": (
+        "rollout: {stream_log_probs: true}\nalgorithm: {old_log_probs: current}",
+        "rollout.stream_log_probs",
+        "old_log_probs: current without reference and critic needs no pass",
+    ),
+    "early passes of a part of a run": (
         "rollout: {stream_log_probs: true}\nmode: rollout_only",
         "rollout.stream_log_probs",
         "does not both generate and train; use false",

@@ -41,6 +41,10 @@ def _early_passes(config: RunConfig) -> Iterator[Problem]:
     if config.mode != "full":
         yield Problem(path, f"mode: {config.mode} does not both generate and train; use false", True)
         return
+    if config.reference is None and config.critic is None and config.algorithm.old_log_probs != "recompute":
+        message = f"old_log_probs: {config.algorithm.old_log_probs} without reference and critic needs no pass before the training"
+        yield Problem(path, f"{message}; use false", True)
+        return
     if config.deterministic:
         message = "which rows go through a pass together depends on timing, and with it the last bits"
         yield Problem(path, f"{message}; use false, or deterministic: false", True)
