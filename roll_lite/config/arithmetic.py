@@ -220,7 +220,7 @@ def updates(config: RunConfig, role: str) -> int:
 def model_parallel_size(role: Role) -> int:
     strategy = role.strategy
     if isinstance(strategy, MegatronStrategyConfig):
-        return strategy.tensor_parallel * strategy.pipeline_parallel
+        return strategy.tensor_parallel * strategy.pipeline_parallel * strategy.context_parallel
     return getattr(strategy, "tensor_parallel", 1)
 
 
@@ -230,8 +230,9 @@ def count_multiple(strategy: MegatronStrategyConfig) -> int:
 
 
 def token_multiple(strategy: MegatronStrategyConfig) -> int:
-    """Tokens of a micro-batch are a multiple of this: sequence parallelism cuts them into equal parts."""
-    return strategy.tensor_parallel if strategy.sequence_parallel else 1
+    """Tokens of a micro-batch are a multiple of this: context-parallel ranks have two parts each, which sequence parallelism cuts again."""
+    parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1
+    return parts * (strategy.tensor_parallel if strategy.sequence_parallel else 1)
 
 
 def generates(config: RunConfig) -> bool:
@@ -300,7 +301,8 @@ def _cluster(name: str, by_role: dict[str, Role]) -> ClusterArithmetic:
     strategy = role.strategy
     if isinstance(strategy, MegatronStrategyConfig):
         virtual = strategy.virtual_pipeline_parallel
-        parts = {"TP": strategy.tensor_parallel, "PP": strategy.pipeline_parallel, "VPP": virtual, "DP": copies}
+        sizes = {"TP": strategy.tensor_parallel, "PP": strategy.pipeline_parallel, "VPP": virtual, "CP": strategy.context_parallel}
+        parts = sizes | {"DP": copies}
         layout = " x ".join(f"{key} {value}" for key, value in parts.items() if value > 1 or key == "DP")
     else:
         layout = f"{copies} replica{'s' if copies != 1 else ''}" + (f" of TP {size}" if size > 1 else "")

@@ -38,7 +38,7 @@ def _parallel_sizes_divide_devices(config: RunConfig, name: str, role: Role) -> 
     if not count or count % size == 0:
         return
     strategy = role.strategy
-    parts = ("tensor_parallel", "pipeline_parallel")
+    parts = ("tensor_parallel", "pipeline_parallel", "context_parallel")
     given = [f"{part} {getattr(strategy, part)}" for part in parts if getattr(strategy, part, 1) > 1]
     factors = f"{' x '.join(given)} = {size}" if len(given) > 1 else given[0]
     what = "replicas of the engine" if isinstance(role, InferRoleConfig) else "data-parallel copies of the model"

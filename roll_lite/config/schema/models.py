@@ -59,6 +59,8 @@ class MegatronStrategyConfig(Section):
     virtual_pipeline_parallel: PositiveInt = 1
     """Parts of the model that each of these ranks holds, interleaved with those of the others: they wait less for one another, and
     exchange more (needs pipeline_parallel > 1)."""
+    context_parallel: PositiveInt = 1
+    """Ranks that share the tokens of every micro-batch, for samples that are too long for one."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence (needs tensor_parallel > 1)."""
     distributed_optimizer: bool = True

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import divide
 from torch.nn.attention.varlen import varlen_attn
 
 from roll_lite.distributed.strategy.device import current_device
+from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
@@ -23,39 +24,11 @@ class TorchRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """Rows one behind the other in a single sequence of tokens: which of them see each other, and where in its row each one stands.
-
-    Goes through Megatron's layers in the place of its own PackedSeqParams, of whose formats it declares the one in which rotary
-    embeddings come ready for every token: those of `thd` are cut and joined row by row in every layer, waiting for the device each time.
-    """
-
-    runs: tuple[tuple[int, int], ...]
-    """(rows, tokens of each) of neighbours that are equally long."""
-    places: torch.Tensor
-    """[tokens] int64: of each token in its row, from 0."""
-    starts: torch.Tensor
-    """[rows + 1] int32: where each row begins, and where the last one ends."""
-    qkv_format = "sbhd"
-
-    @staticmethod
-    def of(lengths: torch.Tensor) -> PackedRows:
-        """On the host."""
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        sizes, counts = torch.unique_consecutive(lengths, return_counts=True)
-        places = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
-        return PackedRows(tuple(zip(counts.tolist(), sizes.tolist(), strict=True)), places, starts.int())
-
-    @property
-    def longest(self) -> int:
-        return max(size for _, size in self.runs)
-
-
 class SdpaAttention(MegatronModule):
     """Causal attention with grouped queries within packed rows, on torch's scaled_dot_product_attention.
 
-    Megatron hands over [tokens, 1, heads, head_dim] and takes [tokens, 1, heads * head_dim].
+    Megatron hands over [tokens, 1, heads, head_dim] and takes [tokens, 1, heads * head_dim]. Where context-parallel ranks share the rows,
+    each of them gathers the keys and values of all.
     """
 
     def __init__(
@@ -70,6 +43,7 @@ class SdpaAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
+        self.context_group = pg_collection.cp
         tensor_parallel = pg_collection.tp.size()
         self.queries_per_key = divide(config.num_attention_heads, tensor_parallel) // divide(config.num_query_groups, tensor_parallel)
 
@@ -86,25 +60,30 @@ class SdpaAttention(MegatronModule):
     ) -> torch.Tensor:
         assert attention_mask is None and attention_bias is None and packed_seq_params is not None, "only packed causal rows come here"
         rows: PackedRows = packed_seq_params
+        if rows.seen is not None:
+            gathered = (gather_from_sequence_parallel_region(each, group=self.context_group) for each in (key, value))
+            key, value = (each.index_select(0, rows.seen) for each in gathered)
         q, k, v = (part.squeeze(1) for part in (query, key, value))
         packed = self._variable_length if q.is_cuda and q.dtype == torch.bfloat16 else self._run_by_run
         return packed(q, k, v, rows).reshape(len(query), 1, -1)
 
     def _variable_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Flash attention; a window of (-1, 0) is the causal one."""
-        starts, longest = rows.starts, rows.longest
-        output = varlen_attn(q, k, v, starts, starts, longest, longest, scale=self.softmax_scale, window_size=(-1, 0), enable_gqa=True)
+        """Flash attention; a window of (-1, 0) is the causal one, in which the last token sees everything."""
+        seen_starts = rows.starts if rows.seen_starts is None else rows.seen_starts
+        sizes = rows.most_tokens, rows.most_seen
+        output = varlen_attn(q, k, v, rows.starts, seen_starts, *sizes, scale=self.softmax_scale, window_size=(-1, 0), enable_gqa=True)
         assert isinstance(output, torch.Tensor)
         return output
 
     def _run_by_run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Neighbours of one length are a batch without padding, and no copy."""
-        sizes = [count * size for count, size in rows.runs]
+        """Neighbours that are alike are a batch without padding, and no copy."""
+        cuts = ([count * size for count, size, _ in rows.runs], [count * seen for count, _, seen in rows.runs])
         outputs = []
-        for (count, size), *parts in zip(rows.runs, *(each.split(sizes) for each in (q, k, v)), strict=True):
-            query, key, value = (part.view(count, size, *part.shape[1:]).transpose(1, 2) for part in parts)
+        for (count, size, seen), *parts in zip(rows.runs, q.split(cuts[0]), k.split(cuts[1]), v.split(cuts[1]), strict=True):
+            query, key, value = (part.view(count, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
+            before = None if size == seen else torch.ones(size, seen, dtype=torch.bool, device=q.device).tril(seen - size)
             found = torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=self.queries_per_key > 1
+                query, key, value, before, is_causal=before is None, scale=self.softmax_scale, enable_gqa=self.queries_per_key > 1
             )
             outputs.append(found.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)

@@ -25,7 +25,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
-from roll_lite.distributed.strategy.megatron.layers import PackedRows, SdpaAttention, TorchRMSNorm, ValueHead
+from roll_lite.distributed.strategy.megatron.layers import SdpaAttention, TorchRMSNorm, ValueHead
+from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 
 ROTARY_STEP = 256
 """Rotary embeddings are made for multiples of this many tokens: Megatron keeps a few of them."""
@@ -53,6 +54,7 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         tensor_model_parallel_size=strategy.tensor_parallel,
         pipeline_model_parallel_size=strategy.pipeline_parallel,
         virtual_pipeline_model_parallel_size=strategy.virtual_pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else None,
+        context_parallel_size=strategy.context_parallel,
         sequence_parallel=strategy.sequence_parallel,
         # One exchange at a time: with both directions in one batch, two stages that are each other's neighbours on either side would take
         # one another's gradients for activations.
@@ -140,9 +142,11 @@ class RollModel(GPTModel):
             self.output_layer = ValueHead(config)
 
     def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids [1, tokens], the rows one behind the other; positions [N] of the tokens whose next one counts."""
+        """input_ids [1, tokens], the rows one behind the other, or what this context-parallel rank has of them; positions [N] of those
+        tokens whose next one counts."""
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
-        rotary = self.rotary_pos_emb(-(-rows.longest // ROTARY_STEP) * ROTARY_STEP).index_select(0, rows.places)
+        # `packed_seq`: of all places, not of those that Megatron would give this context-parallel rank.
+        rotary = self.rotary_pos_emb(-(-rows.longest // ROTARY_STEP) * ROTARY_STEP, packed_seq=True).index_select(0, rows.places)
         hidden = self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=rows)
         if not self.post_process:
             return hidden

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, padded
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.megatron.distribution import distribution
-from roll_lite.distributed.strategy.megatron.layers import PackedRows
 from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entropy
+from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows, on_device, packed
 from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
@@ -26,12 +28,15 @@ class ModelInput:
     """A micro-batch on the device, ready for the model."""
 
     input_ids: torch.Tensor
-    """[1, tokens], the rows one behind the other."""
+    """[1, tokens], the rows one behind the other, or what this context-parallel rank has of them. So are positions, slots, targets, kept
+    and temperatures."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N] of the tokens whose next one counts. Behind them [B], the last token of each row, where final_value is asked for."""
+    """[N] of the tokens whose next one counts. Behind them, where final_value is asked for, those of the last tokens of rows."""
     slots: torch.Tensor
     """[N] b * (T - 1) + t: where their results go in [B, T - 1]."""
+    ends: torch.Tensor
+    """Rows whose last token is asked for."""
     targets: torch.Tensor
     """[N] the tokens that follow."""
     micro_batch: MicroBatch
@@ -54,36 +59,29 @@ def _model_input(batch: DataProto, token_multiple: int, device: torch.device, co
     micro_batch = padded(batch)
     transitions = micro_batch.mask.shape[1]
     slots = micro_batch.mask.reshape(-1).nonzero().squeeze(1)
-    row, step = slots // transitions, slots % transitions
-    input_ids, rows = _packed(batch, token_multiple)
-    positions = rows.starts[row] + step
-    targets = input_ids.index_select(0, positions + 1)
-    if ends:
-        positions = torch.cat([positions, rows.starts[: len(batch)] + batch.lengths - 1])
+    ids, lengths = batch.ragged("input_ids").values, batch.lengths
+    rank, ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    own_ids, rows, cut = packed(ids, lengths, token_multiple, rank, ranks)
+    begins = lengths.cumsum(0) - lengths
+    here, positions = cut.find(begins[slots // transitions] + slots % transitions)
+    slots = slots[here]
+    targets = ids.index_select(0, begins[slots // transitions] + slots % transitions + 1)
+    with_end, last = cut.find(begins + lengths - 1) if ends else (torch.zeros(len(batch), dtype=torch.bool), slots[:0])
     kept, temperatures = micro_batch.columns.get(KEPT), micro_batch.columns.get(TEMPERATURE)
     seen = set(micro_batch.columns if columns is None else columns) - {KEPT, TEMPERATURE}
     wanted = {name: column for name, column in micro_batch.columns.items() if name in seen}
-    on_device = {name: _to(column, device) for name, column in wanted.items()}
+    to = partial(_to, device=device)
     return ModelInput(
-        input_ids=_to(input_ids[None], device),
-        rows=replace(rows, places=_to(rows.places, device), starts=_to(rows.starts, device)),
-        positions=_to(positions, device),
-        slots=_to(slots, device),
-        targets=_to(targets, device),
-        micro_batch=MicroBatch(on_device, _to(micro_batch.mask, device)),
-        kept=_to(kept.flatten(0, 1).index_select(0, slots), device) if kept is not None else None,
-        temperatures=_to(temperatures.index_select(0, row), device) if temperatures is not None else None,
+        input_ids=to(own_ids[None]),
+        rows=on_device(rows, to),
+        positions=to(torch.cat([positions, last])),
+        slots=to(slots),
+        ends=to(with_end.nonzero().squeeze(1)),
+        targets=to(targets),
+        micro_batch=MicroBatch({name: to(column) for name, column in wanted.items()}, to(micro_batch.mask)),
+        kept=to(kept.flatten(0, 1).index_select(0, slots)) if kept is not None else None,
+        temperatures=to(temperatures.index_select(0, slots // transitions)) if temperatures is not None else None,
     )
-
-
-def _packed(batch: DataProto, token_multiple: int) -> tuple[torch.Tensor, PackedRows]:
-    """[tokens] and their rows. What is missing to a multiple is a further row of padding, of which nothing is asked; so is the one that
-    the model runs where there are no rows."""
-    ids, lengths = batch.ragged("input_ids").values, batch.lengths
-    missing = -len(ids) % token_multiple if len(ids) else token_multiple
-    if missing:
-        ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])
-    return ids, PackedRows.of(lengths)
 
 
 def outputs_of(
@@ -101,7 +99,7 @@ def outputs_of(
         values, ends = result.split([len(given.slots), len(result) - len(given.slots)])
         return MicroBatchOutputs(
             values=_scatter(values, given.slots, shape) if "values" in outputs else None,
-            final_value=ends if "final_value" in outputs else None,
+            final_value=_scatter(ends, given.ends, shape[:1]) if "final_value" in outputs else None,
         )
     assert weight is not None, "only values do without the output weight"
     if given.temperatures is None:
@@ -133,9 +131,11 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
 
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """[N, ...] to [B, T - 1, ...], differentiable."""
+    """[N, ...] to [*shape, ...], differentiable. With what the other context-parallel ranks have: all of them compute the whole loss, and
+    each gets the gradient of its own tokens."""
     entry = flat.shape[1:]
-    return flat.new_zeros(shape[0] * shape[1], *entry).index_copy(0, slots, flat).view(*shape, *entry)
+    scattered = flat.new_zeros(shape.numel(), *entry).index_copy(0, slots, flat).view(*shape, *entry)
+    return tensor_parallel.reduce_from_tensor_model_parallel_region(scattered, group=parallel_state.get_context_parallel_group())
 
 
 def _to(tensor: torch.Tensor, device: torch.device) -> Any:

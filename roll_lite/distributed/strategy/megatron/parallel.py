@@ -17,9 +17,11 @@ from roll_lite.distributed.strategy.base import RankLayout
 
 def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int) -> None:
     """ValueError for a layout that cannot be."""
-    tensor, pipeline = strategy.tensor_parallel, strategy.pipeline_parallel
-    if world_size % (tensor * pipeline):
-        raise ValueError(f"strategy: tensor_parallel {tensor} x pipeline_parallel {pipeline} does not divide the {world_size} ranks")
+    tensor, pipeline, context = strategy.tensor_parallel, strategy.pipeline_parallel, strategy.context_parallel
+    if world_size % (tensor * pipeline * context):
+        of_context = f" x context_parallel {context}" if context > 1 else ""
+        layout = f"tensor_parallel {tensor} x pipeline_parallel {pipeline}{of_context}"
+        raise ValueError(f"strategy: {layout} does not divide the {world_size} ranks")
     if hf.key_value_heads % tensor:
         raise ValueError(f"strategy.tensor_parallel: {tensor} does not divide the model's {hf.key_value_heads} key/value heads")
     if hf.feed_forward % tensor:
@@ -45,22 +47,24 @@ def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
     """Make the process groups of the layout, or share those that another role made in this process. Collective."""
     virtual = strategy.virtual_pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else None
-    wanted = (strategy.tensor_parallel, strategy.pipeline_parallel, virtual)
+    wanted = (strategy.tensor_parallel, strategy.pipeline_parallel, strategy.context_parallel, virtual)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=strategy.tensor_parallel,
             pipeline_model_parallel_size=strategy.pipeline_parallel,
+            context_parallel_size=strategy.context_parallel,
             virtual_pipeline_model_parallel_size=virtual,
         )
     found = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
         parallel_state.get_virtual_pipeline_model_parallel_world_size(),
     )
     if found != wanted:
         raise ValueError(
-            f"strategy: tensor_parallel x pipeline_parallel (x virtual_pipeline_parallel) is {_times(wanted)}, but another role in this "
-            f"process has {_times(found)}; roles that share processes need the same layout"
+            f"strategy: tensor_parallel x pipeline_parallel x context_parallel (x virtual_pipeline_parallel) is {_times(wanted)}, but "
+            f"another role in this process has {_times(found)}; roles that share processes need the same layout"
         )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()

@@ -127,6 +127,14 @@ def test_layouts_that_come_for_free(ranks: RankPool, models: dict[str, Path]) ->
             ranks(2, check_many, cases)
 
 
+def test_ranks_that_share_the_tokens(ranks: RankPool, models: dict[str, Path]) -> None:
+    """Rows are cut wherever the parts end; a rank may have none of a row, or none that counts."""
+    layout = {"context_parallel": 2}
+    cases: list[tuple[Any, ...]] = [(check_forward, models["qwen3"], 100, layout)]
+    cases.append((check_gradients, models["qwen3"], 100, layout, None, [1, TokenBudget(20)]))
+    ranks(2, check_many, cases)
+
+
 @pytest.mark.slow
 def test_interleaved_stages(ranks: RankPool, models: dict[str, Path]) -> None:
     """Tied embeddings and their copy lie on different ranks, and a rank's two parts are not neighbours."""
@@ -138,10 +146,17 @@ def test_interleaved_stages(ranks: RankPool, models: dict[str, Path]) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_two_by_two(ranks: RankPool, models: dict[str, Path]) -> None:
-    for layout in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
+    for layout in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}):
         cases: list[tuple[Any, ...]] = [(check_forward, models["qwen3"], 100, layout)]
         cases += [(check_gradients, models["qwen3"], 100, layout, sizes, [2]) for sizes in ([1, 5], [6, 0])]
         ranks(4, check_many, cases)
+    shared: tuple[dict[str, Any], ...] = (
+        {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
+        {"context_parallel": 2, "pipeline_parallel": 2, "recompute": "full"},
+        {"context_parallel": 4},
+    )
+    for layout in shared:
+        ranks(4, check_many, [(check_forward, models["qwen3"], 100, layout), (check_gradients, models["qwen3"], 100, layout, None, [2, 6])])
 
 
 def rows_among_others(path: Path) -> None:

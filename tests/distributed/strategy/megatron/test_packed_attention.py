@@ -11,21 +11,38 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from roll_lite.distributed.strategy.megatron import layers
 from roll_lite.distributed.strategy.megatron import strategy as _  # noqa: F401  (prepares megatron.core)
-from roll_lite.distributed.strategy.megatron.layers import PackedRows, SdpaAttention
+from roll_lite.distributed.strategy.megatron.layers import SdpaAttention
+from roll_lite.distributed.strategy.megatron.packed_rows import ContextCut, PackedRows
 
 HEADS, KEYS, WIDTH = 4, 2, 8
 
 
 def attention() -> SdpaAttention:
     config = SimpleNamespace(kv_channels=WIDTH, num_attention_heads=HEADS, num_query_groups=KEYS)
-    return SdpaAttention(config, 1, None, "self", pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)))
+    return SdpaAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=None, tp=SimpleNamespace(size=lambda: 1)))
 
 
 def test_rows_by_hand() -> None:
     rows = PackedRows.of(torch.tensor([3, 3, 1, 3]))
-    assert rows.runs == ((2, 3), (1, 1), (1, 3)) and rows.longest == 3
+    assert rows.runs == ((2, 3, 3), (1, 1, 1), (1, 3, 3)) and rows.longest == 3
     assert rows.places.tolist() == [0, 1, 2, 0, 1, 2, 0, 0, 1, 2]
     assert rows.starts.tolist() == [0, 3, 6, 7, 10] and rows.starts.dtype == torch.int32
+
+
+def test_the_part_of_a_rank_by_hand() -> None:
+    """Rows of 5 and 3 tokens for two ranks, parts of two: a a | a a | a b | b b. The first rank has the first part and the last, the second
+    those between. Tokens of all, rank by rank: 0 1 6 7 2 3 4 5."""
+    lengths = torch.tensor([5, 3])
+    first, second = (PackedRows.of_rank(lengths, ContextCut(8, rank, 2)) for rank in (0, 1))
+    assert first.runs == ((1, 2, 2), (1, 2, 3)) and first.places.tolist() == [0, 1, 1, 2]
+    assert second.runs == ((1, 2, 4), (1, 1, 5), (1, 1, 1)) and second.places.tolist() == [2, 3, 4, 0]
+    assert first.seen is not None and second.seen is not None
+    assert first.seen.tolist() == [0, 1, 7, 2, 3]
+    assert second.seen.tolist() == [0, 1, 4, 5, 0, 1, 4, 5, 6, 7]
+    cut = ContextCut(8, 0, 2)
+    assert cut.own(torch.arange(8)).tolist() == [0, 1, 6, 7]
+    here, places = cut.find(torch.tensor([7, 2, 0]))
+    assert here.tolist() == [True, False, True] and places.tolist() == [3, 0]
 
 
 @pytest.mark.parametrize("lengths", [[5], [4, 4, 4], [6, 3, 3, 1], [1, 7, 2, 2, 7]])
@@ -56,9 +73,8 @@ def test_every_row_is_by_itself(lengths: list[int]) -> None:
 def test_on_a_gpu_flash_attention_takes_all_rows_at_once() -> None:
     """Tensors without contents on a device that is not there: the call is one that torch accepts, and everything stays on the device."""
     with FakeTensorMode(), patch.object(layers, "varlen_attn", wraps=layers.varlen_attn) as called:
-        rows = PackedRows(
-            ((2, 5), (1, 3)), torch.empty(13, dtype=torch.int64, device="cuda"), torch.empty(4, dtype=torch.int32, device="cuda")
-        )
+        places, starts = torch.empty(13, dtype=torch.int64, device="cuda"), torch.empty(4, dtype=torch.int32, device="cuda")
+        rows = PackedRows(((2, 5, 5), (1, 3, 3)), places, starts, 5)
         parts = [torch.empty(13, 1, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (HEADS, KEYS, KEYS)]
         found = attention()(*parts, None, packed_seq_params=rows)
         assert (found.shape, found.dtype, found.device.type) == ((13, 1, HEADS * 64), torch.bfloat16, "cuda")
