@@ -128,7 +128,7 @@ def test_kept_tokens_and_distributions(ranks: RankPool, models: dict[str, tuple[
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_kept_tokens_and_distributions_in_further_layouts(ranks: RankPool, models: dict[str, tuple[Path, int]]) -> None:
-    for layout in ({"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}):
+    for layout in ({"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"context_parallel": 2}):
         ranks(2, check_many, [(check, *models["qwen3"], layout) for check in (check_forward, check_gradients)])
 
 
@@ -191,6 +191,10 @@ def test_final_value_is_that_of_the_last_position(ranks: RankPool, models: dict[
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout", [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}], ids=["PP2", "TP2 SP"])
+@pytest.mark.parametrize(
+    "layout",
+    [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"context_parallel": 2}],
+    ids=["PP2", "TP2 SP", "CP2"],
+)
 def test_final_value_in_further_layouts(ranks: RankPool, models: dict[str, tuple[Path, int]], layout: dict[str, Any]) -> None:
     ranks(2, final_values, models["qwen2"][0], layout)

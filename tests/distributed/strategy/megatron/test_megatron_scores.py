@@ -58,7 +58,11 @@ def test_scores_are_transformers(ranks: RankPool, checkpoints: list[tuple[Path, 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout", [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}], ids=["PP2", "TP2 SP"])
+@pytest.mark.parametrize(
+    "layout",
+    [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"context_parallel": 2}],
+    ids=["PP2", "TP2 SP", "CP2"],
+)
 def test_scores_in_further_layouts(ranks: RankPool, checkpoints: list[tuple[Path, list[float]]], layout: dict[str, Any]) -> None:
     ranks(2, check_scores, checkpoints, layout)
 

@@ -184,13 +184,23 @@ def test_another_layout_goes_on_where_the_first_stopped(ranks: RankPool, path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("VPP2", "one rank"), ("one rank", "VPP2"), ("TP2", "VPP2"), ("VPP2", "PP2"), ("PP2", "DP2"), ("DP2", "PP2")]
+    ("saved", "loaded"),
+    [
+        ("VPP2", "one rank"),
+        ("one rank", "VPP2"),
+        ("TP2", "VPP2"),
+        ("VPP2", "PP2"),
+        ("PP2", "DP2"),
+        ("DP2", "PP2"),
+        ("CP2", "TP2"),
+        ("one rank", "CP2"),
+    ],
 )
-def test_pipeline_stages_go_on_where_others_stopped(
+def test_further_layouts_go_on_where_others_stopped(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, saved: str, loaded: str
 ) -> None:
-    pipelines = {"PP2": {"pipeline_parallel": 2}, "VPP2": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}}
-    layouts: dict[str, dict[str, Any]] = LAYOUTS | pipelines
+    stages = {"PP2": {"pipeline_parallel": 2}, "VPP2": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}}
+    layouts: dict[str, dict[str, Any]] = LAYOUTS | stages | {"CP2": {"context_parallel": 2}}
     deep = tiny(tmp_path_factory.mktemp("deep") / "model", "qwen3", vocab_size=101, layers=4)
     goes_on(ranks, deep, tmp_path, layouts[saved], layouts[loaded])
 

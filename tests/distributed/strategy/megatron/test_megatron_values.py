@@ -90,7 +90,11 @@ def test_values_and_gradients(ranks: RankPool, checkpoints: list[tuple[Path, Pat
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout", [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}], ids=["PP2", "TP2 SP"])
+@pytest.mark.parametrize(
+    "layout",
+    [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"context_parallel": 2}],
+    ids=["PP2", "TP2 SP", "CP2"],
+)
 def test_values_and_gradients_in_further_layouts(
     ranks: RankPool, checkpoints: list[tuple[Path, Path, torch.Tensor]], layout: dict[str, Any]
 ) -> None:
