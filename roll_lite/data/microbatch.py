@@ -85,18 +85,21 @@ class TokenBudget:
     """The most rows of a micro-batch."""
     attention_par: float = inf
     """See row_costs."""
+    with_padding: bool = False
+    """The padding in what losses see counts as tokens: where that is more than a few numbers for each of them."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
         tokens = lengths.numpy()
         costs = row_costs(tokens, self.attention_par)
-        count = max(parts, -(-int(tokens.clip(max=self.tokens).sum()) // self.tokens), 1)
-        found = balanced_partition(costs, count)
+        fewest = -(-int(tokens.clip(max=self.tokens).sum()) // self.tokens)
+        count = max(parts, fewest, -(-len(tokens) // self.rows) if self.rows else 1, 1)
+        found = balanced_partition(costs, count, self.rows)
         while not all(self._fits(tokens[part]) for part in found):
-            found = balanced_partition(costs, len(found) + 1)
+            found = balanced_partition(costs, len(found) + 1, self.rows)
         return [part[np.argsort(-tokens[part], kind="stable")] for part in found if len(part)]
 
     def _fits(self, tokens: np.ndarray) -> bool:
-        return len(tokens) <= 1 or (tokens.sum() <= self.tokens and (self.rows is None or len(tokens) <= self.rows))
+        return len(tokens) <= 1 or (len(tokens) * tokens.max() if self.with_padding else tokens.sum()) <= self.tokens
 
 
 @dataclass(frozen=True)

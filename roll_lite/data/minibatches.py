@@ -72,11 +72,11 @@ def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -
     return shares
 
 
-def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int) -> list[np.ndarray]:
+def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int, most_rows: int | None = None) -> list[np.ndarray]:
     """Row numbers of each part, ascending, with the sums of the parts' costs close to each other.
 
     The dearest row goes first, each to the lightest part; ties go to the part with fewer rows, then to the lower number, so that the
-    result depends on the costs alone and no part stays empty while there are rows for all.
+    result depends on the costs alone and no part stays empty while there are rows for all. A part with `most_rows` gets no further ones.
     """
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")
@@ -86,5 +86,8 @@ def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts
     for row in np.argsort(-each, kind="stable").tolist():
         load, rows, part = lightest[0]
         members[part].append(row)
-        heapq.heapreplace(lightest, (load + each[row].item(), rows + 1, part))
+        if rows + 1 == most_rows:
+            heapq.heappop(lightest)
+        else:
+            heapq.heapreplace(lightest, (load + each[row].item(), rows + 1, part))
     return [np.sort(np.array(rows, dtype=np.int64)) for rows in members]

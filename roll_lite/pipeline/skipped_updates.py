@@ -79,7 +79,7 @@ class SkippedUpdates:
                     series.first = series.last
                     losses = {sample: loss for update in of_ranks for sample, loss in update.row_losses.items()}
                     begun.append(Skipped(role, step, number, result.loss, result.grad_norm, losses))
-                if series.length == self.limits[role] and self._too_long is None:
+                if 0 < self.limits[role] <= series.length and self._too_long is None:
                     self._too_long = _described(role, series)
         return begun
 

@@ -50,7 +50,7 @@ def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:
 
 class ActorWorker(ModelWorker):
     computes: ClassVar[Mapping[str, str]] = {"old_log_probs": "log_probs", "old_entropy": "entropy", "old_distribution": "distribution"}
-    forward_columns = Columns(reads=("input_ids", "temperature"), if_there=("kept_ids",))
+    forward_columns = Columns(reads=("input_ids", "response_mask", "temperature"), if_there=("kept_ids",))
 
     def __init__(self, role: ModelRole, algorithm: AlgorithmConfig, domains: int) -> None:
         super().__init__(role)

@@ -122,7 +122,7 @@ class ModelWorker(Worker):
         """Some of the columns that the role computes, of this rank's rows; on head ranks."""
         batch = shard.materialize()
         wanted = [self.computes[name] for name in columns]
-        plan = self.strategy.plan(batch.lengths, self._budget(self.spec.config.micro_batch_tokens, self.spec.config.micro_batch_size))
+        plan = self.strategy.plan(batch.lengths, self._forward_budget(wanted))
         outputs = self.strategy.forward(batch, wanted, plan)
         if outputs is None:
             return None
@@ -137,7 +137,7 @@ class ModelWorker(Worker):
         for mini_batch in share.mini_batches:
             rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
             rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))
-            plan = self.strategy.plan(rows.lengths, self._budget(*self.spec.config.in_training))
+            plan = self.strategy.plan(rows.lengths, self._budget(*self.spec.config.in_training, outputs))
             result = self.strategy.train_step(rows, loss_fn, outputs, plan)
             explained = self._row_losses(rows, loss_fn, outputs) if result.skipped and not was_skipped else {}
             was_skipped = result.skipped
@@ -145,7 +145,7 @@ class ModelWorker(Worker):
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss, outputs: Sequence[str]) -> dict[int, float]:
         """What each row adds to a loss that was not finite, on head ranks: from another forward pass of the same weights."""
-        plan = self.strategy.plan(rows.lengths, self._budget(self.spec.config.micro_batch_tokens, self.spec.config.micro_batch_size))
+        plan = self.strategy.plan(rows.lengths, self._forward_budget(outputs))
         found = self.strategy.forward(rows, outputs, plan)
         if found is None:
             return {}
@@ -156,8 +156,11 @@ class ModelWorker(Worker):
             losses[sample] = float(apart(of_row, padded(rows.slice(number, number + 1)))[0])
         return losses
 
-    def _budget(self, tokens: int, rows: int | None) -> TokenBudget:
-        return TokenBudget(tokens, rows, self.strategy.layout.attention_par)
+    def _forward_budget(self, outputs: Sequence[str]) -> TokenBudget:
+        return self._budget(self.spec.config.micro_batch_tokens, self.spec.config.micro_batch_size, outputs)
+
+    def _budget(self, tokens: int, rows: int | None, outputs: Sequence[str]) -> TokenBudget:
+        return TokenBudget(tokens, rows, self.strategy.layout.attention_par, with_padding="distribution" in outputs)
 
     def _make_heads_group(self) -> dist.ProcessGroup | None:
         layouts: list[RankLayout | None] = [None] * self.strategy.layout.world_size

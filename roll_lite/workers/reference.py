@@ -11,4 +11,4 @@ from roll_lite.workers.model import ModelWorker
 
 class ReferenceWorker(ModelWorker):
     computes: ClassVar[Mapping[str, str]] = {"ref_log_probs": "log_probs", "ref_distribution": "distribution"}
-    forward_columns = Columns(reads=("input_ids", "temperature"), if_there=("kept_ids",))
+    forward_columns = Columns(reads=("input_ids", "response_mask", "temperature"), if_there=("kept_ids",))

@@ -71,12 +71,25 @@ def test_a_token_budget_by_hand() -> None:
     assert [part.tolist() for part in TokenBudget(12).cut(lengths)] == [[1], [5, 3, 0], [2, 4]]
     assert [part.tolist() for part in TokenBudget(4).cut(torch.tensor([9, 2, 2, 9]))] == [[0], [3], [1, 2]]
     assert [part.tolist() for part in TokenBudget(100, rows=2).cut(torch.tensor([5, 1, 3, 5]))] == [[0, 2], [3, 1]]
+    assert [part.tolist() for part in TokenBudget(100, rows=2).cut(torch.tensor([5, 4, 1, 1]))] == [[0, 3], [1, 2]]
     assert TokenBudget(12).cut(torch.empty(0, dtype=torch.int64)) == []
 
 
 def test_a_token_budget_spreads_over_what_other_ranks_run_anyway() -> None:
     plan = MicroBatchPlan.of(torch.tensor([4, 4, 4, 4]), TokenBudget(16), agree=lambda own: 3)
     assert [len(part) for part in plan.parts] == [2, 1, 1] and plan.count == 3
+
+
+def test_rows_are_limited_without_further_parts() -> None:
+    """Seven rows, two at a time, are four micro-batches, however unlike their lengths are."""
+    cut = TokenBudget(1000, rows=2).cut(torch.tensor([900, 1, 1, 1, 1, 1, 1]))
+    assert sorted(map(len, cut)) == [1, 2, 2, 2]
+
+
+def test_where_padding_counts_it_fits_too() -> None:
+    cut = TokenBudget(20, with_padding=True).cut(torch.tensor([10, 2, 2, 2, 2, 2]))
+    assert all(len(part) * (10 if 0 in part.tolist() else 2) <= 20 for part in cut)
+    assert len(TokenBudget(20).cut(torch.tensor([10, 2, 2, 2, 2, 2]))) == 1
 
 
 def test_costs_decide_what_goes_together() -> None:

@@ -108,6 +108,15 @@ def test_a_checkpoint_holds_the_count() -> None:
 # ---------------------------------------------------------------- in a run
 
 
+def test_a_resumed_run_may_have_a_smaller_limit() -> None:
+    resumed = SkippedUpdates({"actor": 3})
+    resumed.load_state_dict(counted(0, [BROKEN] * 5).state_dict())
+    resumed.look()
+    resumed.count(2, {"actor": [[BROKEN]]})
+    with pytest.raises(NotFinite, match="6 updates in a row"):
+        resumed.look()
+
+
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.chdir(ROOT)

@@ -168,7 +168,7 @@ def _rank_file(folder: Path, rank: int) -> Path:
 
 
 def _identity(layout: RankLayout) -> dict[str, int | bool]:
-    return asdict(layout)
+    return {name: value for name, value in asdict(layout).items() if name != "attention_par"}
 
 
 def _random_state() -> dict[str, Any]:

@@ -21,17 +21,17 @@ def log_probs_and_entropy(
     hidden [N, H], weight [V/tp, H]. Every rank computes the same loss. The gradient of hidden is only that of this rank's words, that of
     tokens which were not kept is 0.
     """
-    log_probs, entropies = _LogProbs.apply(hidden, weight, vocabulary, entropy)
+    keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_LOGITS
+    log_probs, entropies = _LogProbs.apply(hidden, weight, vocabulary, entropy, keep)
     return log_probs, entropies if entropy else None
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary, entropy: bool
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary, entropy: bool, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         sums = SoftmaxSums(vocabulary, entropy)
-        keep = any(ctx.needs_input_grad) and len(hidden) * len(weight) <= KEPT_LOGITS
         ctx.logits = []
         for block, logits in vocabulary.logits(hidden, weight):
             ctx.logits += [(block, logits.clone())] if keep else []
@@ -65,4 +65,4 @@ class _LogProbs(torch.autograd.Function):
             column, here = vocabulary.target_columns(block)
             gradient.scatter_add_(1, column, on_target[:, None] * here)
             gradients.add(block, gradient)
-        return gradients.hidden, gradients.weight, None, None
+        return gradients.hidden, gradients.weight, None, None, None

@@ -47,7 +47,8 @@ class Vocabulary:
         self.size = vocab_size
         self.targets = targets
         self.inverse_temperatures = temperatures.reciprocal()
-        self._kept = kept
+        self._kept = None if kept is None else torch.cat([kept.long(), targets[:, None]], dim=1)
+        self._truncated = None if kept is None else (kept >= 0).any(dim=1, keepdim=True)
         self._block_words = block_words or max(FEWEST_WORDS, BLOCK_LOGITS[targets.device.type] // max(1, len(targets)))
 
     def reduce(self, tensor: torch.Tensor, operation: Any) -> None:
@@ -63,8 +64,8 @@ class Vocabulary:
         """Block by block, [N, words] in the weight's dtype, to be written to; -inf where a word takes no part in the softmax."""
         for block in self.blocks():
             logits = hidden @ weight[block].t()
-            if self._kept is not None:
-                logits.masked_fill_(self._dropped(self._kept, block), -torch.inf)
+            if self._kept is not None and self._truncated is not None:
+                logits.masked_fill_(self._dropped(self._kept, block) & self._truncated, -torch.inf)
             yield block, logits
 
     def scaled(self, logits: torch.Tensor, shift: torch.Tensor, *shifts: torch.Tensor) -> torch.Tensor:
@@ -82,13 +83,13 @@ class Vocabulary:
         return column.where(here, 0), here
 
     def _dropped(self, kept: torch.Tensor, block: slice) -> torch.Tensor:
-        """[N, words] bool: what takes no part in the softmax."""
+        """[N, words] bool: what takes no part in the softmax of a position that is truncated."""
         words = block.stop - block.start
-        column = torch.cat([kept.long(), self.targets[:, None]], dim=1) - (self.start + block.start)
+        column = kept - (self.start + block.start)
         # One column more than there are words takes everything that is elsewhere.
         column = column.where((column >= 0) & (column < words), words)
         dropped = torch.ones(len(kept), words + 1, dtype=torch.bool, device=kept.device).scatter_(1, column, False)
-        return dropped[:, :words] & (kept >= 0).any(dim=1, keepdim=True)
+        return dropped[:, :words]
 
 
 class SoftmaxSums:
