@@ -84,7 +84,7 @@ def trained(results: list[TrainResult], losses: dict[int, float]) -> list[Update
     )
     loss = ActorLoss(PolicyGradientLossConfig(), old_log_probs="current", measure_entropy=False)
     worker: Any = SimpleNamespace(strategy=strategy, spec=SimpleNamespace(config=TrainRoleConfig()), loss=loss, algorithm=AlgorithmConfig())
-    for name in ("_train", "_row_losses", "_budget"):
+    for name in ("_train", "_row_losses", "_forward_budget", "_budget"):
         setattr(worker, name, MethodType(getattr(ActorWorker, name), worker))
     mini_batches = [MiniBatch(epoch, np.array([4, 5, 6]), np.array([0.5, 1.0, 0.25], dtype=np.float32)) for epoch in range(len(results))]
     return ActorWorker.train(worker, SimpleNamespace(shard=SimpleNamespace(materialize=lambda: rows), mini_batches=mini_batches), 0.0)  # type: ignore[arg-type]
