@@ -117,7 +117,7 @@ def test_heads_in_several_files(project: Project) -> None:
 LAYOUTS = {
     "devices": ("strategy: {name: megatron, tensor_parallel: 4}", "devices", "tensor_parallel 4 does not divide 2 devices"),
     "heads": ("strategy: {name: megatron, tensor_parallel: 3}", "strategy.tensor_parallel", "8 attention heads and 4 key/value heads"),
-    "context": ("strategy: {name: megatron, context_parallel: 2}", "strategy.context_parallel", "unknown key"),
+    "context": ("strategy: {name: megatron, context_parallel: 3}", "devices", "context_parallel 3 does not divide 2 devices"),
     "length": ("max_length: 65", "max_length", "is more than the model's 64 positions"),
     "unknown strategy": ("strategy: {name: vllm}", "strategy.name", "expected one of hf, megatron"),
 }

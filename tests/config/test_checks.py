@@ -141,10 +141,10 @@ LAYOUT_CHECKS = {
         "actor_infer.devices",
         "tensor_parallel 2 does not divide 3 devices into whole replicas",
     ),
-    "context parallel, which is not there": (
-        "actor_train: {devices: 2, strategy: {context_parallel: 2}}",
-        "actor_train.strategy.context_parallel",
-        "unknown key",
+    "context parallel and devices": (
+        "actor_train: {devices: 3, strategy: {context_parallel: 2}}",
+        "actor_train.devices",
+        "context_parallel 2 does not divide 3 devices into whole data-parallel copies",
     ),
     "expert parallel, which is not there": (
         "actor_train: {devices: 2, strategy: {expert_parallel: 2}}",
