@@ -348,7 +348,7 @@ def test_bfloat16_with_float32_main_weights(ranks: RankPool, path: Path) -> None
 def repeated(path: Path) -> list[TrainResult]:
     try:
         strategy = started(path, CONFIG, deterministic=True, tensor_parallel=2)
-        with pytest.raises(ValueError, match="another role in this process has 2 x 1; roles that share processes need the same layout"):
+        with pytest.raises(ValueError, match="another role in this process has 2 x 1 x 1; roles that share processes need the same layout"):
             started(path)
         return [train_step(strategy, batch_of(seed=step), weighted_loss, ["log_probs", "entropy"], 3) for step in range(3)]
     finally:
