@@ -12,7 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from roll_lite.config.arithmetic import derive, render
+from roll_lite.config.arithmetic import derive
+from roll_lite.config.arithmetic_tables import render
 from roll_lite.config.checks.notes import notes_on
 from roll_lite.config.compose.overrides import COMMAND_LINE, alternatives
 from roll_lite.config.loading import load_config

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_lite.config.arithmetic import table
+from roll_lite.config.arithmetic_tables import table
 from roll_lite.config.problems import hidden
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.observability.report import OVERALL, SUMMARY_FILE

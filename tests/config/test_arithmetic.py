@@ -20,8 +20,8 @@ from roll_lite.config.arithmetic import (
     held_out_sampling,
     longest_sequence,
     max_model_len,
-    render,
 )
+from roll_lite.config.arithmetic_tables import render
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.data.microbatch import MicroBatchPlan, TokenBudget
 from roll_lite.data.minibatches import balanced_partition

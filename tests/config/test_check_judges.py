@@ -108,7 +108,8 @@ def test_judges_that_are_right(project: Project, monkeypatch: pytest.MonkeyPatch
 
 
 def test_judges_have_devices_of_their_own(project: Project) -> None:
-    from roll_lite.config.arithmetic import derive, render
+    from roll_lite.config.arithmetic import derive
+    from roll_lite.config.arithmetic_tables import render
 
     project.write("configs/judged.yaml", f"defaults: [run, _self_]\njudges: {{main: {{path: model, devices: [0, 3]}}}}\n{ASKS % ''}")
     arithmetic = derive(project.load(name="judged"))

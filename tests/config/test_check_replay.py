@@ -11,7 +11,8 @@ import pytest
 from config_project import Project
 from support_dumps import dump_run
 
-from roll_lite.config.arithmetic import derive, render, roles
+from roll_lite.config.arithmetic import derive, roles
+from roll_lite.config.arithmetic_tables import render
 from roll_lite.config.checkpoint_files import SCHEMA_VERSION
 from roll_lite.config.checks.replay import mode_notes
 from roll_lite.config.dump_files import METADATA, found_dumps

@@ -11,7 +11,8 @@ import yaml
 from config_project import MODEL, Project
 from support_weights import tensors, write_safetensors
 
-from roll_lite.config.arithmetic import derive, render, roles
+from roll_lite.config.arithmetic import derive, roles
+from roll_lite.config.arithmetic_tables import render
 from roll_lite.config.loading import load_config
 
 SECTION = """

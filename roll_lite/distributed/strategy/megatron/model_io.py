@@ -63,9 +63,9 @@ def _model_input(batch: DataProto, token_multiple: int, device: torch.device, co
     rank, ranks = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     own_ids, rows, cut = packed(ids, lengths, token_multiple, rank, ranks)
     begins = lengths.cumsum(0) - lengths
-    here, positions = cut.find(begins[slots // transitions] + slots % transitions)
-    slots = slots[here]
-    targets = ids.index_select(0, begins[slots // transitions] + slots % transitions + 1)
+    counting = begins[slots // transitions] + slots % transitions
+    here, positions = cut.find(counting)
+    slots, targets = slots[here], ids.index_select(0, counting[here] + 1)
     with_end, last = cut.find(begins + lengths - 1) if ends else (torch.zeros(len(batch), dtype=torch.bool), slots[:0])
     kept, temperatures = micro_batch.columns.get(KEPT), micro_batch.columns.get(TEMPERATURE)
     seen = set(micro_batch.columns if columns is None else columns) - {KEPT, TEMPERATURE}

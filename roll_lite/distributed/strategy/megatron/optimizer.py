@@ -27,25 +27,30 @@ class StepResult:
     skipped: bool
 
 
+def check_schedule(config: OptimizerConfig, total_updates: int | None) -> None:
+    """ValueError for a learning rate that does not go with the number of optimizer steps."""
+    if config.decay != "constant" and total_updates is None:
+        raise ValueError(f"optimizer.decay: {config.decay!r} needs the number of optimizer steps of the whole run (total_updates)")
+    if config.min_lr > config.lr:
+        raise ValueError(f"optimizer.min_lr: {config.min_lr} is larger than optimizer.lr {config.lr}")
+    if total_updates is not None and config.decay != "constant" and config.warmup_steps >= total_updates:
+        raise ValueError(f"optimizer.warmup_steps: {config.warmup_steps} leaves nothing of the run's {total_updates} optimizer steps")
+    if config.decay == "wsd":
+        assert total_updates is not None
+        if config.decay_steps is None:
+            raise ValueError("optimizer.decay_steps: decay 'wsd' needs the number of optimizer steps that it falls over")
+        if config.decay_steps > total_updates - config.warmup_steps:
+            left = f"the run's {total_updates} optimizer steps without {config.warmup_steps} of the warm-up"
+            raise ValueError(f"optimizer.decay_steps: {config.decay_steps} are more than {left}")
+
+
 class Optimizer:
     """AdamW over the model's chunks."""
 
     def __init__(
         self, config: OptimizerConfig, chunks: Sequence[Any], distributed: bool, dtype: torch.dtype, total_updates: int | None
     ) -> None:
-        if config.decay != "constant" and total_updates is None:
-            raise ValueError(f"optimizer.decay: {config.decay!r} needs the number of optimizer steps of the whole run (total_updates)")
-        if config.min_lr > config.lr:
-            raise ValueError(f"optimizer.min_lr: {config.min_lr} is larger than optimizer.lr {config.lr}")
-        if total_updates is not None and config.decay != "constant" and config.warmup_steps >= total_updates:
-            raise ValueError(f"optimizer.warmup_steps: {config.warmup_steps} leaves nothing of the run's {total_updates} optimizer steps")
-        if config.decay == "wsd":
-            assert total_updates is not None
-            if config.decay_steps is None:
-                raise ValueError("optimizer.decay_steps: decay 'wsd' needs the number of optimizer steps that it falls over")
-            if config.decay_steps > total_updates - config.warmup_steps:
-                left = f"the run's {total_updates} optimizer steps without {config.warmup_steps} of the warm-up"
-                raise ValueError(f"optimizer.decay_steps: {config.decay_steps} are more than {left}")
+        check_schedule(config, total_updates)
         self._clip_grad = config.clip_grad
         self.megatron = get_megatron_optimizer(
             MegatronOptimizerConfig(

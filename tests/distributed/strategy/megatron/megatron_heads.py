@@ -87,6 +87,17 @@ def close(ours: torch.Tensor | None, theirs: torch.Tensor | None, tolerance: flo
     torch.testing.assert_close(ours.double(), theirs.double(), rtol=tolerance, atol=tolerance * max(1.0, size))
 
 
+def close_over_ranks(hidden: torch.Tensor, weight: torch.Tensor, mine: slice, theirs: Oracle) -> None:
+    """Gradients: each rank has those of its own words, and the words that only make the shares equal have none; that of the hidden states
+    is the ranks' sum."""
+    assert hidden.grad is not None and weight.grad is not None and theirs.weight.grad is not None
+    words = len(theirs.weight.grad[mine])
+    close(weight.grad[:words], theirs.weight.grad[mine])
+    assert weight.grad[words:].abs().sum() == 0
+    dist.all_reduce(hidden.grad)
+    close(hidden.grad, theirs.hidden.grad)
+
+
 class NoMatrix(TorchDispatchMode):
     """Fails on any tensor of that many elements or more."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_heads import HIDDEN, ROWS, VOCAB, HeadProblem, close
+from megatron_heads import HIDDEN, ROWS, VOCAB, HeadProblem, close, close_over_ranks
 from megatron_ranks import RankPool
 
 from roll_lite.distributed.strategy.megatron.distribution import distribution
@@ -134,12 +134,7 @@ def spread_vocabulary(vocab: int) -> None:
     assert entropy is not None
     own_loss = (result * problem.weights).sum() + (entropy * problem.entropy_weights).sum()
     (own_loss + ((own.exp() * own) * problem.distribution_weights).sum()).backward()
-    assert hidden.grad is not None and weight.grad is not None and theirs.weight.grad is not None
-    words = len(theirs.weight.grad[mine])
-    close(weight.grad[:words], theirs.weight.grad[mine])
-    assert weight.grad[words:].abs().sum() == 0
-    dist.all_reduce(hidden.grad)
-    close(hidden.grad, theirs.hidden.grad)
+    close_over_ranks(hidden, weight, mine, theirs)
 
 
 @pytest.mark.parametrize("vocab", [30, 29, 1])
