@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from roll_lite.config.checkpoint_files import FileRecord, record
-from roll_lite.config.schema.models import CriticRoleConfig, ForwardRoleConfig, ModelConfig, TrainRoleConfig
+from roll_lite.config.schema.models import ActorRoleConfig, CriticRoleConfig, ForwardRoleConfig, ModelConfig, TrainRoleConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatchOutputs, TokenBudget, padded
 from roll_lite.data.minibatches import MiniBatch
@@ -47,6 +47,7 @@ class ModelRole:
             optimizer=self.config.optimizer if isinstance(self.config, TrainRoleConfig) else None,
             total_updates=self.total_updates,
             value_init=value_init,
+            lora=self.config.lora if isinstance(self.config, ActorRoleConfig) else None,
             seed=self.seed,
             deterministic=self.deterministic,
         )

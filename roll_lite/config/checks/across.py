@@ -15,6 +15,7 @@ from roll_lite.config.checks.algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM
 from roll_lite.config.checks.files import DOMAIN_FILE_CHECKS, FILE_CHECKS
 from roll_lite.config.checks.judges import JUDGE_CHECKS
 from roll_lite.config.checks.layout import LAYOUT_CHECKS, ROLE_CHECKS
+from roll_lite.config.checks.lora import LORA_CHECKS, LORA_FILE_CHECKS
 from roll_lite.config.checks.replay import REPLAY_CHECKS
 from roll_lite.config.checks.reward_models import REWARD_MODEL_CHECKS
 from roll_lite.config.checks.rewards import REWARD_CHECKS
@@ -43,7 +44,13 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Problem]]
 def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
     """Everything that is wrong with the configuration beyond the schema. `further`: checks of those who know what a section is for.
     `files`: those that paths lead to are looked at."""
-    of_run = (*RUN_CHECKS, *ALGORITHM_CHECKS, *LAYOUT_CHECKS, *((*FILE_CHECKS, *REPLAY_CHECKS) if files else ()), *further)
+    of_run = (
+        *RUN_CHECKS,
+        *ALGORITHM_CHECKS,
+        *LAYOUT_CHECKS,
+        *((*FILE_CHECKS, *LORA_FILE_CHECKS, *REPLAY_CHECKS) if files else ()),
+        *further,
+    )
     found = [problem for one in of_run for problem in readable(one(config))]
     for sections, checks in SECTION_CHECKS.items():
         found += readable(_each(config, sections, checks))
@@ -195,6 +202,7 @@ RUN_CHECKS = (
     *TRACKER_CHECKS,
     _max_model_len,
     *ROLLOUT_CHECKS,
+    *LORA_CHECKS,
 )
 
 

@@ -45,6 +45,27 @@ class OptimizerConfig(Section):
     and resumed runs; 0: never. The samples of the first one are in the run's folder, under skipped/."""
 
 
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Of attention and MLP, by Hugging Face's names."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters, in place of the model's own weights: y = W x + alpha / rank * B A x. A starts random, B at zero."""
+
+    rank: PositiveInt = 16
+    """Rows of A and columns of B."""
+    alpha: PositiveFloat = 32.0
+    """What B A x is multiplied by, times rank."""
+    targets: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(LINEAR_LAYERS))
+    """The linear layers that get adapters: of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+    path: UserPath | None = None
+    """Folder with adapters in PEFT's format (adapter_config.json, adapter_model.safetensors) to begin with, of the same rank, alpha and
+    targets."""
+    export: Literal["merged", "adapter"] = "merged"
+    """What `checkpoint.export_model` writes: the model with the adapters merged, or the adapters alone in PEFT's format. Engines get
+    merged weights."""
+
+
 # ---------------------------------------------------------------- strategies (unions keyed on `name`)
 
 
@@ -165,6 +186,13 @@ class TrainRoleConfig(ForwardRoleConfig):
     def in_training(self) -> tuple[int, int | None]:
         """Tokens and samples of one forward and backward pass, at most."""
         return self.train_micro_batch_tokens or self.micro_batch_tokens, self.train_micro_batch_size or self.micro_batch_size
+
+
+class ActorRoleConfig(TrainRoleConfig):
+    """The policy in training."""
+
+    lora: LoraConfig | None = None
+    """Train adapters beside frozen weights; all weights train where absent."""
 
 
 class CriticRoleConfig(TrainRoleConfig):

@@ -12,13 +12,13 @@ from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.config.schema.base import PositiveFloat, PositiveInt, Section, TimeLimit, UserPath
 from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, ValidationSamplingConfig
 from roll_lite.config.schema.models import (
+    ActorRoleConfig,
     CriticRoleConfig,
     ForwardRoleConfig,
     InferRoleConfig,
     JudgeServerConfig,
     ModelConfig,
     RewardModelConfig,
-    TrainRoleConfig,
 )
 from roll_lite.config.schema.simulation import SimulationConfig
 
@@ -136,7 +136,7 @@ class RunConfig(Section):
     dumps of a past run, `replay.path`; nothing is generated or scored."""
     model: ModelConfig
     """The model that is trained."""
-    actor_train: TrainRoleConfig = Field(default_factory=TrainRoleConfig)
+    actor_train: ActorRoleConfig = Field(default_factory=ActorRoleConfig)
     """The policy in training."""
     actor_infer: InferRoleConfig = Field(default_factory=InferRoleConfig)
     """The policy in the engines."""

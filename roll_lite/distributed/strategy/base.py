@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -16,7 +17,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from roll_lite.config.schema.models import HfStrategyConfig, InferStrategyConfig, MegatronStrategyConfig, ModelConfig, OptimizerConfig
+from roll_lite.config.schema.models import (
+    HfStrategyConfig,
+    InferStrategyConfig,
+    LoraConfig,
+    MegatronStrategyConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import Completion, GenerationRequest
@@ -60,6 +68,8 @@ class ModelSpec:
     """Optimizer steps of the whole run, for a learning rate that decays."""
     value_init: ValueInit | None = None
     """With a value head in the place of the language model's."""
+    lora: LoraConfig | None = None
+    """Only adapters train."""
     seed: int = 1
     deterministic: bool = False
 
@@ -138,8 +148,12 @@ class TrainStrategy(ForwardStrategy):
         the plan, also on those without rows."""
 
     @abstractmethod
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Inside it passes are those of the weights that training began with, where only adapters beside them train (ModelSpec.lora)."""
+
+    @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        """What the model looks like as a Hugging Face checkpoint. The same on every rank; made once."""
+        """What the model looks like as a Hugging Face checkpoint, adapters merged. The same on every rank; made once."""
 
     @abstractmethod
     def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
+from roll_lite.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, Entry, take_apart
+from roll_lite.distributed.strategy.megatron.lora import Projection
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
@@ -31,8 +33,10 @@ def weights(parameter: torch.nn.Parameter) -> torch.Tensor:
 class HfExporter:
     """Executes an ExportPlan on the ranks that hold the tensors: data-parallel rank 0 of every pipeline stage."""
 
-    def __init__(self, bindings: Sequence[Binding], hf: HfConfig) -> None:
+    def __init__(self, bindings: Sequence[Binding], hf: HfConfig, adapted: Mapping[str, Projection] | None = None) -> None:
+        """`adapted`: what is merged into weights, by their names."""
         self._hf = hf
+        self._adapted = adapted or {}
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._tensor_ranks = dist.get_process_group_ranks(self._tensor_group)
         self._source = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -77,7 +81,8 @@ class HfExporter:
             binding, number = self._places[tensor.name]
             if id(binding) not in parts:
                 parts[id(binding)] = take_apart(binding.entry, read(binding.parameter), self._hf)
-            cuts.append(parts[id(binding)][number])
+            cut = parts[id(binding)][number]
+            cuts.append(self._adapted[tensor.name].merged_with(cut) if tensor.name in self._adapted else cut)
         return cuts
 
     def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], owner: int) -> dict[str, torch.Tensor] | None:
@@ -133,6 +138,20 @@ def save_hf(exporter: HfExporter, plan: ExportPlan, source: Path, folder: Path, 
         if len(buckets) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": files}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    dist.barrier()
+
+
+def save_adapters(exporter: HfExporter, plan: ExportPlan, folder: Path, config: Mapping[str, Any]) -> None:
+    """In PEFT's format: one file, written by the first rank. Collective."""
+    own: dict[str, torch.Tensor] = {}
+    for tensors in plan.buckets():
+        own |= {name: tensor.contiguous().cpu() for name, tensor in (exporter.bucket(tensors) or {}).items()}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(own, gathered if dist.get_rank() == 0 else None)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor for part in gathered for name, tensor in part.items()}, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from roll_lite.config.adapter_files import ADAPTER_WEIGHTS
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.model_files import head_beside_tied_embeddings
 from roll_lite.distributed.strategy.base import ValueInit
@@ -22,18 +23,18 @@ _HARMLESS = ("rotary_emb.inv_freq",)
 class HfCheckpoint:
     """The safetensors of a folder, in one file or several."""
 
-    def __init__(self, folder: Path, key: str) -> None:
-        """`key`: where the YAML names the folder."""
+    def __init__(self, folder: Path, key: str, single: str = "model.safetensors") -> None:
+        """`key`: where the YAML names the folder. `single`: the file's name where there is only one."""
         self.folder = folder
         self.named = f"{key}: {folder}"
         index = folder / "model.safetensors.index.json"
         if index.is_file():
             self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif (folder / "model.safetensors").is_file():
-            with safe_open(str(folder / "model.safetensors"), framework="pt") as file:
-                self._files = dict.fromkeys(file.keys(), "model.safetensors")
+        elif (folder / single).is_file():
+            with safe_open(str(folder / single), framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), single)
         else:
-            raise ValueError(f"{self.named} holds neither model.safetensors nor model.safetensors.index.json")
+            raise ValueError(f"{self.named} holds neither {single} nor model.safetensors.index.json")
         self._open: dict[str, Any] = {}
 
     @property
@@ -76,6 +77,21 @@ def load_weights(
             cuts = [_read(checkpoint, name, binding.entry, tensor_rank, tensor_size) for name in binding.hf]
             local = join(binding.entry, cuts, hf)
             _copy(binding, local, checkpoint)
+
+
+def load_adapters(bindings: Sequence[Binding], folder: Path, tensor_rank: int, tensor_size: int, wanted: Set[str]) -> None:
+    """Adapters in PEFT's format. `wanted`: the names of those of the whole model; others, missing and misshapen ones are a ValueError."""
+    checkpoint = HfCheckpoint(folder, "actor_train.lora.path", ADAPTER_WEIGHTS)
+    for names, what in ((wanted - checkpoint.names, "lacks"), (checkpoint.names - wanted, "has")):
+        if names:
+            raise ValueError(f"{checkpoint.named} {what} {_listed(sorted(names))}, which do not go with actor_train.lora.targets")
+    with torch.no_grad():
+        for binding in bindings:
+            local = _read(checkpoint, binding.hf[0], binding.entry, tensor_rank, tensor_size)
+            if local.shape != binding.parameter.shape:
+                expected = f"{tuple(binding.parameter.shape)} by actor_train.lora.rank and the model"
+                raise ValueError(f"{checkpoint.named}: {binding.hf[0]} has the shape {tuple(local.shape)} on this rank, {expected}")
+            binding.parameter.copy_(local)
 
 
 def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, tensor_rank: int, tensor_size: int) -> torch.Tensor:

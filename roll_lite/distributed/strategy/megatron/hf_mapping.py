@@ -99,17 +99,16 @@ def bind(chunks: Sequence[RollModel], hf: HfConfig) -> list[Binding]:
     return bindings
 
 
-def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig) -> torch.Tensor:
-    """This rank's Megatron tensor from its cuts of the checkpoint's tensors."""
+def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0) -> torch.Tensor:
+    """This rank's Megatron tensor from its cuts of the checkpoint's tensors. `dim`: of their rows."""
     match entry.layout:
         case Layout.PLAIN:
             return cuts[0]
         case Layout.STACKED:
-            return torch.cat(list(cuts))
+            return torch.cat(list(cuts), dim)
         case Layout.GROUPED:
-            groups = cuts[1].shape[0] // hf.head_dim
-            by_group = [cut.reshape(groups, -1, hf.head_dim, *cut.shape[1:]) for cut in cuts]
-            return torch.cat(by_group, dim=1).reshape(-1, *cuts[0].shape[1:])
+            groups = cuts[1].shape[dim] // hf.head_dim
+            return torch.cat([cut.unflatten(dim, (groups, -1)) for cut in cuts], dim + 1).flatten(dim, dim + 1)
 
 
 def take_apart(entry: Entry, local: torch.Tensor, hf: HfConfig) -> list[torch.Tensor]:

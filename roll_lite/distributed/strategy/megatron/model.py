@@ -145,6 +145,9 @@ class RollModel(GPTModel):
         """input_ids [1, tokens], the rows one behind the other, or what this context-parallel rank has of them; positions [N] of those
         tokens whose next one counts."""
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
+        if embedded is not None and self.config.recompute_granularity is not None:
+            # Layers that are computed again get a gradient only where their input asks for one, which frozen embeddings do not.
+            embedded.requires_grad_()
         # `packed_seq`: of all places, not of those that Megatron would give this context-parallel rank.
         rotary = self.rotary_pos_emb(-(-rows.longest // ROTARY_STEP) * ROTARY_STEP, packed_seq=True).index_select(0, rows.places)
         hidden = self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
+from roll_lite.config.adapter_files import adapter_config
 from roll_lite.config.hf_config import read_hf_config
-from roll_lite.config.schema.models import MegatronStrategyConfig
+from roll_lite.config.schema.models import LoraConfig, MegatronStrategyConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import Column, DataProto
 from roll_lite.distributed.strategy.base import LossFn, ModelSpec, RankLayout, StateGroup, TrainResult, TrainStrategy
@@ -27,10 +29,11 @@ from roll_lite.distributed.strategy.megatron.forward_backward import (
     run_training,
     sum_gradients,
 )
-from roll_lite.distributed.strategy.megatron.hf_export import HfExporter
+from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, save_adapters
 from roll_lite.distributed.strategy.megatron.hf_export import save_hf as write_hf
-from roll_lite.distributed.strategy.megatron.hf_load import load_weights
+from roll_lite.distributed.strategy.megatron.hf_load import load_adapters, load_weights
 from roll_lite.distributed.strategy.megatron.hf_mapping import bind
+from roll_lite.distributed.strategy.megatron.lora import Adapters, adapter_names
 from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
 from roll_lite.distributed.strategy.megatron.model_io import KEPT, TEMPERATURE, ModelInput, check_outputs, model_inputs, outputs_of, to_host
 from roll_lite.distributed.strategy.megatron.offload import StateMover
@@ -80,6 +83,7 @@ class MegatronStrategy(TrainStrategy):
             spec.value_init,
             spec.path_key,
         )
+        self._adapters = self._with_adapters(chunks, spec.lora) if spec.lora is not None else None
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._optimizer: Optimizer | None = None
         if spec.optimizer is None:
@@ -87,8 +91,15 @@ class MegatronStrategy(TrainStrategy):
         else:
             self._chunks = self._with_data_parallel(config, chunks)
             self._optimizer = Optimizer(spec.optimizer, self._chunks, self._config.distributed_optimizer, self._dtype, spec.total_updates)
-        self._exporter = HfExporter(self._bindings, self._hf)
+        self._exporter = HfExporter(self._bindings, self._hf, self._adapters.projections if self._adapters is not None else None)
         self._mover = StateMover(self._chunks, self._optimizer)
+
+    def _with_adapters(self, chunks: Sequence[RollModel], lora: LoraConfig) -> Adapters:
+        adapters = Adapters(chunks, self._hf, lora, self._spec.seed)
+        if lora.path is not None:
+            wanted = adapter_names(self._hf, lora.targets)
+            load_adapters(adapters.bindings, lora.path, self.layout.tensor_rank, self._config.tensor_parallel, wanted)
+        return adapters
 
     def _with_data_parallel(self, config: Any, chunks: Sequence[Any]) -> list[Any]:
         ddp = DistributedDataParallelConfig(
@@ -152,6 +163,10 @@ class MegatronStrategy(TrainStrategy):
         weight = None if self._value_head else self._model.output_weight
         return outputs_of(result, weight, given, outputs, self._hf.vocab_size, self._tensor_group)
 
+    def adapters_off(self) -> AbstractContextManager[None]:
+        assert self._adapters is not None, "this strategy was made without LoRA"
+        return self._adapters.off()
+
     # ------------------------------------------------------------ weights out
 
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
@@ -163,6 +178,11 @@ class MegatronStrategy(TrainStrategy):
 
     def save_hf(self, folder: Path) -> None:
         self._mover.require(StateGroup.WEIGHTS)
+        lora = self._spec.lora
+        if self._adapters is not None and lora is not None and lora.export == "adapter":
+            exporter = HfExporter(self._adapters.bindings, self._hf)
+            save_adapters(exporter, exporter.plan(SAVE_BUCKET_BYTES), folder, adapter_config(lora, self._spec.model.path))
+            return
         plan = self.export_plan(SAVE_BUCKET_BYTES)
         write_hf(self._exporter, plan, self._spec.model.path, folder, self._dtype, self._value_head)
 

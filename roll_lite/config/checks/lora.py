@@ -1,0 +1,34 @@
+"""Adapters: which layers get some, and what they begin with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from roll_lite.config.adapter_files import adapter_problems
+from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.schema.models import LINEAR_LAYERS
+from roll_lite.config.schema.run import RunConfig
+
+
+def _targets(config: RunConfig) -> Iterator[Problem]:
+    lora = config.actor_train.lora
+    if lora is None:
+        return
+    for name in lora.targets:
+        if name not in LINEAR_LAYERS:
+            message = f"no such linear layer; {did_you_mean(name, LINEAR_LAYERS)}"
+            yield Problem("actor_train.lora.targets", message, name)
+    twice = [name for name, count in Counter(lora.targets).items() if count > 1]
+    if twice:
+        yield Problem("actor_train.lora.targets", f"lists {', '.join(twice)} more than once", lora.targets)
+
+
+def _adapters_to_begin_with(config: RunConfig) -> Iterator[Problem]:
+    lora = config.actor_train.lora
+    if lora is not None and lora.path is not None:
+        yield from (Problem("actor_train.lora.path", message, str(lora.path)) for message in adapter_problems(lora))
+
+
+LORA_CHECKS = (_targets,)
+LORA_FILE_CHECKS = (_adapters_to_begin_with,)

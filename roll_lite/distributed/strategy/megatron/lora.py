@@ -1,0 +1,179 @@
+"""LoRA: low-rank matrices beside frozen layers, in PEFT's arithmetic, under every layout.
+
+As in PEFT each Hugging Face projection has an A [rank, in] and a B [out, rank] of its own, and adds alpha / rank * B A x to its output,
+although a layer of Megatron's may hold several projections. Tensor parallelism cuts B where it cuts the rows of a layer (q, k, v, gate,
+up), and A where it cuts the columns (o, down); the other of the two every rank has. What crosses ranks is the product with A.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from roll_lite.config.hf_config import HfConfig
+from roll_lite.config.schema.models import LoraConfig
+from roll_lite.data.stable_hash import derived_seed
+from roll_lite.distributed.strategy.megatron.hf_mapping import LAYER, Binding, Entry, join, take_apart
+
+if TYPE_CHECKING:
+    from roll_lite.distributed.strategy.megatron.model import RollModel
+
+A, B = "lora_A", "lora_B"
+
+
+class Projection(torch.nn.Module):
+    """The two matrices of a Hugging Face projection, or this tensor rank's cuts of them. B is zero at first: nothing is changed."""
+
+    def __init__(self, name: str, base: torch.Tensor, entry: Entry, lora: LoraConfig, seed: int) -> None:
+        """`base`: this rank's cut of the projection's weight. A is the same whatever the layout."""
+        super().__init__()
+        rows, columns = base.shape
+        parts = parallel_state.get_tensor_model_parallel_world_size() if entry.cut == 1 else 1
+        whole = torch.empty(lora.rank, columns * parts)
+        torch.nn.init.kaiming_uniform_(whole, math.sqrt(5), generator=torch.Generator().manual_seed(derived_seed(seed, name)))
+        own = whole.chunk(parts, dim=1)[parallel_state.get_tensor_model_parallel_rank() if parts > 1 else 0]
+        self.scale = lora.alpha / lora.rank
+        self.lora_A = torch.nn.Parameter(own.to(base, copy=True, memory_format=torch.contiguous_format))
+        self.lora_B = torch.nn.Parameter(base.new_zeros(rows, lora.rank))
+
+    @torch.no_grad()
+    def merged_with(self, base: torch.Tensor) -> torch.Tensor:
+        """The projection's weight as if this had been trained into it; `base` stays as it is."""
+        return (base.float() + self.scale * (self.lora_B.float() @ self.lora_A.float())).to(base.dtype)
+
+
+class Adapter(torch.nn.Module):
+    """The projections of one of Megatron's layers that are adapted."""
+
+    def __init__(
+        self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
+    ) -> None:
+        """`rows`: of this rank's cut of each projection of the layer; `projections`: by their place among them."""
+        super().__init__()
+        self.active = True
+        self._entry, self._hf, self._rows = entry, hf, rows
+        self._sequence_parallel = config.sequence_parallel
+        self._projections = {place: projection for place, (_, projection) in projections.items()}
+        for name, projection in projections.values():
+            self.add_module(name, projection)
+            for parameter_name, parameter in projection.named_parameters():
+                # The gradient norm counts what is cut on every rank, and the rest on tensor rank 0.
+                if (axis := cut_of(parameter_name, entry)) is not None:
+                    set_tensor_model_parallel_attributes(parameter, True, axis, 1)
+                else:
+                    # Under sequence parallelism each rank has seen a part of the sequence: finalize_model_grads adds up what is marked.
+                    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """[tokens, 1, in] to [tokens, 1, out], in the arrangement of the layer's rows."""
+        low = torch.nn.functional.linear(inputs, torch.cat([one.lora_A for one in self._projections.values()]))
+        low = self._over_tensor_ranks(low)
+        lows = iter(low.chunk(len(self._projections), dim=-1))
+        outputs = []
+        for place, rows in enumerate(self._rows):
+            if (one := self._projections.get(place)) is not None:
+                outputs.append(torch.nn.functional.linear(next(lows) * one.scale, one.lora_B))
+            else:
+                outputs.append(low.new_zeros(()).expand(*low.shape[:-1], rows))
+        return join(self._entry, outputs, self._hf, dim=2)
+
+    def _over_tensor_ranks(self, low: torch.Tensor) -> torch.Tensor:
+        """What the layer itself does with its input, or its output, done to the few numbers between A and B."""
+        match self._entry.cut, self._sequence_parallel:
+            case 0, True:
+                return mappings.gather_from_sequence_parallel_region(low)
+            case 0, False:
+                return mappings.copy_to_tensor_model_parallel_region(low)
+            case 1, True:
+                return mappings.reduce_scatter_to_sequence_parallel_region(low)
+            case _:
+                return mappings.reduce_from_tensor_model_parallel_region(low)
+
+    def add(self, _: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        """Forward hook of the layer."""
+        return (output[0] + self(inputs[0]), output[1]) if self.active else output
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        own = self.state_dict(keep_vars=True)
+        axes = {name: axis for name in own if (axis := cut_of(name, self._entry)) is not None}
+        return make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+
+
+class Adapters:
+    """All of a rank's."""
+
+    def __init__(self, chunks: Sequence[RollModel], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
+        """Freezes the model and puts them beside its layers."""
+        self._all: list[Adapter] = []
+        self.projections: dict[str, Projection] = {}
+        """By the name of the weight that they add to."""
+        self.bindings: list[Binding] = []
+        """With PEFT's names."""
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+            for layer in chunk.decoder.layers:
+                for entry in LAYER:
+                    self._adapt(layer, entry, hf, lora, seed)
+
+    def _adapt(self, layer: Any, entry: Entry, hf: HfConfig, lora: LoraConfig, seed: int) -> None:
+        chosen = {place: name for place, name in enumerate(entry.hf) if _target(name) in lora.targets}
+        if not chosen:
+            return
+        parent, _, own_name = entry.megatron.removesuffix(".weight").rpartition(".")
+        linear = layer.get_submodule(parent).get_submodule(own_name)
+        cuts = take_apart(entry, linear.weight.detach(), hf)
+        projections = {}
+        for place, name in chosen.items():
+            full = f"model.layers.{layer.layer_number - 1}.{name}"
+            projection = Projection(full, cuts[place], entry, lora, seed)
+            projections[place] = (str(_target(name)), projection)
+            self.projections[full] = projection
+            for matrix, parameter in projection.named_parameters():
+                peft = _peft_name(full, matrix)
+                self.bindings.append(Binding(Entry(matrix, (peft,), cut_of(matrix, entry)), (peft,), parameter))
+        adapter = Adapter(layer.config, entry, [len(cut) for cut in cuts], projections, hf)
+        layer.get_submodule(parent).add_module(f"{own_name}_adapter", adapter)
+        linear.register_forward_hook(adapter.add)
+        self._all.append(adapter)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside it the model is the one that they were put beside."""
+        for adapter in self._all:
+            adapter.active = False
+        try:
+            yield
+        finally:
+            for adapter in self._all:
+                adapter.active = True
+
+
+def adapter_names(hf: HfConfig, targets: Collection[str]) -> set[str]:
+    """PEFT's names of all adapters of a model."""
+    weights = (
+        f"model.layers.{layer}.{name}" for layer in range(hf.layers) for entry in LAYER for name in entry.hf if _target(name) in targets
+    )
+    return {_peft_name(weight, matrix) for weight in weights for matrix in (A, B)}
+
+
+def cut_of(matrix: str, entry: Entry) -> int | None:
+    """The dimension in which tensor parallelism cuts an A or a B, of a layer that is cut as `entry` says."""
+    return entry.cut if matrix.endswith(A if entry.cut == 1 else B) else None
+
+
+def _peft_name(weight: str, matrix: str) -> str:
+    return f"base_model.model.{weight.removesuffix('.weight')}.{matrix}.weight"
+
+
+def _target(hf_name: str) -> str | None:
+    """q_proj, of self_attn.q_proj.weight."""
+    module, _, kind = hf_name.rpartition(".")
+    return module.rpartition(".")[2] if kind == "weight" else None

@@ -1,0 +1,45 @@
+"""One mistake in the adapters' settings, one problem at its path."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from config_project import Project
+
+ADAPTERS = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+MISTAKES = {
+    "a name that nearly is one": ("{targets: [q_proj, gate_pro]}", "actor_train.lora.targets", "'gate_proj'"),
+    "no such layer": ("{targets: [lm_head]}", "actor_train.lora.targets", "valid here: down_proj, gate_proj"),
+    "twice": ("{targets: [q_proj, q_proj]}", "actor_train.lora.targets", "q_proj more than once"),
+    "none": ("{targets: []}", "actor_train.lora.targets", "at least one"),
+    "no rank": ("{rank: 0}", "actor_train.lora.rank", "expected integer > 0"),
+    "an unknown key": ("{dropout: 0.1}", "actor_train.lora.dropout", "unknown key"),
+    "no such adapters": ("{path: nowhere}", "actor_train.lora.path", "has no adapter_config.json and no adapter_model.safetensors"),
+    "another rank": ("{rank: 4, alpha: 16, path: adapters}", "actor_train.lora.path", "has r 8, and actor_train.lora.rank is 4"),
+    "another alpha": ("{rank: 8, path: adapters}", "actor_train.lora.path", "has lora_alpha 16, and actor_train.lora.alpha is 32"),
+    "another arithmetic": ("{rank: 8, alpha: 16, path: dora}", "actor_train.lora.path", "has use_dora True, which is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_named(project: Project, case: tuple[str, str, str]) -> None:
+    settings, path, fragment = case
+    for name, further in (("adapters", {}), ("dora", {"use_dora": True})):
+        project.write(f"{name}/adapter_config.json", json.dumps(ADAPTERS | further))
+        project.write(f"{name}/adapter_model.safetensors", "")
+    settings = settings.replace("path: ", f"path: {project.folder}/")
+    problems = project.problems_of(f"actor_train: {{lora: {settings}}}")
+    assert [problem.path for problem in problems] == [path]
+    assert fragment in problems[0].message
+
+
+def test_the_critic_has_none(project: Project) -> None:
+    yaml = "critic: {lora: {rank: 8}}\nalgorithm: {advantage: {name: gae}}"
+    assert [problem.path for problem in project.problems_of(yaml)] == ["critic.lora"]
+
+
+def test_adapters_of_peft_are_begun_with(project: Project) -> None:
+    project.write("adapters/adapter_config.json", json.dumps(ADAPTERS | {"bias": "none", "use_dora": False, "modules_to_save": None}))
+    project.write("adapters/adapter_model.safetensors", "")
+    assert project.problems_of(f"actor_train: {{lora: {{rank: 8, alpha: 16, path: {project.folder}/adapters}}}}") == []

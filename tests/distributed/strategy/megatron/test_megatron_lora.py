@@ -1,0 +1,257 @@
+"""LoRA: Hugging Face's model with W + alpha / rank * B A in the place of each W is the oracle, in every layout."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import assert_same, batch_of, hf_log_probs, hf_loss, own_weights, shard, started, tiny, weighted_loss
+from megatron_ranks import RankPool
+from safetensors.torch import load_file, save_file
+from support_models import load_hf
+from support_passes import forward, train_step
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
+
+from roll_lite.config.schema.models import LINEAR_LAYERS, LoraConfig, OptimizerConfig
+from roll_lite.distributed.strategy.megatron.hf_export import HfExporter
+from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-2, clip_grad=76.0)
+RANK, ALPHA, STEPS = 3, 5.0, 3
+SOME = ("k_proj", "o_proj", "up_proj")
+
+
+class LowRank(torch.nn.Module):
+    """PEFT's arithmetic."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(a.clone()), torch.nn.Parameter(b.clone())
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + ALPHA / RANK * (self.b @ self.a)
+
+
+def linear_layers(model: PreTrainedModel, targets: Sequence[str]) -> Iterator[tuple[str, torch.nn.Linear]]:
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in targets:
+            yield name, module
+
+
+def make_adapters(path: Path, folder: Path, targets: Sequence[str] = LINEAR_LAYERS) -> Path:
+    """Random ones, B too, in PEFT's format."""
+    generator = torch.Generator().manual_seed(7)
+    tensors = {}
+    for name, linear in linear_layers(load_hf(path), targets):
+        rows, columns = linear.weight.shape
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) / columns**0.5
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator) / 30
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": [*targets]})
+    )
+    return folder
+
+
+def hf_adapted(path: Path, adapters: Path) -> tuple[PreTrainedModel, dict[str, torch.nn.Parameter]]:
+    """And the matrices that train, by PEFT's names."""
+    model, stored = load_hf(path).requires_grad_(False), load_file(adapters / "adapter_model.safetensors")
+    trained = {}
+    for name in {key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in stored}:
+        a, b = (f"base_model.model.{name}.lora_{matrix}.weight" for matrix in "AB")
+        low_rank = LowRank(stored[a], stored[b])
+        parametrize.register_parametrization(model.get_submodule(name), "weight", low_rank)
+        trained |= {a: low_rank.a, b: low_rank.b}
+    return model, trained
+
+
+@dataclass
+class Expected:
+    log_probs: list[torch.Tensor]
+    base_log_probs: list[torch.Tensor]
+    merged: dict[str, torch.Tensor]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    """Of the first step, before clipping."""
+    trained: dict[str, torch.Tensor]
+    """After the last one."""
+
+
+def expected_of(path: Path, adapters: Path) -> Expected:
+    model, trained = hf_adapted(path, adapters)
+    batch = batch_of()
+    rows = [(batch.ragged("input_ids").row(row), batch.tensor("temperature")[row]) for row in range(len(batch))]
+    with torch.no_grad():
+        log_probs, base_log_probs = ([hf_log_probs(one, *row)[0] for row in rows] for one in (model, load_hf(path)))
+        merged = {name.replace(".parametrizations.weight.original", ".weight"): one for name, one in model.named_parameters()}
+        merged = {name: one.clone() for name, one in merged.items() if ".parametrizations." not in name}
+        for name, linear in linear_layers(model, LINEAR_LAYERS):
+            merged[f"{name}.weight"] = linear.weight.clone()
+    optimizer = torch.optim.AdamW(trained.values(), CONFIG.lr, CONFIG.betas, CONFIG.eps, CONFIG.weight_decay)
+    norms: list[float] = []
+    gradients: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        hf_loss(model, batch_of(seed=step), entropy=False).backward()
+        gradients = gradients or {name: one.grad.clone() for name, one in trained.items() if one.grad is not None}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), CONFIG.clip_grad)))
+        optimizer.step()
+    assert max(norms) > CONFIG.clip_grad, "clipping takes part"
+    return Expected(log_probs, base_log_probs, merged, norms, gradients, {name: one.detach() for name, one in trained.items()})
+
+
+def lora_of(adapters: Path, **changed: Any) -> LoraConfig:
+    targets = json.loads((adapters / "adapter_config.json").read_text())["target_modules"]
+    return LoraConfig(rank=RANK, alpha=ALPHA, targets=targets, path=adapters, **changed)
+
+
+def own_adapters(strategy: MegatronStrategy, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """Under PEFT's names, on the ranks that own them."""
+    assert strategy._adapters is not None
+    exporter = HfExporter(strategy._adapters.bindings, strategy._hf)
+    found: dict[str, torch.Tensor] = {}
+    for tensors in exporter.plan(1 << 16).buckets():
+        found |= exporter.bucket(tensors, read=lambda one: one.main_grad if gradients else one.detach()) or {}
+    return found
+
+
+def like_hugging_face(path: Path, adapters: Path, layout: dict[str, Any], expected: Expected) -> set[str]:
+    """The names of what this rank owns."""
+    strategy = started(path, CONFIG, total_updates=STEPS, lora=lora_of(adapters), **layout)
+    assert_log_probs(strategy, expected.log_probs)
+    with strategy.adapters_off():
+        assert_log_probs(strategy, expected.base_log_probs)
+    assert_log_probs(strategy, expected.log_probs)
+    weights = own_weights(strategy)
+    assert_own(weights, expected.merged, 1e-6)
+    held = sum(buffer.grad_data.numel() for chunk in strategy._chunks for buffer in chunk.buffers)
+    mine = sum(parameter.numel() for chunk in strategy._chunks for parameter in chunk.parameters() if parameter.requires_grad)
+    assert mine <= held < mine + 64 * len(expected.trained), "only adapters have gradients"
+
+    for step, norm in enumerate(expected.norms):
+        batch = shard(batch_of(seed=step), strategy, [2, 4] if strategy.layout.data_size == 2 else None)
+        result = train_step(strategy, batch, weighted_loss, ["log_probs"], 3)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+        if step == 0 and not layout.get("distributed_optimizer", True):
+            clipped = min(1.0, CONFIG.clip_grad / (norm + 1e-6))
+            assert_own(own_adapters(strategy, gradients=True), {name: one * clipped for name, one in expected.gradients.items()})
+    trained = own_adapters(strategy)
+    assert_own(trained, expected.trained)
+    with strategy.adapters_off():
+        assert_log_probs(strategy, expected.base_log_probs)
+    return {*weights, *trained}
+
+
+def assert_own(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    """What this rank owns; other than first ranks may own nothing."""
+    if ours:
+        assert_same(ours, {name: theirs[name] for name in ours}, tolerance)
+
+
+def assert_log_probs(strategy: MegatronStrategy, expected: Sequence[torch.Tensor]) -> None:
+    unmasked = batch_of().select(["input_ids", "temperature", "sample"])
+    mine = shard(unmasked, strategy)
+    out = forward(strategy, mine, ["log_probs"], 3)
+    if out is not None:
+        for row, sample in enumerate(mine.tensor("sample").tolist()):
+            torch.testing.assert_close(out.ragged("log_probs").row(row), expected[sample], rtol=1e-5, atol=1e-5)
+
+
+def in_every(path: Path, cases: Sequence[tuple[Path, dict[str, Any], Expected]]) -> list[set[str]]:
+    """Layouts that one process group can have one after the other."""
+    return [like_hugging_face(path, adapters, layout, expected) for adapters, layout, expected in cases]
+
+
+@dataclass
+class Cases:
+    path: Path
+    adapters: dict[str, Path]
+    expected: dict[str, Expected]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    folder = tmp_path_factory.mktemp("lora")
+    path = tiny(folder / "model", "qwen2")
+    adapters = {"all": make_adapters(path, folder / "all"), "some": make_adapters(path, folder / "some", SOME)}
+    return Cases(path, adapters, {name: expected_of(path, one) for name, one in adapters.items()})
+
+
+REPLICATED = {"distributed_optimizer": False}
+LAYOUTS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "one rank": [("all", REPLICATED), ("some", REPLICATED), ("all", {"recompute": "full", **REPLICATED})],
+    "TP2": [
+        ("all", {"tensor_parallel": 2, "sequence_parallel": True, **REPLICATED}),
+        ("some", {"tensor_parallel": 2, **REPLICATED}),
+        ("some", {"tensor_parallel": 2, "sequence_parallel": True}),
+    ],
+    "PP2": [("all", {"pipeline_parallel": 2, **REPLICATED})],
+    "CP2": [("all", {"context_parallel": 2, **REPLICATED})],
+    "DP2": [("all", {}), ("some", {"overlap_grad_reduce": True})],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_adapters_train_as_in_hugging_face(ranks: RankPool, cases: Cases, name: str) -> None:
+    """Log-probs with and without adapters, merged weights, every gradient, the gradient norm, and three optimizer steps."""
+    given = [(cases.adapters[which], layout, cases.expected[which]) for which, layout in LAYOUTS[name]]
+    found = ranks(1 if name == "one rank" else 2, in_every, cases.path, given)
+    for (_, _, expected), owned in zip(given, zip(*found, strict=True), strict=True):
+        assert set().union(*owned) == {*expected.merged, *expected.trained}
+
+
+def save_adapters(path: Path, adapters: Path, folder: Path, layout: dict[str, Any]) -> None:
+    started(path, lora=lora_of(adapters, export="adapter"), **layout).save_hf(folder)
+    started(path, lora=lora_of(adapters), **layout).save_hf(folder / "merged")
+
+
+def test_adapters_come_out_as_they_went_in_and_merged(ranks: RankPool, cases: Cases, tmp_path: Path) -> None:
+    for layout in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
+        folder = tmp_path / next(iter(layout))
+        ranks(2, save_adapters, cases.path, cases.adapters["some"], folder, layout)
+        before, after = (load_file(one / "adapter_model.safetensors") for one in (cases.adapters["some"], folder))
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert (config["r"], config["lora_alpha"], config["target_modules"]) == (RANK, ALPHA, sorted(SOME))
+        merged = dict(load_hf(folder / "merged").named_parameters())
+        assert_same(merged, cases.expected["some"].merged, 1e-6)
+
+
+def refused(path: Path, adapters: Path, changed: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as error:
+        started(path, lora=lora_of(adapters).model_copy(update=changed))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"targets": [*LINEAR_LAYERS]}, "lacks base_model.model.model.layers.0.mlp.down_proj"),
+        ({"targets": ["k_proj"]}, "has base_model.model.model.layers.0.mlp.up_proj"),
+        ({"rank": 4}, "has the shape (3, 128) on this rank, (4, 128) by"),
+    ],
+)
+def test_adapters_that_do_not_fit(ranks: RankPool, cases: Cases, changed: dict[str, Any], message: str) -> None:
+    assert message in ranks(1, refused, cases.path, cases.adapters["some"], changed)[0]
+
+
+def fresh(path: Path, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Adapters as they begin, which change nothing."""
+    strategy = started(path, lora=LoraConfig(rank=RANK, alpha=ALPHA, targets=[*LINEAR_LAYERS]), **layout)
+    base, weights = load_hf(path).state_dict(), own_weights(strategy)
+    assert all(torch.equal(tensor, base[name]) for name, tensor in weights.items())
+    return own_adapters(strategy)
+
+
+def test_a_run_begins_with_the_same_adapters_under_every_layout(ranks: RankPool, cases: Cases) -> None:
+    (whole,) = ranks(1, fresh, cases.path, {})
+    for layout in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
+        parts = {name: one for own in ranks(2, fresh, cases.path, layout) for name, one in own.items()}
+        assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
+    starts = {name: one for name, one in whole.items() if "lora_A" in name}
+    assert all(one.std() > 0 for one in starts.values()) and len({float(one.flatten()[0]) for one in starts.values()}) == len(starts)
