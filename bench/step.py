@@ -12,7 +12,8 @@ that, lengths would be the model's mood. Three cases:
 - medium: exactly 64, alike.
 - tail: up to 512, geometric: every token ends the response with probability of about 1/100. Both sides draw their own lengths from that.
 
-`ratio` is that of the tail: ours / TRL's, median over the rounds.
+`ratio` is that of the tail: ours / TRL's, median over the rounds. `asynchronous` is ours with `rollout.supply: async`, where the engine
+generates beside the training: for itself, because it would go on generating while TRL has its turn.
 
     .venv/bin/python bench/step.py [--rounds 3] [--prompts 32] [--samples 8] [--cases short medium tail]
 """
@@ -43,6 +44,8 @@ PROMPTS = ROOT / "examples" / "data" / "add_train.jsonl"
 TRL = ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "torch", "transformers"]
 MEAN_LENGTH = 100
 MICRO_BATCH = 64
+STALENESS = 2
+ASYNCHRONOUS = ("rollout.supply=async", f"rollout.max_staleness={STALENESS}", "rollout.on_sync=abort")
 REWARDED = 1000
 """The reward of a response is its length in characters, over this."""
 LEARNING_RATE = 1e-6
@@ -109,7 +112,8 @@ class Ours:
 
 
 @contextmanager
-def ours(case: Case, model: Path, folder: Path, prompts: int, samples: int) -> Iterator[Ours]:
+def ours(case: Case, model: Path, folder: Path, prompts: int, samples: int, *supply: str) -> Iterator[Ours]:
+    """`supply`: settings of it; each batch is generated when it is asked for where there are none."""
     from roll_lite.config.loading import load_config
     from roll_lite.distributed.ray_session import ray_session
     from roll_lite.pipeline.build import build
@@ -130,7 +134,7 @@ def ours(case: Case, model: Path, folder: Path, prompts: int, samples: int) -> I
             "~domains.make",
             "~domains.repeat",
             "~simulation.domains.make",
-            "rollout.supply=sync",
+            *(supply or ["rollout.supply=sync"]),
             "validation.enabled=false",
             "batches.write=never",
             "trackers=[{type: jsonl}]",
@@ -302,10 +306,21 @@ def measure(case: Case, rounds: int, prompts: int, samples: int, model: Path, sc
         peer.close()
     return {
         "ours": round(statistics.median(own for own, _ in pairs), 1),
+        "asynchronous": asynchronous(case, rounds, prompts, samples, model, scratch / case.name / "async"),
         "peer": round(statistics.median(theirs for _, theirs in pairs), 1),
         "ratio": round(statistics.median(own / theirs for own, theirs in pairs), 3),
         "phases": phases,
     }
+
+
+def asynchronous(case: Case, rounds: int, prompts: int, samples: int, model: Path, folder: Path) -> float:
+    """Tokens per second over the rounds as a whole: a batch may have been generated in the step before."""
+    folder.mkdir()
+    with ours(case, model, folder, prompts, samples, *ASYNCHRONOUS) as mine:
+        for _ in range(1 + STALENESS):
+            mine.step()
+        seconds, tokens = zip(*(mine.step() for _ in range(2 * rounds)), strict=True)
+    return round(sum(tokens) / sum(seconds), 1)
 
 
 def main() -> int:
@@ -336,10 +351,11 @@ def main() -> int:
     report = {
         "name": "step",
         "ours": last["ours"],
+        "asynchronous": last["asynchronous"],
         "peer": last["peer"],
         "unit": "generated tokens/s of a whole step",
         "ratio": last["ratio"],
-        **{f"{name}_{key}": result[key] for name, result in results.items() for key in ("ours", "peer", "ratio")},
+        **{f"{name}_{key}": result[key] for name, result in results.items() for key in ("ours", "asynchronous", "peer", "ratio")},
         "peer_is": f"{TRL[0]}, transformers' generate, 1 thread, float32",
     }
     print(json.dumps(report))

@@ -179,7 +179,7 @@ def _local(config: RayConfig) -> Iterator[str]:
                 logging_level="error",
                 # What workers and engines put into temporary files goes with the session, however it ends.
                 runtime_env=_runtime_env({"TMPDIR": str(folder)}),
-                _system_config=LOCAL_SETTINGS,
+                _system_config=dict(LOCAL_SETTINGS),  # Ray writes the folder of this session into it
             )
         keep_exit_codes()
         with WATCHDOG.over(_own_servers()):

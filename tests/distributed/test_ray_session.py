@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import uuid
@@ -204,6 +205,19 @@ def test_exit_codes_of_children_are_not_lost(ray_local: object) -> None:
     cluster = start_cluster(ClusterSpec("adder", anywhere(1)), Adder)
     assert cluster.one(Adder.exit_code) == 3
     cluster.shutdown()
+
+
+def test_a_process_can_have_one_session_after_another() -> None:
+    program = """
+        from roll_lite.config.schema.run import RayConfig
+        from roll_lite.distributed.ray_session import ray_session
+        for _ in range(2):
+            with ray_session(RayConfig(), None) as session:
+                print("began", session.started)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=12 * SECONDS, check=False)
+    assert done.stdout.splitlines() == ["began True"] * 2, done.stderr
 
 
 def test_sessions_start_in_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
