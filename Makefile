@@ -34,13 +34,14 @@ test: $(STAMP)  ## The fast tests (at most 15 minutes on 2 cores)
 
 # About half of them: most of what starts Ray, engines or ranks.
 PROCESSES := $(addprefix tests/,contracts distributed workers)
+SLOWEST := --durations=40 --durations-min=5
 FAST := "not slow and not nightly and not gpu"
 
 test-processes: $(STAMP)
-	@$(VENV)/bin/python -m pytest -q -m $(FAST) $(PROCESSES)
+	@$(VENV)/bin/python -m pytest -q -m $(FAST) $(SLOWEST) $(PROCESSES)
 
 test-plain: $(STAMP)
-	@$(VENV)/bin/python -m pytest -q -m $(FAST) $(PROCESSES:%=--ignore=%)
+	@$(VENV)/bin/python -m pytest -q -m $(FAST) $(SLOWEST) $(PROCESSES:%=--ignore=%)
 
 test-slow: $(STAMP)  ## What takes longer: whole runs, and the rest beside them (at most 35 minutes)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-runs test-parts
@@ -49,10 +50,10 @@ test-slow: $(STAMP)  ## What takes longer: whole runs, and the rest beside them 
 RUNS := $(addprefix tests/,integration/test_runs.py integration/test_recipes.py integration/test_another_model.py test_commands.py)
 
 test-runs: $(STAMP)
-	@$(VENV)/bin/python -m pytest -q -m "slow and not nightly and not gpu" $(RUNS)
+	@$(VENV)/bin/python -m pytest -q -m "slow and not nightly and not gpu" $(SLOWEST) $(RUNS)
 
 test-parts: $(STAMP)
-	@$(VENV)/bin/python -m pytest -q -m "slow and not nightly and not gpu" $(RUNS:%=--ignore=%)
+	@$(VENV)/bin/python -m pytest -q -m "slow and not nightly and not gpu" $(SLOWEST) $(RUNS:%=--ignore=%)
 
 test-nightly: $(STAMP)  ## The same claims on every other recipe, layout, model and engine (once before a large change is done)
 	@$(VENV)/bin/python -m pytest -q -m "nightly and not gpu"

@@ -46,8 +46,8 @@ FALLS_SHORT = {"examples/run_recipes.py": "tiny_raft"}
 """Scripts that end with 1 where a model has not learned, as it cannot in one step; and what they say of it."""
 
 
-INSTALLING = {"bench/step.py"}
-"""Scripts that make an environment of their own for a competitor: that takes minutes, and more than a gigabyte."""
+DEAR = {"bench/engines.py", "bench/rollout.py", "bench/step.py", "examples/run_recipes.py"}
+"""Scripts that start engines or whole runs, or make an environment of their own for a competitor."""
 
 
 def command(script: str, folder: Path) -> list[str]:
@@ -63,7 +63,7 @@ def environment() -> dict[str, str]:
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(script, marks=pytest.mark.nightly) if script in INSTALLING else script
+        pytest.param(script, marks=pytest.mark.nightly) if script in DEAR else script
         for script in SCRIPTS
         if script not in {*SERVERS, *ELSEWHERE}
     ],

@@ -66,7 +66,7 @@ def told(output: str) -> list[str]:
         pytest.param("vllm", "kill", False, id="vllm-its host is killed"),
         pytest.param("vllm", "kill", True, id="vllm-it is killed", marks=NIGHTLY),
         pytest.param("vllm", "suspend", False, id="vllm-its host is stopped", marks=NIGHTLY),
-        pytest.param("vllm", "suspend", True, id="vllm-it is stopped"),
+        pytest.param("vllm", "suspend", True, id="vllm-it is stopped", marks=NIGHTLY),
         pytest.param("sglang", "kill", False, id="sglang-its host is killed", marks=NIGHTLY),
         pytest.param("sglang", "kill", True, id="sglang-it is killed", marks=NIGHTLY),
         pytest.param("sglang", "suspend", True, id="sglang-it is stopped", marks=NIGHTLY),

@@ -18,10 +18,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml") if path.stem != "tiny_base")
 Runs = dict[str, Future[list[dict[str, Any]]]]
-DIFFERENT = ("tiny_async", "tiny_dapo", "tiny_reinforce_plus_plus", "tiny_remax")
-"""Generation beside training; rewards that are shaped and groups that are left out; advantages of tokens; a greedy response beside each
-group. The others differ from these, and from tiny_grpo and tiny_ppo, which other tests run, in formulas that tests/algorithms holds
-against other projects."""
+DIFFERENT = ("tiny_dapo", "tiny_reinforce_plus_plus")
+"""Rewards that are shaped and groups that are left out; advantages of tokens. The others differ from these, and from tiny_grpo, tiny_ppo
+and tiny_async, which other tests run, in formulas that tests/algorithms holds against other projects."""
 SMALL = ["rollout.prompts_per_step=12", "validation.enabled=false", "checkpoint.export_model=false", "steps=3"]
 
 

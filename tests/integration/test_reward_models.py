@@ -15,6 +15,7 @@ import pytest
 from support_models import hf_scores, make_tiny_reward_model, make_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+NIGHTLY = pytest.mark.nightly
 STRATEGIES = {
     "hf": "devices: [2, 3], strategy: {name: hf}",
     "hf that leaves its devices": "devices: [0], offload: true",
@@ -31,7 +32,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [pytest.param("hf", marks=pytest.mark.nightly), "hf that leaves its devices", "megatron"])
+@pytest.mark.parametrize("strategy", ["hf that leaves its devices", *(pytest.param(name, marks=NIGHTLY) for name in ("hf", "megatron"))])
 def test_two_domains_share_a_reward_model(tmp_path: Path, strategy: str) -> None:
     path = make_tiny_reward_model(tmp_path / "reward", "llama")
     process = start(

@@ -18,6 +18,7 @@ import pytest
 from engine_harness import Make, require
 
 ROOT = Path(__file__).resolve().parents[2]
+NIGHTLY = pytest.mark.nightly
 SMALL = ["rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation.enabled=false"]
 START_SECONDS = 240
 ENGINES = ("vllm", pytest.param("sglang", marks=pytest.mark.nightly))
@@ -386,7 +387,7 @@ def test_an_interrupted_run_ends_within_seconds_and_leaves_no_process(start: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["ActorWorker", pytest.param("RolloutWorker", marks=pytest.mark.nightly), "EngineCore"])
+@pytest.mark.parametrize("role", ["ActorWorker", *(pytest.param(role, marks=NIGHTLY) for role in ("RolloutWorker", "EngineCore"))])
 def test_a_killed_worker_ends_the_run_with_its_role_and_the_cause(start: Any, role: str) -> None:
     run = start("tiny_grpo", *SMALL, "steps=1000")
     run.wait_for_step(2)
@@ -402,7 +403,7 @@ def test_a_killed_worker_ends_the_run_with_its_role_and_the_cause(start: Any, ro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["ActorWorker", "EngineCore"])
+@pytest.mark.parametrize("role", [pytest.param("ActorWorker", marks=NIGHTLY), "EngineCore"])
 def test_a_stopped_process_ends_the_run_and_is_named(start: Any, role: str) -> None:
     """A rank by its silence, whatever is waited for; a process of the only engine by its own limit."""
     run = start("tiny_grpo", *SMALL, "steps=100000", "limits.silence=10", "limits.engine_silence=5")
