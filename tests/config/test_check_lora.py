@@ -7,6 +7,8 @@ import json
 import pytest
 from config_project import Project
 
+from roll_lite.config.checkpoint_files import SCHEMA_VERSION
+
 ADAPTERS = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 MISTAKES = {
     "a name that nearly is one": ("{targets: [q_proj, gate_pro]}", "actor_train.lora.targets", "'gate_proj'"),
@@ -43,3 +45,15 @@ def test_adapters_of_peft_are_begun_with(project: Project) -> None:
     project.write("adapters/adapter_config.json", json.dumps(ADAPTERS | {"bias": "none", "use_dora": False, "modules_to_save": None}))
     project.write("adapters/adapter_model.safetensors", "")
     assert project.problems_of(f"actor_train: {{lora: {{rank: 8, alpha: 16, path: {project.folder}/adapters}}}}") == []
+
+
+def test_a_run_goes_on_with_the_adapters_that_it_had(project: Project) -> None:
+    adapters = {"rank": 8, "alpha": 32.0, "targets": ["q_proj"], "path": None, "export": "merged"}
+    state = {"schema_version": SCHEMA_VERSION, "pipeline": {}, "rollouts": {}, "config": {"actor_train": {"lora": adapters}}}
+    checkpoint = project.write("old/checkpoints/step_000001/state.json", json.dumps(state)).parent
+    project.write(f"{checkpoint}/actor_train/weights", "")
+    resume = f"checkpoint.resume={checkpoint}"
+    assert project.problems_of("actor_train: {lora: {rank: 8, targets: [q_proj], export: adapter}}", resume) == []
+    for other, told in (("{rank: 4, targets: [q_proj]}", "this run: rank 4,"), ("null", "this run: trains all weights")):
+        (problem,) = project.problems_of(f"actor_train: {{lora: {other}}}", resume)
+        assert problem.path == "checkpoint.resume" and "rank 8, alpha 32.0, targets ['q_proj']; " + told in problem.message

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from roll_lite.config.adapter_files import resumption_problem
 from roll_lite.config.arithmetic import roles
 from roll_lite.config.checkpoint_files import read_state, remedy, resumption
 from roll_lite.config.checks.data import DOMAIN_DATA_CHECKS
@@ -129,12 +131,20 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
             raise ValueError(f"{checkpoint / 'state.json'} has no {' and no '.join(absent)}; {remedy(checkpoint)}")
         if (mode := state.get("config", {}).get("mode", "full")) != config.mode:
             raise ValueError(f"{checkpoint} was written by a run of mode: {mode}, this one is of mode: {config.mode}")
+        if config.mode != "rollout_only" and (other := resumption_problem(config.actor_train.lora, _saved_lora(state))):
+            raise ValueError(f"{checkpoint} cannot be gone on from: {other}")
         trained = [role for role in ("actor_train", "critic") if role in roles(config)]
         absent = [role for role in trained if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
         if absent:
             raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {remedy(checkpoint)}")
     except (ValueError, OSError) as error:
         yield Problem("checkpoint.resume", str(error).removeprefix("checkpoint.resume: "), str(folder))
+
+
+def _saved_lora(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    actor = state.get("config", {}).get("actor_train")
+    saved = actor.get("lora") if isinstance(actor, dict) else None
+    return saved if isinstance(saved, dict) else None
 
 
 def _run_folder(config: RunConfig) -> Iterator[Problem]:

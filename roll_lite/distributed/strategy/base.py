@@ -161,7 +161,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def save_checkpoint(self, folder: Path) -> None:
-        """Weights, optimizer, learning-rate schedule, RNG."""
+        """Weights, optimizer, learning-rate schedule, RNG; of a model with adapters theirs alone."""
 
     @abstractmethod
     def load_checkpoint(self, folder: Path) -> None: ...

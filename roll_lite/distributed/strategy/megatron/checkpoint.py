@@ -54,7 +54,7 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
     """Collective. Learning rate, betas and weight decay stay those of the configuration."""
     state = _read_state(_sharded_state(chunks, optimizer, loading=True), folder / STATE_FOLDER)
     for name, chunk in _named_chunks(chunks):
-        chunk.load_state_dict(state[name])
+        chunk.load_state_dict(state[name], strict=not _adapters_of(chunk))
     if optimizer is not None:
         _load_optimizer(optimizer, state)
     if (own_file := _own_rank_file(folder, layout)) is not None:
@@ -100,13 +100,24 @@ def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
 
 def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: bool) -> dict[str, Any]:
     metadata = {**_FORMAT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    state: dict[str, Any] = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _named_chunks(chunks)}
+    state: dict[str, Any] = {name: _kept_of(chunk, chunk.sharded_state_dict(metadata=metadata)) for name, chunk in _named_chunks(chunks)}
     if optimizer is not None:
         weights = {name: state[name] for name, _ in _named_chunks(chunks)}
         only = weights["model"] if len(chunks) == 1 else weights
         state["optimizer"] = optimizer.megatron.sharded_state_dict(only, is_loading=loading, metadata=metadata)
         state["schedule"] = optimizer.scheduler.state_dict()
     return state
+
+
+def _kept_of(chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """All of it, or of a model that adapters train beside the adapters: the rest stays in the model's folder."""
+    return {name: value for name, value in state.items() if name in trained} if (trained := _adapters_of(chunk)) else state
+
+
+def _adapters_of(chunk: Any) -> set[str]:
+    """What trains where the rest is frozen."""
+    trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
+    return trained if len(trained) < len(list(chunk.parameters())) else set()
 
 
 def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-from roll_lite.config.adapter_files import adapter_config
+from roll_lite.config.adapter_files import adapter_config, check_base, write_base
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.schema.models import LoraConfig, MegatronStrategyConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
@@ -196,8 +196,11 @@ class MegatronStrategy(TrainStrategy):
 
     def save_checkpoint(self, folder: Path) -> None:
         self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
+        if self._adapters is not None and self.layout.rank == 0:
+            write_base(folder, self._spec.model.path)
         write_checkpoint(self._chunks, self._optimizer, self.layout, folder)
 
     def load_checkpoint(self, folder: Path) -> None:
         self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
+        check_base(folder, self._spec.model.path, self._spec.lora)
         read_checkpoint(self._chunks, self._optimizer, self.layout, folder)

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from roll_lite.config.schema.models import LINEAR_LAYERS, LoraConfig, OptimizerConfig
+from roll_lite.distributed.strategy.base import StateGroup
 from roll_lite.distributed.strategy.megatron.hf_export import HfExporter
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
@@ -255,3 +256,68 @@ def test_a_run_begins_with_the_same_adapters_under_every_layout(ranks: RankPool,
         assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
     starts = {name: one for name, one in whole.items() if "lora_A" in name}
     assert all(one.std() > 0 for one in starts.values()) and len({float(one.flatten()[0]) for one in starts.values()}) == len(starts)
+
+
+def steps(strategy: MegatronStrategy, numbers: range) -> list[float]:
+    """The gradient norms."""
+    norms = []
+    for number in numbers:
+        batch = shard(batch_of(seed=number), strategy, [5, 1] if strategy.layout.data_size == 2 else None)
+        norms.append(train_step(strategy, batch, weighted_loss, ["log_probs"], 3).grad_norm)
+    return norms
+
+
+def save_and_resume(path: Path, adapters: Path, folder: Path, layout: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A run goes on bit for bit. Offloading in between changes nothing, and frees everything."""
+    straight, resumed = (started(path, CONFIG, total_updates=9, lora=lora_of(adapters), **layout) for _ in range(2))
+    steps(straight, range(2))
+    straight.save_checkpoint(folder)
+    straight.offload(StateGroup)
+    assert sum(one.untyped_storage().nbytes() for chunk in straight._chunks for one in chunk.parameters()) == 0
+    straight.load(StateGroup)
+    norms = steps(straight, range(2, 4))
+    resumed.load_checkpoint(folder)
+    assert steps(resumed, range(2, 4)) == norms
+    ours, theirs = own_weights(resumed), own_weights(straight)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    return norms, ours
+
+
+def resume_elsewhere(path: Path, adapters: Path, folder: Path, layout: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    strategy = started(path, CONFIG, total_updates=9, lora=lora_of(adapters), **layout)
+    strategy.load_checkpoint(folder)
+    return steps(strategy, range(2, 4)), own_weights(strategy)
+
+
+def test_checkpoints_hold_adapters_and_go_on_under_other_layouts(ranks: RankPool, cases: Cases, tmp_path: Path) -> None:
+    given = cases.path, cases.adapters["all"]
+    saved = ranks(2, save_and_resume, *given, tmp_path / "TP2", {"tensor_parallel": 2, "sequence_parallel": True})
+    size = sum(file.stat().st_size for file in (tmp_path / "TP2").rglob("*.distcp"))
+    model = (cases.path / "model.safetensors").stat().st_size
+    assert size < 0.6 * model, "adapters of this model with two moments"
+    assert json.loads((tmp_path / "TP2" / "base.json").read_text())["path"] == str(cases.path)
+    norms, weights = saved[0]
+    others: list[tuple[int, dict[str, int]]] = [(1, {}), (2, {}), (2, {"pipeline_parallel": 2})]
+    for world_size, layout in others:
+        found = ranks(world_size, resume_elsewhere, *given, tmp_path / "TP2", layout)
+        assert found[0][0] == pytest.approx(norms, rel=1e-5)
+        assert_same({name: one for _, own in found for name, one in own.items()}, weights)
+
+
+def told(path: Path, folder: Path, lora: LoraConfig | None) -> str:
+    with pytest.raises(ValueError) as error:
+        started(path, CONFIG, lora=lora).load_checkpoint(folder)
+    return str(error.value)
+
+
+def save(path: Path, folder: Path, lora: LoraConfig | None) -> None:
+    started(path, CONFIG, lora=lora).save_checkpoint(folder)
+
+
+def test_a_checkpoint_says_whose_adapters_it_holds(ranks: RankPool, cases: Cases, tmp_path: Path) -> None:
+    lora, other = lora_of(cases.adapters["some"]), tiny(tmp_path / "other", "qwen2", seed=1)
+    ranks(1, save, cases.path, tmp_path / "adapters", lora)
+    ranks(1, save, cases.path, tmp_path / "whole", None)
+    assert f"belong to {cases.path}; model.path {other} has other weights" in ranks(1, told, other, tmp_path / "adapters", lora)[0]
+    assert "holds adapters; actor_train.lora" in ranks(1, told, cases.path, tmp_path / "adapters", None)[0]
+    assert "holds a whole model; actor_train.lora" in ranks(1, told, cases.path, tmp_path / "whole", lora)[0]
