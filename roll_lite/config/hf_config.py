@@ -10,7 +10,7 @@ from typing import Any
 from roll_lite.config.files import elsewhere, kind_of, read_object
 from roll_lite.config.hf_fields import HEADS, refusals, rope_fields
 
-SUPPORTED_TYPES = ("qwen2", "qwen3", "llama")
+SUPPORTED_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 """`model_type`s whose weights the Megatron strategy can read and write."""
 
 
@@ -26,6 +26,8 @@ class ModelShape:
     vocab_size: int
     max_positions: int | None
     tied_embeddings: bool
+    window: int | None
+    """Tokens that a token attends to, where that is not the whole context."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class HfConfig:
     qkv_bias: bool
     qk_norm: bool
     rope: RopeConfig
+    window: int | None
+    """Tokens that a token attends to, itself among them; None: all before it."""
 
     @property
     def attention_par(self) -> float:
@@ -91,6 +95,7 @@ def read_model_shape(folder: Path) -> ModelShape:
             vocab_size=_size(raw, "vocab_size"),
             max_positions=_size(raw, "max_position_embeddings") if raw.get("max_position_embeddings") is not None else None,
             tied_embeddings=raw.get("tie_word_embeddings", False) is True,
+            window=sliding_window(raw),
         )
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
@@ -133,6 +138,12 @@ def read_hf_config(folder: Path, key: str = "model.path", architectures: Sequenc
         raise ValueError(f"{key}: {file}: {error}") from error
 
 
+def sliding_window(raw: Mapping[str, Any]) -> int | None:
+    """Tokens that every layer attends to; None: the whole context. Mistral's are 4,096 where its config.json does not say."""
+    given = {"sliding_window": 4096, **raw}
+    return None if raw["model_type"] != "mistral" or given["sliding_window"] is None else _size(given, "sliding_window")
+
+
 def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
     """What is missing is what transformers takes for it."""
     family, heads, norm_eps = raw["model_type"], _size(raw, "num_attention_heads", most=_MANY), raw.get("rms_norm_eps", 1e-6)
@@ -141,6 +152,8 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
     if not isinstance(raw.get("tie_word_embeddings", False), bool):
         raise ValueError(f"tie_word_embeddings is {raw['tie_word_embeddings']!r:.40}; it must be true or false")
     hidden = _size(raw, "hidden_size")
+    key_value_heads = {"llama": heads, "mistral": 8}.get(family, 32)
+    positions = {"llama": 2048, "mistral": 4096 * 32}.get(family, 32768)
     return HfConfig(
         family=family,
         vocab_size=_size(raw, "vocab_size"),
@@ -148,9 +161,9 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
         feed_forward=_size(raw, "intermediate_size"),
         layers=_size(raw, "num_hidden_layers", most=_MANY),
         heads=heads,
-        key_value_heads=_size(raw, "num_key_value_heads", heads if "num_key_value_heads" in raw or family == "llama" else 32),
+        key_value_heads=_size(raw, "num_key_value_heads", heads if "num_key_value_heads" in raw else key_value_heads),
         head_dim=_size(raw, "head_dim", 128 if family == "qwen3" else max(hidden // heads, 1)),
-        max_positions=_size(raw, "max_position_embeddings", 2048 if family == "llama" else 32768),
+        max_positions=_size(raw, "max_position_embeddings", positions),
         norm_eps=float(norm_eps),
         tied_embeddings=raw.get("tie_word_embeddings", False),
         qkv_bias=family == "qwen2",
@@ -160,4 +173,5 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
             linear_factor=float(rope["factor"]) if rope["rope_type"] == "linear" else None,
             llama3_factor=float(rope["factor"]) if rope["rope_type"] == "llama3" else None,
         ),
+        window=sliding_window(raw),
     )

@@ -1,8 +1,8 @@
 """Which fields of a config.json are known. An allow-list: whatever else stands there might change the numbers, and is refused by name.
 
-The fields are those of transformers' Qwen2Config, Qwen3Config and LlamaConfig, and those that published models of these families carry
-beside them. Engines read more than transformers does (vLLM: is_causal, layer_types in every family), so a field is without effect only
-if it is for all of them.
+The fields are those of transformers' Qwen2Config, Qwen3Config, LlamaConfig and MistralConfig, and those that published models of these
+families carry beside them. Engines read more than transformers does (vLLM: is_causal, layer_types in every family), so a field is
+without effect only if it is for all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _names(text: str) -> frozenset[str]:
 
 READ = _names(
     """model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    max_position_embeddings rms_norm_eps tie_word_embeddings rope_theta rope_scaling rope_parameters"""
+    max_position_embeddings rms_norm_eps tie_word_embeddings rope_theta rope_scaling rope_parameters sliding_window"""
 )
 """What `read_hf_config` and the checks make use of."""
 
@@ -93,8 +93,10 @@ def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[s
             if value is not None and (others or not value):
                 other = others[0] if others else None
                 yield f"layer_types holds {other!r}; only 'full_attention' is supported: every layer here attends to the whole context"
+            elif value is not None and raw["model_type"] == "mistral" and raw.get("sliding_window", 0) is not None:
+                yield "layer_types says 'full_attention' beside a sliding_window; set one of them to null"
         elif field == "sliding_window":
-            if value is not None and raw["model_type"] == "llama":  # Qwen's has its switch, use_sliding_window
+            if value is not None and raw["model_type"] == "llama":  # Qwen's has its switch, use_sliding_window; Mistral's is supported
                 yield f"sliding_window is {value!r}; set it to null: every layer here attends to the whole context"
         elif field not in READ and field not in WITHOUT_EFFECT and not field.startswith("transformers.js"):
             yield f"{field} is {value!r:.80}, which is not known here and may change what the model computes; remove it if it does not"

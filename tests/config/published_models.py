@@ -165,6 +165,29 @@ DEEPSEEK_CODER = LLAMA_2_7B | {
     "vocab_size": 32256,
 }
 
+MISTRAL_7B: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+
 TRAINABLE: dict[str, dict[str, Any]] = {
     "Qwen2.5-0.5B": QWEN2_5_0_5B,
     "Qwen2.5-7B": QWEN2_5_7B,
@@ -190,6 +213,11 @@ TRAINABLE: dict[str, dict[str, Any]] = {
     "DeepSeek-R1-Distill-Llama-8B": LLAMA_3_1_8B | {"eos_token_id": 128001},
     "SmolLM2-135M": SMOLLM2,
     "deepseek-coder-6.7b": DEEPSEEK_CODER,
+    "Mistral-7B-v0.1": MISTRAL_7B,
+    "Mistral-7B-Instruct-v0.3": MISTRAL_7B | {"rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768},
+    "Mistral without what it need not say": without(
+        MISTRAL_7B, "sliding_window", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"
+    ),
     "a sequence classifier": LLAMA_3_1_8B
     | {
         "architectures": ["LlamaForSequenceClassification"],
@@ -201,7 +229,7 @@ TRAINABLE: dict[str, dict[str, Any]] = {
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 QUANTIZED = {"bits": 4, "group_size": 128, "quant_method": "gptq"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another family": (LLAMA_2_7B | {"model_type": "mistral"}, "model_type 'mistral' cannot be trained; supported are qwen2, qwen3, llama"),
+    "another family": (LLAMA_2_7B | {"model_type": "gemma2"}, "model_type 'gemma2' cannot be trained; supported are qwen2, qwen3, llama"),
     "partial rotation of transformers 5": (
         LLAMA_2_7B | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         "partial_rotary_factor is not supported",
@@ -239,6 +267,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "layer_types holds 'sliding_attention'",
     ),
     "a Llama with a sliding window": (LLAMA_2_7B | {"sliding_window": 4096}, "sliding_window is 4096; set it to null"),
+    "a Mistral with two minds about its window": (
+        MISTRAL_7B | {"layer_types": ["full_attention"] * 32},
+        "layer_types says 'full_attention' beside a sliding_window",
+    ),
+    "a window of nothing": (MISTRAL_7B | {"sliding_window": 0}, "sliding_window is 0; it must be a positive integer"),
     "an embedding model of both directions": (QWEN2_5_7B | {"is_causal": False}, "is_causal is False; only True"),
     "an attention with biases": (LLAMA_3_1_8B | {"attention_bias": True}, "attention_bias is True"),
     "an MLP with biases": (LLAMA_3_1_8B | {"mlp_bias": True}, "mlp_bias is True"),

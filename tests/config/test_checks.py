@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from config_project import Project
 
+from roll_lite.config.arithmetic import max_model_len
 from roll_lite.config.checks import layout as check_layout
 from roll_lite.config.checks.across import readable
 from roll_lite.config.checks.layout import sharing_notes
@@ -155,6 +156,11 @@ LAYOUT_CHECKS = {
         "actor_train: {strategy: {sequence_parallel: true}}",
         "actor_train.strategy.sequence_parallel",
         "needs tensor_parallel > 1",
+    ),
+    "modules of no use": (
+        "actor_train: {strategy: {recompute: full, recompute_modules: [mlp]}}",
+        "actor_train.strategy.recompute_modules",
+        "are recomputed with `recompute: selective`, not with full",
     ),
     "virtual pipeline without stages": (
         "actor_train: {strategy: {virtual_pipeline_parallel: 3}}",
@@ -407,6 +413,16 @@ def test_combinations_that_are_right(project: Project) -> None:
     sizes = "devices: 8, strategy: {tensor_parallel: 2, pipeline_parallel: 2, sequence_parallel: true}"
     assert project.problems_of(f"actor_train: {{{sizes}}}\nactor_infer: {{devices: 8, strategy: {{tensor_parallel: 8}}}}") == []
     assert project.load("actor_infer.strategy.name=scripted", allow_scripted=True).actor_infer.strategy.name == "scripted"
+
+
+def test_an_engine_that_knows_no_window(project: Project) -> None:
+    """Where prompt and response stay within it, there is nothing to know."""
+    needed = max_model_len(project.load())
+    sglang = "actor_infer: {strategy: {name: sglang}}"
+    for window, found in ((needed, []), (needed - 1, ["actor_infer.strategy.name"])):
+        project.write_model("model", model_type="mistral", sliding_window=window, architectures=["MistralForCausalLM"])
+        assert [problem.path for problem in project.problems_of(sglang)] == found
+    assert project.problems() == []
 
 
 def test_a_bug_in_a_check_is_not_taken_for_a_refused_field() -> None:

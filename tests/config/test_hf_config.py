@@ -14,7 +14,7 @@ from published_models import LLAMA_2_7B, QWEN2_AS_TRANSFORMERS_5_SAVES_IT, REFUS
 from safetensors.torch import load_file, save_file
 from support_models import make_tiny_model
 from support_weights import tensors
-from transformers import AutoConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from roll_lite.config.hf_config import HfConfig, read_hf_config
@@ -47,6 +47,7 @@ def test_a_published_model_is_read_as_transformers_reads_it(name: str, tmp_path:
         qkv_bias=theirs.model_type == "qwen2",
         qk_norm=theirs.model_type == "qwen3",
         rope=None,  # type: ignore[arg-type]
+        window=theirs.sliding_window if theirs.model_type == "mistral" else None,
     )
     theirs.head_dim = head_dim
     # Megatron divides positions where transformers divides frequencies: in float32 the angles differ by rounding.
@@ -95,13 +96,13 @@ def test_a_scaling_that_is_refused_makes_another_model(name: str, tmp_path: Path
 
 
 def test_every_field_of_transformers_config_classes_is_known() -> None:
-    known = READ | WITHOUT_EFFECT | set(ONLY) | {"layer_types", "sliding_window"}
-    for config_class in (Qwen2Config, Qwen3Config, LlamaConfig):
+    known = READ | WITHOUT_EFFECT | set(ONLY) | {"layer_types"}
+    for config_class in (Qwen2Config, Qwen3Config, LlamaConfig, MistralConfig):
         fields = {field.name for field in dataclasses.fields(config_class)} | set(config_class().to_dict())
         assert fields <= known, config_class.__name__
 
 
-@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config, LlamaConfig])
+@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config, LlamaConfig, MistralConfig])
 def test_what_transformers_saves_is_taken(config_class: Any, tmp_path: Path) -> None:
     config_class(architectures=[config_class.__name__.replace("Config", "ForCausalLM")]).save_pretrained(tmp_path)
     assert read_hf_config(tmp_path).family == config_class.model_type

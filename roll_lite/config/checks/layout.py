@@ -18,6 +18,7 @@ from roll_lite.config.schema.models import (
     JudgeServerConfig,
     MegatronStrategyConfig,
     RewardModelConfig,
+    SglangStrategyConfig,
 )
 from roll_lite.config.schema.run import RunConfig
 
@@ -100,6 +101,13 @@ def _needs_whole_kv(role: Role, shape: ModelShape, size: int) -> bool:
     return isinstance(role.strategy, MegatronStrategyConfig) or size % shape.kv_heads != 0
 
 
+def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
+    strategy = role.strategy
+    if isinstance(strategy, MegatronStrategyConfig) and strategy.recompute_modules is not None and strategy.recompute != "selective":
+        message = f"are recomputed with `recompute: selective`, not with {strategy.recompute}; remove the list, or use selective"
+        yield Problem(f"{name}.strategy.recompute_modules", message, list(strategy.recompute_modules))
+
+
 def _engine_limits(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
     strategy = role.strategy
     if not isinstance(strategy, EngineStrategyConfig):
@@ -118,6 +126,7 @@ ROLE_CHECKS = (
     _interleaved_stages,
     _pipeline_divides_layers,
     _tensor_parallel_divides_heads,
+    _recomputed_modules,
     _engine_limits,
 )
 
@@ -142,13 +151,26 @@ def _model_is_long_enough(config: RunConfig) -> Iterator[Problem]:
             yield Problem(one.path, message, one.sampling.max_tokens)
 
 
+def _engine_knows_the_window(config: RunConfig) -> Iterator[Problem]:
+    """SGLang attends to the whole context in every model of Llama's kind."""
+    shape = _shape(config.model.path)
+    if not isinstance(config.actor_infer.strategy, SglangStrategyConfig) or shape is None or shape.window is None:
+        return
+    if (needed := max_model_len(config)) > shape.window:
+        message = (
+            f"knows no sliding window in this family, the trainer does: the model's is {shape.window} tokens and prompt and response "
+            f"may take {needed}; use vllm"
+        )
+        yield Problem("actor_infer.strategy.name", message, "sglang")
+
+
 def _deterministic_runs_on_cpu(config: RunConfig) -> Iterator[Problem]:
     if config.deterministic and gpus_visible():
         message = "GPU kernels do not repeat bit for bit; use false, or hide the GPUs with CUDA_VISIBLE_DEVICES=''"
         yield Problem("deterministic", message, True)
 
 
-LAYOUT_CHECKS = (_model_is_long_enough, _deterministic_runs_on_cpu)
+LAYOUT_CHECKS = (_model_is_long_enough, _engine_knows_the_window, _deterministic_runs_on_cpu)
 
 
 def sharing_notes(config: RunConfig) -> list[str]:

@@ -88,8 +88,11 @@ class MegatronStrategyConfig(Section):
     """Shard the optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
-    recompute: Literal["none", "full"] = "none"
-    """Recompute activations of whole layers in the backward pass instead of keeping them."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass instead of keeping them. selective: those of recompute_modules; full: of whole layers."""
+    recompute_modules: Annotated[list[Literal["mlp", "core_attn"]], Field(min_length=1)] | None = None
+    """For `recompute: selective`; [mlp] where absent. mlp: the feed-forward part, most of what a layer keeps. core_attn: attention itself,
+    worth it with context_parallel, where a rank has the keys and values of all."""
 
 
 class EngineStrategyConfig(Section):

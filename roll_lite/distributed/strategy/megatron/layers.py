@@ -25,7 +25,8 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 
 
 class SdpaAttention(MegatronModule):
-    """Causal attention with grouped queries within packed rows, on torch's scaled_dot_product_attention.
+    """Causal attention with grouped queries within packed rows, on torch's scaled_dot_product_attention; where the model has a sliding
+    window, to that many tokens before.
 
     Megatron hands over [tokens, 1, heads, head_dim] and takes [tokens, 1, heads * head_dim]. Where context-parallel ranks share the rows,
     each of them gathers the keys and values of all.
@@ -44,6 +45,7 @@ class SdpaAttention(MegatronModule):
         super().__init__(config=config)
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
         self.context_group = pg_collection.cp
+        self.looks_back: int | None = None if config.window_size is None else config.window_size[0]
         tensor_parallel = pg_collection.tp.size()
         self.queries_per_key = divide(config.num_attention_heads, tensor_parallel) // divide(config.num_query_groups, tensor_parallel)
 
@@ -69,9 +71,10 @@ class SdpaAttention(MegatronModule):
 
     def _variable_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
         """Flash attention; a window of (-1, 0) is the causal one, in which the last token sees everything."""
+        window = (-1 if self.looks_back is None else self.looks_back, 0)
         seen_starts = rows.starts if rows.seen_starts is None else rows.seen_starts
         sizes = rows.most_tokens, rows.most_seen
-        output = varlen_attn(q, k, v, rows.starts, seen_starts, *sizes, scale=self.softmax_scale, window_size=(-1, 0), enable_gqa=True)
+        output = varlen_attn(q, k, v, rows.starts, seen_starts, *sizes, scale=self.softmax_scale, window_size=window, enable_gqa=True)
         assert isinstance(output, torch.Tensor)
         return output
 
@@ -81,12 +84,20 @@ class SdpaAttention(MegatronModule):
         outputs = []
         for (count, size, seen), *parts in zip(rows.runs, q.split(cuts[0]), k.split(cuts[1]), v.split(cuts[1]), strict=True):
             query, key, value = (part.view(count, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
-            before = None if size == seen else torch.ones(size, seen, dtype=torch.bool, device=q.device).tril(seen - size)
+            before = self._before(size, seen, q.device)
             found = torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, before, is_causal=before is None, scale=self.softmax_scale, enable_gqa=self.queries_per_key > 1
             )
             outputs.append(found.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)
+
+    def _before(self, size: int, seen: int, device: torch.device) -> torch.Tensor | None:
+        """[size, seen] which tokens each token of a piece attends to; None: all from the piece's first on."""
+        windowed = self.looks_back is not None and self.looks_back + 1 < seen
+        if size == seen and not windowed:
+            return None
+        mask = torch.ones(size, seen, dtype=torch.bool, device=device).tril(seen - size)
+        return mask.triu(seen - size - self.looks_back) if windowed and self.looks_back is not None else mask
 
 
 class ValueHead(torch.nn.Module):

@@ -33,6 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {family: tiny(folder / family, family) for family in FAMILIES} | {
         "odd vocabulary": tiny(folder / "odd", "qwen2", vocab_size=101),
+        "mistral": tiny(folder / "mistral", "mistral", sliding_window=4, tied=False),
         "four layers": tiny(folder / "four", "qwen3", layers=4),
         "odd vocabulary, untied": tiny(folder / "odd_untied", "qwen3", vocab_size=101, tied=False),
         "rope linear": tiny(folder / "linear", "llama", rope_parameters={"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}),
@@ -108,7 +109,8 @@ def test_families(ranks: RankPool, models: dict[str, Path], layout: dict[str, in
         cases.append((check_forward, models[family], 100, options))
         cases.append((check_gradients, models[family], 100, options, None, micro_batch_sizes))
     if not layout:
-        cases += [(check_forward, models[name], 100, {}) for name in ("rope linear", "rope llama3")]
+        cases += [(check_forward, models[name], 100, {}) for name in ("rope linear", "rope llama3", "mistral")]
+        cases.append((check_gradients, models["mistral"], 100, {}, None, [TokenBudget(20)]))
     if "data" in layout:
         # One rank has no rows at all; one rank has a single row where the other runs five micro-batches.
         cases += [(check_gradients, models["qwen2"], 100, {}, sizes, [1]) for sizes in ([6, 0], [1, 5])]
@@ -125,6 +127,11 @@ def test_layouts_that_come_for_free(ranks: RankPool, models: dict[str, Path]) ->
         for family in FAMILIES:
             cases = [(check_forward, models[family], 100, layout), (check_gradients, models[family], 100, layout, None, [2, 6])]
             ranks(2, check_many, cases)
+    selective = {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "selective"}
+    for modules in (None, ["core_attn", "mlp"]):
+        ranks(2, check_gradients, models["qwen3"], 100, {**selective, "recompute_modules": modules}, None, [2])
+    cases = [(check_forward, models["mistral"], 100, {"tensor_parallel": 2})]
+    ranks(2, check_many, [*cases, (check_gradients, models["mistral"], 100, {"tensor_parallel": 2}, None, [2])])
 
 
 def test_ranks_that_share_the_tokens(ranks: RankPool, models: dict[str, Path]) -> None:
@@ -132,7 +139,33 @@ def test_ranks_that_share_the_tokens(ranks: RankPool, models: dict[str, Path]) -
     layout = {"context_parallel": 2}
     cases: list[tuple[Any, ...]] = [(check_forward, models["qwen3"], 100, layout)]
     cases.append((check_gradients, models["qwen3"], 100, layout, None, [1, TokenBudget(20)]))
+    # A window that begins on the other rank.
+    cases.append((check_gradients, models["mistral"], 100, layout, None, [TokenBudget(20)]))
     ranks(2, check_many, cases)
+
+
+def runs_of_modules(path: Path, layout: dict[str, Any]) -> list[int]:
+    """How often a layer's norm, attention and feed-forward run in an optimizer step of one micro-batch."""
+    strategy = started(path, NO_CLIPPING, **layout)
+    layer, runs = strategy._model.decoder.layers[0], [0, 0, 0]
+
+    def count(number: int) -> None:
+        runs[number] += 1
+
+    for number, module in enumerate((layer.input_layernorm, layer.self_attention.core_attention, layer.mlp.linear_fc1)):
+        module.register_forward_pre_hook(lambda *_, number=number: count(number))
+    train_step(strategy, batch_of(), weighted_loss, ["log_probs"], 6)
+    return runs
+
+
+def test_what_is_recomputed(ranks: RankPool, models: dict[str, Path]) -> None:
+    for options, expected in (
+        ({}, [1, 1, 1]),
+        ({"recompute": "selective"}, [1, 1, 2]),
+        ({"recompute": "selective", "recompute_modules": ["core_attn"]}, [1, 2, 1]),
+        ({"recompute": "full"}, [2, 2, 2]),
+    ):
+        assert ranks(1, runs_of_modules, models["qwen3"], options) == [expected]
 
 
 @pytest.mark.slow

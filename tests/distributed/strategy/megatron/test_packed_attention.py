@@ -17,8 +17,9 @@ from roll_lite.distributed.strategy.megatron.packed_rows import ContextCut, Pack
 HEADS, KEYS, WIDTH = 4, 2, 8
 
 
-def attention() -> SdpaAttention:
-    config = SimpleNamespace(kv_channels=WIDTH, num_attention_heads=HEADS, num_query_groups=KEYS)
+def attention(window: int | None = None) -> SdpaAttention:
+    window_size = None if window is None else (window - 1, 0)
+    config = SimpleNamespace(kv_channels=WIDTH, num_attention_heads=HEADS, num_query_groups=KEYS, window_size=window_size)
     return SdpaAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=None, tp=SimpleNamespace(size=lambda: 1)))
 
 
@@ -70,12 +71,22 @@ def test_every_row_is_by_itself(lengths: list[int]) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_a_window_by_hand() -> None:
+    """A window of 2: each token attends to itself and the one before it, whatever of its row is elsewhere."""
+    masks = attention(window=2)
+    whole, part = masks._before(3, 3, torch.device("cpu")), masks._before(2, 4, torch.device("cpu"))
+    assert whole is not None and whole.int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    assert part is not None and part.int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+    assert masks._before(2, 2, torch.device("cpu")) is None, "the row is no longer than the window"
+
+
 def test_on_a_gpu_flash_attention_takes_all_rows_at_once() -> None:
     """Tensors without contents on a device that is not there: the call is one that torch accepts, and everything stays on the device."""
     with FakeTensorMode(), patch.object(layers, "varlen_attn", wraps=layers.varlen_attn) as called:
         places, starts = torch.empty(13, dtype=torch.int64, device="cuda"), torch.empty(4, dtype=torch.int32, device="cuda")
         rows = PackedRows(((2, 5, 5), (1, 3, 3)), places, starts, 5)
         parts = [torch.empty(13, 1, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (HEADS, KEYS, KEYS)]
-        found = attention()(*parts, None, packed_seq_params=rows)
-        assert (found.shape, found.dtype, found.device.type) == ((13, 1, HEADS * 64), torch.bfloat16, "cuda")
-    assert called.call_count == 1 and called.call_args.kwargs["window_size"] == (-1, 0)
+        for window in (None, 4):
+            found = attention(window)(*parts, None, packed_seq_params=rows)
+            assert (found.shape, found.dtype, found.device.type) == ((13, 1, HEADS * 64), torch.bfloat16, "cuda")
+    assert [call.kwargs["window_size"] for call in called.call_args_list] == [(-1, 0), (3, 0)]
