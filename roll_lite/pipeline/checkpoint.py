@@ -23,6 +23,7 @@ from roll_lite.config.checkpoint_files import (
     resumption,
     write_list,
 )
+from roll_lite.config.schema.models import RefreshConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.devices import FORWARD, TRAIN
@@ -44,7 +45,7 @@ class Checkpoints:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         records: dict[str, FileRecord] = {}
-        for role, model in clusters.trained.items():
+        for role, model in self._stateful(clusters).items():
             (unfinished / role).mkdir()
             with model.loaded(TRAIN):
                 model.ranks.all(ModelWorker.save_checkpoint, (unfinished / role).resolve())
@@ -71,11 +72,11 @@ class Checkpoints:
             return None
         folder = resumption(self._config.checkpoint.resume).checkpoint
         state = read_state(folder)
-        missing = [role for role in clusters.trained if not (folder / role).is_dir()]
+        missing = [role for role in self._stateful(clusters) if not (folder / role).is_dir()]
         if missing:
-            raise ValueError(f"checkpoint.resume: {folder} holds nothing for {', '.join(missing)}; was it written without a critic?")
+            raise ValueError(f"checkpoint.resume: {folder} holds nothing for {', '.join(missing)}; was it written without?")
         self._check(clusters, folder)
-        for role, model in clusters.trained.items():
+        for role, model in self._stateful(clusters).items():
             with model.loaded(TRAIN):
                 model.ranks.all(ModelWorker.load_checkpoint, (folder / role).resolve())
         source.load_state_dict(state["rollouts"])
@@ -86,7 +87,7 @@ class Checkpoints:
         wanted = read_list(folder)
         if wanted is None:
             return
-        for role, model in clusters.trained.items():
+        for role, model in self._stateful(clusters).items():
             own = sorted(name for name in wanted if name.startswith(f"{role}/"))
             check_sums(folder, wanted, records_of(model, folder, own).items())
 
@@ -95,7 +96,29 @@ class Checkpoints:
         for role, model in clusters.trained.items():
             with model.loaded(FORWARD):
                 model.ranks.all(ModelWorker.save_hf, (self._run_folder / EXPORTED[role]).resolve())
+        if self._config.actor_train.ema is not None:
+            self._save_actor(clusters, "model_ema", average=True)
         return self._run_folder / EXPORTED["actor_train"]
+
+    def refresh_reference(self, clusters: Clusters, refresh: RefreshConfig) -> None:
+        """The reference becomes the actor, or the average of its weights: in bytes that may be laid out in another way."""
+        folder = self._save_actor(clusters, "reference", refresh.weights == "ema")
+        assert clusters.reference is not None
+        with clusters.reference.loaded(FORWARD):
+            clusters.reference.ranks.all(ModelWorker.load_hf, folder)
+        shutil.rmtree(folder)
+
+    def _save_actor(self, clusters: Clusters, name: str, average: bool) -> Path:
+        folder = (self._run_folder / name).resolve()
+        with clusters.actor.loaded(FORWARD):
+            clusters.actor.ranks.all(ModelWorker.save_hf, folder, average)
+        return folder
+
+    def _stateful(self, clusters: Clusters) -> dict[str, Model[Any]]:
+        """The models that a checkpoint holds: those that train, and a reference that follows them."""
+        reference = self._config.reference
+        follows = {"reference": clusters.reference} if reference is not None and reference.refresh is not None else {}
+        return {**clusters.trained, **{role: model for role, model in follows.items() if model is not None}}
 
 
 def records_of(model: Model[Any], folder: Path, names: list[str]) -> dict[str, FileRecord]:

@@ -53,6 +53,7 @@ class RLVRPipeline:
         self.shaping = RewardShaping(config)
         self.agreement = Agreement(config)
         self.skipped = SkippedUpdates.of(config)
+        self.refresh = config.reference.refresh if config.reference is not None else None
         in_reward, in_loss = self.algorithm.kl_in_reward, self.algorithm.kl_in_loss
         self.kl_in_reward = KlController(in_reward.coef, **in_reward.controller.parameters)
         self.kl_in_loss = KlController(in_loss.coef, **in_loss.controller.parameters)
@@ -74,6 +75,8 @@ class RLVRPipeline:
                 self.step()
             self.agreement.look(self.journal.history.records[self.steps_done])
             self.skipped.look()
+            if self.refresh is not None and self.due(self.refresh.every):
+                self.refresh_reference()
             if self.due(self.config.checkpoint.every):
                 self.save_checkpoint()
             if self.due(self.config.validation.every) or self.steps_done == self.config.steps:
@@ -179,6 +182,12 @@ class RLVRPipeline:
             with self.source.loaded(EngineMemory.KV_CACHE):
                 rows, stats = self.source.evaluate(samples, sampling, self.steps_done)
         self.journal.validation(self.steps_done, rows, stats)
+
+    @phase("checkpoint")
+    def refresh_reference(self) -> None:
+        """The reference becomes what the actor is by now, or the average of its weights."""
+        assert self.refresh is not None
+        self.checkpoints.refresh_reference(self.clusters, self.refresh)
 
     @phase("checkpoint")
     def save_checkpoint(self) -> None:

@@ -48,6 +48,7 @@ class ModelRole:
             total_updates=self.total_updates,
             value_init=value_init,
             lora=self.config.lora if isinstance(self.config, ActorRoleConfig) else None,
+            ema_decay=self.config.ema.decay if isinstance(self.config, ActorRoleConfig) and self.config.ema is not None else None,
             seed=self.seed,
             deterministic=self.deterministic,
         )
@@ -116,8 +117,11 @@ class ModelWorker(Worker):
         """Size and checksum of this rank's share of the files: every world_size-th."""
         return {name: record(folder / name) for name in names[self.rank :: self.world_size]}
 
-    def save_hf(self, folder: Path) -> None:
-        self.strategy.save_hf(folder)
+    def save_hf(self, folder: Path, average: bool = False) -> None:
+        self.strategy.save_hf(folder, average)
+
+    def load_hf(self, folder: Path) -> None:
+        self.strategy.load_hf(folder)
 
     def compute(self, shard: BatchShard, columns: Sequence[str]) -> Block | None:
         """Some of the columns that the role computes, of this rank's rows; on head ranks."""

@@ -1,4 +1,4 @@
-"""The frozen policy that KL is measured against."""
+"""The policy that KL is measured against."""
 
 from __future__ import annotations
 

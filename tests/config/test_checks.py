@@ -157,6 +157,21 @@ LAYOUT_CHECKS = {
         "actor_train.strategy.sequence_parallel",
         "needs tensor_parallel > 1",
     ),
+    "an average that nobody takes": (
+        "reference: {refresh: {every: 5, weights: ema}}\nalgorithm: {kl_in_loss: {coef: 0.1}}",
+        "reference.refresh.weights",
+        "there is no average of the actor's weights; add actor_train.ema",
+    ),
+    "an average of adapters": (
+        "actor_train: {lora: {}, ema: {}}",
+        "actor_train.ema",
+        "is an average of all weights, of which only adapters train",
+    ),
+    "adapters for a reference": (
+        "actor_train: {lora: {export: adapter}}\nreference: {refresh: {every: 5}}\nalgorithm: {kl_in_loss: {coef: 0.1}}",
+        "reference.refresh",
+        "the reference takes whole weights; use actor_train.lora.export: merged",
+    ),
     "modules of no use": (
         "actor_train: {strategy: {recompute: full, recompute_modules: [mlp]}}",
         "actor_train.strategy.recompute_modules",

@@ -186,6 +186,23 @@ def test_roles_that_leave_their_devices_when_idle_come_back_for_everything_that_
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
+def test_a_reference_follows_the_actor_and_is_in_checkpoints(start: Any) -> None:
+    """The KL to what the actor was two steps ago is 0 right after each renewal, also where the run was resumed in between."""
+    settings = ["algorithm.critic_warmup_steps=0", "reference.refresh.every=2", "actor_train.ema.decay=0.5", "checkpoint.every=2"]
+    kl: list[float] = []
+    folder: Path | None = None
+    for last in (2, 4):
+        run = start("tiny_ppo", *SMALL, *settings, f"steps={last}", *([f"checkpoint.resume={folder}"] if folder is not None else []))
+        code, output = run.finish()
+        assert code == 0, output
+        kl += [abs(record["credit/kl_in_reward"]) for record in run.metrics() if "credit/kl_in_reward" in record]
+        folder = run.folder
+        assert (folder / "model_ema" / "model.safetensors").is_file() and not (folder / "reference").exists()
+    assert len(kl) == 4 and max(kl[0], kl[2]) < 1e-5 < min(kl[1], kl[3])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("old", ["rollout", pytest.param("recompute", marks=pytest.mark.nightly)])
 def test_kl_in_rewards_and_loss_entropy_bonus_and_mini_batches_go_together(start: Any, old: str) -> None:
     settings = [f"algorithm.old_log_probs={old}", "algorithm.critic_warmup_steps=0", "algorithm.kl_in_loss.coef=0.01"]

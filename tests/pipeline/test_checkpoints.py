@@ -12,6 +12,7 @@ import pytest
 
 from roll_lite.config.checkpoint_files import found, record, resumption
 from roll_lite.config.loading import load_config
+from roll_lite.config.schema.models import ReferenceRoleConfig, RefreshConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.pipeline.checkpoint import Checkpoints
 
@@ -72,6 +73,35 @@ def test_a_checkpoint_without_a_role_is_refused(config: RunConfig, tmp_path: Pat
     Checkpoints(config, tmp_path).save(parts("actor_train"), SOURCE, {"steps_done": 1})
     with pytest.raises(ValueError, match="holds nothing for critic"):
         Checkpoints(resuming(config, tmp_path), tmp_path / "next").load(parts("actor_train", "critic"), SOURCE)
+
+
+def test_a_reference_that_follows_the_actor_is_renewed_and_kept(config: RunConfig, tmp_path: Path) -> None:
+    """By what the actor writes for it, before the folder goes again."""
+    calls: list[tuple[str, ...]] = []
+
+    def cluster(role: str) -> Any:
+        def all_ranks(method: Any, folder: Path, *args: Any) -> Any:
+            calls.append((role, method.__name__, *map(str, args)))
+            if method.__name__ == "save_hf":
+                folder.mkdir()
+                (folder / "weights").write_text("of the actor")
+            if method.__name__ == "load_hf":
+                assert (folder / "weights").read_text() == "of the actor"
+
+        return SimpleNamespace(ranks=SimpleNamespace(all=all_ranks), loaded=lambda groups: nullcontext())
+
+    clusters: Any = SimpleNamespace(actor=cluster("actor"), reference=cluster("reference"))
+    refresh = RefreshConfig(every=2, weights="ema")
+    Checkpoints(config, tmp_path).refresh_reference(clusters, refresh)
+    assert calls == [("actor", "save_hf", "True"), ("reference", "load_hf")] and not list(tmp_path.iterdir())
+    following = config.model_copy(update={"reference": ReferenceRoleConfig(refresh=refresh)})
+    both = parts("actor_train")
+    both.reference = both.trained["actor_train"]
+    folder = Checkpoints(following, tmp_path).save(both, SOURCE, {"steps_done": 1})
+    assert (folder / "reference" / "weights").is_file()
+    Checkpoints(config, tmp_path).save(both, SOURCE, {"steps_done": 2})
+    with pytest.raises(ValueError, match="holds nothing for reference"):
+        Checkpoints(resuming(following, tmp_path), tmp_path / "next").load(both, SOURCE)
 
 
 @pytest.mark.parametrize("name", ["critic/weights", "state.json"])

@@ -152,6 +152,12 @@ def _kl_and_reference_belong_together(config: RunConfig) -> Iterator[Problem]:
         yield Problem("reference", f"{message}; set one of them, or remove the section (reference: null)")
 
 
+def _average_for_the_reference(config: RunConfig) -> Iterator[Problem]:
+    refresh = config.reference.refresh if config.reference is not None else None
+    if refresh is not None and refresh.weights == "ema" and config.actor_train.ema is None:
+        yield Problem("reference.refresh.weights", "there is no average of the actor's weights; add actor_train.ema, or use actor", "ema")
+
+
 def _validation_sampling(config: RunConfig) -> Iterator[Problem]:
     own = config.validation.sampling
     if 0 < own.temperature < LEAST_TEMPERATURE:
@@ -196,6 +202,7 @@ RUN_CHECKS = (
     _critic_and_gae_belong_together,
     _critic_warmup,
     _kl_and_reference_belong_together,
+    _average_for_the_reference,
     _validation_sampling,
     *SIMULATION_CHECKS,
     _validation_has_data,

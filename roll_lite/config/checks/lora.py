@@ -30,5 +30,13 @@ def _adapters_to_begin_with(config: RunConfig) -> Iterator[Problem]:
         yield from (Problem("actor_train.lora.path", message, str(lora.path)) for message in adapter_problems(lora))
 
 
-LORA_CHECKS = (_targets,)
+def _what_needs_whole_weights(config: RunConfig) -> Iterator[Problem]:
+    lora, reference = config.actor_train.lora, config.reference
+    if lora is not None and config.actor_train.ema is not None:
+        yield Problem("actor_train.ema", "is an average of all weights, of which only adapters train; remove it, or lora")
+    if lora is not None and lora.export == "adapter" and reference is not None and reference.refresh is not None:
+        yield Problem("reference.refresh", "the reference takes whole weights; use actor_train.lora.export: merged, or remove this")
+
+
+LORA_CHECKS = (_targets, _what_needs_whole_weights)
 LORA_FILE_CHECKS = (_adapters_to_begin_with,)

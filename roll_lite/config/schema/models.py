@@ -191,11 +191,37 @@ class TrainRoleConfig(ForwardRoleConfig):
         return self.train_micro_batch_tokens or self.micro_batch_tokens, self.train_micro_batch_size or self.micro_batch_size
 
 
+class EmaConfig(Section):
+    """An exponential moving average of the actor's weights, in float32 on the host, taken after every optimizer step. It is in checkpoints,
+    and exported as `model_ema/` beside the final model."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    """What is left of the average at each step; the rest is the new weights. 0.99 goes back about 100 steps."""
+
+
 class ActorRoleConfig(TrainRoleConfig):
     """The policy in training."""
 
     lora: LoraConfig | None = None
     """Train adapters beside frozen weights; all weights train where absent."""
+    ema: EmaConfig | None = None
+    """Keep an average of the weights; none where absent."""
+
+
+class RefreshConfig(Section):
+    """New weights for the reference, through a folder of the run, which all nodes share."""
+
+    every: PositiveInt
+    """Steps of the run between two of them."""
+    weights: Literal["actor", "ema"] = "actor"
+    """Whose: the actor's, or their average (actor_train.ema)."""
+
+
+class ReferenceRoleConfig(ForwardRoleConfig):
+    """The policy that KL is measured against."""
+
+    refresh: RefreshConfig | None = None
+    """Follow the actor every so many steps; absent: stay the model that training began with."""
 
 
 class CriticRoleConfig(TrainRoleConfig):

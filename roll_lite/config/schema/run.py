@@ -14,10 +14,10 @@ from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, Validat
 from roll_lite.config.schema.models import (
     ActorRoleConfig,
     CriticRoleConfig,
-    ForwardRoleConfig,
     InferRoleConfig,
     JudgeServerConfig,
     ModelConfig,
+    ReferenceRoleConfig,
     RewardModelConfig,
 )
 from roll_lite.config.schema.simulation import SimulationConfig
@@ -108,7 +108,7 @@ class LimitsConfig(Section):
     validation: TimeLimit = 14400.0
     """One validation."""
     checkpoint: TimeLimit = 7200.0
-    """Writing a checkpoint or the final model."""
+    """Writing a checkpoint or the final model, or renewing the reference."""
     other: TimeLimit = 3600.0
     """Every call that belongs to no phase: moving a role to its devices, resuming."""
     silence: TimeLimit = 300.0
@@ -140,8 +140,8 @@ class RunConfig(Section):
     """The policy in training."""
     actor_infer: InferRoleConfig = Field(default_factory=InferRoleConfig)
     """The policy in the engines."""
-    reference: ForwardRoleConfig | None = None
-    """The frozen policy that KL is measured against."""
+    reference: ReferenceRoleConfig | None = None
+    """The policy that KL is measured against."""
     critic: CriticRoleConfig | None = None
     """The value model (GAE)."""
     reward_models: dict[str, RewardModelConfig] = Field(default_factory=dict)

@@ -70,6 +70,8 @@ class ModelSpec:
     """With a value head in the place of the language model's."""
     lora: LoraConfig | None = None
     """Only adapters train."""
+    ema_decay: float | None = None
+    """With an average of the weights."""
     seed: int = 1
     deterministic: bool = False
 
@@ -167,8 +169,12 @@ class TrainStrategy(ForwardStrategy):
     def load_checkpoint(self, folder: Path) -> None: ...
 
     @abstractmethod
-    def save_hf(self, folder: Path) -> None:
-        """The weights as Hugging Face safetensors with config and tokenizer."""
+    def save_hf(self, folder: Path, average: bool = False) -> None:
+        """The weights as Hugging Face safetensors with config and tokenizer. `average`: theirs (ModelSpec.ema_decay)."""
+
+    @abstractmethod
+    def load_hf(self, folder: Path) -> None:
+        """Other weights of the same model, as save_hf has written them. Only where nothing trains."""
 
 
 # ---------------------------------------------------------------- inference

@@ -43,6 +43,11 @@ class HfExporter:
         exported = [binding for binding in bindings if binding.exported]
         self._places = {name: (binding, number) for binding in exported for number, name in enumerate(binding.hf)}
 
+    @property
+    def read_here(self) -> list[Binding]:
+        """What this rank has a part in exporting."""
+        return list({id(binding): binding for binding, _ in self._places.values()}.values()) if self._source else []
+
     def plan(self, bucket_bytes: int) -> ExportPlan:
         """Collective over all ranks. Buckets are cut per owner, in the order of the layers; a tensor larger than a bucket gets its own."""
         mine: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
@@ -116,7 +121,9 @@ class HfExporter:
         return tuple(shape)
 
 
-def save_hf(exporter: HfExporter, plan: ExportPlan, source: Path, folder: Path, dtype: torch.dtype, value_model: bool) -> None:
+def save_hf(
+    exporter: HfExporter, plan: ExportPlan, source: Path, folder: Path, dtype: torch.dtype, value_model: bool, read: Read = weights
+) -> None:
     """Safetensors (one file per bucket, written by its owner), config and tokenizer. Collective; the folder is shared by all nodes."""
     folder.mkdir(parents=True, exist_ok=True)
     buckets = plan.buckets()
@@ -125,10 +132,10 @@ def save_hf(exporter: HfExporter, plan: ExportPlan, source: Path, folder: Path, 
     for number, tensors in enumerate(buckets):
         file = "model.safetensors" if len(buckets) == 1 else f"model-{number + 1:05d}-of-{len(buckets):05d}.safetensors"
         files.update((tensor.name, file) for tensor in tensors)
-        total += sum(torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for tensor in tensors)
-        full = exporter.bucket(tensors)
+        total += sum(torch.Size(tensor.shape).numel() * dtype.itemsize for tensor in tensors)
+        full = exporter.bucket(tensors, read)
         if full is not None:
-            on_host = {name: tensor.contiguous().cpu() for name, tensor in full.items()}
+            on_host = {name: tensor.contiguous().to("cpu", dtype) for name, tensor in full.items()}
             save_file(on_host, folder / file, metadata={"format": "pt"})
     if dist.get_rank() == 0:
         for file_in_source in source.iterdir():

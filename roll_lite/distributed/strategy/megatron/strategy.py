@@ -22,6 +22,7 @@ from roll_lite.distributed.strategy.base import LossFn, ModelSpec, RankLayout, S
 from roll_lite.distributed.strategy.device import take_local_device
 from roll_lite.distributed.strategy.megatron.checkpoint import load_checkpoint as read_checkpoint
 from roll_lite.distributed.strategy.megatron.checkpoint import save_checkpoint as write_checkpoint
+from roll_lite.distributed.strategy.megatron.ema import WeightAverage
 from roll_lite.distributed.strategy.megatron.forward_backward import (
     most_over_data_ranks,
     reduce_sums,
@@ -29,10 +30,10 @@ from roll_lite.distributed.strategy.megatron.forward_backward import (
     run_training,
     sum_gradients,
 )
-from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, save_adapters
+from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, save_adapters, weights
 from roll_lite.distributed.strategy.megatron.hf_export import save_hf as write_hf
 from roll_lite.distributed.strategy.megatron.hf_load import load_adapters, load_weights
-from roll_lite.distributed.strategy.megatron.hf_mapping import bind
+from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
 from roll_lite.distributed.strategy.megatron.lora import Adapters, adapter_names
 from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
 from roll_lite.distributed.strategy.megatron.model_io import KEPT, TEMPERATURE, ModelInput, check_outputs, model_inputs, outputs_of, to_host
@@ -43,6 +44,8 @@ from roll_lite.distributed.weight_sync.plan import ExportPlan
 
 SAVE_BUCKET_BYTES = 4 << 30
 """The most bytes in one safetensors file."""
+AVERAGE_FOLDER = "ema"
+"""Of a checkpoint: the average of the weights, as a model in float32."""
 LOSS = ""
 """Name under which the loss travels with the metrics; no metric can have it."""
 
@@ -74,15 +77,7 @@ class MegatronStrategy(TrainStrategy):
         chunks = [RollModel(config, self._hf, self._value_head, part) for part in (range(virtual) if virtual > 1 else [None])]
         self._model = chunks[-1]
         self._bindings = bind(chunks, self._hf)
-        load_weights(
-            self._bindings,
-            self._hf,
-            spec.model.path,
-            self.layout.tensor_rank,
-            self._config.tensor_parallel,
-            spec.value_init,
-            spec.path_key,
-        )
+        self._load_weights(self._bindings, spec.model.path, spec.path_key)
         self._adapters = self._with_adapters(chunks, spec.lora) if spec.lora is not None else None
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._optimizer: Optimizer | None = None
@@ -92,7 +87,12 @@ class MegatronStrategy(TrainStrategy):
             self._chunks = self._with_data_parallel(config, chunks)
             self._optimizer = Optimizer(spec.optimizer, self._chunks, self._config.distributed_optimizer, self._dtype, spec.total_updates)
         self._exporter = HfExporter(self._bindings, self._hf, self._adapters.projections if self._adapters is not None else None)
+        self._average = WeightAverage(self._exporter.read_here, spec.ema_decay) if spec.ema_decay is not None else None
         self._mover = StateMover(self._chunks, self._optimizer)
+
+    def _load_weights(self, bindings: Sequence[Binding], folder: Path, key: str) -> None:
+        tensor_rank, tensor_size = self.layout.tensor_rank, self._config.tensor_parallel
+        load_weights(bindings, self._hf, folder, tensor_rank, tensor_size, self._spec.value_init, key)
 
     def _with_adapters(self, chunks: Sequence[RollModel], lora: LoraConfig) -> Adapters:
         adapters = Adapters(chunks, self._hf, lora, self._spec.seed)
@@ -157,6 +157,8 @@ class MegatronStrategy(TrainStrategy):
         metrics = reduce_sums(sums, self.layout.pipeline_rank == self._config.pipeline_parallel - 1, self.device)
         loss = metrics.pop(LOSS)
         step = self._optimizer.step(loss)
+        if self._average is not None and not step.skipped:
+            self._average.update()
         return TrainResult(metrics, loss, step.grad_norm, step.lr, step.skipped)
 
     def _outputs(self, result: torch.Tensor, given: ModelInput, outputs: Sequence[str]) -> MicroBatchOutputs:
@@ -176,15 +178,24 @@ class MegatronStrategy(TrainStrategy):
         self._mover.require(StateGroup.WEIGHTS)
         return self._exporter.bucket([tensor for tensor in plan.tensors if tensor.bucket == bucket])
 
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: Path, average: bool = False) -> None:
+        self._write_hf(folder, self._dtype, average)
+
+    def _write_hf(self, folder: Path, dtype: torch.dtype, average: bool) -> None:
         self._mover.require(StateGroup.WEIGHTS)
         lora = self._spec.lora
-        if self._adapters is not None and lora is not None and lora.export == "adapter":
+        if lora is not None and self._adapters is not None and lora.export == "adapter":
             exporter = HfExporter(self._adapters.bindings, self._hf)
             save_adapters(exporter, exporter.plan(SAVE_BUCKET_BYTES), folder, adapter_config(lora, self._spec.model.path))
             return
-        plan = self.export_plan(SAVE_BUCKET_BYTES)
-        write_hf(self._exporter, plan, self._spec.model.path, folder, self._dtype, self._value_head)
+        assert self._average is not None or not average, "this strategy was made without an average"
+        read = self._average.read if average and self._average is not None else weights
+        write_hf(self._exporter, self.export_plan(SAVE_BUCKET_BYTES), self._spec.model.path, folder, dtype, self._value_head, read)
+
+    def load_hf(self, folder: Path) -> None:
+        self._mover.require(StateGroup.WEIGHTS)
+        assert self._optimizer is None, "an optimizer has weights of its own"
+        self._load_weights(self._bindings, folder, str(folder))
 
     # ------------------------------------------------------------ state
 
@@ -199,8 +210,14 @@ class MegatronStrategy(TrainStrategy):
         if self._adapters is not None and self.layout.rank == 0:
             write_base(folder, self._spec.model.path)
         write_checkpoint(self._chunks, self._optimizer, self.layout, folder)
+        if self._average is not None:
+            self._write_hf(folder / AVERAGE_FOLDER, torch.float32, average=True)
 
     def load_checkpoint(self, folder: Path) -> None:
         self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
         check_base(folder, self._spec.model.path, self._spec.lora)
         read_checkpoint(self._chunks, self._optimizer, self.layout, folder)
+        if self._average is not None and (folder / AVERAGE_FOLDER).is_dir():
+            self._load_weights(self._average.bindings, folder / AVERAGE_FOLDER, "checkpoint.resume")
+        elif self._average is not None:  # the checkpoint is from before there was one
+            self._average.restart()

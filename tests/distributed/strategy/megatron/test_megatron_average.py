@@ -1,0 +1,144 @@
+"""The moving average of the weights, by numbers worked out beside the strategy from what it exports after every step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_cases import batch_of, hf_log_probs, own_weights, shard, started, tiny, weighted_loss
+from megatron_ranks import RankPool
+from safetensors.torch import load_file
+from support_models import load_hf
+from support_passes import forward, train_step
+
+from roll_lite.config.schema.models import OptimizerConfig
+from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
+from roll_lite.distributed.strategy.megatron.ema import WeightAverage
+from roll_lite.distributed.strategy.megatron.hf_mapping import FINAL_NORM, Binding
+from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+
+CONFIG = OptimizerConfig(lr=1e-2)
+DECAY = 0.75
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "DP2": {"data": 2},
+    "TP2": {"tensor_parallel": 2},
+    "PP2": {"pipeline_parallel": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("average") / "model", "qwen2", vocab_size=101)
+
+
+def test_by_hand() -> None:
+    """Weights 0, then 1 and 2, halved each time: 0, 1/2, (1/2 + 2) / 2."""
+    weight = torch.nn.Parameter(torch.tensor([0.0], dtype=torch.bfloat16))
+    average = WeightAverage([Binding(FINAL_NORM, FINAL_NORM.hf, weight)], decay=0.5)
+    found = [average.read(weight).item()]
+    for value in (1.0, 2.0):
+        weight.data.fill_(value)
+        average.update()
+        found.append(average.read(weight).item())
+    assert found == [0.0, 0.5, 1.25]
+    average.restart()
+    assert average.read(weight).item() == 2.0 and average.read(weight).dtype == torch.float32
+
+
+def begin(path: Path, layout: dict[str, Any], dtype: str = "float32", ema_decay: float | None = DECAY) -> MegatronStrategy:
+    options = {name: size for name, size in layout.items() if name != "data"}
+    return started(path, CONFIG, dtype, ema_decay=ema_decay, **options)
+
+
+def step(strategy: MegatronStrategy, seed: int) -> None:
+    train_step(strategy, shard(batch_of(seed=seed), strategy), weighted_loss, ["log_probs"], 3)
+
+
+def nan_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss, metrics = weighted_loss(outputs, micro_batch)
+    return loss * float("nan"), metrics
+
+
+def averaged(path: Path, folder: Path, layout: dict[str, Any], dtype: str) -> dict[str, torch.Tensor]:
+    """Exported, saved and gone on with from the checkpoint; what the average should be, of the tensors that this rank owns."""
+    strategy = begin(path, layout, dtype)
+    mean = {name: weight.double() for name, weight in own_weights(strategy).items()}
+    for seed in range(3):
+        step(strategy, seed)
+        mean = {name: DECAY * mean[name] + (1 - DECAY) * weight.double() for name, weight in own_weights(strategy).items()}
+    assert train_step(strategy, shard(batch_of(), strategy), nan_loss, ["log_probs"], 3).skipped
+    strategy.save_hf(folder / "average", average=True)
+    strategy.save_checkpoint(folder / "checkpoint")
+    step(strategy, 3)
+    strategy.save_hf(folder / "straight", average=True)
+    go_on(path, folder, layout, dtype, "resumed")
+    return mean
+
+
+def go_on(path: Path, folder: Path, layout: dict[str, Any], dtype: str, name: str) -> None:
+    resumed = begin(path, layout, dtype)
+    step(resumed, 7)  # anything: loading must overwrite it
+    resumed.load_checkpoint(folder / "checkpoint")
+    step(resumed, 3)
+    resumed.save_hf(folder / name, average=True)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_average_is_exported_and_saved_in_every_layout(ranks: RankPool, path: Path, tmp_path: Path, name: str) -> None:
+    dtype = "bfloat16" if name == "DP2" else "float32"
+    found = ranks(2 if LAYOUTS[name] else 1, averaged, path, tmp_path, LAYOUTS[name], dtype)
+    expected = {key: mean for own in found for key, mean in own.items()}
+    exported, straight, resumed = (load_all(tmp_path / folder) for folder in ("average", "straight", "resumed"))
+    assert exported.keys() == expected.keys() == load_file(path / "model.safetensors").keys()
+    for key, mean in expected.items():
+        assert exported[key].dtype == getattr(torch, dtype)
+        # A number in the middle of two of bfloat16 may go either way.
+        torch.testing.assert_close(exported[key].double(), mean, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6)
+        assert torch.equal(resumed[key], straight[key]), key
+    assert any(not torch.equal(straight[key], exported[key]) for key in expected)
+    in_checkpoint = load_all(tmp_path / "checkpoint" / "ema")
+    for key, mean in expected.items():
+        torch.testing.assert_close(in_checkpoint[key].double(), mean, rtol=1e-5, atol=1e-6)  # float32, whatever the weights are
+    if name == "TP2":
+        ranks(1, go_on, path, tmp_path, {}, dtype, "elsewhere")
+        for key, one in load_all(tmp_path / "elsewhere").items():
+            torch.testing.assert_close(one, straight[key], rtol=0, atol=2e-5)
+
+
+def load_all(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def start_late(path: Path, folder: Path) -> None:
+    """An average that is asked for after a while begins with the weights of then."""
+    without = begin(path, {}, ema_decay=None)
+    step(without, 0)
+    without.save_checkpoint(folder)
+    resumed = begin(path, {})
+    resumed.load_checkpoint(folder)
+    resumed.save_hf(folder / "average", average=True)
+    resumed.save_hf(folder / "weights")
+
+
+def test_a_checkpoint_from_before_there_was_an_average(ranks: RankPool, path: Path, tmp_path: Path) -> None:
+    ranks(1, start_late, path, tmp_path)
+    weights = load_all(tmp_path / "weights")
+    assert all(torch.equal(one, weights[name]) for name, one in load_all(tmp_path / "average").items())
+    assert any(not torch.equal(one, weights[name]) for name, one in load_file(path / "model.safetensors").items())
+
+
+def renewed(path: Path, other: Path) -> None:
+    """A model for forward passes takes other weights, also into those that its last stage holds a copy of."""
+    reference = started(path, pipeline_parallel=2)
+    reference.load_hf(other)
+    batch, oracle = batch_of(), load_hf(other)
+    out = forward(reference, batch, ["log_probs"], 3)
+    for row in range(len(batch)) if out is not None else ():
+        log_probs, _ = hf_log_probs(oracle, batch.ragged("input_ids").row(row), batch.tensor("temperature")[row])
+        mask = batch.ragged("response_mask").row(row)[1:]
+        torch.testing.assert_close(out.ragged("log_probs").row(row), log_probs * mask, rtol=1e-5, atol=1e-5)
+
+
+def test_a_reference_takes_other_weights(ranks: RankPool, path: Path, tmp_path: Path) -> None:
+    ranks(2, renewed, path, tiny(tmp_path / "other", "qwen2", vocab_size=101, seed=5))
