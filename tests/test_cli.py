@@ -68,7 +68,7 @@ def test_the_gpu_example_asks_for_its_paths_and_is_right_with_them(capsys: pytes
     data = "examples/data/add_train.jsonl"
     given = [f"model.path={tmp_path}", f"domains.math.data.train={data}", f"domains.math.data.validation={data}"]
     assert main(["check", "--config-name", QWEN, *given]) == 0
-    assert "megatron: TP 4 x DP 1" in capsys.readouterr().err
+    assert "megatron: TP 2 x DP 4" in capsys.readouterr().err
 
 
 def test_mistakes_go_to_stderr_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

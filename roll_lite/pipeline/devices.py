@@ -8,6 +8,7 @@
 | training (turns)             | everything  |           | everything |                   |
 | a checkpoint (one by one)    | everything  |           | everything |                   |
 | the final model (one by one) | weights     |           | weights    |                   |
+| a new reference (one by one) | weights     | weights   |            |                   |
 
 Reward models with `offload: true` are there while engines generate: the rollout service, which calls them, sees to that.
 Where roles take turns, those that share a device are there one after the other, and those with devices of their own side by side.

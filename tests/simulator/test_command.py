@@ -68,7 +68,7 @@ def test_mistakes_of_the_configuration_are_told_before_anything_is_simulated(cap
 def test_neither_model_nor_data_have_to_be_there(capsys: pytest.CaptureFixture[str]) -> None:
     """qwen2.5_7b_grpo leaves their paths out; what is wrong beside them is told all the same."""
     assert main(["simulate", "--config-name", "qwen2.5_7b_grpo", "simulation.steps=3", "rollout.prompts_per_step=16"]) == 0
-    assert "4 engines of 256 requests" in capsys.readouterr().out
+    assert "8 engines of 256 requests" in capsys.readouterr().out
     assert main(["simulate", "--config-name", "qwen2.5_7b_grpo", "model.path=/nowhere", "algorithm.mini_batches=7"]) == 2
     assert [line.split(" ")[3] for line in capsys.readouterr().err.splitlines()[1:]] == ["algorithm.mini_batches"]
 
