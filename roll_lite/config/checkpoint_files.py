@@ -16,9 +16,16 @@ from typing import Any
 
 import yaml
 
+from roll_lite.config.hf_config import HfConfig
+from roll_lite.config.schema.models import ModelConfig
+
 FOLDER = "checkpoints"
 STATE_FILE = "state.json"
 LIST_FILE = "files.json"
+MODEL_FILE = "model.json"
+"""In the folder of each role."""
+NOT_IN_TENSORS = ("max_positions", "norm_eps", "rope", "window")
+"""Of a model's configuration, what its tensors know nothing of."""
 CONFIG_FILE = "config.yaml"
 """Of a run: the configuration that it started with."""
 NAME = re.compile(r"step_(\d+)")
@@ -75,7 +82,7 @@ def resumption(folder: Path) -> Resumption:
             return Resumption(earlier, notes + _unlisted(earlier))
         seen.add(earlier)
         folder = earlier
-    newer = [other.name for other in _numbered(folder) if _number(other) > _number(checkpoints[-1])]
+    newer = [other.name for other in _numbered(folder) if steps_of(other) > steps_of(checkpoints[-1])]
     if newer:
         notes.append(f"{', '.join(newer)} in {folder / FOLDER} was not finished; going on from {checkpoints[-1].name}")
     return Resumption(checkpoints[-1], notes + _unlisted(checkpoints[-1]))
@@ -83,7 +90,7 @@ def resumption(folder: Path) -> Resumption:
 
 def remedy(checkpoint: Path) -> str:
     """What to do where this one cannot be used."""
-    earlier = [other for other in found(checkpoint.parent.parent) if _number(other) < _number(checkpoint)] if _number(checkpoint) else []
+    earlier = [other for other in found(checkpoint.parent.parent) if steps_of(other) < steps_of(checkpoint)] if steps_of(checkpoint) else []
     if earlier:
         return f"the one before it can be gone on from: checkpoint.resume={earlier[-1]}"
     return "there is no earlier one beside it: go on from another run's checkpoint, or start anew"
@@ -96,10 +103,11 @@ def _unlisted(checkpoint: Path) -> list[str]:
 
 
 def _numbered(run_folder: Path) -> list[Path]:
-    return sorted((folder for folder in (run_folder / FOLDER).glob("step_*") if NAME.fullmatch(folder.name)), key=_number)
+    return sorted((folder for folder in (run_folder / FOLDER).glob("step_*") if NAME.fullmatch(folder.name)), key=steps_of)
 
 
-def _number(checkpoint: Path) -> int:
+def steps_of(checkpoint: Path) -> int:
+    """After which it was written; 0 where its name does not say so."""
     match = NAME.fullmatch(checkpoint.name)
     return int(match.group(1)) if match else 0
 
@@ -118,6 +126,25 @@ def resumed_from(run_folder: Path) -> Path | None:
         return Path(config["checkpoint"]["resume"]).resolve()
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, RuntimeError):  # damaged, or links in a circle
         return None
+
+
+# ---------------------------------------------------------------- of which model it is
+
+
+def describe(hf: HfConfig, model: ModelConfig, has_values: bool) -> dict[str, Any]:
+    """What the tensors of a role follow from."""
+    shape = {name: value for name, value in asdict(hf).items() if name not in NOT_IN_TENSORS}
+    return {**shape, "model.dtype": model.dtype, "outputs": "values" if has_values else "tokens"}
+
+
+def check_model(role_folder: Path, wanted: Mapping[str, Any]) -> None:
+    """ValueError where it holds another model, or one in another precision. Versions that described none are believed."""
+    if not (role_folder / MODEL_FILE).is_file():
+        return
+    held = _read_json(role_folder, MODEL_FILE)
+    differences = [f"{name} is {held[name]} there, {value} here" for name, value in wanted.items() if held.get(name, value) != value]
+    if differences:
+        raise ValueError(f"checkpoint.resume: {role_folder} holds another model: {'; '.join(differences)}")
 
 
 # ---------------------------------------------------------------- whether it is what was written

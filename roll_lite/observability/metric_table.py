@@ -2,7 +2,7 @@
 
 Averages are never averaged: a mean travels as sum and count and is divided when it is read. An undeclared name is refused.
 A metric `by` domain is added under a domain and read as `domain/<domain>/<name>` beside `<name>`, which covers all of them;
-one `by` phase is added under a phase and read as `<name>/<phase>`. `docs/metrics.md` is generated from this table.
+one `by` phase or role is added under that and read as `<name>/<phase>`. `docs/metrics.md` is generated from this table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Metric:
     reduction: Reduction
     unit: str
     description: str
-    by: Literal["domain", "phase"] | None = None
+    by: Literal["domain", "phase", "role"] | None = None
     count: tuple[str, ...] = ()
     """For means that come as sums from a loss: the sum that holds their count, the first of these that came along.
     Empty: the count is one optimizer step."""
@@ -218,6 +218,14 @@ METRICS: dict[str, Metric] = {
     # weights
     "sync/version": Metric(LAST, "", "Weight version of the engines."),
     "sync/megabytes": Metric(SUM, "MB", "Weights sent to the engines."),
+    # state that leaves the devices and comes back, between the end of the step before and this one's
+    "offload/freed_megabytes": Metric(SUM, "MB", "Device memory that a role's ranks have given back.", by="role"),
+    "offload/out_megabytes": Metric(
+        SUM, "MB", "Of it, what was copied to the host: neither gradients nor what had not changed since it was copied last.", by="role"
+    ),
+    "offload/in_megabytes": Metric(SUM, "MB", "State that was copied back to the devices.", by="role"),
+    "offload/out_seconds": Metric(SUM, "s", "Time in which the slowest rank gave memory back.", by="role"),
+    "offload/in_seconds": Metric(SUM, "s", "Time until the slowest rank could go on; GPUs receive some of it as they compute.", by="role"),
     # time
     "time": Metric(SUM, "s", "Time of the driver in a phase; `other` is what no phase covers, `step` all of it.", by="phase"),
 }

@@ -28,7 +28,7 @@ NO_DOMAIN = ""
 
 
 def flat_name(series: Series) -> str:
-    """`domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase>`, or the bare name."""
+    """`domain/<domain>/<name>`, `domain/<domain>/<part>/<name>`, `<name>/<phase or role>`, or the bare name."""
     name, label = series
     if label is None:
         return name
@@ -42,7 +42,7 @@ class MetricSums:
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, value: float, count: float = 1.0, *, label: str | None = None, part: str = "") -> None:
-        """Means: `value` is the sum over `count` items. `label`: the domain or phase, for metrics that have one (and only those);
+        """Means: `value` is the sum over `count` items. `label`: the domain, phase or role, for metrics that have one (and only those);
         NO_DOMAIN for what was measured over all domains together and does not follow from theirs. `part`: of the domain, for what
         was added for the whole of it as well."""
         metric = metric_of(name)

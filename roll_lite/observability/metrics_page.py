@@ -13,7 +13,7 @@ Generated from `roll_lite/observability/metric_table.py` by `python -m roll_lite
 
 A *mean* is a sum over a count of everything the step saw (samples, tokens, optimizer steps), never an average of averages;
 *last* is the newest value. A metric by domain appears as `domain/<domain>/<name>` and, but for *last*, over all domains as
-`<name>`. One by phase appears as `<name>/<phase>`. The losses and their gradients are explained in [algorithms.md](algorithms.md).
+`<name>`. One by phase or role appears as `<name>/<phase>`. The losses and their gradients are explained in [algorithms.md](algorithms.md).
 
 ## Held-out prompts
 

@@ -21,6 +21,7 @@ from roll_lite.config.checkpoint_files import (
     read_state,
     record,
     resumption,
+    steps_of,
     write_list,
 )
 from roll_lite.config.schema.models import RefreshConfig
@@ -62,9 +63,16 @@ class Checkpoints:
         write_list(unfinished, {**records, STATE_FILE: record(unfinished / STATE_FILE)})
         shutil.rmtree(whole, ignore_errors=True)
         unfinished.rename(whole)
-        for old in found(self._run_folder)[: -self._config.checkpoint.keep]:
-            shutil.rmtree(old)
+        self._remove_old()
         return whole
+
+    def _remove_old(self) -> None:
+        """All but the newest and those that stay for ever; a resumed run has a folder of its own, and leaves alone what it went on from.
+        First the name goes: what is half removed is no checkpoint."""
+        settings = self._config.checkpoint
+        for old in found(self._run_folder)[: -settings.keep]:
+            if not settings.keep_every or steps_of(old) % settings.keep_every:
+                shutil.rmtree(old.rename(old.with_name(f"{old.name}.removed")))
 
     def load(self, clusters: Clusters, source: BatchSource) -> dict[str, Any] | None:
         """Bring every part to the state of `checkpoint.resume`; the driver's own is returned. None where nothing is to be resumed."""

@@ -16,7 +16,7 @@ from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch, balanced_partition, row_costs, spread
 from roll_lite.distributed.cluster import Cluster, Pending
 from roll_lite.distributed.dataflow import Batch, BatchShard, Block
-from roll_lite.distributed.strategy.base import EngineMemory, StateGroup
+from roll_lite.distributed.strategy.base import EngineMemory, Moved, StateGroup
 from roll_lite.pipeline.devices import loaded
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.critic import CriticWorker
@@ -52,6 +52,10 @@ class Model(Generic[W]):
 
     def loaded(self, parts: Sequence[StateGroup]) -> AbstractContextManager[None]:
         return loaded(self, parts)
+
+    def take_moved(self) -> list[Moved]:
+        """What each rank has loaded and offloaded since it was asked last."""
+        return self.ranks.all(ModelWorker.take_moved)
 
     def shards(self, batch: Batch, columns: Columns) -> list[BatchShard]:
         """The batch, cut for the data-parallel ranks so that each has about as much to do."""
@@ -138,6 +142,10 @@ class Clusters:
     @property
     def models(self) -> list[Model[Any]]:
         return [model for model in (self.reference, self.policy, self.critic) if model is not None]
+
+    def take_moved(self) -> dict[str, list[Moved]]:
+        """What the ranks of every role with `offload: true` have moved since they were asked last."""
+        return {model.ranks.name: model.take_moved() for model in self.models if model.offloads}
 
     @property
     def trained(self) -> dict[str, Model[ActorWorker] | Model[CriticWorker]]:

@@ -17,6 +17,7 @@ from roll_lite.config.checkpoint_files import resumption
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
+from roll_lite.distributed.strategy.base import Moved
 from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
 from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
@@ -216,6 +217,17 @@ class Journal:
             f"step {first.step}: update {first.update} of the {first.role} was skipped, its loss is {first.loss:.4g} and its gradient norm "
             f"{first.grad_norm:.4g}; its samples are in {self.folder / first.folder}"
         )
+
+    def moved(self, by_role: Mapping[str, Sequence[Moved]]) -> None:
+        for role, ranks in by_role.items():
+            for name, number in (
+                ("freed_megabytes", sum(rank.freed_bytes for rank in ranks) / 1e6),
+                ("out_megabytes", sum(rank.out_bytes for rank in ranks) / 1e6),
+                ("in_megabytes", sum(rank.in_bytes for rank in ranks) / 1e6),
+                ("out_seconds", max(rank.out_seconds for rank in ranks)),
+                ("in_seconds", max(rank.in_seconds for rank in ranks)),
+            ):
+                self._sums.add(f"offload/{name}", number, label=role)
 
     def _update(self, role: str, update: Update, peaks: Sequence[Mapping[str, float]]) -> MetricSums:
         sums = MetricSums()

@@ -73,6 +73,7 @@ class RLVRPipeline:
         while self.steps_done < self.config.steps:
             with self.journal.step(self.steps_done + 1):
                 self.step()
+                self.journal.moved(self.clusters.take_moved())
             self.agreement.look(self.journal.history.records[self.steps_done])
             self.skipped.look()
             if self.refresh is not None and self.due(self.refresh.every):

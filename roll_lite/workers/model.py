@@ -19,7 +19,7 @@ from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import from_numpy
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
-from roll_lite.distributed.strategy.base import ModelSpec, RankLayout, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.models import build_model
 from roll_lite.distributed.worker import Worker
 from roll_lite.workers.objectives import ActorLoss, CriticLoss
@@ -106,6 +106,9 @@ class ModelWorker(Worker):
 
     def offload(self, groups: Sequence[StateGroup]) -> None:
         self.strategy.offload(groups)
+
+    def take_moved(self) -> Moved:
+        return self.strategy.take_moved()
 
     def save_checkpoint(self, folder: Path) -> None:
         self.strategy.save_checkpoint(folder)

@@ -19,6 +19,8 @@ TWO_SIZES = "domains: {add: {samples_per_prompt: 6}}\n"
 
 CROSS_CHECKS = {
     "experiment name": ("experiment: a/b", "experiment", "names a folder"),
+    "nothing to keep": ("checkpoint: {keep_every: 10}", "checkpoint.keep_every", "no checkpoints are written"),
+    "kept for ever": ("checkpoint: {every: 4, keep_every: 10}", "checkpoint.keep_every", "no multiple of checkpoint.every (4)"),
     "mini-batches": ("algorithm: {mini_batches: 5}", "algorithm.mini_batches", "8 prompts x 4 samples = 32 samples per step"),
     "mini-batches, nearest": ("algorithm: {mini_batches: 5}", "algorithm.mini_batches", "use 4 or 8"),
     "mini-batches, groups differ": (TWO_SIZES + "algorithm: {mini_batches: 4}", "algorithm.mini_batches", "add: 6, copy: 4"),
@@ -381,6 +383,10 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
     project.write(f"{state.parent}/actor_train/weights", "")
     assert project.load("checkpoint.resume=runs/latest").checkpoint.resume == run, "the link will lead elsewhere once a run has started"
     assert project.problems(f"checkpoint.resume={state.parent}") == []
+    project.write(f"{state.parent}/actor_train/model.json", '{"layers": 99, "norm_eps": 1, "model.dtype": "float32", "outputs": "tokens"}')
+    (problem,) = project.problems("checkpoint.resume=runs/latest")
+    assert problem.path == "checkpoint.resume" and "actor_train holds another model: layers is 99 there, 6 here" in problem.message
+    (state.parent / "actor_train" / "model.json").unlink()
     state.write_text("{")
     (problem,) = project.problems("checkpoint.resume=runs/latest")
     assert problem.path == "checkpoint.resume" and f"{state} cannot be read as JSON" in problem.message

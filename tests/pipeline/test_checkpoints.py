@@ -58,6 +58,30 @@ def test_the_newest_are_kept_by_number_not_by_name(config: RunConfig, tmp_path: 
     assert resumption(tmp_path).checkpoint.name == "step_1000000"
 
 
+def test_some_are_kept_for_ever(config: RunConfig, tmp_path: Path) -> None:
+    settings = config.checkpoint.model_copy(update={"every": 2, "keep": 1, "keep_every": 6})
+    checkpoints = Checkpoints(config.model_copy(update={"checkpoint": settings}), tmp_path)
+    for step in range(2, 17, 2):
+        checkpoints.save(parts("actor_train"), SOURCE, {"steps_done": step})
+        assert found(tmp_path)[-1].name == f"step_{step:06d}"
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step_000006", "step_000012", "step_000016"]
+
+
+def test_one_that_is_half_removed_is_none(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(config, tmp_path)
+    for step in (1, 2):
+        checkpoints.save(parts("actor_train"), SOURCE, {"steps_done": step})
+
+    def killed(folder: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("roll_lite.pipeline.checkpoint.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(parts("actor_train"), SOURCE, {"steps_done": 3})
+    assert [folder.name for folder in found(tmp_path)] == ["step_000002", "step_000003"]
+
+
 def test_a_checkpoint_brings_the_drivers_state_back(config: RunConfig, tmp_path: Path) -> None:
     state = {"steps_done": 4, "version": 3, "kl_in_loss": {"coef": 0.5}}
     Checkpoints(config, tmp_path).save(parts("actor_train", "critic"), SOURCE, state)

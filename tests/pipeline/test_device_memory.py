@@ -1,7 +1,7 @@
 """How much memory the ranks of a step really hold, where actor, reference and critic share one device. Real Megatron-Core, real Ray.
 
-On a CPU what leaves "the device" stays in the same memory, all but gradients, which are dropped: they are what can be seen coming and
-going in the resident memory of the processes.
+On a CPU the host's copies of what leaves "the device" lie in the same memory, and stay there; what was on the device is seen coming
+and going in the resident memory of the processes, with at least the size of the gradients.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 
 from roll_lite.algorithms.token_metrics import BINS
 from roll_lite.config.loading import load_config
-from roll_lite.distributed.strategy.base import TrainResult
+from roll_lite.distributed.strategy.base import Moved, TrainResult
 from roll_lite.pipeline.journal import SOLVED, Journal
 from roll_lite.workers.model import Update
 
@@ -55,6 +55,22 @@ def test_sums_by_domain_are_read_by_domain_and_overall(journal: Journal, tmp_pat
     assert "domain/make/actor/ratio" not in record, "a domain without tokens has no mean"
     assert record["domain/add/actor/ratio_p99"] == pytest.approx(1.0)
     assert record["actor/ratio_p01"] == pytest.approx(1.0) and record["actor/ratio_p99"] > 1e6
+
+
+def test_what_was_moved_is_told_by_role(journal: Journal, tmp_path: Path) -> None:
+    slow, fast = Moved(30_000_000, 20_000_000, 5_000_000, 0.5, 0.25), Moved(30_000_000, 20_000_000, 5_000_000, 0.125, 0.0625)
+    with journal.step(1):
+        journal.moved({"reference": [Moved()], "actor_train": [slow, fast]})
+    (record,) = records(tmp_path)
+    own = {name.removeprefix("offload/"): value for name, value in record.items() if name.endswith("/actor_train")}
+    assert own == {
+        "freed_megabytes/actor_train": 60,
+        "out_megabytes/actor_train": 40,
+        "in_megabytes/actor_train": 10,
+        "out_seconds/actor_train": 0.5,
+        "in_seconds/actor_train": 0.25,
+    }
+    assert record["offload/freed_megabytes/reference"] == 0
 
 
 def test_every_update_leaves_a_line(journal: Journal, tmp_path: Path) -> None:

@@ -177,6 +177,14 @@ def _validation_has_data(config: RunConfig) -> Iterator[Problem]:
         yield Problem("validation.enabled", message, True)
 
 
+def _kept_checkpoints(config: RunConfig) -> Iterator[Problem]:
+    every, kept = config.checkpoint.every, config.checkpoint.keep_every
+    if kept and not every:
+        yield Problem("checkpoint.keep_every", "no checkpoints are written; set checkpoint.every", kept)
+    elif kept and kept % every:
+        yield Problem("checkpoint.keep_every", f"is no multiple of checkpoint.every ({every}): some would never be written", kept)
+
+
 def _max_model_len(config: RunConfig) -> Iterator[Problem]:
     given = getattr(config.actor_infer.strategy, "max_model_len", None)
     longest = max(requests(config), key=lambda one: one.tokens)
@@ -207,6 +215,7 @@ RUN_CHECKS = (
     *SIMULATION_CHECKS,
     _validation_has_data,
     *TRACKER_CHECKS,
+    _kept_checkpoints,
     _max_model_len,
     *ROLLOUT_CHECKS,
     *LORA_CHECKS,

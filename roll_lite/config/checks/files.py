@@ -9,8 +9,9 @@ from typing import Any
 
 from roll_lite.config.adapter_files import resumption_problem
 from roll_lite.config.arithmetic import roles
-from roll_lite.config.checkpoint_files import read_state, remedy, resumption
+from roll_lite.config.checkpoint_files import check_model, describe, read_state, remedy, resumption
 from roll_lite.config.checks.data import DOMAIN_DATA_CHECKS
+from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.files import elsewhere, is_folder, kind_of, listing
 from roll_lite.config.hf_config import SUPPORTED_TYPES, HfConfig, ModelShape, read_hf_config, read_model_shape
 from roll_lite.config.hf_fields import HEADS, POLICY_HEADS
@@ -138,6 +139,8 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
         absent = [role for role in with_state if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
         if absent:
             raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {remedy(checkpoint)}")
+        for role in with_state:
+            _same_model(config, role, checkpoint)
     except (ValueError, OSError) as error:
         yield Problem("checkpoint.resume", str(error).removeprefix("checkpoint.resume: "), str(folder))
 
@@ -146,6 +149,14 @@ def _saved_lora(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
     actor = state.get("config", {}).get("actor_train")
     saved = actor.get("lora") if isinstance(actor, dict) else None
     return saved if isinstance(saved, dict) else None
+
+
+def _same_model(config: RunConfig, role: str, checkpoint: Path) -> None:
+    try:
+        hf = read_hf_config(model_folder(config, roles(config)[role]))
+    except ValueError:  # told where the model is checked
+        return
+    check_model(checkpoint / role, describe(hf, config.model, role == "critic"))
 
 
 def _run_folder(config: RunConfig) -> Iterator[Problem]:

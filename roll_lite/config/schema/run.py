@@ -50,6 +50,8 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 writes none during the run."""
     keep: PositiveInt = 2
     """Newest checkpoints to keep."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Checkpoints of every so many steps are kept for ever, besides the newest; 0: none. A multiple of `every`."""
     resume: Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
     """Checkpoint folder to go on from, or a run's folder to take its newest."""
     export_model: bool = True

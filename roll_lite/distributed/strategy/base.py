@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from math import inf
 from pathlib import Path
@@ -88,6 +88,22 @@ class StateGroup(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+@dataclass(frozen=True)
+class Moved:
+    """What a rank has moved out of device memory and back."""
+
+    freed_bytes: int = 0
+    out_bytes: int = 0
+    """Of what was freed, what had to be copied to the host; gradients are dropped, and what has not changed is there already."""
+    in_bytes: int = 0
+    out_seconds: float = 0.0
+    in_seconds: float = 0.0
+    """Until the rank could go on. What a GPU still receives while it computes is not in it."""
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(*(own + new for own, new in zip(astuple(self), astuple(other), strict=True)))
+
+
 LossFn = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Returns the micro-batch's share of the loss, sum(weight * token loss), with weights from global counts, so that shares
 add up over micro-batches and ranks; and metric sums, each a tensor that adds up the same way."""
@@ -160,6 +176,10 @@ class TrainStrategy(ForwardStrategy):
     @abstractmethod
     def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
         """Gather one bucket: the tensors that this rank owns; None where it owns none of them."""
+
+    @abstractmethod
+    def take_moved(self) -> Moved:
+        """All that `load` and `offload` have moved since it was asked last."""
 
     @abstractmethod
     def save_checkpoint(self, folder: Path) -> None:

@@ -1,13 +1,18 @@
 """Checkpoints in Megatron's torch_dist format: weights, optimizer, learning-rate schedule; and the random numbers of every rank.
 
-Tensors are stored with their place in the whole, so that another layout can load them. The random numbers belong to ranks: they are
+Tensors are stored with their place in the whole, so that another layout can load them. Of the optimizer that is its moments and, beside
+weights in bfloat16, its float32 weights, parameter by parameter, and the number of its steps; whatever else Megatron stores of it differs
+from one kind of optimizer to the next and follows from the configuration, and is not read. The random numbers belong to ranks: they are
 restored when the layout is the same and start afresh otherwise.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import MethodType
@@ -17,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -28,10 +34,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as write_state
 
+from roll_lite.config.checkpoint_files import MODEL_FILE, check_model
 from roll_lite.distributed.strategy.base import RankLayout
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 
 STATE_FOLDER = "state"
+OPTIMIZER_TENSORS = "optimizer_tensors"
+"""Where they stand while they are read: apart from what else is stored of the optimizer."""
+MAIN_WEIGHTS = re.compile(r"^optimizer\.state\.(fp32_)?param\.")
 _FORMAT = {
     # The only one that can be loaded under another number of tensor and pipeline ranks.
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -39,36 +49,49 @@ _FORMAT = {
 }
 
 
-def save_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, folder: Path) -> None:
-    """Collective; the folder is shared by all nodes."""
+def save_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
+    """Collective; the folder is shared by all nodes. `model`: its description (checkpoint_files.py)."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _sharded_state(chunks, optimizer, loading=False)
     dist_checkpointing.save(state, str(state_folder), _InProcessSave("torch_dist", 1))
+    if layout.rank == 0:
+        (folder / MODEL_FILE).write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
     torch.save({"layout": _identity(layout), "random": _random_state()}, _rank_file(folder, layout.rank))
     dist.barrier()
 
 
-def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, folder: Path) -> None:
+def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
     """Collective. Learning rate, betas and weight decay stay those of the configuration."""
-    state = _read_state(_sharded_state(chunks, optimizer, loading=True), folder / STATE_FOLDER)
+    check_model(folder, model)
+    wanted = _sharded_state(chunks, optimizer, loading=True)
+    own = wanted.pop("optimizer", None)
+    with _told(folder / STATE_FOLDER) as state_folder:
+        places = _stored_places(own, dist_checkpointing.load_tensors_metadata(state_folder))
+        wanted[OPTIMIZER_TENSORS] = {number: parent[key] for number, (parent, key) in enumerate(places)}
+        state = dist_checkpointing.load(wanted, state_folder)
     for name, chunk in _named_chunks(chunks):
         chunk.load_state_dict(state[name], strict=not _adapters_of(chunk))
     if optimizer is not None:
-        _load_optimizer(optimizer, state)
+        for number, (parent, key) in enumerate(places):
+            parent[key] = state[OPTIMIZER_TENSORS][number]
+        _load_optimizer(optimizer, own, steps=_steps_in(state["optimizer"]))
+        optimizer.scheduler.num_steps = 0
+        optimizer.scheduler.step(increment=state["schedule"]["num_steps"])
     if (own_file := _own_rank_file(folder, layout)) is not None:
         saved = torch.load(own_file, weights_only=True)
         if saved["layout"] == _identity(layout):
             _restore_random_state(saved["random"])
 
 
-def _read_state(wanted: dict[str, Any], state_folder: Path) -> dict[str, Any]:
+@contextmanager
+def _told(state_folder: Path) -> Iterator[str]:
     """Upstream's errors for files that are not what was written are a dictionary of tracebacks, or a line of some parser."""
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(str(state_folder)):
             raise ValueError("it is none of this strategy, or not a complete one")
-        return dist_checkpointing.load(wanted, str(state_folder))
+        yield str(state_folder)
     except CheckpointException as error:
         raise _unreadable(state_folder, next(iter(error.failures.values()))[0]) from error
     except (CheckpointingException, pickle.UnpicklingError, ValueError, FileNotFoundError, EOFError) as error:
@@ -141,24 +164,56 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
 # ---------------------------------------------------------------- the optimizer's traps
 
 
-def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    configured = [
-        [{key: group[key] for key in group if key not in ("params", "step")} for group in part.param_groups] for part in optimizer.parts
-    ]
-    for part in optimizer.parts:
-        if hasattr(part, "_set_main_param_and_optimizer_states"):
+def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
+    """Where tensors that a checkpoint has stand in nested lists and dictionaries: the container, and the key in it.
+
+    The distributed optimizer stores float32 weights under one name, the others under another one. A model in float32 is its own: where
+    none are stored, none are wanted."""
+    places = []
+    for key, value in list(_items(state)):
+        if isinstance(value, LocalNonpersistentObject):
+            state[key] = value.unwrap()
+        elif not isinstance(value, ShardedBase | ShardedTensorFactory):
+            places += _stored_places(value, stored)
+        elif not MAIN_WEIGHTS.match(value.key):
+            places.append((state, key))
+        elif (name := next((name for name in _names_of(value.key) if name in stored), None)) is not None:
+            value.key = name
+            places.append((state, key))
+        else:
+            del state[key]
+    return places
+
+
+def _names_of(main_weight: str) -> tuple[str, str]:
+    weight = MAIN_WEIGHTS.sub("", main_weight)
+    return f"optimizer.state.param.{weight}", f"optimizer.state.fp32_param.{weight}"
+
+
+def _items(state: Any) -> Iterable[tuple[Any, Any]]:
+    return state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+
+
+def _steps_in(stored: Any) -> float:
+    """Of an optimizer of whatever kind. One that is not distributed stores none before its first step."""
+    own = [float(value) for key, value in _items(stored) if key in ("common_step", "step")]
+    return max([*own, *(_steps_in(value) for _, value in _items(stored))], default=0.0)
+
+
+def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -> None:
+    """`state`: what the optimizer would store now, with the tensors of the checkpoint in it."""
+    parts = optimizer.parts
+    for number, part in enumerate(parts):
+        own = state if len(parts) == 1 else state[number]
+        inner = own.get("optimizer", own)
+        if hasattr(part, "_set_main_param_and_optimizer_states"):  # it is distributed
             part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
-    # Optimizers that are not distributed store their step count only once it is above zero, and cannot load a state without one.
-    replicated = state["optimizer"].get("optimizer", state["optimizer"])
-    if "state" in replicated:
-        replicated["state"].setdefault("common_step", torch.tensor(0.0))
-    optimizer.megatron.load_state_dict(state["optimizer"])
-    for part, groups in zip(optimizer.parts, configured, strict=True):
-        for group, settings in zip(part.param_groups, groups, strict=True):
-            group.update(settings)
+            for group in inner["param_groups"]:
+                group["step"] = steps
+        else:
+            inner["state"]["common_step"] = torch.tensor(steps)
+    optimizer.megatron.load_state_dict(state)
     optimizer.own_steps()
-    optimizer.scheduler.num_steps = 0
-    optimizer.scheduler.step(increment=state["schedule"]["num_steps"])
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

@@ -2,75 +2,143 @@
 
 A storage that is emptied and refilled keeps its identity: every view of it (parameters into the parameter buffer, main_grad into the
 gradient buffer, optimizer shards into the parameters) is valid again, and no reference has to be found and replaced.
+
+Every storage has one copy in host memory, allocated once (beside a GPU pinned, which takes longer than copying) and kept when the state
+comes back. Until somebody writes to the state the copy stays current, and the storage is emptied without being copied again: a
+reference is copied once in a run.
+
+Copies go over a stream of their own. `load` only starts them; `require` has the computation wait for the groups it names, so that the
+optimizer's state arrives while the first micro-batches run. On a CPU torch's streams are empty shells: the same lines copy at once.
 """
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from roll_lite.distributed.strategy.base import StateGroup
+from roll_lite.distributed.strategy.base import Moved, StateGroup
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 
 
+@dataclass
+class HostCopy:
+    storage: torch.UntypedStorage
+    size: int
+    memory: torch.Tensor | None = None
+    """None: gradients, which are dropped, or what has never left."""
+    is_current: bool = False
+    is_frozen: bool = False
+    """Holds nothing but weights that do not train."""
+
+
 class StateMover:
-    def __init__(self, chunks: list[Any], optimizer: Optimizer | None) -> None:
+    def __init__(self, chunks: list[Any], optimizer: Optimizer | None, device: torch.device) -> None:
         self._chunks = chunks
         self._optimizer = optimizer
-        self._away: dict[StateGroup, list[tuple[torch.UntypedStorage, int, torch.Tensor | None]]] = {}
-        self._pinned: dict[int, torch.Tensor] = {}
+        self._device_type = device.type
+        self._device = torch.get_device_module(device)
+        self._stream = self._device.Stream()
+        self._copies: dict[StateGroup, dict[int, HostCopy]] = {group: {} for group in StateGroup}
+        self._away: set[StateGroup] = set()
+        self._arriving: dict[StateGroup, Any] = {}
+        self.moved = Moved()
+        """All that has been moved so far."""
 
     def offload(self, groups: Iterable[StateGroup]) -> None:
-        for group in dict.fromkeys(groups):
-            if group not in self._away:
-                self._away[group] = [self._empty(storage, keep=group is not StateGroup.GRADIENTS) for storage in self._storages(group)]
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the copies to the host are done when this returns
-            torch.cuda.empty_cache()
+        """The memory is free when this returns."""
+        start = time.perf_counter()
+        leaving = [group for group in dict.fromkeys(groups) if group not in self._away]
+        copied = freed = 0
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.stream(self._stream):
+            for group in leaving:
+                self._copies[group] = self._copies_of(group)
+                if group is not StateGroup.GRADIENTS:
+                    copied += sum(self._copy_out(copy) for copy in self._copies[group].values())
+        self._event().synchronize()
+        for group in leaving:
+            for copy in self._copies[group].values():
+                freed += copy.size
+                copy.storage.resize_(0)
+        self._away.update(leaving)
+        _return_free_memory()
+        self.moved += Moved(freed_bytes=freed, out_bytes=copied, out_seconds=time.perf_counter() - start)
 
     def load(self, groups: Iterable[StateGroup]) -> None:
-        for group in dict.fromkeys(groups):
-            for storage, size, kept in self._away.pop(group, []):
-                storage.resize_(size)
-                if kept is None:
-                    _bytes(storage).zero_()
-                else:
-                    _bytes(storage).copy_(kept, non_blocking=True)
+        start = time.perf_counter()
+        copied = 0
+        for group in [group for group in dict.fromkeys(groups) if group in self._away]:
+            for copy in self._copies[group].values():
+                copy.storage.resize_(copy.size)
+            self._stream.wait_stream(self._device.current_stream())  # whoever had that memory before may still be at work
+            with self._device.stream(self._stream):
+                for copy in self._copies[group].values():
+                    if copy.memory is None:
+                        _bytes(copy.storage).zero_()
+                    else:
+                        _bytes(copy.storage).copy_(copy.memory, non_blocking=True)
+                        copied += copy.size
+            self._arriving[group] = self._event()
+            self._away.remove(group)
+        self.moved += Moved(in_bytes=copied, in_seconds=time.perf_counter() - start)
 
     def require(self, *groups: StateGroup) -> None:
+        """What is computed from now on finds them complete."""
         missing = [group for group in groups if group in self._away]
         assert not missing, f"{', '.join(missing)} are offloaded: load them first"
+        for group in groups:
+            if (event := self._arriving.pop(group, None)) is not None:
+                event.wait(self._device.current_stream())
 
-    def _empty(self, storage: torch.UntypedStorage, keep: bool) -> tuple[torch.UntypedStorage, int, torch.Tensor | None]:
-        size = storage.nbytes()
-        kept = None
-        if keep:
-            kept = self._host_memory(storage)
-            kept.copy_(_bytes(storage), non_blocking=True)
-        storage.resize_(0)
-        return storage, size, kept
+    def require_to_write(self, *groups: StateGroup, trained_only: bool = False) -> None:
+        """The same before they are changed: whoever writes to state without it loses that at the next offload. `trained_only`: frozen
+        weights, beside which adapters train, are left alone."""
+        self.require(*groups)
+        for group in groups:
+            for copy in self._copies[group].values():
+                copy.is_current = copy.is_current and trained_only and copy.is_frozen
 
-    def _host_memory(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Beside a GPU pinned, and kept for the next time: pinning takes longer than copying."""
-        if storage.device.type == "cpu":
-            return torch.empty(storage.nbytes(), dtype=torch.uint8)
-        if storage._cdata not in self._pinned:
-            self._pinned[storage._cdata] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-        return self._pinned[storage._cdata]
+    def _copy_out(self, copy: HostCopy) -> int:
+        if copy.is_current:
+            return 0
+        if copy.memory is None:
+            copy.memory = torch.empty(copy.size, dtype=torch.uint8, pin_memory=self._device_type == "cuda")
+        copy.memory.copy_(_bytes(copy.storage), non_blocking=True)
+        copy.is_current = True
+        return copy.size
+
+    def _event(self) -> Any:
+        event = self._device.Event()
+        event.record(self._stream)
+        return event
+
+    def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
+        """Of the storages that the group has now: loading a checkpoint replaces some."""
+        known, frozen = self._copies[group], group is StateGroup.WEIGHTS
+        training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
+        return {
+            storage._cdata: known.get(storage._cdata)
+            or HostCopy(storage, storage.nbytes(), is_frozen=frozen and storage._cdata not in training)
+            for storage in self._storages(group)
+        }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
         """Each once. What belongs to several groups belongs to the first of weights, gradients, optimizer."""
         order = list(StateGroup)
-        earlier = {key for other in order[: order.index(group)] for key in self._keyed(other)}
-        return [storage for key, storage in self._keyed(group).items() if key not in earlier]
+        earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
+        return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]
 
-    def _keyed(self, group: StateGroup) -> dict[int, torch.UntypedStorage]:
+    def _keyed(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
         keyed = {}
-        for tensor in self._tensors(group):
+        for tensor in tensors:
             storage = tensor.untyped_storage()
-            keyed[storage._cdata] = storage
+            if storage.device.type == self._device_type:  # torch's AdamW counts its steps on the host
+                keyed[storage._cdata] = storage
         return keyed
 
     def _tensors(self, group: StateGroup) -> Iterator[torch.Tensor]:
@@ -79,14 +147,22 @@ class StateMover:
                 for chunk in self._chunks:
                     yield from chunk.parameters()
             case StateGroup.GRADIENTS:
-                for chunk in self._chunks:
-                    for buffer in getattr(chunk, "buffers", []) if self._optimizer is not None else []:
+                for chunk in self._chunks if self._optimizer is not None else []:
+                    for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
                         yield buffer.grad_data
             case StateGroup.OPTIMIZER:
                 for part in self._optimizer.parts if self._optimizer is not None else []:
                     for state in part.optimizer.state.values():
                         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
                     yield from (parameter for param_group in part.optimizer.param_groups for parameter in param_group["params"])
+
+
+def _return_free_memory() -> None:
+    """To whoever shares the device: both allocators keep what is freed for themselves otherwise."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
+        trim(0)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -14,11 +14,12 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from roll_lite.config.adapter_files import adapter_config, check_base, write_base
+from roll_lite.config.checkpoint_files import describe
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.schema.models import LoraConfig, MegatronStrategyConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import Column, DataProto
-from roll_lite.distributed.strategy.base import LossFn, ModelSpec, RankLayout, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.base import LossFn, ModelSpec, Moved, RankLayout, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.device import take_local_device
 from roll_lite.distributed.strategy.megatron.checkpoint import load_checkpoint as read_checkpoint
 from roll_lite.distributed.strategy.megatron.checkpoint import save_checkpoint as write_checkpoint
@@ -86,9 +87,10 @@ class MegatronStrategy(TrainStrategy):
         else:
             self._chunks = self._with_data_parallel(config, chunks)
             self._optimizer = Optimizer(spec.optimizer, self._chunks, self._config.distributed_optimizer, self._dtype, spec.total_updates)
+        self._described = describe(self._hf, spec.model, self._value_head)
         self._exporter = HfExporter(self._bindings, self._hf, self._adapters.projections if self._adapters is not None else None)
         self._average = WeightAverage(self._exporter.read_here, spec.ema_decay) if spec.ema_decay is not None else None
-        self._mover = StateMover(self._chunks, self._optimizer)
+        self._mover = StateMover(self._chunks, self._optimizer, self.device)
 
     def _load_weights(self, bindings: Sequence[Binding], folder: Path, key: str) -> None:
         tensor_rank, tensor_size = self.layout.tensor_rank, self._config.tensor_parallel
@@ -143,7 +145,7 @@ class MegatronStrategy(TrainStrategy):
     def train_step(self, batch: DataProto, loss_fn: LossFn, outputs: Sequence[str], plan: MicroBatchPlan) -> TrainResult:
         check_outputs(outputs, self._value_head, training=True)
         assert self._optimizer is not None, "this strategy was made without an optimizer"
-        self._mover.require(*StateGroup)
+        self._mover.require_to_write(StateGroup.WEIGHTS, StateGroup.GRADIENTS, trained_only=True)
         inputs = model_inputs(batch, plan, self.device)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -156,6 +158,7 @@ class MegatronStrategy(TrainStrategy):
         sums = run_training(self._chunks, inputs, on_head)
         metrics = reduce_sums(sums, self.layout.pipeline_rank == self._config.pipeline_parallel - 1, self.device)
         loss = metrics.pop(LOSS)
+        self._mover.require_to_write(StateGroup.OPTIMIZER)  # what it works with is first needed here, and may only now have arrived
         step = self._optimizer.step(loss)
         if self._average is not None and not step.skipped:
             self._average.update()
@@ -193,7 +196,7 @@ class MegatronStrategy(TrainStrategy):
         write_hf(self._exporter, self.export_plan(SAVE_BUCKET_BYTES), self._spec.model.path, folder, dtype, self._value_head, read)
 
     def load_hf(self, folder: Path) -> None:
-        self._mover.require(StateGroup.WEIGHTS)
+        self._mover.require_to_write(StateGroup.WEIGHTS)
         assert self._optimizer is None, "an optimizer has weights of its own"
         self._load_weights(self._bindings, folder, str(folder))
 
@@ -205,18 +208,22 @@ class MegatronStrategy(TrainStrategy):
     def offload(self, groups: Iterable[StateGroup]) -> None:
         self._mover.offload(groups)
 
+    def take_moved(self) -> Moved:
+        moved, self._mover.moved = self._mover.moved, Moved()
+        return moved
+
     def save_checkpoint(self, folder: Path) -> None:
         self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
         if self._adapters is not None and self.layout.rank == 0:
             write_base(folder, self._spec.model.path)
-        write_checkpoint(self._chunks, self._optimizer, self.layout, folder)
+        write_checkpoint(self._chunks, self._optimizer, self.layout, self._described, folder)
         if self._average is not None:
             self._write_hf(folder / AVERAGE_FOLDER, torch.float32, average=True)
 
     def load_checkpoint(self, folder: Path) -> None:
-        self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
+        self._mover.require_to_write(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
         check_base(folder, self._spec.model.path, self._spec.lora)
-        read_checkpoint(self._chunks, self._optimizer, self.layout, folder)
+        read_checkpoint(self._chunks, self._optimizer, self.layout, self._described, folder)
         if self._average is not None and (folder / AVERAGE_FOLDER).is_dir():
             self._load_weights(self._average.bindings, folder / AVERAGE_FOLDER, "checkpoint.resume")
         elif self._average is not None:  # the checkpoint is from before there was one

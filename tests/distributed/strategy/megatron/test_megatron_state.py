@@ -1,15 +1,17 @@
 """State that leaves and comes back: offloading frees storages and changes no bit; checkpoints resume, also under another layout."""
 
+import math
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from megatron_cases import batch_of, own_weights, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from support_passes import forward, train_step
 
-from roll_lite.config.schema.models import OptimizerConfig
+from roll_lite.config.schema.models import LoraConfig, OptimizerConfig
 from roll_lite.distributed.strategy.base import StateGroup, TrainResult
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
@@ -28,7 +30,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def begin(path: Path, layout: dict[str, Any], dtype: str = "float32") -> MegatronStrategy:
-    return started(path, CONFIG, dtype, total_updates=20, **{name: value for name, value in layout.items() if name != "data"})
+    """`data` of a layout follows from the number of ranks."""
+    options = {"dtype": dtype, **{name: value for name, value in layout.items() if name != "data"}}
+    return started(path, CONFIG, total_updates=20, **options)
 
 
 def steps(strategy: MegatronStrategy, numbers: range) -> list[TrainResult]:
@@ -64,6 +68,7 @@ def offload_and_go_on(path: Path, layout: dict[str, Any], dtype: str) -> None:
     main_weights = 0 if dtype == "float32" else 4 * numel / shards
     expected = {StateGroup.WEIGHTS: width * numel, StateGroup.GRADIENTS: 4 * numel, StateGroup.OPTIMIZER: moments + main_weights}
     storages = {group: strategy._mover._storages(group) for group in StateGroup}
+    sizes = {group: sum(storage.nbytes() for storage in storages[group]) for group in StateGroup}
 
     for number, groups in enumerate(([], [StateGroup.OPTIMIZER], [StateGroup.WEIGHTS, StateGroup.GRADIENTS], list(StateGroup))):
         strategy.offload(groups)
@@ -84,8 +89,22 @@ def offload_and_go_on(path: Path, layout: dict[str, Any], dtype: str) -> None:
             same_weights(strategy, undisturbed)
         strategy.load(groups)
         strategy.load(groups)
+        copied_only_where_changed(strategy, groups, sizes)
         assert steps(strategy, range(number, number + 1)) == steps(undisturbed, range(number, number + 1))
     same_weights(strategy, undisturbed)
+
+
+def copied_only_where_changed(strategy: MegatronStrategy, groups: list[StateGroup], sizes: dict[StateGroup, int]) -> None:
+    """`groups` have been away since the last step and are back: an offload copied what the step had changed, another one copies nothing."""
+    copies = sum(sizes[group] for group in groups if group is not StateGroup.GRADIENTS)
+    away_once = strategy.take_moved()
+    assert (away_once.freed_bytes, away_once.out_bytes) == (sum(sizes[group] for group in groups), copies)
+    assert away_once.in_bytes == copies
+    forward(strategy, shard(batch_of(), strategy), ["log_probs"], 2)
+    strategy.offload(groups)
+    strategy.load(groups)
+    again = strategy.take_moved()
+    assert (again.freed_bytes, again.out_bytes, again.in_bytes) == (away_once.freed_bytes, 0, copies)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -93,6 +112,30 @@ def test_offloading_frees_memory_and_changes_no_bit(ranks: RankPool, path: Path,
     world_size = 1 if not LAYOUTS[name] else 2
     for dtype in ("float32", "bfloat16") if name in ("one rank", "DP2") else ("float32",):
         ranks(world_size, offload_and_go_on, path, LAYOUTS[name], dtype)
+
+
+def resident() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def offload_a_larger_one(path: Path) -> None:
+    """On a CPU the host's copies lie in the same memory, and stay there: what leaves is what the device had."""
+    strategy = begin(path, {})
+    steps(strategy, range(1))
+    strategy.offload(StateGroup)  # and what the step has left lying about
+    strategy.load(StateGroup)
+    size = sum(storage.nbytes() for group in StateGroup for storage in strategy._mover._storages(group))
+    before = resident()
+    strategy.offload(StateGroup)
+    away = resident()
+    strategy.load(StateGroup)
+    assert size > 200e6
+    assert before - away == pytest.approx(size, rel=0.05)
+    assert resident() - away == pytest.approx(size, rel=0.05)
+
+
+def test_resident_memory_falls_by_what_is_offloaded(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    ranks(1, offload_a_larger_one, tiny(tmp_path_factory.mktemp("larger") / "model", vocab_size=101, hidden=512, layers=6))
 
 
 def offload_a_reference(path: Path) -> None:
@@ -168,55 +211,99 @@ def save_after(path: Path, folder: Path, layout: dict[str, Any], count: int) -> 
     return own_weights(strategy), further
 
 
-def resume_elsewhere(path: Path, folder: Path, layout: dict[str, Any], count: int) -> tuple[dict[str, torch.Tensor], list[TrainResult]]:
-    strategy = begin(path, layout)
-    strategy.load_checkpoint(folder)
-    further = steps(strategy, range(count, count + 2))
-    return own_weights(strategy), further
+def resume_all(
+    path: Path, folders: list[Path], layout: dict[str, Any], count: int
+) -> list[tuple[dict[str, torch.Tensor], list[TrainResult]]]:
+    found = []
+    for folder in folders:
+        strategy = begin(path, layout)
+        strategy.load_checkpoint(folder)
+        further = steps(strategy, range(count, count + 2))
+        found.append((own_weights(strategy), further))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [("TP2", "one rank"), ("one rank", "TP2"), ("DP2", "one rank"), ("one rank", "DP2"), ("DP2", "TP2")]
-)
-def test_another_layout_goes_on_where_the_first_stopped(ranks: RankPool, path: Path, tmp_path: Path, saved: str, loaded: str) -> None:
-    goes_on(ranks, path, tmp_path, LAYOUTS[saved], LAYOUTS[loaded])
+STAGES = {"pipeline_parallel": 2}
+FURTHER: dict[str, dict[str, Any]] = {
+    "TP2 SP": {"tensor_parallel": 2, "sequence_parallel": True},
+    "PP2": STAGES,
+    "VPP2": {**STAGES, "virtual_pipeline_parallel": 2},
+    "CP2": {"context_parallel": 2},
+    "DP2 bf16": {"data": 2, "dtype": "bfloat16"},
+    "DP2 replicated bf16": {"data": 2, "distributed_optimizer": False, "dtype": "bfloat16"},
+}
+WIDE: dict[str, dict[str, Any]] = {
+    "TP2 DP2": {"data": 2, "tensor_parallel": 2},
+    "PP2 DP2 replicated": {"data": 2, **STAGES, "distributed_optimizer": False},
+    "VPP2 TP2 SP": {**STAGES, "virtual_pipeline_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
+    "CP2 PP2": {"context_parallel": 2, **STAGES},
+    "DP4": {"data": 4},
+}
+ALL = LAYOUTS | FURTHER | WIDE
+LOADED_FROM = {
+    "one rank": ["TP2", "VPP2", "CP2"],
+    "DP2": ["one rank", "VPP2", "DP2 replicated"],
+    "DP2 replicated": ["DP2", "CP2"],
+    "TP2": ["one rank", "DP2 replicated"],
+    "TP2 SP": ["PP2", "DP2"],
+    "PP2": ["TP2 SP", "VPP2"],
+    "VPP2": ["PP2", "TP2"],
+    "CP2": ["DP2", "VPP2"],
+    "DP2 bf16": ["DP2 replicated bf16"],
+    "DP2 replicated bf16": ["DP2 bf16"],
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        ("VPP2", "one rank"),
-        ("one rank", "VPP2"),
-        ("TP2", "VPP2"),
-        ("VPP2", "PP2"),
-        ("PP2", "DP2"),
-        ("DP2", "PP2"),
-        ("CP2", "TP2"),
-        ("one rank", "CP2"),
-    ],
-)
-def test_further_layouts_go_on_where_others_stopped(
-    ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, saved: str, loaded: str
-) -> None:
-    stages = {"PP2": {"pipeline_parallel": 2}, "VPP2": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}}
-    layouts: dict[str, dict[str, Any]] = LAYOUTS | stages | {"CP2": {"context_parallel": 2}}
-    deep = tiny(tmp_path_factory.mktemp("deep") / "model", "qwen3", vocab_size=101, layers=4)
-    goes_on(ranks, deep, tmp_path, layouts[saved], layouts[loaded])
+def processes(layout: dict[str, Any]) -> int:
+    sizes = (layout.get(name, 1) for name in ("data", "tensor_parallel", "pipeline_parallel", "context_parallel"))
+    return math.prod(sizes)
 
 
-def goes_on(ranks: RankPool, path: Path, folder: Path, saved: dict[str, Any], loaded: dict[str, Any]) -> None:
+class Saved:
+    """Checkpoints by layout, each written once, with the two steps that followed."""
+
+    def __init__(self, ranks: RankPool, folder: Path) -> None:
+        self._ranks, self.folder = ranks, folder
+        self.path = tiny(folder / "model", "qwen3", vocab_size=101, layers=4)
+        self._known: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._known:
+            self._known[name] = self._ranks(processes(ALL[name]), save_after, self.path, self.folder / name, ALL[name], 3)
+        return self._known[name]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(ranks, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.mark.parametrize("loaded", LOADED_FROM)
+def test_another_layout_goes_on_where_the_first_stopped(ranks: RankPool, saved: Saved, loaded: str) -> None:
+    goes_on(ranks, saved, LOADED_FROM[loaded], loaded)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loaded", [name for name in ALL if "bf16" not in name])
+def test_every_layout_goes_on_where_any_other_stopped(ranks: RankPool, saved: Saved, loaded: str) -> None:
+    goes_on(ranks, saved, [name for name in ALL if "bf16" not in name and name not in (loaded, *LOADED_FROM.get(loaded, ()))], loaded)
+
+
+def goes_on(ranks: RankPool, saved: Saved, sources: list[str], loaded: str) -> None:
     """Whatever rank a tensor is exported by."""
-    before = ranks(2 if saved else 1, save_after, path, folder, saved, 3)
-    after = ranks(2 if loaded else 1, resume_elsewhere, path, folder, loaded, 3)
-    expected, weights = ({name: one for own, _ in found for name, one in own.items()} for found in (before, after))
-    further, results = before[0][1], after[0][1]
-    assert weights.keys() == expected.keys()
-    for result, other in zip(results, further, strict=True):
-        assert result.lr == other.lr
-        assert result.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-5)  # two steps of 1e-3
+    before = [saved[source] for source in sources]
+    folders = [saved.folder / source for source in sources]
+    after = ranks(processes(ALL[loaded]), resume_all, saved.path, folders, ALL[loaded], 3)
+    for number, source in enumerate(sources):
+        expected = {name: one for own, _ in before[number] for name, one in own.items()}
+        weights = {name: one for of_rank in after for name, one in of_rank[number][0].items()}
+        assert weights.keys() == expected.keys()
+        for result, other in zip(after[0][number][1], before[number][0][1], strict=True):
+            assert result.lr == other.lr
+            assert result.loss == pytest.approx(other.loss, rel=1e-5), f"{source} to {loaded}"
+            assert result.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-5)  # two steps of 1e-3
 
 
 def critic_checkpoint(path: Path, folder: Path) -> None:
@@ -228,6 +315,28 @@ def critic_checkpoint(path: Path, folder: Path) -> None:
     resumed = started(path, CONFIG, total_updates=20, value_init="actor", tensor_parallel=2)
     resumed.load_checkpoint(folder)
     assert train_step(resumed, batch, weighted_loss, ["values"], 3) == expected
+
+
+def adapters_checkpoint(path: Path, folder: Path) -> None:
+    """They train beside frozen layers, of which neither gradients nor moments are stored, and which leave the device without a copy."""
+    lora = LoraConfig(rank=2, targets=["q_proj", "down_proj"])
+    straight, resumed = (started(path, CONFIG, total_updates=20, tensor_parallel=2, lora=lora) for _ in range(2))
+    steps(straight, range(2))
+    straight.save_checkpoint(folder)
+    straight.offload(StateGroup)
+    straight.load(StateGroup)
+    expected = steps(straight, range(2, 3))
+    first, adapters = straight.take_moved().out_bytes, sum(p.numel() for p in _parameters(straight) if p.requires_grad)
+    straight.offload(StateGroup)
+    straight.load(StateGroup)
+    assert first > 4 * 80_000 > 4 * 20_000 > straight.take_moved().out_bytes > 3 * 4 * adapters
+    resumed.load_checkpoint(folder)
+    assert steps(resumed, range(2, 3)) == expected
+    same_weights(resumed, straight)
+
+
+def test_adapters_resume_too(ranks: RankPool, path: Path, tmp_path: Path) -> None:
+    ranks(2, adapters_checkpoint, path, tmp_path)
 
 
 def test_a_critic_resumes_too(ranks: RankPool, path: Path, tmp_path: Path) -> None:
@@ -254,6 +363,23 @@ def test_a_damaged_file_is_told_as_such(ranks: RankPool, path: Path, tmp_path: P
     said = ranks(1, refused, path, tmp_path, {})[0]
     assert said.startswith(f"checkpoint.resume: {tmp_path / 'state'} cannot be read (") and "go on from an earlier checkpoint" in said
     assert "Traceback" not in said and "dict_keys" not in said
+
+
+OTHER_MODELS = {
+    "another vocabulary": ({"vocab_size": 151}, {}, "vocab_size is 101 there, 151 here"),
+    "more layers": ({"layers": 4}, {}, "layers is 2 there, 4 here"),
+    "another family": ({"family": "qwen2"}, {}, "family is qwen3 there, qwen2 here; qkv_bias is False there, True here"),
+    "another precision": ({}, {"dtype": "bfloat16"}, "model.dtype is float32 there, bfloat16 here"),
+    "a critic": ({}, {"value_init": "actor"}, "outputs is tokens there, values here"),
+}
+
+
+def test_another_model_is_refused_and_told_apart(ranks: RankPool, path: Path, tmp_path: Path) -> None:
+    ranks(1, save_after, path, tmp_path / "saved", {}, 0)
+    for name, (changes, options, difference) in OTHER_MODELS.items():
+        other = tiny(tmp_path / name, **{"family": "qwen3", "vocab_size": 101, **changes}) if changes else path
+        said = ranks(1, refused, other, tmp_path / "saved", options)[0]
+        assert said.startswith(f"checkpoint.resume: {tmp_path / 'saved'} holds another model: {difference}"), name
 
 
 def missing_rank_file(path: Path, folder: Path) -> str:

@@ -1,0 +1,102 @@
+"""The mover alone, under torch's own optimizer: the same claims on a CPU and on a GPU. test_megatron_state.py has it under Megatron's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from roll_lite.distributed.strategy.base import StateGroup
+from roll_lite.distributed.strategy.megatron.offload import StateMover
+
+WEIGHTS, GRADIENTS, OPTIMIZER = StateGroup
+WIDTH = 256
+
+
+class Role:
+    """Two layers whose gradients lie in one buffer, as Megatron's do, and a third whose gradients are experts'."""
+
+    def __init__(self, device: str) -> None:
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))).to(device)
+        shared, experts = (torch.zeros(count * WIDTH * WIDTH, device=device) for count in (2, 1))
+        for layer, gradient in zip(self.layers, [*shared.chunk(2), experts], strict=True):
+            layer.weight.grad = gradient.view(WIDTH, WIDTH)
+        self.gradients = [shared, experts]
+        self.adam = torch.optim.AdamW(self.layers.parameters(), lr=1e-2)
+        own, of_experts = [SimpleNamespace(grad_data=shared)], [SimpleNamespace(grad_data=experts)]
+        chunk = SimpleNamespace(parameters=self.layers.parameters, buffers=own, expert_parallel_buffers=of_experts)
+        parts: Any = SimpleNamespace(parts=[SimpleNamespace(optimizer=self.adam)])
+        self.mover = StateMover([chunk], parts, torch.device(device))
+        self.device = device
+
+    def output(self) -> torch.Tensor:
+        self.mover.require(WEIGHTS)
+        return self.layers(torch.linspace(-1, 1, WIDTH, device=self.device))
+
+    def train(self) -> None:
+        self.mover.require_to_write(WEIGHTS, GRADIENTS)
+        for gradient in self.gradients:
+            gradient.zero_()
+        self.output().square().sum().backward()
+        self.mover.require_to_write(OPTIMIZER)
+        self.adam.step()
+
+    def bytes(self, group: StateGroup) -> int:
+        return sum(storage.nbytes() for storage in self.mover._storages(group))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_whatever_leaves_comes_back_as_it_was(device: str) -> None:
+    role, undisturbed = Role(device), Role(device)
+    role.train(), undisturbed.train()
+    matrix = WIDTH * WIDTH * 4
+    for groups in ([WEIGHTS], [OPTIMIZER], [GRADIENTS, OPTIMIZER], list(StateGroup)):
+        sizes = {group: role.bytes(group) for group in StateGroup}
+        steps_too = 3 * 4 if device == "cpu" else 0  # torch counts them on the host
+        assert sizes == {WEIGHTS: 3 * matrix, GRADIENTS: 3 * matrix, OPTIMIZER: 6 * matrix + steps_too}
+        role.mover.offload(groups)
+        assert {group: role.bytes(group) for group in StateGroup} == sizes | dict.fromkeys(groups, 0)
+        role.mover.load(groups)
+        role.train(), undisturbed.train()
+        assert torch.equal(role.output(), undisturbed.output())
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_only_what_was_written_to_is_copied_again_and_into_the_same_memory(device: str) -> None:
+    role = Role(device)
+    role.train()
+
+    def copied() -> int:
+        before = role.mover.moved.out_bytes
+        role.mover.offload(StateGroup)
+        role.mover.load(StateGroup)
+        return role.mover.moved.out_bytes - before
+
+    everything = role.bytes(WEIGHTS) + role.bytes(OPTIMIZER)
+    assert copied() == everything
+    memory = {key: copy.memory for key, copy in role.mover._copies[WEIGHTS].items()}
+    role.output()
+    assert copied() == 0, "reading changes nothing"
+    role.mover.require_to_write(WEIGHTS)
+    assert copied() == role.bytes(WEIGHTS)
+    role.train()
+    assert copied() == everything
+    assert all(copy.memory is memory[key] for key, copy in role.mover._copies[WEIGHTS].items())
+    role.adam.load_state_dict(role.adam.state_dict())
+    role.adam.state = type(role.adam.state)(dict, {key: {n: t.clone() for n, t in own.items()} for key, own in role.adam.state.items()})
+    assert copied() == role.bytes(OPTIMIZER), "other storages than before"
+
+
+@pytest.mark.gpu
+def test_a_gpus_memory_is_given_back_and_the_hosts_is_pinned() -> None:
+    role = Role("cuda")
+    role.train()
+    before = torch.cuda.memory_allocated()
+    role.mover.offload(StateGroup)
+    assert before - torch.cuda.memory_allocated() >= role.mover.moved.freed_bytes
+    assert all(copy.memory.is_pinned() for copy in role.mover._copies[WEIGHTS].values() if copy.memory is not None)
+    role.mover.load(StateGroup)
+    assert torch.cuda.memory_allocated() >= before
