@@ -53,7 +53,7 @@ def test_a_folder_of_ones_own_adds_to_the_shipped_ones(elsewhere: Path) -> None:
     (elsewhere / "tiny_ppo.yaml").write_text("defaults: [tiny_grpo]\nsteps: 4\n")
     assert load_config("tiny_ppo", elsewhere).critic is None, "one's own comes first"
     with pytest.raises(ConfigError, match="did you mean .*'tiny_dapo'"):
-        load_config("tiny_dopa", elsewhere)
+        load_config("tiny_dappo", elsewhere)
 
 
 def test_a_file_in_the_current_folder_comes_first(elsewhere: Path) -> None:

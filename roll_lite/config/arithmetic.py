@@ -8,6 +8,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal
 
+from roll_lite.config.schema.algorithm import KlInLossConfig, KlInRewardConfig
 from roll_lite.config.schema.domains import DomainConfig, SamplingConfig
 from roll_lite.config.schema.models import (
     Devices,
@@ -247,6 +248,20 @@ def trains(config: RunConfig) -> bool:
 def validates(config: RunConfig) -> bool:
     """Held-out prompts need engines, and tell nothing new of a model that does not train."""
     return config.validation.enabled and config.mode == "full"
+
+
+def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
+    """Those that are used, by their names in `algorithm`."""
+    terms: dict[str, KlInRewardConfig | KlInLossConfig] = {
+        "kl_in_reward": config.algorithm.kl_in_reward,
+        "kl_in_loss": config.algorithm.kl_in_loss,
+    }
+    return {name: term for name, term in terms.items() if term.coef > 0}
+
+
+def actor_is_reference(config: RunConfig) -> bool:
+    """Without its adapters the actor is model.path: no other model is needed, unless one is given devices of its own."""
+    return trains(config) and config.actor_train.lora is not None and config.reference is None and bool(kl_terms(config))
 
 
 def roles(config: RunConfig) -> dict[str, Role]:

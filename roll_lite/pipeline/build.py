@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from roll_lite.config.arithmetic import generates, max_model_len, model_parallel_size, roles, trains, updates
+from roll_lite.config.arithmetic import actor_is_reference, generates, max_model_len, model_parallel_size, roles, trains, updates
 from roll_lite.config.dump_files import FOLDER, found_dumps
 from roll_lite.config.model_files import tokenizer_checksum
 from roll_lite.config.schema.models import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig
@@ -26,7 +26,7 @@ from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.sources import LiveRollouts, ReplayedRollouts
 from roll_lite.pipeline.weights import WeightSync
-from roll_lite.workers.actor import ActorWorker
+from roll_lite.workers.actor import ActorWorker, AdaptedActorWorker
 from roll_lite.workers.critic import CriticWorker
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.judge import JudgeAddress, JudgeWorker
@@ -119,7 +119,8 @@ class Starter:
 
     def models(self) -> Clusters:
         config = self.config
-        actor = self.model("actor_train", config.actor_train, ActorWorker, config.algorithm, len(config.domains))
+        policy = AdaptedActorWorker if actor_is_reference(config) else ActorWorker
+        actor = self.model("actor_train", config.actor_train, policy, config.algorithm, len(config.domains))
         reference = self.model("reference", config.reference, ReferenceWorker) if config.reference else None
         critic = self.model("critic", config.critic, CriticWorker, config.algorithm, len(config.domains)) if config.critic else None
         return Clusters(actor, reference, critic)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, Trans
 from roll_lite.workers.credit import assign_credit, compared_before_training, credit_metrics
 from roll_lite.workers.model import ModelRole, ModelWorker, TrainShare, Update, training_columns
 from roll_lite.workers.objectives import ActorLoss
+from roll_lite.workers.reference import ReferenceWorker
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,24 @@ class ActorWorker(ModelWorker):
     def weight_checksums(self) -> dict[str, str]:
         """Of the tensors that this rank owns."""
         return self.weights.checksums()
+
+
+class AdaptedActorWorker(ActorWorker):
+    """One that trains adapters and is, without them, the reference as well: a pass more in place of another model."""
+
+    computes: ClassVar[Mapping[str, str]] = {**ReferenceWorker.computes, **ActorWorker.computes}
+
+    def pass_over(self, batch: DataProto, columns: Sequence[str]) -> dict[str, Column] | None:
+        of_reference = [name for name in columns if name in ReferenceWorker.computes]
+        own = [name for name in columns if name not in ReferenceWorker.computes]
+        found: dict[str, Column] | None = {}
+        if of_reference:
+            with self.strategy.adapters_off():
+                found = super().pass_over(batch, of_reference)
+        if own:
+            policy = super().pass_over(batch, own)
+            found = None if found is None or policy is None else found | policy
+        return found
 
 
 def failure_of(transfer: Callable[[], None]) -> str | None:

@@ -16,7 +16,7 @@ from roll_lite.config.schema.models import ActorRoleConfig, CriticRoleConfig, Fo
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import MicroBatchOutputs, TokenBudget, padded
 from roll_lite.data.minibatches import MiniBatch
-from roll_lite.data.proto import DataProto
+from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import from_numpy
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, StateGroup, TrainResult, TrainStrategy
@@ -129,13 +129,14 @@ class ModelWorker(Worker):
     def compute(self, shard: BatchShard, columns: Sequence[str]) -> Block | None:
         """Some of the columns that the role computes, of this rank's rows; on head ranks."""
         batch = shard.materialize()
+        found = self.pass_over(batch, columns)
+        return None if found is None else put_block(DataProto({"sample": batch.tensor("sample"), **found}))
+
+    def pass_over(self, batch: DataProto, columns: Sequence[str]) -> dict[str, Column] | None:
         wanted = [self.computes[name] for name in columns]
         plan = self.strategy.plan(batch.lengths, self._forward_budget(wanted))
         outputs = self.strategy.forward(batch, wanted, plan)
-        if outputs is None:
-            return None
-        named = {name: outputs[self.computes[name]] for name in columns}
-        return put_block(DataProto({"sample": batch.tensor("sample"), **named}))
+        return None if outputs is None else {name: outputs[self.computes[name]] for name in columns}
 
     def _train(self, share: TrainShare, loss_fn: ActorLoss | CriticLoss, outputs: Sequence[str]) -> Iterator[Update]:
         assert isinstance(self.spec.config, TrainRoleConfig)

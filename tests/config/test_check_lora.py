@@ -8,6 +8,7 @@ import pytest
 from config_project import Project
 
 from roll_lite.config.checkpoint_files import SCHEMA_VERSION
+from roll_lite.config.checks.notes import notes_on
 
 ADAPTERS = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 MISTAKES = {
@@ -57,3 +58,24 @@ def test_a_run_goes_on_with_the_adapters_that_it_had(project: Project) -> None:
     for other, told in (("{rank: 4, targets: [q_proj]}", "this run: rank 4,"), ("null", "this run: trains all weights")):
         (problem,) = project.problems_of(f"actor_train: {{lora: {other}}}", resume)
         assert problem.path == "checkpoint.resume" and "rank 8, alpha 32.0, targets ['q_proj']; " + told in problem.message
+
+
+def test_what_the_kl_is_measured_against_is_told(project: Project) -> None:
+    """Without adapters it takes a reference; with some the actor is one, unless the section is there."""
+    kl, lora = "algorithm: {kl_in_loss: {coef: 0.1}}\n", "actor_train: {lora: {}}\n"
+    assert [problem.path for problem in project.problems_of(kl)] == ["algorithm.kl_in_loss.coef"]
+    for yaml, told in (
+        (kl + lora, "against actor_train with its adapters off"),
+        (kl + lora + "reference: {}", "reference holds"),
+        (lora, None),
+    ):
+        assert project.problems_of(yaml) == []
+        notes = [note for note in notes_on(project.load(name="changed")) if "adapters" in note]
+        assert len(notes) == (told is not None) and all(str(told) in note for note in notes)
+    assert [problem.path for problem in project.problems_of(lora + "reference: {}")] == ["reference"]
+
+
+def test_the_actors_pass_as_reference_can_be_early(project: Project) -> None:
+    yaml = "rollout: {stream_log_probs: true}\nactor_train: {devices: [1], lora: {}}\n"
+    assert [problem.path for problem in project.problems_of(yaml + "algorithm: {old_log_probs: current}")] == ["rollout.stream_log_probs"]
+    assert project.problems_of(yaml + "algorithm: {old_log_probs: current, kl_in_loss: {coef: 0.1}}") == []

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from roll_lite.config.arithmetic import actor_is_reference
 from roll_lite.config.loading import load_config
 from roll_lite.data.keys import KEYS, Columns
 from roll_lite.pipeline.rlvr import RLVRPipeline
-from roll_lite.workers.actor import ActorWorker
+from roll_lite.workers.actor import ActorWorker, AdaptedActorWorker
 from roll_lite.workers.critic import CriticWorker
 from roll_lite.workers.reference import ReferenceWorker
 
@@ -26,7 +27,7 @@ def wanted(monkeypatch: pytest.MonkeyPatch, recipe: str, *overrides: str) -> tup
     monkeypatch.chdir(ROOT)
     config = load_config(recipe, ROOT / "examples/configs", list(overrides))
     pipeline = RLVRPipeline(config, None, None, SimpleNamespace(timers=None), None, None)  # type: ignore[arg-type]
-    workers: dict[str, Any] = {"actor": ActorWorker}
+    workers: dict[str, Any] = {"actor": AdaptedActorWorker if actor_is_reference(config) else ActorWorker}
     workers |= {"reference": ReferenceWorker} if config.reference else {}
     workers |= {"critic": CriticWorker} if config.critic else {}
     return pipeline, {role: pipeline.wanted_of(SimpleNamespace(worker=worker)) for role, worker in workers.items()}  # type: ignore[arg-type]
@@ -48,6 +49,9 @@ CASES: list[tuple[str, list[str], dict[str, list[str]]]] = [
         {"actor": [], "reference": ["ref_log_probs", "ref_distribution"]},
     ),
     ("tiny_ppo", [], {"actor": ["old_log_probs", "old_entropy"], "reference": ["ref_log_probs"], "critic": ["values"]}),
+    ("tiny_lora", [], {"actor": ["ref_log_probs", "old_log_probs", "old_entropy"]}),
+    ("tiny_lora", ["algorithm.kl_in_loss.coef=0"], {"actor": ["old_log_probs", "old_entropy"]}),
+    ("tiny_lora", [REFERENCE], {"actor": ["old_log_probs", "old_entropy"], "reference": ["ref_log_probs"]}),
     (
         "tiny_ppo",
         ["algorithm.advantage.bootstrap_truncated=true"],

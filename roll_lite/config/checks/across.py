@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from roll_lite.config.arithmetic import group_size, held_out_sampling, requests, trains, updates, validates
+from roll_lite.config.arithmetic import group_size, held_out_sampling, kl_terms, requests, trains, updates, validates
 from roll_lite.config.checks.algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
 from roll_lite.config.checks.files import DOMAIN_FILE_CHECKS, FILE_CHECKS
 from roll_lite.config.checks.judges import JUDGE_CHECKS
@@ -24,7 +24,6 @@ from roll_lite.config.checks.secrets import addresses_without_secrets
 from roll_lite.config.checks.simulation import SIMULATION_CHECKS
 from roll_lite.config.checks.trackers import TRACKER_CHECKS
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema.algorithm import KlInLossConfig, KlInRewardConfig
 from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.domains import LEAST_TEMPERATURE, DomainConfig
 from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, OptimizerConfig, ScriptedStrategyConfig
@@ -138,16 +137,12 @@ def _critic_warmup(config: RunConfig) -> Iterator[Problem]:
 
 
 def _kl_and_reference_belong_together(config: RunConfig) -> Iterator[Problem]:
-    terms: dict[str, KlInRewardConfig | KlInLossConfig] = {
-        "kl_in_reward": config.algorithm.kl_in_reward,
-        "kl_in_loss": config.algorithm.kl_in_loss,
-    }
-    active = [name for name, term in terms.items() if term.coef > 0]
-    if config.reference is None:
-        for name in active:
+    active = kl_terms(config)
+    if config.reference is None and config.actor_train.lora is None:
+        for name, term in active.items():
             message = "KL is measured against the reference; add a `reference` section, or use 0"
-            yield Problem(f"algorithm.{name}.coef", message, terms[name].coef)
-    elif not active:
+            yield Problem(f"algorithm.{name}.coef", message, term.coef)
+    elif config.reference is not None and not active:
         message = "nothing uses the reference: algorithm.kl_in_reward.coef and algorithm.kl_in_loss.coef are 0"
         yield Problem("reference", f"{message}; set one of them, or remove the section (reference: null)")
 

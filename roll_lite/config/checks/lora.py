@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from roll_lite.config.adapter_files import adapter_problems
+from roll_lite.config.arithmetic import actor_is_reference, kl_terms, trains
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.models import LINEAR_LAYERS
 from roll_lite.config.schema.run import RunConfig
@@ -36,6 +37,17 @@ def _what_needs_whole_weights(config: RunConfig) -> Iterator[Problem]:
         yield Problem("actor_train.ema", "is an average of all weights, of which only adapters train; remove it, or lora")
     if lora is not None and lora.export == "adapter" and reference is not None and reference.refresh is not None:
         yield Problem("reference.refresh", "the reference takes whole weights; use actor_train.lora.export: merged, or remove this")
+
+
+def reference_notes(config: RunConfig) -> list[str]:
+    """Whose the log-probs are that KL is measured against."""
+    if config.actor_train.lora is None or not kl_terms(config) or not trains(config):
+        return []
+    if config.reference is not None and config.reference.refresh is not None:
+        return []
+    if actor_is_reference(config):
+        return ["KL is measured against actor_train with its adapters off: a pass more, and no model more (a `reference` section has one)"]
+    return ["reference holds the weights that actor_train has under its adapters; without the section actor_train makes that pass itself"]
 
 
 LORA_CHECKS = (_targets, _what_needs_whole_weights)

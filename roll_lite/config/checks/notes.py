@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from roll_lite.config.checks.layout import sharing_notes
+from roll_lite.config.checks.lora import reference_notes
 from roll_lite.config.checks.replay import mode_notes
 from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.checks.secrets import plain_secrets
@@ -10,4 +11,4 @@ from roll_lite.config.schema.run import RunConfig
 
 
 def notes_on(config: RunConfig) -> list[str]:
-    return [*mode_notes(config), *sharing_notes(config), *staleness_notes(config), *plain_secrets(config)]
+    return [*mode_notes(config), *sharing_notes(config), *staleness_notes(config), *reference_notes(config), *plain_secrets(config)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roll_lite.config.arithmetic import TRAINING_ROLES, device_numbers, group_size
+from roll_lite.config.arithmetic import TRAINING_ROLES, actor_is_reference, device_numbers, group_size
 from roll_lite.config.checks.functions import check_function
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.domains import GROUP_MEASURES
@@ -41,7 +41,8 @@ def _early_passes(config: RunConfig) -> Iterator[Problem]:
     if config.mode != "full":
         yield Problem(path, f"mode: {config.mode} does not both generate and train; use false", True)
         return
-    if config.reference is None and config.critic is None and config.algorithm.old_log_probs != "recompute":
+    others = config.reference is not None or config.critic is not None or actor_is_reference(config)
+    if not others and config.algorithm.old_log_probs != "recompute":
         message = f"old_log_probs: {config.algorithm.old_log_probs} without reference and critic needs no pass before the training"
         yield Problem(path, f"{message}; use false", True)
         return

@@ -143,7 +143,8 @@ class RunConfig(Section):
     actor_infer: InferRoleConfig = Field(default_factory=InferRoleConfig)
     """The policy in the engines."""
     reference: ReferenceRoleConfig | None = None
-    """The policy that KL is measured against."""
+    """The policy that KL is measured against. Where the actor trains adapters (actor_train.lora) it is the actor without them, if there is
+    no such section."""
     critic: CriticRoleConfig | None = None
     """The value model (GAE)."""
     reward_models: dict[str, RewardModelConfig] = Field(default_factory=dict)

@@ -167,7 +167,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Inside it passes are those of the weights that training began with, where only adapters beside them train (ModelSpec.lora)."""
+        """Inside it passes are those of the model without the adapters that train beside its weights (ModelSpec.lora)."""
 
     @abstractmethod
     def export_plan(self, bucket_bytes: int) -> ExportPlan:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from support_passes import forward, train_step
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
-from roll_lite.config.schema.models import LINEAR_LAYERS, LoraConfig, OptimizerConfig
+from roll_lite.config.schema.models import LINEAR_LAYERS, ActorRoleConfig, LoraConfig, OptimizerConfig
+from roll_lite.data.microbatch import TokenBudget
 from roll_lite.distributed.strategy.base import StateGroup
 from roll_lite.distributed.strategy.megatron.hf_export import HfExporter
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+from roll_lite.workers.actor import AdaptedActorWorker
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-2, clip_grad=76.0)
 RANK, ALPHA, STEPS = 3, 5.0, 3
@@ -321,3 +324,28 @@ def test_a_checkpoint_says_whose_adapters_it_holds(ranks: RankPool, cases: Cases
     assert f"belong to {cases.path}; model.path {other} has other weights" in ranks(1, told, other, tmp_path / "adapters", lora)[0]
     assert "holds adapters; actor_train.lora" in ranks(1, told, cases.path, tmp_path / "adapters", None)[0]
     assert "holds a whole model; actor_train.lora" in ranks(1, told, cases.path, tmp_path / "whole", lora)[0]
+
+
+def two_in_one(path: Path, adapters: Path, layout: dict[str, Any], expected: Expected) -> None:
+    """The actor's pass and the reference's, which is that of a model without adapters to the last bit."""
+    worker = AdaptedActorWorker.__new__(AdaptedActorWorker)
+    worker.strategy = started(path, CONFIG, lora=lora_of(adapters), **layout)
+    worker.spec = SimpleNamespace(config=ActorRoleConfig(micro_batch_tokens=20))  # type: ignore[assignment]
+    batch = shard(batch_of().select(["input_ids", "temperature", "sample"]), worker.strategy)
+    columns = ["ref_log_probs", "old_log_probs", "old_entropy"]
+    found = worker.pass_over(batch, columns)
+    apart = forward(started(path, **layout), batch, ["log_probs"], TokenBudget(20))
+    alone = worker.pass_over(batch, columns[:1])
+    assert (found is None) == (apart is None) == (alone is None) == (not worker.strategy.layout.is_head)
+    if found is None or apart is None or alone is None:
+        return
+    assert list(found) == columns and list(alone) == columns[:1]
+    for reference in (found, alone):
+        assert torch.equal(reference["ref_log_probs"].values, apart.ragged("log_probs").values)
+    for row, sample in enumerate(batch.tensor("sample").tolist()):
+        torch.testing.assert_close(found["old_log_probs"].row(row), expected.log_probs[sample], rtol=1e-5, atol=1e-5)
+
+
+def test_the_actor_without_adapters_is_the_reference(ranks: RankPool, cases: Cases) -> None:
+    for layout in ({}, {"tensor_parallel": 2}):
+        ranks(2 if layout else 1, two_in_one, cases.path, cases.adapters["all"], layout, cases.expected["all"])
