@@ -46,7 +46,7 @@ class Run:
         self.folder = folder.resolve()
         self.config: dict[str, Any] = yaml.safe_load(self._text("config.yaml"))
         self.algorithm: dict[str, Any] = self.config["algorithm"]
-        if self.config["actor_train"].get("lora") is not None:
+        if self.config.get("actor_train", {}).get("lora") is not None:
             raise NotRecomputable(f"{folder} trained adapters (actor_train.lora), for which this script has no formula")
         start = json.loads(self._text("start/models.json"))
         if start["resumed_from"] is not None:
