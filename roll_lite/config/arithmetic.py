@@ -334,6 +334,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
             yield PassArithmetic(name, "forward", *_fullest_rank(rows, ranks), longest, *budget, *multiples)
             if isinstance(role, TrainRoleConfig):
                 mini_batch = ceil(rows / config.algorithm.mini_batches)
+                if name == "actor_train" and (ptx := config.algorithm.ptx) is not None:
+                    mini_batch, longest = mini_batch + ptx.samples, max(longest, ptx.max_tokens)
                 yield PassArithmetic(name, "training", *_fullest_rank(mini_batch, ranks), longest, *role.in_training, *multiples)
 
 

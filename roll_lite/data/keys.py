@@ -75,6 +75,7 @@ KEYS: dict[str, Key] = {
     "train_weight": Key(Kind.ROW, torch.float32, "driver", "losses, whitening: weight of the sample, 0 does not train"),
     "min_version": Key(Kind.ROW, torch.int64, "rollout service", "staleness metrics: oldest weights that sampled it"),
     "loss_weight": Key(Kind.ROW, torch.float32, "driver", "losses: weight of each policy token of the row, from global counts"),
+    "ptx_weight": Key(Kind.ROW, torch.float32, "driver", "the actor's loss: weight of each learned token of a supervised row, else 0"),
     # of held-out samples
     "answer": Key(
         Kind.ROW, torch.int64, "held-out rollouts", "majority votes: equal numbers of a group are equal answers, -1 none, -2 not looked for"

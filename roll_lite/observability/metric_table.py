@@ -151,9 +151,11 @@ METRICS: dict[str, Metric] = {
     "credit/kl_coef": Metric(LAST, "", "Weight of the KL in the reward."),
     # actor
     "actor/tokens": Metric(SUM, "tokens", "Policy tokens trained on, over all epochs.", by="domain"),
-    "actor/loss": Metric(MEAN, "", "What an optimizer step minimised: policy loss, KL and entropy bonus with their weights."),
+    "actor/loss": Metric(MEAN, "", "What an optimizer step minimised: policy loss, KL, entropy bonus and ptx with their weights."),
     "actor/policy_loss": Metric(MEAN, "", "Policy loss of an optimizer step, mismatch correction included."),
     "actor/kl_loss": Metric(MEAN, "nats", "KL in the loss of an optimizer step, before its coefficient."),
+    "actor/ptx_loss": Metric(MEAN, "nats", "Cross-entropy of a learned token of algorithm.ptx.", count=("actor/ptx_tokens",)),
+    "actor/ptx_tokens": Metric(SUM, "tokens", "Tokens of algorithm.ptx that were learned."),
     "actor/entropy": Metric(MEAN, "nats", "Entropy of the distribution a token is chosen from, in training.", count=ACTOR, by="domain"),
     "actor/entropy_before": Metric(MEAN, "nats", "The same before the step's first update.", count=CREDIT, by="domain"),
     "actor/ratio": Metric(MEAN, "", "Probability of a token over its old one; of a sequence under gspo, topr.", count=ACTOR, by="domain"),

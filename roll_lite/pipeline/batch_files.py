@@ -47,7 +47,8 @@ class BatchFiles:
         self._config = config
         self._folder = run_folder
         wanted = {"always": True, "never": False, "auto": most_tokens(config) <= SMALL_STEP_TOKENS}
-        self.are_written = trains(config) and wanted[config.batches.write]
+        # The losses of supervised rows, which are not in the files, could not be computed from them.
+        self.are_written = trains(config) and wanted[config.batches.write] and config.algorithm.ptx is None
 
     def keep_start(self) -> None:
         """The weights that training starts from: copies of small models, otherwise where they are."""

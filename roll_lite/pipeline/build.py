@@ -14,6 +14,8 @@ from roll_lite.config.model_files import tokenizer_checksum
 from roll_lite.config.schema.models import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.stable_hash import derived_seed
+from roll_lite.data.supervised import SupervisedRows
+from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather, start_cluster
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
@@ -59,7 +61,14 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
         journal.console.message(line)
     batch_files = BatchFiles(config, folder)
     batch_files.keep_start()
-    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), batch_files)
+    return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), batch_files, supervised_rows(config))
+
+
+def supervised_rows(config: RunConfig) -> SupervisedRows | None:
+    ptx = config.algorithm.ptx
+    if ptx is None or not trains(config):
+        return None
+    return SupervisedRows(ptx, load_tokenizer(config.model.path), derived_seed(config.seed, "ptx"))
 
 
 def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:

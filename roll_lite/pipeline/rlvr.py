@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from roll_lite.config.arithmetic import aggregation_constant, held_out_sampling,
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.minibatches import MiniBatch, cut_mini_batches
 from roll_lite.data.stable_hash import derived_seed
+from roll_lite.data.supervised import SupervisedRows
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.observability.timers import phase
@@ -27,7 +29,7 @@ from roll_lite.pipeline.sources import BatchSource
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.credit import credit_columns
 from roll_lite.workers.critic import CriticWorker
-from roll_lite.workers.model import Update
+from roll_lite.workers.model import TrainShare, Update
 
 
 class RLVRPipeline:
@@ -41,6 +43,7 @@ class RLVRPipeline:
         journal: Journal,
         checkpoints: Checkpoints,
         batch_files: BatchFiles,
+        ptx: SupervisedRows | None = None,
     ) -> None:
         self.config = config
         self.algorithm = config.algorithm
@@ -49,6 +52,7 @@ class RLVRPipeline:
         self.journal = journal
         self.checkpoints = checkpoints
         self.batch_files = batch_files
+        self.ptx = ptx
         self.timers = journal.timers
         self.shaping = RewardShaping(config)
         self.agreement = Agreement(config)
@@ -155,7 +159,7 @@ class RLVRPipeline:
         actor, critic = self.clusters.actor, self.clusters.critic
         turns: dict[str, DeviceTurn[list[list[Update]]]] = {}
         if self.steps_done >= self.algorithm.critic_warmup_steps:
-            own = actor.shares(batch, self.actor_columns, mini_batches)
+            own = self.with_supervised(actor.shares(batch, self.actor_columns, mini_batches))
             turns["actor"] = DeviceTurn(actor, partial(actor.ranks.start_scatter, ActorWorker.train, own, kl_coef))
         if critic is not None:
             own = critic.shares(batch, self.critic_columns, mini_batches)
@@ -204,7 +208,7 @@ class RLVRPipeline:
         state = self.checkpoints.load(self.clusters, self.source)
         if state is not None:
             self.steps_done, self.version = state["steps_done"], state["version"]
-            state.setdefault("skipped", {})  # a checkpoint from before they were counted
+            state = {"skipped": {}, "ptx": {}, **state}  # a checkpoint from before there were any
             for name, part in self.remembering.items():
                 part.load_state_dict(state[name])
             self.journal.resumed(self.steps_done)
@@ -228,9 +232,24 @@ class RLVRPipeline:
         return [column for column in model.worker.computes if column in read]
 
     @property
-    def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates]:
+    def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | SupervisedRows]:
         """What a checkpoint has to hold of the driver, besides the counts."""
-        return {"shaping": self.shaping, "kl_in_reward": self.kl_in_reward, "kl_in_loss": self.kl_in_loss, "skipped": self.skipped}
+        of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
+        return {
+            "shaping": self.shaping,
+            "kl_in_reward": self.kl_in_reward,
+            "kl_in_loss": self.kl_in_loss,
+            "skipped": self.skipped,
+            **of_ptx,
+        }
+
+    def with_supervised(self, shares: list[TrainShare]) -> list[TrainShare]:
+        """The actor's mini-batches with their rows of algorithm.ptx, where there is one."""
+        if self.ptx is None:
+            return shares
+        ranks = self.clusters.actor.ranks
+        further = self.ptx.shares(len(shares[0].mini_batches), len(shares), ranks.layouts[0].attention_par)
+        return [replace(share, supervised=rows) for share, rows in zip(shares, further, strict=True)]
 
     def cut(self, batch: Batch) -> list[MiniBatch]:
         return cut_mini_batches(

@@ -18,6 +18,7 @@ from roll_lite.data.microbatch import MicroBatchOutputs, TokenBudget, padded
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import from_numpy
+from roll_lite.data.supervised import beside
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.models import build_model
@@ -60,6 +61,8 @@ class TrainShare:
 
     shard: BatchShard
     mini_batches: list[MiniBatch]
+    supervised: list[DataProto] = field(default_factory=list)
+    """Further rows of every mini-batch (data/supervised.py); empty where there are none."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +146,12 @@ class ModelWorker(Worker):
         batch = share.shard.materialize()
         was_skipped = False
         place = {int(sample): row for row, sample in enumerate(batch.tensor("sample").tolist())}
-        for mini_batch in share.mini_batches:
+        for number, mini_batch in enumerate(share.mini_batches):
             rows = batch.take(np.array([place[int(sample)] for sample in mini_batch.samples], dtype=np.int64))
             rows = rows.with_columns(loss_weight=from_numpy(mini_batch.weights))
-            plan = self.strategy.plan(rows.lengths, self._budget(*self.spec.config.in_training, outputs))
-            result = self.strategy.train_step(rows, loss_fn, outputs, plan)
+            whole = beside(rows, share.supervised[number]) if share.supervised else rows
+            plan = self.strategy.plan(whole.lengths, self._budget(*self.spec.config.in_training, outputs))
+            result = self.strategy.train_step(whole, loss_fn, outputs, plan)
             explained = self._row_losses(rows, loss_fn, outputs) if result.skipped and not was_skipped else {}
             was_skipped = result.skipped
             yield Update(mini_batch.epoch, result, row_losses=explained)

@@ -10,7 +10,7 @@ Masked entries never contribute, not even NaN: every column is filled before any
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -38,7 +38,8 @@ OLD_COLUMN: dict[OldLogProbs, str | None] = {"recompute": "old_log_probs", "curr
 
 @dataclass(frozen=True)
 class ActorLoss:
-    """Policy loss with its mismatch correction, KL to the reference and entropy bonus.
+    """Policy loss with its mismatch correction, KL to the reference and entropy bonus; and the cross-entropy of supervised rows, which are
+    those with a ptx_weight.
 
     Reads advantages, loss_weight, and, where the settings ask for them or they are there to be measured, old_log_probs,
     rollout_log_probs, ref_log_probs (for `full` ref_distribution), domain_number.
@@ -93,6 +94,19 @@ class ActorLoss:
         return self.kl_coef > 0 and self.kl_estimator == "full"
 
     def __call__(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if "ptx_weight" not in micro_batch.columns:
+            return self._of_policy(outputs, micro_batch)
+        assert outputs.log_probs is not None
+        weight = micro_batch.columns["ptx_weight"][:, None]
+        loss, metrics = self._of_policy(outputs, replace(micro_batch, mask=micro_batch.mask & (weight == 0)))
+        learned = micro_batch.mask & (weight > 0)
+        cross_entropy = -outputs.log_probs.masked_fill(~learned, 0.0)
+        supervised = weight * cross_entropy
+        measured = {"actor/ptx_loss": _total(cross_entropy), "actor/ptx_tokens": _total(learned)}
+        return loss + supervised.sum(), {**metrics, "actor/loss": metrics["actor/loss"] + _total(supervised), **measured}
+
+    def _of_policy(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Of the transitions of the policy's own samples."""
         assert outputs.log_probs is not None
         mask = micro_batch.mask
         log_probs = outputs.log_probs.masked_fill(~mask, 0.0)

@@ -436,6 +436,37 @@ def test_combinations_that_are_right(project: Project) -> None:
     assert project.load("actor_infer.strategy.name=scripted", allow_scripted=True).actor_infer.strategy.name == "scripted"
 
 
+PTX = "algorithm: {ptx: {data: {train: train.jsonl}, coef: 0.1, samples: 4"
+PTX_MISTAKES = {
+    "no file": (PTX.replace("train.jsonl", "nowhere.jsonl") + ", max_tokens: 64}}", "algorithm.ptx.data.train", "no such file"),
+    "no column": (
+        PTX.replace("train.jsonl", "train.jsonl, answer: reply") + ", max_tokens: 64}}",
+        "algorithm.ptx.data.answer",
+        "no such column",
+    ),
+    "template": (PTX + ", max_tokens: 64, template: {text: fixed}}}", "algorithm.ptx.template.text", "never shows the prompt"),
+    "chat": (PTX + ", max_tokens: 64, template: {type: chat}}}", "algorithm.ptx.template.type", "has no chat template"),
+    "length": (PTX + "}}", "algorithm.ptx.max_tokens", "is more than the model's 64 positions"),
+    "coef": (PTX.replace("0.1", "0") + ", max_tokens: 64}}", "algorithm.ptx.coef", "expected number > 0"),
+    "batches": (PTX + ", max_tokens: 64}}\nbatches: {write: always}", "batches.write", "are not in the files"),
+    "whole vocabulary": (
+        PTX + ", max_tokens: 64}, kl_in_loss: {coef: 0.1, estimator: full}}\nreference: {}",
+        "algorithm.kl_in_loss.estimator",
+        "would take the whole distribution",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PTX_MISTAKES)
+def test_supervised_rows_that_cannot_be(project: Project, case: str) -> None:
+    yaml, path, message = PTX_MISTAKES[case]
+    assert [(problem.path, message in problem.message) for problem in project.problems_of(yaml)] == [(path, True)]
+
+
+def test_supervised_rows(project: Project) -> None:
+    assert project.problems_of(PTX + ", max_tokens: 64}}") == []
+
+
 def test_an_engine_that_knows_no_window(project: Project) -> None:
     """Where prompt and response stay within it, there is nothing to know."""
     needed = max_model_len(project.load())

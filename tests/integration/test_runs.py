@@ -187,6 +187,21 @@ def test_roles_that_leave_their_devices_when_idle_come_back_for_everything_that_
 
 @pytest.mark.slow
 @pytest.mark.nightly
+def test_a_data_set_is_learned_beside_the_policys_samples(start: Any, tmp_path: Path) -> None:
+    """The tiny model has never seen these answers."""
+    data = tmp_path / "answers.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{number}+1=", "answer": "zzzz"}) + "\n" for number in range(10, 40)))
+    ptx = f"algorithm.ptx={{data: {{train: {data}}}, coef: 1.0, samples: 8, max_tokens: 64}}"
+    run = start("tiny_grpo", *SMALL, ptx, "steps=3", "actor_train.devices=2")
+    code, output = run.finish()
+    assert code == 0, output
+    losses = [record["actor/ptx_loss"] for record in run.metrics() if "actor/ptx_loss" in record]
+    assert len(losses) == 3 and losses[2] < losses[1] < losses[0]
+    assert not (run.folder / "batches").exists(), "nothing could be computed from them"
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reference_follows_the_actor_and_is_in_checkpoints(start: Any) -> None:
     """The KL to what the actor was two steps ago is 0 right after each renewal, also where the run was resumed in between."""
     settings = ["algorithm.critic_warmup_steps=0", "reference.refresh.every=2", "actor_train.ema.decay=0.5", "checkpoint.every=2"]

@@ -156,7 +156,9 @@ def test_what_the_losses_return_is_declared() -> None:
     mask = torch.ones(2, 3, dtype=torch.bool)
     column = torch.full((2, 3), -1.0)
     names = ("advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "returns")
-    micro = MicroBatch(dict.fromkeys(names, column) | {"loss_weight": torch.full((2,), 1 / 6)}, mask)
+    micro = MicroBatch(
+        dict.fromkeys(names, column) | {"loss_weight": torch.full((2,), 1 / 6), "ptx_weight": torch.tensor([0.0, 0.1])}, mask
+    )
     outputs = MicroBatchOutputs(log_probs=column, entropy=-column, values=column)
     actor = ActorLoss(kl_coef=0.1, entropy_coef=0.1, mismatch_correction=MismatchCorrectionConfig())
     sums = MetricSums()
@@ -164,6 +166,7 @@ def test_what_the_losses_return_is_declared() -> None:
         sums.add_sums({name: float(value) for name, value in loss(outputs, micro)[1].items()}, ["math"])
     sums.add_sums(actor.peaks.collect(), ["math"])
     assert sums.values()["actor/entropy"] == 1.0 and sums.values()["actor/ratio"] == 1.0
+    assert (sums.values()["actor/tokens"], sums.values()["actor/ptx_tokens"], sums.values()["actor/ptx_loss"]) == (3, 3, 1.0)
     assert {name for name in METRICS if name.startswith("actor/")} - set(sums.values()) == {
         "actor/entropy_before",
         "actor/grad_norm",

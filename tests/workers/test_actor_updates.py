@@ -87,7 +87,9 @@ def trained(results: list[TrainResult], losses: dict[int, float]) -> list[Update
     for name in ("_train", "_row_losses", "_forward_budget", "_budget"):
         setattr(worker, name, MethodType(getattr(ActorWorker, name), worker))
     mini_batches = [MiniBatch(epoch, np.array([4, 5, 6]), np.array([0.5, 1.0, 0.25], dtype=np.float32)) for epoch in range(len(results))]
-    return ActorWorker.train(worker, SimpleNamespace(shard=SimpleNamespace(materialize=lambda: rows), mini_batches=mini_batches), 0.0)  # type: ignore[arg-type]
+    return ActorWorker.train(
+        worker, SimpleNamespace(shard=SimpleNamespace(materialize=lambda: rows), mini_batches=mini_batches, supervised=[]), 0.0
+    )  # type: ignore[arg-type]
 
 
 def test_the_first_skipped_update_of_several_is_told_with_the_loss_of_every_row() -> None:

@@ -45,6 +45,7 @@ def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[
     `files`: those that paths lead to are looked at."""
     of_run = (
         *RUN_CHECKS,
+        _ptx_template,
         *ALGORITHM_CHECKS,
         *LAYOUT_CHECKS,
         *((*FILE_CHECKS, *LORA_FILE_CHECKS, *REPLAY_CHECKS) if files else ()),
@@ -245,6 +246,11 @@ def _template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Pr
         yield Problem(f"{path}.template.system", "is only used by type: chat; remove it, or write it into template.text", template.system)
     if template.type == "chat" and template.text != "{prompt}":
         yield Problem(f"{path}.template.text", "is only used by type: plain; remove it", template.text)
+
+
+def _ptx_template(config: RunConfig) -> Iterator[Problem]:
+    if (ptx := config.algorithm.ptx) is not None:
+        yield from _template(config, "algorithm.ptx", ptx.as_domain)
 
 
 SECTION_CHECKS: dict[str, Sequence[SectionCheck]] = {

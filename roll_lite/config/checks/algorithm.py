@@ -185,7 +185,19 @@ def _no_tokens(config: RunConfig, path: str, tokens: list[int]) -> Iterator[Prob
         yield Problem(path, message, tokens)
 
 
+def _ptx(config: RunConfig) -> Iterator[Problem]:
+    if config.algorithm.ptx is None:
+        return
+    if config.algorithm.kl_in_loss.coef > 0 and config.algorithm.kl_in_loss.estimator == "full":
+        message = "would take the whole distribution of the rows of algorithm.ptx too; use another estimator, or no ptx"
+        yield Problem("algorithm.kl_in_loss.estimator", message, "full")
+    if config.batches.write == "always":
+        message = "the rows of algorithm.ptx are not in the files, so that nothing could be computed from them; use auto or never"
+        yield Problem("batches.write", message, "always")
+
+
 ALGORITHM_CHECKS = (
+    _ptx,
     _old_log_probs,
     _mismatch_correction,
     _aggregation_constant,

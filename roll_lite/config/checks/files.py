@@ -171,9 +171,6 @@ def _run_folder(config: RunConfig) -> Iterator[Problem]:
         yield Problem("run_dir", f"{link} is not a link; it has to make room for the link to the newest run", str(config.run_dir))
 
 
-FILE_CHECKS = (_model, _critic, _resume, _run_folder)
-
-
 def _chat_template_exists(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     folder = config.model.path
     if domain.template.type != "chat" or not is_folder(folder):
@@ -186,3 +183,14 @@ def _chat_template_exists(config: RunConfig, path: str, domain: DomainConfig) ->
 
 
 DOMAIN_FILE_CHECKS = (*DOMAIN_DATA_CHECKS, _chat_template_exists)
+
+
+def _ptx(config: RunConfig) -> Iterator[Problem]:
+    """Its rows are read as a domain's."""
+    ptx = config.algorithm.ptx
+    if ptx is not None:
+        for check in DOMAIN_FILE_CHECKS:
+            yield from check(config, "algorithm.ptx", ptx.as_domain)
+
+
+FILE_CHECKS = (_model, _critic, _resume, _run_folder, _ptx)

@@ -135,6 +135,9 @@ def _model_is_long_enough(config: RunConfig) -> Iterator[Problem]:
     shape = _shape(config.model.path)
     if shape is None or shape.max_positions is None:
         return
+    if (ptx := config.algorithm.ptx) is not None and ptx.max_tokens > shape.max_positions:
+        message = f"is more than the model's {shape.max_positions} positions (max_position_embeddings)"
+        yield Problem("algorithm.ptx.max_tokens", message, ptx.max_tokens)
     given, needed = getattr(config.actor_infer.strategy, "max_model_len", None), max_model_len(config)
     if needed <= shape.max_positions:
         return

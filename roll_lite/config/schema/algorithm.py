@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from roll_lite.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from roll_lite.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath
+from roll_lite.config.schema.domains import DataConfig, DomainConfig, RewardConfig, SamplingConfig, TemplateConfig
 
 # ---------------------------------------------------------------- advantages
 
@@ -330,6 +331,38 @@ class MasksConfig(Section):
     """Dotted path to a function `RewardRows -> weights [samples]`, see docs/algorithms.md; 0 does not train."""
 
 
+class PtxDataConfig(Section):
+    train: UserPath | Annotated[list[UserPath], Field(min_length=1)]
+    """As of a domain: a .jsonl or .parquet file, a folder, or several of them one after the other."""
+    prompt: str = "prompt"
+    """Name of the column with the prompt (a string, or a list of chat messages), or with the text where there is no answer."""
+    answer: str | None = "answer"
+    """Name of the column with the text to be learned; null: the prompt itself is learned, as in pre-training."""
+
+
+class PtxConfig(Section):
+    """A supervised loss beside the policy's, on rows of a data set (PPO-ptx): coef * mean cross-entropy of what is learned, at temperature
+    1, in every optimizer step of the actor."""
+
+    data: PtxDataConfig
+    """What is learned. Each row once per pass, in a seeded order that a resumed run goes on with."""
+    template: TemplateConfig = Field(default_factory=TemplateConfig)
+    """How a prompt becomes the model's input. The answer and the end of sequence follow it."""
+    coef: PositiveFloat
+    """Weight of the mean cross-entropy."""
+    samples: PositiveInt
+    """Rows in every optimizer step, packed into micro-batches with the policy's."""
+    max_tokens: Annotated[int, Field(ge=2)] = 4096
+    """Prompt and answer; what is longer is cut at the end."""
+
+    @property
+    def as_domain(self) -> DomainConfig:
+        """Its files and template, for those who read a domain's prompts."""
+        data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
+        sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer ones are cut
+        return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(type="exact"))
+
+
 class AlgorithmConfig(Section):
     reward: RewardShapingConfig = Field(default_factory=RewardShapingConfig)
     """How scores become rewards."""
@@ -355,6 +388,8 @@ class AlgorithmConfig(Section):
     """KL(policy || reference) added to the loss."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
+    ptx: PtxConfig | None = None
+    """Learn a data set beside the policy's samples; none where absent."""
     old_log_probs: Literal["recompute", "current", "rollout"] = "recompute"
     """recompute: an extra forward pass of the trainer. current: the detached training forward (one update per batch only).
     rollout: the engine's own."""

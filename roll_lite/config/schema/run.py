@@ -63,7 +63,7 @@ class BatchFilesConfig(Section):
     losses and weights once more."""
 
     write: Literal["auto", "always", "never"] = "auto"
-    """auto: where a step has at most 262,144 tokens."""
+    """auto: where a step has at most 262,144 tokens, and nothing is learned beside its samples (algorithm.ptx)."""
     copy_models_mb: Annotated[int, Field(ge=0)] = 256
     """Models up to this size are copied into the run's folder before training; of larger ones path and checksums are kept."""
 

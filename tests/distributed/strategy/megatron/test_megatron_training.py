@@ -313,7 +313,7 @@ def losses_of_rows(path: Path, layout: dict[str, Any]) -> tuple[list[Update], di
     worker: Any = CriticWorker.__new__(CriticWorker)
     worker.strategy, worker.spec, worker.loss = strategy, SimpleNamespace(config=TrainRoleConfig()), CriticLoss()
     mini_batches = [MiniBatch(epoch, samples, np.full(len(samples), 0.5, dtype=np.float32)) for epoch in range(2)]
-    updates = worker.train(SimpleNamespace(shard=SimpleNamespace(materialize=lambda: own), mini_batches=mini_batches))
+    updates = worker.train(SimpleNamespace(shard=SimpleNamespace(materialize=lambda: own), mini_batches=mini_batches, supervised=[]))
     return updates, expected if strategy.layout.is_head else {}
 
 

@@ -1,0 +1,85 @@
+"""Rows that the actor learns word by word beside its own samples (`algorithm.ptx`): drawn in a seeded order that can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from roll_lite.config.schema.algorithm import PtxConfig
+from roll_lite.data.keys import KEYS, Kind
+from roll_lite.data.minibatches import balanced_partition, row_costs
+from roll_lite.data.prompts import PromptOrder, load_prompts
+from roll_lite.data.proto import VECTORS, Column, DataProto
+from roll_lite.data.ragged import Ragged
+from roll_lite.data.templates import Tokenizer
+
+
+class SupervisedRows:
+    def __init__(self, config: PtxConfig, tokenizer: Tokenizer, seed: int) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        try:
+            self._prompts = load_prompts("ptx", config.as_domain, "train", tokenizer)
+        except ValueError as error:
+            raise ValueError(str(error).replace("domains.ptx", "algorithm.ptx")) from error
+        self._order = PromptOrder(len(self._prompts), seed, "ptx")
+
+    def draw(self) -> DataProto:
+        """The rows of one optimizer step. Every token that counts weighs coef / their number, so that their loss is coef times the mean
+        cross-entropy."""
+        rows = [self._row(self._order.next()[1]) for _ in range(self._config.samples)]
+        targets = sum(int(counts[1:].sum()) for _, counts in rows)
+        return DataProto(
+            {
+                "sample": torch.arange(-len(rows), 0),  # none of the batch's own
+                "input_ids": Ragged.from_rows([ids for ids, _ in rows]),
+                "response_mask": Ragged.from_rows([counts for _, counts in rows]),
+                "temperature": torch.ones(len(rows)),
+                "ptx_weight": torch.full((len(rows),), self._config.coef / max(targets, 1)),
+            }
+        )
+
+    def shares(self, updates: int, ranks: int, attention_par: float) -> list[list[DataProto]]:
+        """For each data-parallel rank its rows of so many optimizer steps."""
+        drawn = [self.draw() for _ in range(updates)]
+        parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_par), ranks) for rows in drawn]
+        return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
+
+    def _row(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids, and which of them are learned: those of the answer and the end of sequence, all where there is no answer."""
+        prompt = self._prompts[number]
+        given = list(prompt.token_ids)
+        learned = [] if self._config.data.answer is None else self._answer(prompt.answer)
+        end = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
+        ids = torch.tensor([*given, *learned, *end][: self._config.max_tokens])
+        first = 0 if self._config.data.answer is None else len(given)
+        return ids, torch.arange(len(ids)) >= first
+
+    def _answer(self, answer: Any) -> list[int]:
+        ids: list[int] = self._tokenizer(str(answer), add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._order.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:  # a checkpoint from before there were any has none
+            self._order.load_state_dict(state)
+
+
+def beside(own: DataProto, supervised: DataProto) -> DataProto:
+    """Both, as one batch: the supervised rows have nothing in the columns of the policy's, and these no ptx_weight."""
+    lengths = supervised.lengths
+    missing = {name: _nothing(name, column, lengths) for name, column in own.columns.items() if name not in supervised}
+    return DataProto.concat([own.with_columns(ptx_weight=torch.zeros(len(own))), supervised.with_columns(**missing)])
+
+
+def _nothing(name: str, like: Column, lengths: torch.Tensor) -> Column:
+    if isinstance(like, Ragged):
+        entries = lengths - 1 if KEYS[name].kind is Kind.TRANSITIONS else lengths
+        fill, width = VECTORS.get(name, 0), like.values.shape[1:]
+        return Ragged.from_rows([torch.full((count, *width), fill, dtype=like.dtype) for count in entries.tolist()], like.dtype)
+    assert isinstance(like, torch.Tensor), f"{name}: losses read no objects"
+    return torch.zeros(len(lengths), dtype=like.dtype)
