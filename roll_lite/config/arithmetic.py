@@ -230,6 +230,12 @@ def count_multiple(strategy: MegatronStrategyConfig) -> int:
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
+def layers_of_last_stage(layers: int, stages: int) -> int:
+    """Every pipeline stage has equally many but the last one, which has what is left of them, beside the output layer. Below 1: so many
+    stages cannot be."""
+    return layers - ceil(layers / stages) * (stages - 1)
+
+
 def token_multiple(strategy: MegatronStrategyConfig) -> int:
     """Tokens of a micro-batch are a multiple of this: context-parallel ranks have two parts each, which sequence parallelism cuts again."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1

@@ -467,6 +467,15 @@ def test_supervised_rows(project: Project) -> None:
     assert project.problems_of(PTX + ", max_tokens: 64}}") == []
 
 
+def test_layers_that_do_not_divide_by_the_stages(project: Project) -> None:
+    project.write_model("model", num_hidden_layers=7)
+    stages = "actor_train: {devices: 2, strategy: {pipeline_parallel: 2"
+    assert project.problems_of(stages + "}}") == []
+    (problem,) = project.problems_of(stages + ", virtual_pipeline_parallel: 2}}")
+    assert problem.path == "actor_train.strategy.virtual_pipeline_parallel"
+    assert problem.message == "needs stages of equally many layers; pipeline_parallel 2 does not divide the model's 7; use 1"
+
+
 def test_an_engine_that_knows_no_window(project: Project) -> None:
     """Where prompt and response stay within it, there is nothing to know."""
     needed = max_model_len(project.load())

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
-from roll_lite.config.arithmetic import Role, device_numbers, max_model_len, model_parallel_size, requests, roles
+from roll_lite.config.arithmetic import Role, device_numbers, layers_of_last_stage, max_model_len, model_parallel_size, requests, roles
 from roll_lite.config.hf_config import ModelShape, read_model_shape
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import (
@@ -56,15 +56,19 @@ def _sequence_parallel(config: RunConfig, name: str, role: Role) -> Iterator[Pro
         yield Problem(f"{name}.strategy.sequence_parallel", "needs tensor_parallel > 1; use false", True)
 
 
-def _pipeline_divides_layers(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
+def _stages_have_layers(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
     shape = _shape(model_folder(config, role))
     if shape is None or not isinstance(role.strategy, MegatronStrategyConfig):
         return
-    pipeline = role.strategy.pipeline_parallel
-    if shape.layers % pipeline:
-        message = f"does not divide the model's {shape.layers} layers; use one of {_divisors(shape.layers)}"
+    pipeline, virtual = role.strategy.pipeline_parallel, role.strategy.virtual_pipeline_parallel
+    if layers_of_last_stage(shape.layers, pipeline) < 1:
+        fits = [stages for stages in range(1, shape.layers + 1) if layers_of_last_stage(shape.layers, stages) > 0]
+        message = f"leaves the last stage none of the model's {shape.layers} layers; use one of {_listed(fits)}"
         yield Problem(f"{name}.strategy.pipeline_parallel", message, pipeline)
-    elif shape.layers // pipeline % (virtual := role.strategy.virtual_pipeline_parallel):
+    elif virtual > 1 and shape.layers % pipeline:
+        message = f"needs stages of equally many layers; pipeline_parallel {pipeline} does not divide the model's {shape.layers}; use 1"
+        yield Problem(f"{name}.strategy.virtual_pipeline_parallel", message, virtual)
+    elif shape.layers // pipeline % virtual:
         of_a_stage = shape.layers // pipeline
         message = f"does not divide the {of_a_stage} layers of a pipeline stage; use one of {_divisors(of_a_stage)}"
         yield Problem(f"{name}.strategy.virtual_pipeline_parallel", message, virtual)
@@ -124,7 +128,7 @@ ROLE_CHECKS = (
     _parallel_sizes_divide_devices,
     _sequence_parallel,
     _interleaved_stages,
-    _pipeline_divides_layers,
+    _stages_have_layers,
     _tensor_parallel_divides_heads,
     _recomputed_modules,
     _engine_limits,

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from roll_lite.config.arithmetic import layers_of_last_stage
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.distributed.strategy.megatron.layers import SdpaAttention, TorchRMSNorm, ValueHead
@@ -35,6 +36,7 @@ ROTARY_STEP = 256
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
     """Megatron's view of the model. Weights always come from a checkpoint, so none are initialised."""
     on_gpu = torch.cuda.is_available()
+    last_stage = layers_of_last_stage(hf.layers, strategy.pipeline_parallel)
     return TransformerConfig(
         num_layers=hf.layers,
         hidden_size=hf.hidden,
@@ -53,6 +55,7 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         attention_dropout=0.0,
         tensor_model_parallel_size=strategy.tensor_parallel,
         pipeline_model_parallel_size=strategy.pipeline_parallel,
+        num_layers_in_last_pipeline_stage=None if hf.layers % strategy.pipeline_parallel == 0 else last_stage,
         virtual_pipeline_model_parallel_size=strategy.virtual_pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else None,
         context_parallel_size=strategy.context_parallel,
         sequence_parallel=strategy.sequence_parallel,

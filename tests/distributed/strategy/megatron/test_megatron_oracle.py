@@ -35,6 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "odd vocabulary": tiny(folder / "odd", "qwen2", vocab_size=101),
         "mistral": tiny(folder / "mistral", "mistral", sliding_window=4, tied=False),
         "four layers": tiny(folder / "four", "qwen3", layers=4),
+        "three layers": tiny(folder / "three", "qwen2", layers=3),
         "odd vocabulary, untied": tiny(folder / "odd_untied", "qwen3", vocab_size=101, tied=False),
         "rope linear": tiny(folder / "linear", "llama", rope_parameters={"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}),
         "rope llama3": tiny(
@@ -127,6 +128,8 @@ def test_layouts_that_come_for_free(ranks: RankPool, models: dict[str, Path]) ->
         for family in FAMILIES:
             cases = [(check_forward, models[family], 100, layout), (check_gradients, models[family], 100, layout, None, [2, 6])]
             ranks(2, check_many, cases)
+    cases = [(check_forward, models["three layers"], 100, {"pipeline_parallel": 2})]  # two in the first stage, one in the last
+    ranks(2, check_many, [*cases, (check_gradients, models["three layers"], 100, {"pipeline_parallel": 2}, None, [2])])
     selective = {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "selective"}
     for modules in (None, ["core_attn", "mlp"]):
         ranks(2, check_gradients, models["qwen3"], 100, {**selective, "recompute_modules": modules}, None, [2])
