@@ -163,7 +163,7 @@ def run_with(config: RunConfig, folder: Path, steps: list[list[Update]], monkeyp
     layouts = [SimpleNamespace(attention_par=math.inf)]
     ranks = SimpleNamespace(heads_scatter=heads_scatter, start_scatter=print, data_size=2, layouts=layouts)
     monkeypatch.setattr(Model, "shares", lambda *_: [])
-    actor = Model(ranks, None, ActorWorker)  # type: ignore[arg-type]
+    actor = Model(ranks, SimpleNamespace(offload=False), ActorWorker)  # type: ignore[arg-type]
     journal = Journal(config, folder)
     journal.connect()
     checkpoints: Any = SimpleNamespace(load=lambda *_: None)
