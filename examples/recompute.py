@@ -48,6 +48,8 @@ class Run:
         self.algorithm: dict[str, Any] = self.config["algorithm"]
         if self.config.get("actor_train", {}).get("lora") is not None:
             raise NotRecomputable(f"{folder} trained adapters (actor_train.lora), for which this script has no formula")
+        if self.algorithm.get("ptx") is not None:
+            raise NotRecomputable(f"{folder} learned a data set beside its samples (algorithm.ptx), whose rows are in none of its files")
         start = json.loads(self._text("start/models.json"))
         if start["resumed_from"] is not None:
             raise NotRecomputable(

@@ -97,7 +97,12 @@ def comes_out_again(folder: Path, compared: set[str]) -> None:
 def test_what_cannot_be_recomputed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     script: Any = importlib.import_module("recompute")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"algorithm": {}}))
+    for section, told in (({"lora": {}}, r"actor_train\.lora"), ({}, r"algorithm\.ptx")):
+        given = {"algorithm": {"ptx": {"coef": 0.1}}, "actor_train": section}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(given))
+        with pytest.raises(script.NotRecomputable, match=told):
+            script.Run(tmp_path)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"algorithm": {}, "actor_train": {}}))
     with pytest.raises(script.NotRecomputable, match=r"has no start/models.json: was the run made with batches.write: never\?"):
         script.Run(tmp_path)
     (tmp_path / "start").mkdir()
