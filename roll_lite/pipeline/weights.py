@@ -9,7 +9,6 @@ from typing import Any
 from roll_lite.config.schema.run import WeightSyncConfig
 from roll_lite.distributed.cluster import Cluster, Pending, gather
 from roll_lite.distributed.weight_sync.checksum import require_equal
-from roll_lite.distributed.weight_sync.endpoints import DEFAULT_TRANSPORT
 from roll_lite.distributed.weight_sync.group import interrupt
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
 from roll_lite.pipeline.clusters import Model
@@ -90,7 +89,7 @@ class WeightSync:
         self._rendezvous = self._rendezvous or self._actor.one(ActorWorker.host_weight_transfer, timeout_s)
         self._epoch += 1
         plan = plan_transfers(export, dict.fromkeys(self._engines.left, self._workers_per_engine))
-        membership = plan.membership(self._epoch, DEFAULT_TRANSPORT, *self._rendezvous, timeout_s)
+        membership = plan.membership(self._epoch, self._config.transport, *self._rendezvous, timeout_s)
         first_members = {engine: plan.first_member(engine) for engine in plan.engines}
         engines = self._engines.start_each_own(InferWorker.connect_weights, first_members, membership)
         joined = self._together("connect_weights", engines, self._actor.start_all(ActorWorker.connect_weights, plan, membership))

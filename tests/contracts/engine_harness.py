@@ -28,9 +28,10 @@ from roll_lite.data.samples import Completion, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineSpec, ModelSpec, PauseMode
 from roll_lite.distributed.strategy.engines import build_engine
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
-from roll_lite.distributed.weight_sync.gloo import GlooSender
+from roll_lite.distributed.weight_sync.endpoints import transport_of
 from roll_lite.distributed.weight_sync.group import TransferGroup, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, plan_transfers, tensors_of
+from roll_lite.distributed.weight_sync.transport import TransportSender
 
 Make = Literal["vllm", "sglang"]
 SHARPNESS = 2.0
@@ -73,13 +74,16 @@ def export_plan(state: dict[str, torch.Tensor], buckets: int = 3) -> ExportPlan:
 def _serve(connection: Connection) -> None:
     """The sender's process: joins groups and sends random models on demand."""
     torch.set_num_threads(1)
-    sender: GlooSender | None = None
+    sender: TransportSender | None = None
     states: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
     while True:
         command, *arguments = connection.recv()
         try:
             if command == "join":
-                sender = GlooSender(TransferGroup(*arguments))
+                if sender is not None:
+                    sender.close()
+                group = TransferGroup(*arguments)
+                sender = transport_of(group).sender(group)
             elif command == "send":
                 route, model = arguments
                 states.setdefault(model, random_state(*model))
@@ -258,7 +262,7 @@ class Harness:
         self.plan = plan_transfers(export, {0: self.strategy.options.tensor_parallel})
         store = rendezvous_store("127.0.0.1")
         self.stores.append(store)
-        membership = self.plan.membership(1, "gloo", "127.0.0.1", store.port, timeout_s)
+        membership = self.plan.membership(1, "auto", "127.0.0.1", store.port, timeout_s)
         joining = self.sender.call("join", membership, 0)
         await asyncio.gather(joining, self.strategy.connect_weights(self.plan.first_member(0), membership))
 

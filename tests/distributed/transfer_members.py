@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from roll_lite.distributed.weight_sync.endpoints import TRANSPORTS
+from roll_lite.distributed.weight_sync.endpoints import transport_of
 from roll_lite.distributed.weight_sync.group import TransferGroup, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, TransferPlan, plan_transfers
 
@@ -69,8 +69,9 @@ class Members:
 
 
 def half(membership: Membership, number: int, sends: bool) -> Any:
-    transport = TRANSPORTS[membership.transport]
-    return (transport.sender if sends else transport.receiver)(TransferGroup(membership, number))
+    group = TransferGroup(membership, number)
+    transport = transport_of(group)
+    return (transport.sender if sends else transport.receiver)(group)
 
 
 def send_all(sender: Any, plan: TransferPlan, state: Mapping[str, torch.Tensor]) -> None:
@@ -85,6 +86,7 @@ def receive_all(receiver: Any, plan: TransferPlan) -> dict[str, torch.Tensor]:
     for route in plan.routes:
         if receiver.group.number in route.receivers:
             received |= receiver.receive(route)
+            receiver.release()
     return received
 
 

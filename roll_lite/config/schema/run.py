@@ -83,6 +83,9 @@ class TrackerConfig(Section):
 
 
 class WeightSyncConfig(Section):
+    transport: Literal["auto", "shared_memory", "gloo"] = "auto"
+    """How weights travel to the engines. shared_memory: engines read them where the trainer has written them, on one machine; gloo: over
+    TCP; auto: shared memory where all trainers and engines are on one machine, else gloo."""
     bucket_mb: PositiveInt = 256
     """Size of one transfer."""
     verify_weights: bool = False

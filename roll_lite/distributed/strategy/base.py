@@ -175,7 +175,8 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
-        """Gather one bucket: the tensors that this rank owns; None where it owns none of them."""
+        """Gather one bucket: the tensors that this rank owns; None where it owns none of them. They may lie in the model's own memory, and
+        change when training goes on."""
 
     @abstractmethod
     def take_moved(self) -> Moved:

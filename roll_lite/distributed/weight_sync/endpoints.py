@@ -12,10 +12,26 @@ from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.gloo import GlooReceiver, GlooSender
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, Route, TransferPlan, by_bucket
+from roll_lite.distributed.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from roll_lite.distributed.weight_sync.transport import Transport, TransportReceiver, TransportSender
 
-TRANSPORTS: dict[str, Transport] = {"gloo": Transport(GlooSender, GlooReceiver)}
-DEFAULT_TRANSPORT = "gloo"
+TRANSPORTS: dict[str, Transport] = {
+    "gloo": Transport(GlooSender, GlooReceiver),
+    "shared_memory": Transport(SharedMemorySender, SharedMemoryReceiver),
+}
+AUTO = "auto"
+"""Shared memory where all members are on one machine, else gloo."""
+
+
+def transport_of(group: TransferGroup) -> Transport:
+    elsewhere = [name for name, machine in zip(group.membership.members, group.machines, strict=True) if machine != group.machines[0]]
+    wanted = group.membership.transport
+    if elsewhere and wanted == "shared_memory":
+        raise TransferError(
+            f"weight_sync.transport: shared_memory, but {', '.join(elsewhere)} cannot map the memory of {group.membership.members[0]}: on "
+            "another machine, in another container, or another user's; auto or gloo does without"
+        )
+    return TRANSPORTS[("gloo" if elsewhere else "shared_memory") if wanted == AUTO else wanted]
 
 
 class WeightSender:
@@ -43,7 +59,7 @@ class WeightSender:
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
         if self._rank in plan.trainers:
             group = TransferGroup(membership, plan.trainers.index(self._rank))
-            self._half = TRANSPORTS[membership.transport].sender(group)
+            self._half = transport_of(group).sender(group)
 
     def send(self) -> None:
         """Gather and send one bucket after the other. Where sending fails, the rest is gathered all the same before that is raised: other
@@ -93,7 +109,7 @@ class WeightReceiver:
         self.leave()
         self._begun = False
         group = TransferGroup(Membership.of(membership), number)
-        self._half = TRANSPORTS[group.membership.transport].receiver(group)
+        self._half = transport_of(group).receiver(group)
 
     def load(
         self,
@@ -113,6 +129,8 @@ class WeightReceiver:
             again, self._begun, self.touched = self.touched, True, True
             begin(again)
         load(arrived.items())
+        arrived.clear()
+        self._half.release()
 
     def finished(self) -> None:
         """The engine has put the new weights in place."""

@@ -44,22 +44,23 @@ class _Broadcasts:
 
     def broadcast(self, route: Route, buffer: torch.Tensor, layout: FlatLayout) -> None:
         group = self._group
-        if group.failure is not None:
-            raise TransferError(f"weight transfer: connect again, the group failed earlier: {group.failure}")
         try:
-            group.meet(route, layout.announcement())
-            options = dist.BroadcastOptions()
-            options.rootRank = 0
-            self._groups[route.channel].broadcast([buffer], options).wait()  # type: ignore[attr-defined]
-        except TransferError as error:
+            with group.exchange():
+                group.meet(route, layout.announcement())
+                self._broadcast(route, buffer)
+        except TransferError:
             self.close()
-            group.failure = str(error)
             raise
+
+    def _broadcast(self, route: Route, buffer: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        try:
+            self._groups[route.channel].broadcast([buffer], options).wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
-            self.close()
-            them = group.membership.members[route.sender]
-            group.failure = f"weight transfer: the connection broke in the middle of a bucket from {them} (seen by {group.name}): {error}"
-            raise TransferError(group.failure) from error
+            them, us = self._group.membership.members[route.sender], self._group.name
+            broke = f"weight transfer: the connection broke in the middle of a bucket from {them} (seen by {us}): {error}"
+            raise TransferError(broke) from error
 
     def close(self) -> None:
         """Also after a failure: members that were to get the bucket from here would wait for it until their time is up."""
@@ -82,7 +83,9 @@ class GlooSender(TransportSender):
 
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
         layout = flat_layout(route.tensors)
-        self._broadcasts.broadcast(route, flatten(route.tensors, tensors, layout), layout)
+        buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        flatten(route.tensors, tensors, layout, buffer)
+        self._broadcasts.broadcast(route, buffer, layout)
 
     def finish(self) -> None:
         """A broadcast that has ended here has been received."""
@@ -102,6 +105,9 @@ class GlooReceiver(TransportReceiver):
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
         self._broadcasts.broadcast(route, buffer, layout)
         return unflatten(buffer, route.tensors, layout)
+
+    def release(self) -> None:
+        """The memory is the receiver's own."""
 
     def close(self) -> None:
         super().close()

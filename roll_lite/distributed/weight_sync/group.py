@@ -6,12 +6,15 @@ All of it goes over a rendezvous store; the bytes of the weights are the transpo
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
@@ -70,6 +73,14 @@ def interrupt(host: str, port: int, epoch: int) -> None:
     TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=INTERRUPT_S)).set(_INTERRUPTED, str(epoch))
 
 
+def this_machine() -> str:
+    """The same for processes that can map each other's memory: of one machine, container and user."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
+    except OSError:  # not Linux: each is for itself
+        return f"{socket.gethostname()} {os.getpid()}"
+
+
 class TransferGroup:
     """One member's view. Making it blocks until all members of the epoch have come."""
 
@@ -90,8 +101,11 @@ class TransferGroup:
             self._check_epoch()
             if number == 0:
                 self.store.set(_EPOCH, str(membership.epoch))
-            self.store.set(self._joined(number), "1")
-            self._await({self._joined(other): other for other in range(len(membership.members))}, "join the transfer group")
+            self.store.set(self._joined(number), this_machine())
+            joined = {self._joined(other): other for other in range(len(membership.members))}
+            self._await(joined, "join the transfer group")
+            self.machines = [machine.decode() for machine in self.store.multi_get(list(joined))]
+            """Of the members."""
 
     @property
     def name(self) -> str:
@@ -99,6 +113,17 @@ class TransferGroup:
 
     def close(self) -> None:
         self.failure = "closed"
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Of bytes with other members. One that failed leaves nobody knows what: then all have to connect again."""
+        if self.failure is not None:
+            raise TransferError(f"weight transfer: connect again, the group failed earlier: {self.failure}")
+        try:
+            yield
+        except TransferError as error:
+            self.failure = str(error)
+            raise
 
     # ------------------------------------------------------------ buckets
 

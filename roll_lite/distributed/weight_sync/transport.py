@@ -49,7 +49,11 @@ class TransportReceiver(ABC):
 
     @abstractmethod
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
-        """Take the route's tensors. They are the receiver's own; nothing overwrites them later."""
+        """Take the route's tensors. Nothing overwrites them for as long as somebody has them; nobody writes into them."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """What was received has been loaded: the sender may use its memory again, but for tensors that are still there."""
 
     def close(self) -> None:
         self.group.close()
@@ -83,9 +87,8 @@ def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:
     return FlatLayout(tuple(offsets), end, f"{len(bucket)} tensors, {end} bytes, {zlib.crc32(description.encode()):08x}")
 
 
-def flatten(bucket: Sequence[ExportedTensor], tensors: Mapping[str, torch.Tensor], layout: FlatLayout) -> torch.Tensor:
-    """The bucket as bytes on the CPU. Refuses tensors that are not what the plan says."""
-    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+def flatten(bucket: Sequence[ExportedTensor], tensors: Mapping[str, torch.Tensor], layout: FlatLayout, buffer: torch.Tensor) -> None:
+    """Write the bucket into bytes on the CPU. Refuses tensors that are not what the plan says."""
     for spec, offset in zip(bucket, layout.offsets, strict=True):
         if spec.name not in tensors:
             raise ValueError(f"weight transfer: {spec.name} is in the plan but not in the bucket to send")
@@ -95,7 +98,6 @@ def flatten(bucket: Sequence[ExportedTensor], tensors: Mapping[str, torch.Tensor
                 f"weight transfer: {spec.name} is {tensor.dtype}{tuple(tensor.shape)}, planned as {spec.dtype}{tuple(spec.shape)}"
             )
         _view(buffer, spec, offset).copy_(tensor.detach())
-    return buffer
 
 
 def unflatten(buffer: torch.Tensor, bucket: Sequence[ExportedTensor], layout: FlatLayout) -> dict[str, torch.Tensor]:

@@ -68,19 +68,22 @@ def test_flat_buffer_and_back() -> None:
     bucket = [tensor(name, 0, 0, tuple(value.shape), value.dtype) for name, value in state.items()]
     layout = flat_layout(bucket)
     assert layout.offsets == (0, 64, 128, 192) and layout.nbytes == 256
-    received = unflatten(flatten(bucket, state, layout).clone(), bucket, layout)
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    flatten(bucket, state, layout, buffer)
+    received = unflatten(buffer.clone(), bucket, layout)
     assert all(torch.equal(received[name], value) and received[name].dtype == value.dtype for name, value in state.items())
 
 
 def test_flat_buffer_refuses_what_was_not_planned() -> None:
     bucket = [tensor("a", 0, 0)]
     layout = flat_layout(bucket)
+    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8)
     with pytest.raises(ValueError, match="a is in the plan but not in the bucket"):
-        flatten(bucket, {}, layout)
+        flatten(bucket, {}, layout, buffer)
     with pytest.raises(ValueError, match=r"a is torch.float32\(3, 2\), planned as torch.float32\(2, 3\)"):
-        flatten(bucket, {"a": torch.zeros(3, 2)}, layout)
+        flatten(bucket, {"a": torch.zeros(3, 2)}, layout, buffer)
     with pytest.raises(ValueError, match=r"a is torch.bfloat16\(2, 3\)"):
-        flatten(bucket, {"a": torch.zeros(2, 3).bfloat16()}, layout)
+        flatten(bucket, {"a": torch.zeros(2, 3).bfloat16()}, layout, buffer)
 
 
 def test_signatures_tell_buckets_apart() -> None:

@@ -1,116 +1,136 @@
-"""What a transport may be: buckets of several owners and for some of the engines only, and halves that do not meet.
-
-The second transport here, over shared memory, is double-buffered: its sender fills one buffer while receivers still read the other, and
-uses a buffer again only when every one of them has said that it is done. CUDA IPC has the same order.
-"""
+"""What a transport may be: buckets of several owners and for some of the engines only, memory that receivers read, and which one it is."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping
-from multiprocessing.shared_memory import SharedMemory
+import itertools
+from collections.abc import Mapping
+from typing import get_args
 
 import pytest
 import torch
-from transfer_members import Members, assert_equal, fresh, make_plan
+from transfer_members import Members, assert_equal, fresh, make_plan, send_all
 
-from roll_lite.distributed.weight_sync.endpoints import TRANSPORTS
-from roll_lite.distributed.weight_sync.group import Announcement
+from roll_lite.config.schema.run import WeightSyncConfig
+from roll_lite.distributed.weight_sync import group as group_module
+from roll_lite.distributed.weight_sync.endpoints import AUTO, TRANSPORTS
+from roll_lite.distributed.weight_sync.gloo import GlooReceiver, GlooSender
+from roll_lite.distributed.weight_sync.group import Announcement, TransferError, TransferTimeout
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Route, TransferPlan
-from roll_lite.distributed.weight_sync.transport import Transport, TransportReceiver, TransportSender, flat_layout, flatten, unflatten
-
-BUFFERS = 2
-
-
-class SharedSender(TransportSender):
-    def __init__(self, group: object) -> None:
-        super().__init__(group)  # type: ignore[arg-type]
-        self.buffers: dict[int, SharedMemory] = {}
-        self.sent: dict[Route, int] = {}
-
-    def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
-        layout = flat_layout(route.tensors)
-        step = self.group.step(route)
-        if step >= BUFFERS:
-            self.group.hear(route, step - BUFFERS, "done")
-        slot = step % BUFFERS
-        if slot in self.buffers:
-            self._free(slot)
-        memory = self.buffers[slot] = SharedMemory(create=True, size=layout.nbytes)
-        memory.buf[: layout.nbytes] = bytes(flatten(route.tensors, tensors, layout).numpy())
-        self.group.tell(route, step, "here", layout.announcement(memory.name))
-        self.last = route, step
-
-    def finish(self) -> None:
-        route, step = self.last
-        for one in range(max(0, step - BUFFERS + 1), step + 1):
-            self.group.hear(route, one, "done")
-
-    def _free(self, slot: int) -> None:
-        memory = self.buffers.pop(slot)
-        memory.close()
-        memory.unlink()
-
-    def close(self) -> None:
-        super().close()
-        for slot in list(self.buffers):
-            self._free(slot)
-
-
-class SharedReceiver(TransportReceiver):
-    gate: threading.Event
-    """While it is not set, buckets are being read."""
-
-    def receive(self, route: Route) -> dict[str, torch.Tensor]:
-        layout = flat_layout(route.tensors)
-        step = self.group.step(route)
-        heard = self.group.hear(route, step, "here")
-        self.group.compare(layout.announcement(), heard)
-        memory = SharedMemory(heard[route.sender].handle)
-        buffer = torch.frombuffer(bytearray(memory.buf[: layout.nbytes]), dtype=torch.uint8)
-        memory.close()
-        self.gate.wait(10)
-        self.group.tell(route, step, "done", layout.announcement())
-        return unflatten(buffer, route.tensors, layout)
+from roll_lite.distributed.weight_sync.shared_memory import BUCKETS_AHEAD, SharedMemoryReceiver, SharedMemorySender
+from roll_lite.distributed.weight_sync.transport import flat_layout
 
 
 @pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    monkeypatch.setitem(TRANSPORTS, "shared", Transport(SharedSender, SharedReceiver))
-    SharedReceiver.gate = threading.Event()
-    SharedReceiver.gate.set()
-    yield SharedReceiver.gate
-    SharedReceiver.gate.set()
+def machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each member has one of its own."""
+    numbers = itertools.count()
+    monkeypatch.setattr(group_module, "this_machine", lambda: f"machine {next(numbers)}")
 
 
-def test_a_transport_whose_receivers_fetch(shared: threading.Event) -> None:
-    plan, state = make_plan(owners=1, engines={0: 2, 1: 1}, buckets=5)
-    members = Members(plan, transport="shared")
-    try:
-        for _ in range(3):
-            state = fresh(state)
-            for copy in members.update(state).values():
-                assert_equal(copy, state)
-    finally:
-        members.close()
+def segments(sender: SharedMemorySender) -> int:
+    return len(sender._segments)
 
 
-def test_a_buffer_is_used_again_only_when_every_receiver_is_done(shared: threading.Event) -> None:
-    plan, state = make_plan(owners=1, engines={0: 1, 1: 1}, buckets=4)
-    members = Members(plan, transport="shared")
+def test_segments_are_used_again() -> None:
+    plan, state = make_plan(owners=2, engines={0: 2, 1: 1})
+    members = Members(plan, transport="shared_memory")
+    senders, receivers = members.halves("trainer"), members.halves("engine")
+
+    def take_all(receiver: SharedMemoryReceiver) -> None:
+        for route in plan.routes:
+            assert_equal(receiver.receive(route), {tensor.name: state[tensor.name] for tensor in route.tensors})
+            receiver.release()
+
+    for _ in range(3):
+        state = fresh(state)
+        both = [members.pool.submit(send_all, sender, plan, state) for sender in senders]
+        both += [members.pool.submit(take_all, receiver) for receiver in receivers]
+        for future in both:
+            future.result(20)
+    assert [segments(sender) for sender in senders] == [BUCKETS_AHEAD] * 2
+    members.close()
+
+
+def test_what_a_receiver_keeps_stays_as_it_is() -> None:
+    """An engine holds on to parts of a layer until all of it has come; other tensors of the bucket are gone."""
+    plan, state = make_plan(owners=1, engines={0: 1, 1: 1})
+    members = Members(plan, transport="shared_memory")
+    kept: list[tuple[Mapping[str, torch.Tensor], torch.Tensor]] = []
+    for _ in range(4):
+        state = fresh(state)
+        received = members.update(state)
+        kept.append((state, received["engine 1 worker 0"]["w3"]))
+        del received
+    for sent, tensor in kept:
+        assert torch.equal(tensor, sent["w3"])
+    members.close()
+    for sent, tensor in kept:
+        assert torch.equal(tensor, sent["w3"]), "also when the group is gone"
+
+
+def test_a_segment_is_used_again_only_when_every_receiver_is_done() -> None:
+    plan, state = make_plan(owners=1, engines={0: 1, 1: 1}, buckets=BUCKETS_AHEAD + 2)
+    members = Members(plan, transport="shared_memory")
     (sender,), receivers = members.halves("trainer"), members.halves("engine")
-    shared.clear()
-    reading = [members.pool.submit(receiver.receive, plan.routes[0]) for receiver in receivers]
-    for route in plan.routes[:BUFFERS]:
+    for route in plan.routes[:BUCKETS_AHEAD]:
         sender.send(route, state)  # waits for nobody
-    third = members.pool.submit(sender.send, plan.routes[2], state)
+    third = members.pool.submit(sender.send, plan.routes[BUCKETS_AHEAD], state)
+    for receiver in receivers:
+        assert torch.equal(receiver.receive(plan.routes[0])["w0"], state["w0"])
+    receivers[0].release()
     with pytest.raises(TimeoutError):
         third.result(0.3)
-    shared.set()
+    receivers[1].release()
     third.result(10)
-    for future in reading:
-        assert torch.equal(future.result(10)["w0"], state["w0"])
+    assert segments(sender) == BUCKETS_AHEAD
     members.close()
+
+
+def test_those_who_do_not_come_are_named() -> None:
+    plan, state = make_plan(owners=1, engines={0: 1, 1: 1})
+    members = Members(plan, transport="shared_memory", timeout_s=1.0)
+    (sender,), receivers = members.halves("trainer"), members.halves("engine")
+    for route in plan.routes[:BUCKETS_AHEAD]:
+        sender.send(route, state)
+        receivers[1].receive(route)
+    receivers[1].release()
+    with pytest.raises(TransferTimeout, match="engine 0 worker 0 did not take part in bucket 0 from trainer rank 0 within 1 s"):
+        sender.send(plan.routes[BUCKETS_AHEAD], state)
+    with pytest.raises(TransferError, match="connect again, the group failed earlier: .*engine 0 worker 0"):
+        sender.finish()
+    with pytest.raises(TransferTimeout, match="trainer rank 0 did not take part in bucket 2 from trainer rank 0 within 1 s"):
+        receivers[1].receive(plan.routes[BUCKETS_AHEAD])
+
+
+def test_memory_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, state = make_plan(owners=1, engines={0: 1})
+    members = Members(plan, transport="shared_memory")
+    (sender,), (receiver,) = members.halves("trainer"), members.halves("engine")
+    sender.send(plan.routes[0], state)
+    sender.close()
+    with pytest.raises(TransferError, match=r"engine 0 worker 0 cannot open the memory of trainer rank 0: .*weight_sync\.transport: gloo"):
+        receiver.receive(plan.routes[0])
+
+
+def test_the_configuration_knows_all_of_them() -> None:
+    assert set(get_args(WeightSyncConfig.model_fields["transport"].annotation)) == {AUTO, *TRANSPORTS}
+
+
+def test_auto_is_shared_memory_on_one_machine() -> None:
+    plan, _ = make_plan(owners=1, engines={0: 1})
+    halves = Members(plan, transport="auto").halves()
+    assert [type(half) for half in halves] == [SharedMemorySender, SharedMemoryReceiver]
+
+
+def test_auto_is_gloo_between_machines(machines: None) -> None:
+    plan, _ = make_plan(owners=1, engines={0: 1})
+    assert [type(half) for half in Members(plan, transport="auto").halves()] == [GlooSender, GlooReceiver]
+
+
+def test_shared_memory_between_machines_is_refused(machines: None) -> None:
+    plan, _ = make_plan(owners=1, engines={0: 1})
+    with pytest.raises(TransferError, match="transport: shared_memory, but .* cannot map the memory of trainer rank 0: .* auto or gloo"):
+        Members(plan, transport="shared_memory").halves()
 
 
 def test_a_bucket_of_two_owners_arrives_from_both() -> None:

@@ -25,7 +25,7 @@ from roll_lite.distributed.strategy.base import (
 from roll_lite.distributed.strategy.inference.life import EngineEvent, EngineLife, EngineState
 from roll_lite.distributed.strategy.inference.make import EngineMake
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
-from roll_lite.distributed.weight_sync.endpoints import TRANSPORTS
+from roll_lite.distributed.weight_sync.endpoints import AUTO, TRANSPORTS
 from roll_lite.distributed.weight_sync.group import TransferError
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
 from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors, checkpoint_shapes
@@ -242,8 +242,8 @@ class EngineStrategy(InferenceStrategy):
     # ------------------------------------------------------------ weights
 
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        if membership.transport not in TRANSPORTS:
-            raise ValueError(f"transport {membership.transport!r} is unknown here; there are {', '.join(TRANSPORTS)}")
+        if membership.transport not in (AUTO, *TRANSPORTS):
+            raise ValueError(f"transport {membership.transport!r} is unknown here; there are {', '.join((AUTO, *TRANSPORTS))}")
         self._require(EngineEvent.CONNECT)
         async with self._order:
             self._require(EngineEvent.CONNECT)

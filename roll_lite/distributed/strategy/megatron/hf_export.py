@@ -70,13 +70,13 @@ class HfExporter:
         return ExportPlan(tuple(tensors))
 
     def bucket(self, tensors: Sequence[ExportedTensor], read: Read = weights) -> dict[str, torch.Tensor] | None:
-        """Full tensors on the owner, None elsewhere. The tensors are copies: training may go on while they travel."""
+        """Full tensors on the owner, None elsewhere. They may lie in the model's own memory, and change when training goes on."""
         owner = tensors[0].owner
         if not self._source or self._tensor_ranks[0] != owner:
             return None
         cuts = self._local_cuts(tensors, read)
         if len(self._tensor_ranks) == 1:
-            return {tensor.name: cut.clone(memory_format=torch.contiguous_format) for tensor, cut in zip(tensors, cuts, strict=True)}
+            return {tensor.name: cut for tensor, cut in zip(tensors, cuts, strict=True)}
         return self._gather(tensors, cuts, owner)
 
     def _local_cuts(self, tensors: Sequence[ExportedTensor], read: Read) -> list[torch.Tensor]:
@@ -106,7 +106,7 @@ class HfExporter:
         full: dict[str, torch.Tensor] = {}
         for tensor, cut, entry in zip(tensors, cuts, entries, strict=True):
             if entry.cut is None:
-                full[tensor.name] = cut.clone()
+                full[tensor.name] = cut
             else:
                 joined = torch.cat([piece.view(cut.shape) for piece in next(by_tensor)], dim=entry.cut)
                 full[tensor.name] = joined[: tensor.shape[0]]
@@ -135,7 +135,7 @@ def save_hf(
         total += sum(torch.Size(tensor.shape).numel() * dtype.itemsize for tensor in tensors)
         full = exporter.bucket(tensors, read)
         if full is not None:
-            on_host = {name: tensor.contiguous().to("cpu", dtype) for name, tensor in full.items()}
+            on_host = {name: tensor.contiguous().to("cpu", dtype, copy=True) for name, tensor in full.items()}
             save_file(on_host, folder / file, metadata={"format": "pt"})
     if dist.get_rank() == 0:
         for file_in_source in source.iterdir():
@@ -152,7 +152,7 @@ def save_adapters(exporter: HfExporter, plan: ExportPlan, folder: Path, config: 
     """In PEFT's format: one file, written by the first rank. Collective."""
     own: dict[str, torch.Tensor] = {}
     for tensors in plan.buckets():
-        own |= {name: tensor.contiguous().cpu() for name, tensor in (exporter.bucket(tensors) or {}).items()}
+        own |= {name: tensor.contiguous().to("cpu", copy=True) for name, tensor in (exporter.bucket(tensors) or {}).items()}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(own, gathered if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:

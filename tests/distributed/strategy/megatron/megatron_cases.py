@@ -110,7 +110,8 @@ def own_gradients(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
     """What train_step accumulated, under Hugging Face's names, on the ranks that own it. Needs distributed_optimizer=False, no clipping."""
     exported: dict[str, torch.Tensor] = {}
     for tensors in strategy.export_plan(1 << 16).buckets():
-        exported.update(strategy._exporter.bucket(tensors, read=lambda parameter: parameter.main_grad) or {})
+        found = strategy._exporter.bucket(tensors, read=lambda parameter: parameter.main_grad) or {}
+        exported.update({name: gradient.clone() for name, gradient in found.items()})
     return exported
 
 
@@ -118,7 +119,7 @@ def own_weights(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
     plan = strategy.export_plan(1 << 16)
     exported: dict[str, torch.Tensor] = {}
     for number in range(len(plan.buckets())):
-        exported.update(strategy.export_bucket(plan, number) or {})
+        exported.update({name: tensor.clone() for name, tensor in (strategy.export_bucket(plan, number) or {}).items()})
     return exported
 
 
