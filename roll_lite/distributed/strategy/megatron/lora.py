@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from roll_lite.config.hf_config import HfConfig
@@ -129,6 +129,8 @@ class Adapters:
             return
         parent, _, own_name = entry.megatron.removesuffix(".weight").rpartition(".")
         linear = layer.get_submodule(parent).get_submodule(own_name)
+        # The hook needs what the weight is multiplied with: a layer that has its norm inside is given something else.
+        assert isinstance(linear, ColumnParallelLinear | RowParallelLinear), type(linear)
         cuts = take_apart(entry, linear.weight.detach(), hf)
         projections = {}
         for place, name in chosen.items():
