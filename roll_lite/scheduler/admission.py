@@ -76,6 +76,11 @@ class Admission:
         """A prompt of this domain is still to be started for a batch that was asked for."""
         return self.plan.has_open(domain, self._due_places()) and not self._schedulers[domain].exhausted
 
+    def oldest_at_next_turn(self, domain: str) -> int:
+        """When groups of this domain must have been admitted, on the clock of batches, to train in the next batch that has some of it."""
+        most = self._pacing.supply.max_staleness
+        return self.asked + self.plan.turns_until(domain, self.size, most) - most
+
     def _trainer_is_behind(self) -> bool:
         """Two batches are finished behind the next one: what was started for later ones would only grow old. One would not carry it over
         the time in which a long response keeps the next batch waiting."""

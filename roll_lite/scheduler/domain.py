@@ -251,11 +251,11 @@ class DomainScheduler:
                 f"(the last one: {cause}); rollout.filter.tries allows more, rollout.filter.when_short: continue trains on what there is"
             )
 
-    def take(self, count: int, clock: int, max_staleness: int) -> list[SampleGroup] | None:
+    def take(self, count: int, oldest_next: int) -> list[SampleGroup] | None:
         """The next batch's `count` groups, in the order of their admission; None: they are not there yet.
 
-        First come those that would be too old for the batch after it, finished or not, by their admission: which of them train must not
-        depend on how long their responses are. The others are the oldest that are finished.
+        First come those that were admitted before `oldest_next`, which the domain's next turn cannot take, finished or not: which of them
+        train must not depend on how long their responses are. The others are the oldest that are finished.
         """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
@@ -263,7 +263,7 @@ class DomainScheduler:
             return None
         oldest = next(iter(self._running.values()), None)
         numbers = sorted(self._finished)
-        if oldest is not None and oldest.admitted <= clock - max_staleness and sum(number < oldest.number for number in numbers) < count:
+        if oldest is not None and oldest.admitted < oldest_next and sum(number < oldest.number for number in numbers) < count:
             self._waits_for = oldest.number
             return None
         groups = []

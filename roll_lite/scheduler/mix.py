@@ -142,6 +142,12 @@ class BatchPlan:
         given = Counter(batch.places)
         return {name: given[name] for name in self._names}
 
+    def turns_until(self, domain: str, size: int, most: int) -> int:
+        """How many batches after the one that was handed out last, `most` + 1 at most, has some of this domain again."""
+        while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
+            self._plan(size)
+        return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
+
     def drop(self, domain: str) -> None:
         """It has no more prompts. Batches that are planned have fewer groups; in those after them the others take its share."""
         if domain in self._shares:

@@ -156,7 +156,7 @@ class RolloutService:
                 raise self._error
             for name, count in quota.items():
                 if name not in self._taken and not self._admission.is_due(name):
-                    groups = self._schedulers[name].take(count, self._admission.asked, self._supply.max_staleness)
+                    groups = self._schedulers[name].take(count, self._admission.oldest_at_next_turn(name))
                     if groups is not None:
                         self._taken[name] = groups
             if len(self._taken) == len(quota):

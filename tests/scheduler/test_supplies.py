@@ -177,6 +177,22 @@ def test_what_is_admitted_and_not_trained_never_exceeds_the_bound() -> None:
     assert max(seen) == 3 * 4
 
 
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_no_group_grows_too_old_where_some_batches_have_none_of_its_domain(staleness: int) -> None:
+    """A batch is one group, so that a domain's turn comes every few batches. Others come in the place of groups that are lost, and end in
+    any order: none may be left for a turn that is too late for it."""
+    for number in range(8):
+        lost = TimedReward(0.5, lambda item, asked, number=number: stable_hash("lost", number, item.prompt, item.response) % 4 == 0)
+        domains = [
+            make_domain("abc"[n], n, share=share, samples=1, rewards=lost, reward_retries=0, max_tokens=400)
+            for n, share in enumerate((2, 1, 2))
+        ]
+        done, service = run(60, engines=1, slots=2, seconds=0.5 + number, prompts=1, domains=domains, supply=Asynchronous(staleness))
+        counts = [scheduler.counts for scheduler in service._schedulers.values()]
+        assert [one.stale for one in counts] == [0, 0, 0] and max(done.staleness) <= staleness
+        assert sum(one.lost for one in counts) > 5
+
+
 def test_a_service_that_is_closed_leaves_nothing_in_its_engines() -> None:
     """What is dropped makes room, and nothing is admitted for it."""
 
