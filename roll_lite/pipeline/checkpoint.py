@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +37,42 @@ from roll_lite.workers.model import ModelWorker
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 
 
+@dataclass(frozen=True)
+class Unfinished:
+    """A checkpoint that has not got its name yet."""
+
+    folder: Path
+    models: Mapping[str, Model[Any]]
+    """By role, those whose ranks are writing it."""
+
+    @property
+    def whole(self) -> Path:
+        return self.folder.with_suffix("")
+
+
 class Checkpoints:
     def __init__(self, config: RunConfig, run_folder: Path) -> None:
         self._config = config
         self._run_folder = run_folder
+        self._running: Unfinished | None = None
 
     def save(self, clusters: Clusters, source: BatchSource, pipeline: dict[str, Any]) -> Path:
-        """`pipeline`: the driver's own state, with `steps_done`."""
-        whole = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}"
-        unfinished = whole.with_name(f"{whole.name}.partial")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        """`pipeline`: the driver's own state, with `steps_done`. With checkpoint.asynchronous the folder is there only after `look` or
+        `finish`."""
+        self.finish()
+        folder = self._run_folder / FOLDER / f"step_{pipeline['steps_done']:06d}.partial"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        asynchronous = self._config.checkpoint.asynchronous
         records: dict[str, FileRecord] = {}
-        for role, model in self._stateful(clusters).items():
-            (unfinished / role).mkdir()
+        models = self._stateful(clusters)
+        for role, model in models.items():
+            (folder / role).mkdir()
             with model.loaded(TRAIN):
-                model.ranks.all(ModelWorker.save_checkpoint, (unfinished / role).resolve())
-            files = (path for path in (unfinished / role).rglob("*") if path.is_file())
-            records |= records_of(model, unfinished, sorted(str(path.relative_to(unfinished)) for path in files))
+                model.ranks.all(ModelWorker.start_checkpoint if asynchronous else ModelWorker.save_checkpoint, (folder / role).resolve())
+            if not asynchronous:
+                files = (path for path in (folder / role).rglob("*") if path.is_file())
+                records |= records_of(model, folder, sorted(str(path.relative_to(folder)) for path in files))
         state = {
             "schema_version": SCHEMA_VERSION,
             "listed": True,
@@ -59,12 +80,48 @@ class Checkpoints:
             "rollouts": source.state_dict(),
             "config": self._config.model_dump(mode="json"),
         }
-        (unfinished / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-        write_list(unfinished, {**records, STATE_FILE: record(unfinished / STATE_FILE)})
-        shutil.rmtree(whole, ignore_errors=True)
-        unfinished.rename(whole)
+        (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        unfinished = Unfinished(folder, models)
+        if asynchronous:
+            self._running = unfinished
+        else:
+            self._name(unfinished, records)
+        return unfinished.whole
+
+    def look(self) -> None:
+        """Between steps: a checkpoint that has been written by now counts from here on."""
+        running = self._running.models.values() if self._running is not None else ()
+        if all(all(model.ranks.all(ModelWorker.checkpoint_is_written)) for model in running):
+            self.finish()
+
+    @contextmanager
+    def finished(self) -> Iterator[None]:
+        """However the block ends: what it has begun to save is saved, unless that fails too."""
+        try:
+            yield
+        except Exception:
+            with suppress(Exception):
+                self.finish()
+            raise
+
+    def finish(self) -> None:
+        """Wait for what is still being written."""
+        if (running := self._running) is None:
+            return
+        self._running = None
+        records: dict[str, FileRecord] = {}
+        for role, model in running.models.items():
+            for of_rank in model.ranks.all(ModelWorker.finish_checkpoint):
+                records |= {f"{role}/{name}": one for name, one in of_rank.items()}
+        self._name(running, records)
+
+    def _name(self, unfinished: Unfinished, records: Mapping[str, FileRecord]) -> None:
+        """It is whole, and becomes a checkpoint."""
+        folder = unfinished.folder
+        write_list(folder, {**records, STATE_FILE: record(folder / STATE_FILE)})
+        shutil.rmtree(unfinished.whole, ignore_errors=True)
+        folder.rename(unfinished.whole)
         self._remove_old()
-        return whole
 
     def _remove_old(self) -> None:
         """All but the newest and those that stay for ever; a resumed run has a folder of its own, and leaves alone what it went on from.

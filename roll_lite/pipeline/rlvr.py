@@ -74,18 +74,12 @@ class RLVRPipeline:
     def run(self) -> None:
         self.resume()
         self.validate()
-        while self.steps_done < self.config.steps:
-            with self.journal.step(self.steps_done + 1):
-                self.step()
-                self.journal.moved(self.clusters.take_moved())
-            self.agreement.look(self.journal.history.records[self.steps_done])
-            self.skipped.look()
-            if self.refresh is not None and self.due(self.refresh.every):
-                self.refresh_reference()
-            if self.due(self.config.checkpoint.every):
-                self.save_checkpoint()
-            if self.due(self.config.validation.every) or self.steps_done == self.config.steps:
-                self.validate()
+        with self.checkpoints.finished():
+            while self.steps_done < self.config.steps:
+                with self.journal.step(self.steps_done + 1):
+                    self.step()
+                    self.journal.moved(self.clusters.take_moved())
+                self.between_steps()
         self.export_model()
 
     def close(self) -> None:
@@ -175,6 +169,17 @@ class RLVRPipeline:
 
     # ---------------------------------------------------------------- between steps
 
+    def between_steps(self) -> None:
+        self.look_at_checkpoint()
+        self.agreement.look(self.journal.history.records[self.steps_done])
+        self.skipped.look()
+        if self.refresh is not None and self.due(self.refresh.every):
+            self.refresh_reference()
+        if self.due(self.config.checkpoint.every):
+            self.save_checkpoint()
+        if self.due(self.config.validation.every) or self.steps_done == self.config.steps:
+            self.validate()
+
     @phase("validation")
     def validate(self) -> None:
         """Held-out prompts of every domain that has some."""
@@ -199,7 +204,13 @@ class RLVRPipeline:
         self.checkpoints.save(self.clusters, self.source, self.state_dict())
 
     @phase("checkpoint")
+    def look_at_checkpoint(self) -> None:
+        """One that processes are still writing may be done."""
+        self.checkpoints.look()
+
+    @phase("checkpoint")
     def export_model(self) -> None:
+        self.checkpoints.finish()
         if self.config.checkpoint.export_model:
             self.checkpoints.export_model(self.clusters)
 

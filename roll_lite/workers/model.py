@@ -116,6 +116,15 @@ class ModelWorker(Worker):
     def save_checkpoint(self, folder: Path) -> None:
         self.strategy.save_checkpoint(folder)
 
+    def start_checkpoint(self, folder: Path) -> None:
+        self._checkpoint = self.strategy.start_checkpoint(folder)
+
+    def checkpoint_is_written(self) -> bool:
+        return self._checkpoint.is_done
+
+    def finish_checkpoint(self) -> dict[str, FileRecord]:
+        return self._checkpoint.finish()
+
     def load_checkpoint(self, folder: Path) -> None:
         self.strategy.load_checkpoint(folder)
 

@@ -21,6 +21,7 @@ SCRIPTS = sorted(
 SMALL_RUN = ["steps=1", "rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "checkpoint.export_model=false"]
 QUICK: dict[str, list[str]] = {
     "bench/advantages.py": ["--rows=8", "--columns=64", "--rounds=1", "--peer-rounds=1", "--threads=1"],
+    "bench/checkpoint.py": ["--rounds=1", "--layers=1"],
     "bench/engines.py": ["--rounds=1", "--requests=4", "--engines=vllm"],
     "bench/logprob_memory.py": ["--rounds=1", "--rows=512", "--vocab=32768", "--hidden=64"],
     "bench/packing.py": ["--pairs=1", "--rows=16", "--longest=64", "--budget=128"],

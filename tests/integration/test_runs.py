@@ -17,6 +17,9 @@ import psutil
 import pytest
 from engine_harness import Make, require
 
+from roll_lite.config.checkpoint_files import LIST_FILE, found, read_list
+from roll_lite.config.checkpoint_files import record as record_of
+
 ROOT = Path(__file__).resolve().parents[2]
 NIGHTLY = pytest.mark.nightly
 SMALL = ["rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation.enabled=false"]
@@ -129,6 +132,7 @@ def test_grpo_runs_from_end_to_end_and_leaves_what_it_promises(start: Any) -> No
         "validation={enabled: true, samples_per_prompt: 2, sampling: {temperature: 0.9, max_tokens: 10}}",
         "weight_sync.verify_weights=true",
         "checkpoint.every=2",
+        "checkpoint.asynchronous=true",
     )
     code, output = run.finish()
     assert code == 0, output
@@ -147,7 +151,12 @@ def test_grpo_runs_from_end_to_end_and_leaves_what_it_promises(start: Any) -> No
     assert summary["tokens"]["trained"] > 0
     assert (run.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (run.folder / "model" / "model.safetensors").exists() and (run.folder / "config.yaml").exists()
-    assert (run.folder / "checkpoints" / "step_000002" / "state.json").exists()
+    (checkpoint,) = found(run.folder)
+    listed = read_list(checkpoint)
+    files = {
+        str(path.relative_to(checkpoint)): record_of(path) for path in checkpoint.rglob("*") if path.is_file() and path.name != LIST_FILE
+    }
+    assert listed == files, "processes wrote it, and everything of it is listed"
     steps = [record for record in run.metrics() if "time/step" in record]
     assert [record["step"] for record in steps] == [1, 2]
     for record in steps:
@@ -173,11 +182,22 @@ def test_ppo_trains_actor_and_critic_after_a_warm_up_of_the_critic(start: Any) -
 @pytest.mark.slow
 def test_roles_that_leave_their_devices_when_idle_come_back_for_everything_that_needs_them(start: Any) -> None:
     offload = [f"{role}.offload=true" for role in ("actor_train", "actor_infer", "reference", "critic")]
-    extra = ["validation.enabled=true", "validation.every=1", "weight_sync.verify_weights=true", "checkpoint.every=1"]
+    extra = [
+        "validation.enabled=true",
+        "validation.every=1",
+        "weight_sync.verify_weights=true",
+        "checkpoint.every=1",
+        "checkpoint.asynchronous=true",
+    ]
     run = start("tiny_ppo", *SMALL, *offload, *extra, "steps=3", "algorithm.critic_warmup_steps=0")
     code, output = run.finish()
     assert code == 0, output
     assert run.summary()["exit"] == "completed"
+    assert [folder.name for folder in found(run.folder)] == ["step_000002", "step_000003"]
+    for record in [record for record in run.metrics() if "time/step" in record][1:]:
+        assert record["offload/freed_megabytes/reference"] == record["offload/in_megabytes/reference"] > 0
+        assert record["offload/out_megabytes/reference"] == 0, "its weights have been on the host since the start"
+        assert 0 < record["offload/out_megabytes/actor_train"] < record["offload/freed_megabytes/actor_train"]
     assert (run.folder / "critic" / "model.safetensors").exists()
     exported = f"critic.path={run.folder / 'critic'}"
     again = start("tiny_ppo", *SMALL, "steps=1", "critic.init=path", exported, "algorithm.critic_warmup_steps=0")

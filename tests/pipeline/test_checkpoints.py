@@ -20,10 +20,25 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Ranks:
-    """A cluster that writes a file where a role would save its state."""
+    """A cluster that writes a file where a role would save its state, at once or when it is told to."""
 
-    def all(self, method: Any, folder: Path, names: list[str] | None = None) -> Any:
-        if method.__name__ == "save_checkpoint":
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.is_written = False
+        self.fails = False
+
+    def all(self, method: Any, folder: Path = Path(), names: list[str] | None = None) -> Any:
+        if method.__name__ == "start_checkpoint":
+            self.folder, self.is_written = folder, False
+        elif method.__name__ == "checkpoint_is_written":
+            return [True, self.is_written]
+        elif method.__name__ == "finish_checkpoint":
+            assert self.folder is not None
+            if self.fails:
+                raise RuntimeError("No space left on device")
+            (self.folder / "weights").write_text("saved")
+            return [{}, {"weights": record(self.folder / "weights")}]
+        elif method.__name__ == "save_checkpoint":
             (folder / "weights").write_text("saved")
         elif names is not None:
             return [{name: record(folder / name)} for name in names]
@@ -33,8 +48,7 @@ class Ranks:
 
 
 def parts(*roles: str) -> Any:
-    model = SimpleNamespace(ranks=Ranks(), loaded=lambda groups: nullcontext())
-    return SimpleNamespace(trained=dict.fromkeys(roles, model))
+    return SimpleNamespace(trained={role: SimpleNamespace(ranks=Ranks(), loaded=lambda groups: nullcontext()) for role in roles})
 
 
 SOURCE: Any = SimpleNamespace(state_dict=lambda: {"prompts": 3}, load_state_dict=lambda state: None)
@@ -65,6 +79,64 @@ def test_some_are_kept_for_ever(config: RunConfig, tmp_path: Path) -> None:
         checkpoints.save(parts("actor_train"), SOURCE, {"steps_done": step})
         assert found(tmp_path)[-1].name == f"step_{step:06d}"
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step_000006", "step_000012", "step_000016"]
+
+
+@pytest.fixture
+def asynchronous(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"asynchronous": True, "keep": 1})})
+
+
+def names(run_folder: Path) -> list[str]:
+    return [folder.name for folder in found(run_folder)]
+
+
+def test_a_checkpoint_counts_once_everybody_has_written_it(asynchronous: RunConfig, tmp_path: Path) -> None:
+    checkpoints, both = Checkpoints(asynchronous, tmp_path), parts("actor_train", "critic")
+    checkpoints.look()
+    state = {"steps_done": 1}
+    folder = checkpoints.save(both, SOURCE, state)
+    state["steps_done"] = 2
+    for role in ("actor_train", "critic"):
+        checkpoints.look()
+        assert names(tmp_path) == [], "it is still being written"
+        both.trained[role].ranks.is_written = True
+    checkpoints.look()
+    assert names(tmp_path) == ["step_000001"]
+    written = ["actor_train/weights", "critic/weights", "state.json"]
+    assert sorted(json.loads((folder / "files.json").read_text())) == written
+    assert Checkpoints(resuming(asynchronous, folder), tmp_path / "next").load(both, SOURCE) == {"steps_done": 1}
+
+
+def test_the_next_one_waits_for_the_last_one_and_so_does_the_end(asynchronous: RunConfig, tmp_path: Path) -> None:
+    checkpoints, actor = Checkpoints(asynchronous, tmp_path), parts("actor_train")
+    checkpoints.save(actor, SOURCE, {"steps_done": 1})
+    checkpoints.save(actor, SOURCE, {"steps_done": 2})
+    assert names(tmp_path) == ["step_000001"], "the older one is kept until the newer one is written"
+    checkpoints.finish()
+    checkpoints.finish()
+    assert names(tmp_path) == ["step_000002"]
+
+
+def test_a_write_that_fails_is_told_and_leaves_the_one_before(asynchronous: RunConfig, tmp_path: Path) -> None:
+    checkpoints, actor = Checkpoints(asynchronous, tmp_path), parts("actor_train")
+    checkpoints.save(actor, SOURCE, {"steps_done": 1})
+    checkpoints.save(actor, SOURCE, {"steps_done": 2})
+    actor.trained["actor_train"].ranks.is_written = actor.trained["actor_train"].ranks.fails = True
+    with pytest.raises(RuntimeError, match="No space left"):
+        checkpoints.look()
+    assert names(tmp_path) == ["step_000001"] and resumption(tmp_path).checkpoint.name == "step_000001"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_fails_finishes_what_it_was_writing_and_tells_its_own_cause(
+    asynchronous: RunConfig, tmp_path: Path, fails: bool
+) -> None:
+    checkpoints, actor = Checkpoints(asynchronous, tmp_path), parts("actor_train")
+    actor.trained["actor_train"].ranks.fails = fails
+    with pytest.raises(ValueError, match="skipped"), checkpoints.finished():
+        checkpoints.save(actor, SOURCE, {"steps_done": 1})
+        raise ValueError("too many updates were skipped")
+    assert names(tmp_path) == ([] if fails else ["step_000001"])
 
 
 def test_one_that_is_half_removed_is_none(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

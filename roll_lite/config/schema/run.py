@@ -52,6 +52,9 @@ class CheckpointConfig(Section):
     """Newest checkpoints to keep."""
     keep_every: Annotated[int, Field(ge=0)] = 0
     """Checkpoints of every so many steps are kept for ever, besides the newest; 0: none. A multiple of `every`."""
+    asynchronous: bool = False
+    """Steps go on while processes write: the run waits until the state has been copied in host memory, of which that takes as much again,
+    and where the next checkpoint comes before the last one is written."""
     resume: Annotated[UserPath, AfterValidator(Path.resolve)] | None = None
     """Checkpoint folder to go on from, or a run's folder to take its newest."""
     export_model: bool = True

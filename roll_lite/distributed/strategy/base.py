@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from roll_lite.config.checkpoint_files import FileRecord
 from roll_lite.config.schema.models import (
     HfStrategyConfig,
     InferStrategyConfig,
@@ -157,6 +158,20 @@ class ForwardStrategy(ABC):
         """Free the device memory of state groups, keeping their contents in host memory (gradients are dropped)."""
 
 
+class CheckpointWrite(ABC):
+    """This rank's part of a checkpoint that is being written beside its next steps."""
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """It has been written, or has failed: `finish` does not wait."""
+
+    @abstractmethod
+    def finish(self) -> dict[str, FileRecord]:
+        """On every rank, in the same order as everything else. Waits; RuntimeError where the part could not be written. Of every file of
+        the checkpoint one rank says what it is, by its path in it."""
+
+
 class TrainStrategy(ForwardStrategy):
     """One that can train as well."""
 
@@ -185,6 +200,10 @@ class TrainStrategy(ForwardStrategy):
     @abstractmethod
     def save_checkpoint(self, folder: Path) -> None:
         """Weights, optimizer, learning-rate schedule, RNG; of a model with adapters theirs alone."""
+
+    @abstractmethod
+    def start_checkpoint(self, folder: Path) -> CheckpointWrite:
+        """The same as it is now, while the steps go on."""
 
     @abstractmethod
     def load_checkpoint(self, folder: Path) -> None: ...

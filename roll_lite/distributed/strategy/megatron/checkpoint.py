@@ -34,11 +34,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as write_state
 
-from roll_lite.config.checkpoint_files import MODEL_FILE, check_model
-from roll_lite.distributed.strategy.base import RankLayout
+from roll_lite.config.checkpoint_files import MODEL_FILE, FileRecord, check_model
+from roll_lite.distributed.strategy.base import CheckpointWrite, RankLayout
+from roll_lite.distributed.strategy.megatron.checkpoint_writer import StagedWriter
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 
 STATE_FOLDER = "state"
+TENSORS_SUFFIX = ".distcp"
+"""Of the files that the ranks write, in this format of torch's."""
 OPTIMIZER_TENSORS = "optimizer_tensors"
 """Where they stand while they are read: apart from what else is stored of the optimizer."""
 MAIN_WEIGHTS = re.compile(r"^optimizer\.state\.(fp32_)?param\.")
@@ -49,17 +52,46 @@ _FORMAT = {
 }
 
 
-def save_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
-    """Collective; the folder is shared by all nodes. `model`: its description (checkpoint_files.py)."""
+def save_checkpoint(
+    chunks: Sequence[Any],
+    optimizer: Optimizer | None,
+    layout: RankLayout,
+    model: Mapping[str, Any],
+    folder: Path,
+    writer: FileSystemWriter,
+) -> None:
+    """Collective; the folder is shared by all nodes. `model`: its description (checkpoint_files.py). `writer`: for its STATE_FOLDER."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _sharded_state(chunks, optimizer, loading=False)
-    dist_checkpointing.save(state, str(state_folder), _InProcessSave("torch_dist", 1))
+    dist_checkpointing.save(state, str(state_folder), _SaveThrough(writer))
     if layout.rank == 0:
         (folder / MODEL_FILE).write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
     torch.save({"layout": _identity(layout), "random": _random_state()}, _rank_file(folder, layout.rank))
     dist.barrier()
+
+
+class RunningSave(CheckpointWrite):
+    """A checkpoint that all ranks have saved through a StagedWriter, and whose tensors a process of each of them writes. Collective."""
+
+    def __init__(self, folder: Path, layout: RankLayout, writer: StagedWriter) -> None:
+        self._folder = folder
+        self._writer = writer
+        dist.barrier()  # whatever else belongs to it is there
+        others = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != TENSORS_SUFFIX)
+        self._process = writer.start(others[layout.rank :: layout.world_size])
+
+    @property
+    def is_done(self) -> bool:
+        return self._process.is_done
+
+    def finish(self) -> dict[str, FileRecord]:
+        written = self._process.result()
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, written.results)
+        records = {**written.records, **self._writer.complete(results)}
+        return {str(path.relative_to(self._folder)): found for path, found in records.items()}
 
 
 def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
@@ -148,15 +180,19 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
     return [("model" if len(bare) == 1 else f"model{number}", chunk) for number, chunk in enumerate(bare)]
 
 
-class _InProcessSave(TorchDistSaveShardedStrategy):
+class _SaveThrough(TorchDistSaveShardedStrategy):
     """Upstream's save forks writers and spawns a manager process even for a synchronous save. Under Ray, with gloo's and CUDA's
     threads running, forks can hang; torch's own writer stores the same format from this process."""
+
+    def __init__(self, writer: FileSystemWriter) -> None:
+        super().__init__("torch_dist", 1)
+        self._writer = writer
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         write_state(
             mcore_to_pyt_state_dict(flat, False),
-            storage_writer=FileSystemWriter(checkpoint_dir),
+            storage_writer=self._writer,
             planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
         )
 

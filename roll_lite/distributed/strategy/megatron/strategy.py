@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from roll_lite.config.adapter_files import adapter_config, check_base, write_base
 from roll_lite.config.checkpoint_files import describe
@@ -19,10 +20,21 @@ from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.schema.models import LoraConfig, MegatronStrategyConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import Column, DataProto
-from roll_lite.distributed.strategy.base import LossFn, ModelSpec, Moved, RankLayout, StateGroup, TrainResult, TrainStrategy
+from roll_lite.distributed.strategy.base import (
+    CheckpointWrite,
+    LossFn,
+    ModelSpec,
+    Moved,
+    RankLayout,
+    StateGroup,
+    TrainResult,
+    TrainStrategy,
+)
 from roll_lite.distributed.strategy.device import take_local_device
+from roll_lite.distributed.strategy.megatron.checkpoint import STATE_FOLDER, RunningSave
 from roll_lite.distributed.strategy.megatron.checkpoint import load_checkpoint as read_checkpoint
 from roll_lite.distributed.strategy.megatron.checkpoint import save_checkpoint as write_checkpoint
+from roll_lite.distributed.strategy.megatron.checkpoint_writer import StagedWriter
 from roll_lite.distributed.strategy.megatron.ema import WeightAverage
 from roll_lite.distributed.strategy.megatron.forward_backward import (
     most_over_data_ranks,
@@ -213,10 +225,18 @@ class MegatronStrategy(TrainStrategy):
         return moved
 
     def save_checkpoint(self, folder: Path) -> None:
+        self._save(folder, FileSystemWriter(folder / STATE_FOLDER))
+
+    def start_checkpoint(self, folder: Path) -> CheckpointWrite:
+        writer = StagedWriter(folder / STATE_FOLDER)
+        self._save(folder, writer)
+        return RunningSave(folder, self.layout, writer)
+
+    def _save(self, folder: Path, writer: FileSystemWriter) -> None:
         self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
         if self._adapters is not None and self.layout.rank == 0:
             write_base(folder, self._spec.model.path)
-        write_checkpoint(self._chunks, self._optimizer, self.layout, self._described, folder)
+        write_checkpoint(self._chunks, self._optimizer, self.layout, self._described, folder, writer)
         if self._average is not None:
             self._write_hf(folder / AVERAGE_FOLDER, torch.float32, average=True)
 

@@ -1,18 +1,22 @@
 """State that leaves and comes back: offloading frees storages and changes no bit; checkpoints resume, also under another layout."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_cases import batch_of, own_weights, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from support_passes import forward, train_step
 
+from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema.models import LoraConfig, OptimizerConfig
 from roll_lite.distributed.strategy.base import StateGroup, TrainResult
+from roll_lite.distributed.strategy.megatron.checkpoint import RunningSave
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1, warmup_steps=3, decay="linear")
@@ -209,6 +213,55 @@ def save_after(path: Path, folder: Path, layout: dict[str, Any], count: int) -> 
     strategy.save_checkpoint(folder)
     further = steps(strategy, range(count, count + 2))
     return own_weights(strategy), further
+
+
+def save_beside_steps(path: Path, folder: Path, layout: dict[str, Any]) -> dict[str, FileRecord]:
+    """Two updates go over the weights while they are written: what is in the files is what they were."""
+    strategy, resumed = begin(path, layout), begin(path, layout)
+    steps(strategy, range(1))
+    running = strategy.start_checkpoint(folder)
+    expected = steps(strategy, range(1, 3))
+    written = running.finish()
+    assert running.is_done
+    dist.barrier()
+    resumed.load_checkpoint(folder)
+    assert steps(resumed, range(1, 3)) == expected
+    same_weights(resumed, strategy)
+    return written
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(ranks: RankPool, path: Path, tmp_path: Path) -> None:
+    parts = ranks(2, save_beside_steps, path, tmp_path, LAYOUTS["DP2"])
+    written = [entry for part in parts for entry in part.items()]
+    files = {str(path.relative_to(tmp_path)): record(path) for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(written) == len(files) and dict(written) == files, "every file is told of by one rank, as it is"
+
+
+def save_where_nothing_can_be_written(path: Path, folder: Path) -> str:
+    strategy = begin(path, {})
+    running = strategy.start_checkpoint(folder)
+    shutil.rmtree(folder)
+    steps(strategy, range(1))
+    with pytest.raises(RuntimeError) as error:
+        running.finish()
+    return str(error.value)
+
+
+def kill_the_writer(path: Path, folder: Path) -> str:
+    running = begin(path, {}).start_checkpoint(folder)
+    assert isinstance(running, RunningSave)
+    running._process._process.kill()
+    with pytest.raises(RuntimeError) as error:
+        running.finish()
+    return str(error.value)
+
+
+def test_what_could_not_be_written_is_told(ranks: RankPool, path: Path, tmp_path: Path) -> None:
+    for function, cause in ((save_where_nothing_can_be_written, "FileNotFoundError"), (kill_the_writer, "its process was killed")):
+        folder = tmp_path / function.__name__
+        folder.mkdir()
+        (said,) = ranks(1, function, path, folder)
+        assert said.startswith(f"the checkpoint in {folder / 'state'} was not written: ") and cause in said
 
 
 def resume_all(

@@ -1,0 +1,108 @@
+"""Seconds for which training stands still at a checkpoint: one that processes write beside the next steps, against one that is waited for.
+
+Weights of 100 MB in float32, and Adam's moments of twice that; checksums are part of both. The last line is a JSON object; `ratio` above 1
+means that the asynchronous one has training wait less. `step` and `step_beside` are seconds of a step alone, and beside the writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from train import OPTIMIZER, VOCAB, make_rows, policy_gradient
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from roll_lite.config.checkpoint_files import record
+from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig
+from roll_lite.data.microbatch import TokenBudget
+from roll_lite.distributed.strategy.base import CheckpointWrite, ModelSpec
+from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    found = work()
+    return time.perf_counter() - start, found
+
+
+def make_model(folder: Path, layers: int) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=512, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4,
+        tie_word_embeddings=True, use_sliding_window=False,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def measured(strategy: MegatronStrategy, folder: Path, rounds: int) -> dict[str, float]:
+    rows = make_rows().slice(0, 2)
+    plan = strategy.plan(rows.lengths, TokenBudget(1024, attention_par=strategy.layout.attention_par))
+    seconds: dict[str, list[float]] = {name: [] for name in ("peer", "ours", "step", "step_beside", "written_after")}
+
+    def step() -> None:
+        strategy.train_step(rows, policy_gradient, ["log_probs"], plan)
+
+    def waited_for() -> None:
+        strategy.save_checkpoint(folder / "peer")
+        for path in (folder / "peer").rglob("*"):
+            if path.is_file():
+                record(path)
+
+    step()
+    for _ in range(rounds):
+        seconds["step"].append(timed(step)[0])
+        seconds["peer"].append(timed(waited_for)[0])
+        start = time.perf_counter()
+        waited, running = timed(lambda: strategy.start_checkpoint(folder / "ours"))
+        assert isinstance(running, CheckpointWrite)
+        while not running.is_done:
+            seconds["step_beside"].append(timed(step)[0])
+        seconds["written_after"].append(time.perf_counter() - start)
+        seconds["ours"].append(waited + timed(running.finish)[0])
+        sizes = [sum(path.stat().st_size for path in (folder / side).rglob("*.distcp")) for side in ("ours", "peer")]
+        assert sizes[0] == sizes[1], f"other checkpoints: {sizes}"
+        for side in ("ours", "peer"):
+            shutil.rmtree(folder / side)
+    return {name: round(statistics.median(found), 3) for name, found in seconds.items()} | {"megabytes": round(sizes[0] / 1e6)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="checkpoints of either kind (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=6, help="of 16 MB each (default: %(default)s)")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+        make_model(folder / "model", chosen.layers)
+        model = ModelConfig(path=folder / "model", dtype="float32")
+        strategy = MegatronStrategy(ModelSpec(model, MegatronStrategyConfig(), "model.path", OPTIMIZER))
+        strategy.initialize()
+        found = measured(strategy, folder, chosen.rounds)
+        dist.destroy_process_group()
+    result = {
+        "name": "checkpoint",
+        **found,
+        "unit": "s waited for a checkpoint",
+        "ratio": round(found["peer"] / found["ours"], 1),
+        "peer_is": "checkpoint.asynchronous: false, 1 process, 1 thread",
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

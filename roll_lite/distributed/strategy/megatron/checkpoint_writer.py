@@ -1,0 +1,176 @@
+"""Writing a rank's part of a checkpoint beside its next steps, in a process of its own.
+
+A thread would not do: torch.save holds the interpreter's lock for most of its time, and a rank that computes small things beside it loses
+half of its time or more. Megatron's asynchronous save forks its writers, or spawns them beside a manager process, out of a process in
+which Ray, gloo and CUDA have threads, which forks can hang on. Here a fresh interpreter is started, which inherits nothing but memory
+without a name (memfd, not bounded by /dev/shm): the rank copies its tensors there, which is all that it waits for.
+
+What it has to do, and what it has done, stands in such memory too. Exit codes say nothing, for Ray takes them away.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from roll_lite.config.checkpoint_files import FileRecord, record
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a tensor in the copied memory."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def view(self, memory: mmap.mmap) -> torch.Tensor:
+        if self.shape.numel() == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(memory, dtype=self.dtype, count=self.shape.numel(), offset=self.offset).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Job:
+    folder: Path
+    plan: SavePlan
+    contents: dict[Any, Place | bytes]
+    """By the index of each item of the plan."""
+    others: list[Path]
+    """Files that are there already, of which checksums are wanted."""
+
+
+@dataclass(frozen=True)
+class Written:
+    results: list[WriteResult]
+    records: dict[Path, FileRecord]
+
+
+class StagedWriter(FileSystemWriter):
+    """Torch's writer, up to where it would write: the ranks have agreed who writes what, and the contents are copied."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._metadata: Metadata | None = None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        found = {item.index: planner.resolve_data(item) for item in plan.items}
+        contents: dict[Any, Place | bytes] = {}
+        size = 0
+        for index, content in found.items():
+            if isinstance(content, torch.Tensor):
+                contents[index] = Place(size, content.dtype, content.shape)
+                size += -(-content.nbytes // ALIGNMENT) * ALIGNMENT
+            else:
+                contents[index] = content.getvalue()
+        self._memory = _memory("tensors", max(size, 1))  # nothing at all cannot be mapped
+        copied = mmap.mmap(self._memory.fileno(), 0)
+        for index, content in found.items():
+            if isinstance(place := contents[index], Place) and isinstance(content, torch.Tensor):
+                place.view(copied).copy_(content.detach())
+        self._plan, self._contents = SavePlan(plan.items, storage_data=plan.storage_data), contents
+        return _done([])
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On one rank: kept for `complete`."""
+        self._metadata = metadata
+
+    def start(self, others: Sequence[Path]) -> WriterProcess:
+        return WriterProcess(Job(self._folder, self._plan, self._contents, list(others)), self._memory)
+
+    def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
+        """The index of what all ranks have written, from the one that has agreed on it with them."""
+        if self._metadata is None:
+            return {}
+        super().finish(self._metadata, results)
+        index = self._folder / ".metadata"
+        return {index: record(index)}
+
+
+class WriterProcess:
+    def __init__(self, job: Job, memory: io.FileIO) -> None:
+        self._folder = job.folder
+        self._written, self._errors = _memory("written"), _memory("errors")
+        with memory, _memory("job") as file:
+            file.write(pickle.dumps(job))
+            descriptors = [file.fileno(), memory.fileno(), self._written.fileno()]
+            arguments = ", ".join(map(str, descriptors))
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import write; write({arguments})"],
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            )
+
+    @property
+    def is_done(self) -> bool:
+        return self._process.poll() is not None
+
+    def result(self) -> Written:
+        """Waits for the process. RuntimeError where it has failed."""
+        self._process.wait()
+        with self._written, self._errors:
+            if written := _all_of(self._written):
+                found: Written = pickle.loads(written)
+                return found
+            said = _all_of(self._errors).decode(errors="replace").strip().splitlines() or ["its process was killed"]
+            raise RuntimeError(f"the checkpoint in {self._folder} was not written: {said[-1]}")
+
+
+class _Copied(DefaultSavePlanner):
+    """Contents for torch's writer."""
+
+    def __init__(self, contents: dict[Any, Place | bytes], memory: mmap.mmap) -> None:
+        super().__init__()
+        self._contents, self._memory = contents, memory
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        content = self._contents[write_item.index]
+        return content.view(self._memory) if isinstance(content, Place) else io.BytesIO(content)
+
+
+def write(job_descriptor: int, tensors_descriptor: int, written_descriptor: int) -> None:
+    """All that the process does."""
+    job: Job = pickle.loads(_all_of(io.FileIO(job_descriptor)))
+    results = FileSystemWriter(job.folder).write_data(job.plan, _Copied(job.contents, mmap.mmap(tensors_descriptor, 0))).wait()
+    files = sorted(job.folder.glob(f"{job.plan.storage_data.prefix}*"))  # also one that has nothing in it
+    written = Written(results, {path: record(path) for path in [*files, *job.others]})
+    io.FileIO(written_descriptor, "w").write(pickle.dumps(written))
+
+
+def _memory(name: str, size: int = 0) -> io.FileIO:
+    file = io.FileIO(os.memfd_create(f"checkpoint-{name}"), "r+")
+    file.truncate(size)
+    return file
+
+
+def _all_of(file: io.FileIO) -> bytes:
+    file.seek(0)
+    return file.read()
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
