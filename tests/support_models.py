@@ -22,9 +22,11 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
-Family = Literal["qwen2", "qwen3", "llama", "mistral"]
+Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "mistral"]
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 PAD_ID, BOS_ID, EOS_ID = range(3)
 ALPHABET = string.digits + string.ascii_letters + " \n" + string.punctuation
@@ -34,10 +36,12 @@ VOCAB_SIZE = len(SPECIAL_TOKENS) + len(ALPHABET) + (-(len(SPECIAL_TOKENS) + len(
 _FAMILIES: dict[str, tuple[type, type]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
 }
 HEAD_DIM = 32  # vLLM's CPU attention refuses 8, 16 and 24
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -71,6 +75,7 @@ def make_model(
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
         "attn_implementation": "sdpa",
+        **(EXPERTS if family == "qwen3_moe" else {}),
         **overrides,
     }
     model = model_class(config_class(**values)).float()
@@ -133,3 +138,17 @@ def hf_scores(folder: Path, rows: Sequence[Sequence[int]]) -> list[float]:
 def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The oracle."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def by_checkpoint(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Under the names of the checkpoint: in memory transformers has all experts of a layer in one tensor."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        place, _, part = name.rpartition(".")
+        if not place.endswith("mlp.experts"):
+            found[name] = tensor
+            continue
+        for expert, own in enumerate(tensor):
+            parts = {"gate_proj": own[: len(own) // 2], "up_proj": own[len(own) // 2 :]} if part == "gate_up_proj" else {part: own}
+            found |= {f"{place}.{expert}.{each}.weight": matrix for each, matrix in parts.items()}
+    return found

@@ -323,7 +323,8 @@ def _cluster(name: str, by_role: dict[str, Role]) -> ClusterArithmetic:
     if isinstance(strategy, MegatronStrategyConfig):
         virtual = strategy.virtual_pipeline_parallel
         sizes = {"TP": strategy.tensor_parallel, "PP": strategy.pipeline_parallel, "VPP": virtual, "CP": strategy.context_parallel}
-        parts = sizes | {"DP": copies}
+        experts = {"EP": strategy.expert_parallel, "ETP": strategy.expert_tensor_parallel}
+        parts = sizes | {"DP": copies} | experts
         layout = " x ".join(f"{key} {value}" for key, value in parts.items() if value > 1 or key == "DP")
     else:
         layout = f"{copies} replica{'s' if copies != 1 else ''}" + (f" of TP {size}" if size > 1 else "")

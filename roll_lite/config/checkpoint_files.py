@@ -132,9 +132,9 @@ def resumed_from(run_folder: Path) -> Path | None:
 
 
 def describe(hf: HfConfig, model: ModelConfig, has_values: bool) -> dict[str, Any]:
-    """What the tensors of a role follow from."""
+    """What the tensors of a role follow from, as JSON gives it back."""
     shape = {name: value for name, value in asdict(hf).items() if name not in NOT_IN_TENSORS}
-    return {**shape, "model.dtype": model.dtype, "outputs": "values" if has_values else "tokens"}
+    return {**json.loads(json.dumps(shape)), "model.dtype": model.dtype, "outputs": "values" if has_values else "tokens"}
 
 
 def check_model(role_folder: Path, wanted: Mapping[str, Any]) -> None:

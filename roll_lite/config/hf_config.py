@@ -10,7 +10,7 @@ from typing import Any
 from roll_lite.config.files import elsewhere, kind_of, read_object
 from roll_lite.config.hf_fields import HEADS, refusals, rope_fields
 
-SUPPORTED_TYPES = ("qwen2", "qwen3", "llama", "mistral")
+SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 """`model_type`s whose weights the Megatron strategy can read and write."""
 
 
@@ -28,6 +28,23 @@ class ModelShape:
     tied_embeddings: bool
     window: int | None
     """Tokens that a token attends to, where that is not the whole context."""
+    experts: int | None = None
+    """None: a dense model, or one whose experts config.json names in another way."""
+    expert_feed_forward: int | None = None
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Layers in which every token goes through some of many feed-forward parts."""
+
+    count: int
+    per_token: int
+    feed_forward: int
+    """Of one expert."""
+    normalised: bool
+    """The weights of a token's experts add up to 1."""
+    layers: tuple[bool, ...]
+    """Which layers have experts; the others have one feed-forward part."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +76,24 @@ class HfConfig:
     rope: RopeConfig
     window: int | None
     """Tokens that a token attends to, itself among them; None: all before it."""
+    experts: ExpertsConfig | None = None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.layers[layer]
 
     @property
     def attention_par(self) -> float:
         """Tokens of a row at which attention takes as many operations as the layer's matrices: each token multiplies them once, and meets
         half of the others twice, in scores and in values."""
-        matrices = self.hidden * (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * self.hidden * self.feed_forward
-        return matrices / (self.heads * self.head_dim)
+        widths = [self._used_feed_forward(layer) for layer in range(self.layers)]
+        matrices = (2 * self.heads + 2 * self.key_value_heads) * self.head_dim + 3 * sum(widths) / len(widths)
+        return self.hidden * matrices / (self.heads * self.head_dim)
+
+    def _used_feed_forward(self, layer: int) -> int:
+        """Of one token."""
+        if self.experts is None or not self.experts.layers[layer]:
+            return self.feed_forward
+        return self.experts.per_token * self.experts.feed_forward
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -96,6 +124,8 @@ def read_model_shape(folder: Path) -> ModelShape:
             max_positions=_size(raw, "max_position_embeddings") if raw.get("max_position_embeddings") is not None else None,
             tied_embeddings=raw.get("tie_word_embeddings", False) is True,
             window=sliding_window(raw),
+            experts=_size(raw, _experts_field(raw)) if _experts_field(raw) in raw else None,
+            expert_feed_forward=_size(raw, "moe_intermediate_size") if "moe_intermediate_size" in raw else None,
         )
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
@@ -167,11 +197,38 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
         norm_eps=float(norm_eps),
         tied_embeddings=raw.get("tie_word_embeddings", False),
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         rope=RopeConfig(
             float(rope["rope_theta"]),
             linear_factor=float(rope["factor"]) if rope["rope_type"] == "linear" else None,
             llama3_factor=float(rope["factor"]) if rope["rope_type"] == "llama3" else None,
         ),
         window=sliding_window(raw),
+        experts=_experts(raw) if family == "qwen3_moe" else None,
     )
+
+
+def _experts_field(raw: Mapping[str, Any]) -> str:
+    """transformers 5 writes the second name for Qwen3-MoE; published models have the first."""
+    return "num_experts" if "num_experts" in raw else "num_local_experts"
+
+
+def _experts(raw: Mapping[str, Any]) -> ExpertsConfig:
+    """Of Qwen3-MoE."""
+    count, per_token = _size(raw, _experts_field(raw)), _size(raw, "num_experts_per_tok")
+    if raw.get("num_local_experts", count) != count:
+        raise ValueError(f"num_local_experts is {raw['num_local_experts']!r} beside num_experts {count}; keep one of them")
+    if per_token > count:
+        raise ValueError(f"num_experts_per_tok is {per_token}; there are only {count} experts")
+    normalised = raw.get("norm_topk_prob", False)
+    if not isinstance(normalised, bool):
+        raise ValueError(f"norm_topk_prob is {normalised!r:.40}; it must be true or false")
+    if normalised and per_token == 1:
+        raise ValueError("norm_topk_prob is true with one expert per token: its weight would always be 1 and the router learn nothing")
+    step, dense = _size(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ValueError(f"mlp_only_layers is {dense!r:.40}; it must be a list of layer numbers")
+    layers = tuple((layer + 1) % step == 0 and layer not in dense for layer in range(_size(raw, "num_hidden_layers", most=_MANY)))
+    if not any(layers):
+        raise ValueError("mlp_only_layers and decoder_sparse_step leave no layer with experts; use model_type 'qwen3'")
+    return ExpertsConfig(count, per_token, _size(raw, "moe_intermediate_size"), normalised, layers)

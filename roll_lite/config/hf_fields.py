@@ -1,8 +1,8 @@
 """Which fields of a config.json are known. An allow-list: whatever else stands there might change the numbers, and is refused by name.
 
-The fields are those of transformers' Qwen2Config, Qwen3Config, LlamaConfig and MistralConfig, and those that published models of these
-families carry beside them. Engines read more than transformers does (vLLM: is_causal, layer_types in every family), so a field is
-without effect only if it is for all of them.
+The fields are those of transformers' Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig and MistralConfig, and those that published
+models of these families carry beside them. Engines read more than transformers does (vLLM: is_causal, layer_types in every family), so a
+field is without effect only if it is for all of them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ READ = _names(
     max_position_embeddings rms_norm_eps tie_word_embeddings rope_theta rope_scaling rope_parameters sliding_window"""
 )
 """What `read_hf_config` and the checks make use of."""
+READ_OF_EXPERTS = _names(
+    """num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers
+    router_aux_loss_coef output_router_logits"""
+)
+"""Of models with experts. The last two say how they were trained before."""
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "the MLP here is SwiGLU"),
@@ -64,6 +69,8 @@ OF_GENERATION = _names(
     target_lookbehind"""
 )
 """Special tokens and how to sample: every request carries its own sampling."""
+WITH_EXPERTS = ("qwen3_moe",)
+_CLASSES = {"qwen3_moe": "Qwen3Moe"}
 WITHOUT_EFFECT = OF_FILES | OF_HEADS | OF_LENGTHS | OF_GENERATION
 HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")
 """Of an architecture's name, after the family's."""
@@ -98,6 +105,8 @@ def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[s
         elif field == "sliding_window":
             if value is not None and raw["model_type"] == "llama":  # Qwen's has its switch, use_sliding_window; Mistral's is supported
                 yield f"sliding_window is {value!r}; set it to null: every layer here attends to the whole context"
+        elif field in READ_OF_EXPERTS and raw["model_type"] in WITH_EXPERTS:
+            continue
         elif field not in READ and field not in WITHOUT_EFFECT and not field.startswith("transformers.js"):
             yield f"{field} is {value!r:.80}, which is not known here and may change what the model computes; remove it if it does not"
 
@@ -105,7 +114,7 @@ def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[s
 def _architecture(family: str, names: Any, heads: Sequence[str]) -> Iterator[str]:
     """vLLM and SGLang choose the model's code by this name, not by model_type."""
     for name in names if isinstance(names, list) else [] if names is None else [names]:
-        known = [f"{family.capitalize()}{head}" for head in heads]
+        known = [f"{_CLASSES.get(family, family.capitalize())}{head}" for head in heads]
         if not isinstance(names, list) or not isinstance(name, str) or name.lower() not in map(str.lower, known):
             yield f"architectures names {name!r:.80}; supported for {family} are {', '.join(known)}, in a list"
 

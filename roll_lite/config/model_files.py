@@ -129,9 +129,6 @@ def _weights(hf: HfConfig) -> dict[str, tuple[int, ...]]:
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hf.hidden,),
         "post_attention_layernorm.weight": (hf.hidden,),
-        "mlp.gate_proj.weight": (hf.feed_forward, hf.hidden),
-        "mlp.up_proj.weight": (hf.feed_forward, hf.hidden),
-        "mlp.down_proj.weight": (hf.hidden, hf.feed_forward),
         "self_attn.o_proj.weight": (hf.hidden, queries),
     }
     for part, rows in (("q", queries), ("k", keys), ("v", keys)):
@@ -141,7 +138,23 @@ def _weights(hf: HfConfig) -> dict[str, tuple[int, ...]]:
         if hf.qk_norm and part != "v":
             layer[f"self_attn.{part}_norm.weight"] = (hf.head_dim,)
     whole: dict[str, tuple[int, ...]] = {EMBEDDING: (hf.vocab_size, hf.hidden), "model.norm.weight": (hf.hidden,)}
-    return whole | {f"model.layers.{number}.{name}": shape for number in range(hf.layers) for name, shape in layer.items()}
+    for number in range(hf.layers):
+        whole |= {f"model.layers.{number}.{name}": shape for name, shape in (layer | _feed_forward_weights(hf, number)).items()}
+    return whole
+
+
+def _feed_forward_weights(hf: HfConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    if hf.experts is None or not hf.has_experts(layer):
+        return _one_feed_forward("mlp", hf.hidden, hf.feed_forward)
+    found: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (hf.experts.count, hf.hidden)}
+    for expert in range(hf.experts.count):
+        found |= _one_feed_forward(f"mlp.experts.{expert}", hf.hidden, hf.experts.feed_forward)
+    return found
+
+
+def _one_feed_forward(place: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    return {f"{place}.{part}_proj.weight": shape for part, shape in shapes.items()}
 
 
 def head_beside_tied_embeddings(folder: Path) -> str | None:

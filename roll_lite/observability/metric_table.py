@@ -190,6 +190,10 @@ METRICS: dict[str, Metric] = {
         by="domain",
     ),
     "actor/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
+    "actor/busiest_expert": Metric(
+        MEAN, "", "Tokens of a layer's busiest expert, as a multiple of its experts' mean; of a model that has some."
+    ),
+    "actor/balance_loss": Metric(MEAN, "", "Load-balancing loss of a layer, without its coefficient: 1 where experts are chosen alike."),
     "actor/lr": Metric(LAST, "", "Learning rate."),
     "actor/kl_coef": Metric(LAST, "", "Weight of the KL in the loss."),
     "actor/updates": Metric(SUM, "updates", "Optimizer steps: less than epochs x mini-batches where early_stop_kl or masks left some out."),
@@ -214,6 +218,10 @@ METRICS: dict[str, Metric] = {
     "critic/error_mean": Metric(MEAN, "", "Return minus value.", count=CRITIC, by="domain"),
     "critic/error_square": Metric(MEAN, "", "Ingredient of critic/explained_variance.", count=CRITIC, shown=False, by="domain"),
     "critic/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
+    "critic/busiest_expert": Metric(
+        MEAN, "", "Tokens of a layer's busiest expert, as a multiple of its experts' mean; of a model that has some."
+    ),
+    "critic/balance_loss": Metric(MEAN, "", "Load-balancing loss of a layer, without its coefficient: 1 where experts are chosen alike."),
     "critic/lr": Metric(LAST, "", "Learning rate."),
     "critic/updates": Metric(SUM, "updates", "Optimizer steps."),
     "critic/skipped": Metric(SUM, "updates", "Optimizer steps left out because loss or gradient was not finite."),

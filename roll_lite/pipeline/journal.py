@@ -237,6 +237,10 @@ class Journal:
         sums.add(f"{role}/lr", update.result.lr)
         if not update.result.skipped:
             sums.add(f"{role}/grad_norm", update.result.grad_norm)
+        if (experts := update.result.experts) is not None:
+            sums.add(f"{role}/busiest_expert", experts.busiest)
+            if experts.balance_loss is not None:
+                sums.add(f"{role}/balance_loss", experts.balance_loss)
         for of_rank in peaks:
             sums.add_sums(of_rank, self._domains)
         return sums

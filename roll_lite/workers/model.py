@@ -47,6 +47,7 @@ class ModelRole:
             path_key="model.path" if value_init in (None, "actor") else "critic.path",
             optimizer=self.config.optimizer if isinstance(self.config, TrainRoleConfig) else None,
             total_updates=self.total_updates,
+            balance_coef=self.config.balance_coef if isinstance(self.config, TrainRoleConfig) else 0.0,
             value_init=value_init,
             lora=self.config.lora if isinstance(self.config, ActorRoleConfig) else None,
             ema_decay=self.config.ema.decay if isinstance(self.config, ActorRoleConfig) and self.config.ema is not None else None,

@@ -75,6 +75,23 @@ QWEN3_8B: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+QWEN3_30B_A3B = QWEN3_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
 LLAMA_2_7B: dict[str, Any] = {
     "_name_or_path": "meta-llama/Llama-2-7b-hf",
     "architectures": ["LlamaForCausalLM"],
@@ -200,6 +217,9 @@ TRAINABLE: dict[str, dict[str, Any]] = {
     "Qwen3-8B": QWEN3_8B,
     "Qwen3-0.6B": QWEN3_8B | {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 28, "tie_word_embeddings": True},
     "Qwen3 without head_dim": without(QWEN3_8B, "head_dim"),
+    "Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "Qwen3-MoE as transformers 5 saves it": without(QWEN3_30B_A3B, "num_experts") | {"num_local_experts": 128},
+    "Qwen3-MoE with some dense layers": QWEN3_30B_A3B | {"decoder_sparse_step": 2, "mlp_only_layers": [1, 4], "norm_topk_prob": False},
     "Llama-2-7b": LLAMA_2_7B,
     "Llama-2-7b-chat": LLAMA_2_7B | {"max_length": 4096},
     "vicuna-7b": LLAMA_2_7B | {"max_sequence_length": 4096, "pad_token_id": 0, "temperature": 0.9, "top_p": 0.6, "do_sample": True},
@@ -229,7 +249,21 @@ TRAINABLE: dict[str, dict[str, Any]] = {
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 QUANTIZED = {"bits": 4, "group_size": 128, "quant_method": "gptq"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another family": (LLAMA_2_7B | {"model_type": "gemma2"}, "model_type 'gemma2' cannot be trained; supported are qwen2, qwen3, llama"),
+    "another family": (
+        LLAMA_2_7B | {"model_type": "gemma2"},
+        "model_type 'gemma2' cannot be trained; supported are qwen2, qwen3, qwen3_moe, llama",
+    ),
+    "experts of a dense family": (QWEN3_8B | {"num_experts": 8}, "num_experts is 8, which is not known here"),
+    "shared experts": (
+        QWEN3_30B_A3B | {"shared_expert_intermediate_size": 64},
+        "shared_expert_intermediate_size is 64, which is not known",
+    ),
+    "more experts per token than there are": (QWEN3_30B_A3B | {"num_experts_per_tok": 129}, "129; there are only 128 experts"),
+    "two numbers of experts": (QWEN3_30B_A3B | {"num_local_experts": 64}, "num_local_experts is 64 beside num_experts 128"),
+    "a router without a choice": (QWEN3_30B_A3B | {"num_experts_per_tok": 1}, "its weight would always be 1"),
+    "no layer with experts": (QWEN3_30B_A3B | {"decoder_sparse_step": 99}, "leave no layer with experts"),
+    "no size of experts": (without(QWEN3_30B_A3B, "moe_intermediate_size"), "has no 'moe_intermediate_size'"),
+    "dense layers by name": (QWEN3_30B_A3B | {"mlp_only_layers": ["first"]}, "it must be a list of layer numbers"),
     "partial rotation of transformers 5": (
         LLAMA_2_7B | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         "partial_rotary_factor is not supported",

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from config_project import Project
+from support_models import make_tiny_model
 
 from roll_lite.config.arithmetic import max_model_len
 from roll_lite.config.checks import layout as check_layout
@@ -149,11 +150,12 @@ LAYOUT_CHECKS = {
         "actor_train.devices",
         "context_parallel 2 does not divide 3 devices into whole data-parallel copies",
     ),
-    "expert parallel, which is not there": (
+    "expert parallel of a dense model": (
         "actor_train: {devices: 2, strategy: {expert_parallel: 2}}",
         "actor_train.strategy.expert_parallel",
-        "unknown key",
+        "the model has no experts; use 1",
     ),
+    "balance of a dense model": ("actor_train: {balance_coef: 0.1}", "actor_train.balance_coef", "no experts to balance; use 0"),
     "sequence parallel": (
         "actor_train: {strategy: {sequence_parallel: true}}",
         "actor_train.strategy.sequence_parallel",
@@ -329,7 +331,7 @@ def test_model_files(project: Project) -> None:
     project.write_model("mute").joinpath("tokenizer.json").unlink()
     project.write("broken/config.json", "{")
     for folder, fragment in {
-        "gpt": "'gpt2' is not supported; supported are qwen2, qwen3, llama",
+        "gpt": "'gpt2' is not supported; supported are qwen2, qwen3, qwen3_moe, llama",
         "short": "has no 'vocab_size'",
         "bare": "no model.safetensors",
         "mute": "no tokenizer",
@@ -340,6 +342,46 @@ def test_model_files(project: Project) -> None:
         assert fragment in problems[0].message
     problems = project.problems_of(CRITIC, "critic.init=path", "critic.path=small")
     assert [(problem.path, "smaller than the model's (100)" in problem.message) for problem in problems] == [("critic.path", True)]
+
+
+EXPERT_CHECKS = {
+    "selective recompute": ("actor_train: {strategy: {recompute: selective}}", "actor_train.strategy.recompute", "leaves experts out"),
+    "adapters of experts": ("actor_train: {lora: {}}", "actor_train.lora.targets", "leave gate_proj, up_proj, down_proj out"),
+    "experts that do not divide": (
+        "actor_train: {devices: 3, strategy: {expert_parallel: 3}}",
+        "actor_train.strategy.expert_parallel",
+        "does not divide the model's 4 experts; use one of 1, 2, 4",
+    ),
+    "matrices of experts that do not divide": (
+        "actor_train: {devices: 3, strategy: {expert_tensor_parallel: 3}}",
+        "actor_train.strategy.expert_tensor_parallel",
+        "feed-forward size of 64",
+    ),
+    "devices that do not divide": (
+        "actor_train: {devices: 6, strategy: {expert_parallel: 4, pipeline_parallel: 2}}",
+        "actor_train.devices",
+        "expert_parallel 4 x expert_tensor_parallel 1 x pipeline_parallel 2 = 8 does not divide 6 devices; use a multiple of 8",
+    ),
+    "tensor parallel alone": (
+        "actor_train: {devices: 2, strategy: {tensor_parallel: 2}}",
+        "actor_train.strategy.sequence_parallel",
+        "tensor_parallel > 1 of a model with experts needs it",
+    ),
+}
+
+
+def test_layouts_of_experts(project: Project) -> None:
+    """The weights are those that transformers writes."""
+    make_tiny_model(project.folder / "experts", "qwen3_moe", hidden=128, vocab_size=100)
+    model = "model: {path: experts, dtype: float32}\n"
+    assert project.problems_of(model + "actor_train: {devices: 4, strategy: {expert_parallel: 4}}") == []
+    for yaml, path, fragment in EXPERT_CHECKS.values():
+        problems = project.problems_of(model + yaml)
+        assert [problem.path for problem in problems] == [path]
+        assert fragment in problems[0].message
+    make_tiny_model(project.folder / "narrow", "qwen3_moe", hidden=128, vocab_size=100, moe_intermediate_size=63)
+    (problem,) = project.problems_of("model: {path: narrow}\nactor_infer: {devices: 2, strategy: {tensor_parallel: 2}}")
+    assert problem.path == "actor_infer.strategy.tensor_parallel" and "size of 63" in problem.message
 
 
 def test_a_critics_layout_is_held_against_its_own_model(project: Project) -> None:

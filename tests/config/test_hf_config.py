@@ -14,11 +14,20 @@ from published_models import LLAMA_2_7B, QWEN2_AS_TRANSFORMERS_5_SAVES_IT, REFUS
 from safetensors.torch import load_file, save_file
 from support_models import make_tiny_model
 from support_weights import tensors
-from transformers import AutoConfig, LlamaConfig, MistralConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from roll_lite.config.hf_config import HfConfig, read_hf_config
-from roll_lite.config.hf_fields import ONLY, READ, WITHOUT_EFFECT
+from roll_lite.config.hf_config import ExpertsConfig, HfConfig, read_hf_config
+from roll_lite.config.hf_fields import ONLY, READ, READ_OF_EXPERTS, WITHOUT_EFFECT
 from roll_lite.config.model_files import head_beside_tied_embeddings, largest_token_id
 
 
@@ -45,13 +54,27 @@ def test_a_published_model_is_read_as_transformers_reads_it(name: str, tmp_path:
         norm_eps=theirs.rms_norm_eps,
         tied_embeddings=theirs.tie_word_embeddings,
         qkv_bias=theirs.model_type == "qwen2",
-        qk_norm=theirs.model_type == "qwen3",
+        qk_norm=theirs.model_type in ("qwen3", "qwen3_moe"),
         rope=None,  # type: ignore[arg-type]
         window=theirs.sliding_window if theirs.model_type == "mistral" else None,
+        experts=experts_of(theirs) if theirs.model_type == "qwen3_moe" else None,
     )
     theirs.head_dim = head_dim
     # Megatron divides positions where transformers divides frequencies: in float32 the angles differ by rounding.
     torch.testing.assert_close(angles(ours), hf_angles(theirs), rtol=1e-6, atol=1e-6)
+
+
+def experts_of(theirs: Any) -> ExpertsConfig:
+    """As transformers' own layers decide it."""
+    with torch.device("meta"):
+        model = AutoModel.from_config(theirs)
+    return ExpertsConfig(
+        count=theirs.num_experts,
+        per_token=theirs.num_experts_per_tok,
+        feed_forward=theirs.moe_intermediate_size,
+        normalised=theirs.norm_topk_prob,
+        layers=tuple(hasattr(layer.mlp, "experts") for layer in model.layers),
+    )
 
 
 def angles(hf: HfConfig) -> torch.Tensor:
@@ -97,12 +120,12 @@ def test_a_scaling_that_is_refused_makes_another_model(name: str, tmp_path: Path
 
 def test_every_field_of_transformers_config_classes_is_known() -> None:
     known = READ | WITHOUT_EFFECT | set(ONLY) | {"layer_types"}
-    for config_class in (Qwen2Config, Qwen3Config, LlamaConfig, MistralConfig):
+    for config_class in (Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig, MistralConfig):
         fields = {field.name for field in dataclasses.fields(config_class)} | set(config_class().to_dict())
-        assert fields <= known, config_class.__name__
+        assert fields <= known | (READ_OF_EXPERTS if config_class is Qwen3MoeConfig else set()), config_class.__name__
 
 
-@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config, LlamaConfig, MistralConfig])
+@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig, MistralConfig])
 def test_what_transformers_saves_is_taken(config_class: Any, tmp_path: Path) -> None:
     config_class(architectures=[config_class.__name__.replace("Config", "ForCausalLM")]).save_pretrained(tmp_path)
     assert read_hf_config(tmp_path).family == config_class.model_type

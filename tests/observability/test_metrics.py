@@ -168,6 +168,8 @@ def test_what_the_losses_return_is_declared() -> None:
     assert sums.values()["actor/entropy"] == 1.0 and sums.values()["actor/ratio"] == 1.0
     assert (sums.values()["actor/tokens"], sums.values()["actor/ptx_tokens"], sums.values()["actor/ptx_loss"]) == (3, 3, 1.0)
     assert {name for name in METRICS if name.startswith("actor/")} - set(sums.values()) == {
+        "actor/balance_loss",
+        "actor/busiest_expert",
         "actor/entropy_before",
         "actor/grad_norm",
         "actor/kl_coef",

@@ -101,6 +101,53 @@ def _tensor_parallel_divides_heads(config: RunConfig, name: str, role: Role) -> 
         yield Problem(f"{name}.strategy.tensor_parallel", message, parts)
 
 
+def _experts(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
+    shape, strategy = _shape(model_folder(config, role)), role.strategy
+    if shape is None or not isinstance(strategy, MegatronStrategyConfig):
+        return
+    sizes = {"expert_parallel": strategy.expert_parallel, "expert_tensor_parallel": strategy.expert_tensor_parallel}
+    if shape.experts is None:
+        for part, size in sizes.items():
+            if size > 1:
+                yield Problem(f"{name}.strategy.{part}", "the model has no experts; use 1", size)
+        if coef := getattr(role, "balance_coef", 0.0):
+            yield Problem(f"{name}.balance_coef", "the model has no experts to balance; use 0", coef)
+        return
+    if shape.experts % strategy.expert_parallel:
+        message = f"does not divide the model's {shape.experts} experts; use one of {_divisors(shape.experts)}"
+        yield Problem(f"{name}.strategy.expert_parallel", message, strategy.expert_parallel)
+    if (shape.expert_feed_forward or 0) % strategy.expert_tensor_parallel:
+        message = f"does not divide the experts' feed-forward size of {shape.expert_feed_forward}"
+        yield Problem(f"{name}.strategy.expert_tensor_parallel", message, strategy.expert_tensor_parallel)
+    if strategy.tensor_parallel > 1 and not strategy.sequence_parallel:
+        message = "tensor_parallel > 1 of a model with experts needs it; use true"
+        yield Problem(f"{name}.strategy.sequence_parallel", message, False)
+    yield from _expert_ranks(name, role, strategy)
+
+
+def _expert_ranks(name: str, role: Role, strategy: MegatronStrategyConfig) -> Iterator[Problem]:
+    """Ranks that share the experts are those of one pipeline stage, of several copies of the model if need be."""
+    count, sharing = len(device_numbers(role.devices)), strategy.expert_parallel * strategy.expert_tensor_parallel
+    if count % (whole := sharing * strategy.pipeline_parallel):
+        parts = f"expert_parallel {strategy.expert_parallel} x expert_tensor_parallel {strategy.expert_tensor_parallel}"
+        pipeline = f" x pipeline_parallel {strategy.pipeline_parallel}" if strategy.pipeline_parallel > 1 else ""
+        message = f"{parts}{pipeline} = {whole} does not divide {count} devices; use a multiple of {whole}"
+        yield Problem(f"{name}.devices", message, _given(role.devices))
+    stage = strategy.tensor_parallel * strategy.context_parallel
+    if isinstance(role, RewardModelConfig) and stage % sharing:
+        message = (
+            f"{sharing} ranks would share the experts; the copies of a reward model score on their own, with {stage} ranks of a stage each"
+        )
+        yield Problem(f"{name}.strategy.expert_parallel", message, strategy.expert_parallel)
+
+
+def _experts_in_engines(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
+    shape, strategy = _shape(model_folder(config, role)), role.strategy
+    if shape is not None and isinstance(strategy, EngineStrategyConfig) and (shape.expert_feed_forward or 0) % strategy.tensor_parallel:
+        message = f"does not divide the experts' feed-forward size of {shape.expert_feed_forward}"
+        yield Problem(f"{name}.strategy.tensor_parallel", message, strategy.tensor_parallel)
+
+
 def _needs_whole_kv(role: Role, shape: ModelShape, size: int) -> bool:
     return isinstance(role.strategy, MegatronStrategyConfig) or size % shape.kv_heads != 0
 
@@ -110,6 +157,11 @@ def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Iterator[Pr
     if isinstance(strategy, MegatronStrategyConfig) and strategy.recompute_modules is not None and strategy.recompute != "selective":
         message = f"are recomputed with `recompute: selective`, not with {strategy.recompute}; remove the list, or use selective"
         yield Problem(f"{name}.strategy.recompute_modules", message, list(strategy.recompute_modules))
+    selective = isinstance(strategy, MegatronStrategyConfig) and strategy.recompute == "selective"
+    shape = _shape(model_folder(config, role)) if selective else None
+    if shape is not None and shape.experts is not None and "mlp" in (getattr(strategy, "recompute_modules", None) or ["mlp"]):
+        message = "leaves experts out; use recompute: full, or recompute_modules: [core_attn]"
+        yield Problem(f"{name}.strategy.recompute", message, "selective")
 
 
 def _engine_limits(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
@@ -131,6 +183,8 @@ ROLE_CHECKS = (
     _stages_have_layers,
     _tensor_parallel_divides_heads,
     _recomputed_modules,
+    _experts,
+    _experts_in_engines,
     _engine_limits,
 )
 

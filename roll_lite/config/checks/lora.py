@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from roll_lite.config.adapter_files import adapter_problems
 from roll_lite.config.arithmetic import actor_is_reference, kl_terms, trains
+from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.problems import Problem, did_you_mean
-from roll_lite.config.schema.models import LINEAR_LAYERS
+from roll_lite.config.schema.models import FEED_FORWARD, LINEAR_LAYERS
 from roll_lite.config.schema.run import RunConfig
 
 
@@ -23,6 +24,17 @@ def _targets(config: RunConfig) -> Iterator[Problem]:
     twice = [name for name, count in Counter(lora.targets).items() if count > 1]
     if twice:
         yield Problem("actor_train.lora.targets", f"lists {', '.join(twice)} more than once", lora.targets)
+
+
+def _experts(config: RunConfig) -> Iterator[Problem]:
+    lora = config.actor_train.lora
+    try:
+        experts = lora is not None and read_model_shape(config.model.path).experts
+    except ValueError:  # the file checks report it
+        return
+    if lora is not None and experts and (feed_forward := [name for name in lora.targets if name in FEED_FORWARD]):
+        message = f"experts get no adapters; leave {', '.join(feed_forward)} out"
+        yield Problem("actor_train.lora.targets", message, list(lora.targets))
 
 
 def _adapters_to_begin_with(config: RunConfig) -> Iterator[Problem]:
@@ -51,4 +63,4 @@ def reference_notes(config: RunConfig) -> list[str]:
 
 
 LORA_CHECKS = (_targets, _what_needs_whole_weights)
-LORA_FILE_CHECKS = (_adapters_to_begin_with,)
+LORA_FILE_CHECKS = (_experts, _adapters_to_begin_with)

@@ -45,7 +45,8 @@ class OptimizerConfig(Section):
     and resumed runs; 0: never. The samples of the first one are in the run's folder, under skipped/."""
 
 
-LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", *FEED_FORWARD)
 """Of attention and MLP, by Hugging Face's names."""
 
 
@@ -57,7 +58,8 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """What B A x is multiplied by, times rank."""
     targets: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(LINEAR_LAYERS))
-    """The linear layers that get adapters: of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+    """The linear layers that get adapters: of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. The
+    last three not in a model with experts, which get none."""
     path: UserPath | None = None
     """Folder with adapters in PEFT's format (adapter_config.json, adapter_model.safetensors) to begin with, of the same rank, alpha and
     targets."""
@@ -82,6 +84,10 @@ class MegatronStrategyConfig(Section):
     exchange more (needs pipeline_parallel > 1)."""
     context_parallel: PositiveInt = 1
     """Ranks that share the tokens of every micro-batch, for samples that are too long for one."""
+    expert_parallel: PositiveInt = 1
+    """Ranks that share the experts of a mixture-of-experts model: each has some of them whole, and tokens travel to theirs."""
+    expert_tensor_parallel: PositiveInt = 1
+    """Ranks that share the matrices of every expert, as tensor_parallel does for the rest of the model."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence (needs tensor_parallel > 1)."""
     distributed_optimizer: bool = True
@@ -180,6 +186,10 @@ class TrainRoleConfig(ForwardRoleConfig):
 
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and learning rate."""
+    balance_coef: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of a model with experts: the Switch Transformer's, of every sample in every layer, 1 where all
+    experts are chosen alike. Added to the loss is its mean over the samples of a mini-batch, for each layer. 0, whatever the model was
+    trained with before (router_aux_loss_coef in its config.json): it would pull the policy away from what the rewards say."""
     train_micro_batch_tokens: PositiveInt | None = None
     """Tokens in one forward and backward pass of a rank, at most; micro_batch_tokens where absent."""
     train_micro_batch_size: PositiveInt | None = None

@@ -67,6 +67,8 @@ class ModelSpec:
     """None: forward passes only."""
     total_updates: int | None = None
     """Optimizer steps of the whole run, for a learning rate that decays."""
+    balance_coef: float = 0.0
+    """Weight of the load-balancing loss of a model with experts (TrainRoleConfig.balance_coef)."""
     value_init: ValueInit | None = None
     """With a value head in the place of the language model's."""
     lora: LoraConfig | None = None
@@ -111,6 +113,16 @@ add up over micro-batches and ranks; and metric sums, each a tensor that adds up
 
 
 @dataclass(frozen=True)
+class ExpertUse:
+    """How evenly the tokens of an optimizer step chose their experts; means over the layers that have some."""
+
+    busiest: float
+    """Tokens of the busiest expert, as a multiple of what all of them have on average."""
+    balance_loss: float | None
+    """Without its coefficient; None where that is 0."""
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """Of one optimizer step. The same on every rank."""
 
@@ -121,6 +133,8 @@ class TrainResult:
     lr: float
     skipped: bool = False
     """The loss or the gradient was not finite, weights, moments and schedule were left alone."""
+    experts: ExpertUse | None = None
+    """None for a model without experts."""
 
 
 class ForwardStrategy(ABC):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 FloatTensor = torch.FloatTensor
 HalfTensor = torch.HalfTensor
@@ -89,11 +90,16 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None: ...
 
+    def record_event(self) -> Event:
+        return Event()
+
     def synchronize(self) -> None: ...
 
 
 class Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
 
     def record(self, stream: Stream | None = None) -> None: ...
 
@@ -115,6 +121,26 @@ def default_stream(device: Any = None) -> Stream:
 @contextlib.contextmanager
 def stream(which: Stream | None) -> Iterator[None]:
     yield
+
+
+# Collectives of pieces that differ in size, which gloo has not (expert parallelism beside expert tensor parallelism).
+
+
+def ragged_all_gather(outputs: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:
+    for rank, output in enumerate(outputs):
+        if rank == group.rank():
+            output.copy_(mine)
+        if output.numel():
+            dist.broadcast(output, group=group, group_src=rank)
+
+
+def ragged_reduce_scatter(output: torch.Tensor, pieces: list[torch.Tensor], group: Any) -> None:
+    for rank, piece in enumerate(pieces):
+        total = piece.clone()
+        if total.numel():
+            dist.reduce(total, group=group, group_dst=rank)
+        if rank == group.rank():
+            output.copy_(total)
 
 
 class nvtx:

@@ -50,6 +50,14 @@ _REWRITES = (
     # Pinned host memory exists only beside a GPU.
     _Rewrite(re.compile(r"\bpin_memory=True"), "pin_memory=False"),
     _Rewrite(re.compile(r"\.cpu\(\)\.pin_memory\(\)"), ".cpu()"),
+    # moe_utils.py moves what a token dispatcher has to know to the host as numpy arrays, but only from a GPU.
+    _Rewrite(
+        re.compile(r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:"),
+        "if torch.is_tensor(tensor := tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor) and tensor.is_cuda:",
+    ),
+    # mappings.py: pieces of unequal size.
+    _Rewrite(re.compile(r"\btorch\.distributed\.all_gather\(output_tensor_list"), f"{_STAND_IN}.ragged_all_gather(output_tensor_list"),
+    _Rewrite(re.compile(r"\btorch\.distributed\.reduce_scatter\(output, "), f"{_STAND_IN}.ragged_reduce_scatter(output, "),
     # jit.py compiles small fusions with torch.compile: minutes of C++ compiler for tiny tensors on a CPU.
     _Rewrite(re.compile(r"jit_fuser = torch\.compile"), "jit_fuser = noop_decorator"),
 )
@@ -76,13 +84,18 @@ EXPECTED: dict[str, int] = {
     "pipeline_parallel.schedules": 4,
     "pipeline_parallel.utils": 13,
     "tensor_parallel.layers": 14,
-    "tensor_parallel.mappings": 5,
+    "tensor_parallel.mappings": 7,
     "tensor_parallel.random": 20,
     "tensor_parallel.utils": 2,
     "timers": 3,
     "transformer.attention": 1,
     "transformer.mlp": 2,
     "transformer.module": 4,
+    "transformer.moe.experts": 2,
+    "transformer.moe.moe_utils": 3,
+    "transformer.moe.router": 6,
+    "transformer.moe.shared_experts": 8,
+    "transformer.moe.token_dispatcher": 5,
     "transformer.transformer_layer": 2,
     "transformer.utils": 2,
     "utils": 32,

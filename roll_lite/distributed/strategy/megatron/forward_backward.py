@@ -68,11 +68,20 @@ def _run(step: Any, chunks: Sequence[Any], inputs: Sequence[ModelInput], **optio
 
 
 def most_over_data_ranks(count: int) -> int:
-    """The largest of the data-parallel ranks' counts. Travels on the host, the device is not waited for."""
+    """The largest of the data-parallel ranks' counts."""
+    return _over_data_ranks(count, dist.ReduceOp.MAX)
+
+
+def sum_over_data_ranks(count: int) -> int:
+    return _over_data_ranks(count, dist.ReduceOp.SUM)
+
+
+def _over_data_ranks(count: int, reduction: Any) -> int:
+    """Travels on the host, the device is not waited for."""
     if parallel_state.get_data_parallel_world_size() > 1:
-        most = torch.tensor(count)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group_gloo())
-        return int(most)
+        total = torch.tensor(count)
+        dist.all_reduce(total, reduction, group=parallel_state.get_data_parallel_group_gloo())
+        return int(total)
     return count
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from roll_lite.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, Entry, take_apart
 from roll_lite.distributed.strategy.megatron.lora import Projection
+from roll_lite.distributed.strategy.megatron.parallel import cut_group
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
@@ -30,33 +32,60 @@ def weights(parameter: torch.nn.Parameter) -> torch.Tensor:
     return parameter.detach()
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Ranks that hold a tensor together."""
+
+    group: dist.ProcessGroup
+    ranks: Sequence[int]
+    """The first one ends up with the full tensor."""
+    takes_part: bool
+    """Other groups hold copies of what this one has."""
+
+    @staticmethod
+    def of_layers() -> _Source:
+        group = cut_group(of_experts=False)
+        first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        return _Source(group, dist.get_process_group_ranks(group), first)
+
+    @staticmethod
+    def of_experts() -> _Source:
+        group = cut_group(of_experts=True)
+        return _Source(group, dist.get_process_group_ranks(group), parallel_state.get_expert_data_parallel_rank() == 0)
+
+    @property
+    def owns(self) -> bool:
+        return self.takes_part and dist.get_rank() == self.ranks[0]
+
+
 class HfExporter:
-    """Executes an ExportPlan on the ranks that hold the tensors: data-parallel rank 0 of every pipeline stage."""
+    """Executes an ExportPlan on the ranks that hold the tensors: of every pipeline stage the first copy, of every expert too."""
 
     def __init__(self, bindings: Sequence[Binding], hf: HfConfig, adapted: Mapping[str, Projection] | None = None) -> None:
         """`adapted`: what is merged into weights, by their names."""
         self._hf = hf
         self._adapted = adapted or {}
-        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
-        self._tensor_ranks = dist.get_process_group_ranks(self._tensor_group)
-        self._source = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        self._sources = {False: _Source.of_layers(), True: _Source.of_experts()}
         exported = [binding for binding in bindings if binding.exported]
         self._places = {name: (binding, number) for binding in exported for number, name in enumerate(binding.hf)}
 
     @property
     def read_here(self) -> list[Binding]:
         """What this rank has a part in exporting."""
-        return list({id(binding): binding for binding, _ in self._places.values()}.values()) if self._source else []
+        bindings = {id(binding): binding for binding, _ in self._places.values()}.values()
+        return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
-        """Collective over all ranks. Buckets are cut per owner, in the order of the layers; a tensor larger than a bucket gets its own."""
-        mine: list[tuple[str, tuple[int, ...], torch.dtype, int]] = []
-        if self._source and dist.get_rank() == self._tensor_ranks[0]:
-            for name, (binding, number) in self._places.items():
+        """Collective over all ranks. Buckets are cut per owner, in the order of the layers, experts apart; a tensor larger than a bucket
+        gets its own."""
+        mine: dict[bool, list[tuple[str, tuple[int, ...], torch.dtype, int]]] = {False: [], True: []}
+        for name, (binding, number) in self._places.items():
+            if self._sources[binding.entry.of_experts].owns:
                 cut = take_apart(binding.entry, binding.parameter.detach(), self._hf)[number]
-                mine.append((name, self._full_shape(binding.entry, cut), cut.dtype, dist.get_rank()))
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
+                mine[binding.entry.of_experts].append((name, self._full_shape(binding.entry, cut), cut.dtype, dist.get_rank()))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, list(mine.values()))
+        gathered = [owned for rank in everyone for owned in rank]
         tensors: list[ExportedTensor] = []
         bucket = -1
         for owned in gathered:
@@ -71,13 +100,15 @@ class HfExporter:
 
     def bucket(self, tensors: Sequence[ExportedTensor], read: Read = weights) -> dict[str, torch.Tensor] | None:
         """Full tensors on the owner, None elsewhere. They may lie in the model's own memory, and change when training goes on."""
-        owner = tensors[0].owner
-        if not self._source or self._tensor_ranks[0] != owner:
+        if tensors[0].name not in self._places:
+            return None
+        source = self._sources[self._places[tensors[0].name][0].entry.of_experts]
+        if not source.takes_part or source.ranks[0] != tensors[0].owner:
             return None
         cuts = self._local_cuts(tensors, read)
-        if len(self._tensor_ranks) == 1:
+        if len(source.ranks) == 1:
             return {tensor.name: cut for tensor, cut in zip(tensors, cuts, strict=True)}
-        return self._gather(tensors, cuts, owner)
+        return self._gather(tensors, cuts, source)
 
     def _local_cuts(self, tensors: Sequence[ExportedTensor], read: Read) -> list[torch.Tensor]:
         parts: dict[int, list[torch.Tensor]] = {}
@@ -90,16 +121,16 @@ class HfExporter:
             cuts.append(self._adapted[tensor.name].merged_with(cut) if tensor.name in self._adapted else cut)
         return cuts
 
-    def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], owner: int) -> dict[str, torch.Tensor] | None:
+    def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], source: _Source) -> dict[str, torch.Tensor] | None:
         """One collective for the bucket: what is cut travels flat; what every rank has is taken from the owner."""
         entries = [self._places[tensor.name][0].entry for tensor in tensors]
         spread = [cut for cut, entry in zip(cuts, entries, strict=True) if entry.cut is not None]
         pieces: list[torch.Tensor] = []
         if spread:
             flat = torch.cat([cut.reshape(-1) for cut in spread])
-            pieces = [torch.empty_like(flat) for _ in self._tensor_ranks] if dist.get_rank() == owner else []
-            dist.gather(flat, pieces or None, dst=owner, group=self._tensor_group)
-        if dist.get_rank() != owner:
+            pieces = [torch.empty_like(flat) for _ in source.ranks] if source.owns else []
+            dist.gather(flat, pieces or None, dst=source.ranks[0], group=source.group)
+        if not source.owns:
             return None
         sizes = [cut.numel() for cut in spread]
         by_tensor = iter(zip(*(piece.split(sizes) for piece in pieces), strict=True))
@@ -115,7 +146,7 @@ class HfExporter:
     def _full_shape(self, entry: Entry, cut: torch.Tensor) -> tuple[int, ...]:
         shape = list(cut.shape)
         if entry.cut is not None:
-            shape[entry.cut] *= len(self._tensor_ranks)
+            shape[entry.cut] *= len(self._sources[entry.of_experts].ranks)
         if entry.vocabulary:
             shape[0] = self._hf.vocab_size
         return tuple(shape)

@@ -15,6 +15,7 @@ from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.model_files import head_beside_tied_embeddings
 from roll_lite.distributed.strategy.base import ValueInit
 from roll_lite.distributed.strategy.megatron.hf_mapping import LM_HEAD, VALUE_HEAD, Binding, Entry, checkpoint_names, join
+from roll_lite.distributed.strategy.megatron.parallel import cut_group
 
 _HARMLESS = ("rotary_emb.inv_freq",)
 """Ends of names that old checkpoints carry although they are computed."""
@@ -53,8 +54,6 @@ def load_weights(
     bindings: Sequence[Binding],
     hf: HfConfig,
     folder: Path,
-    tensor_rank: int,
-    tensor_size: int,
     value_init: ValueInit | None,
     key: str,
 ) -> None:
@@ -66,7 +65,8 @@ def load_weights(
         hint = f"; critic.init {value_init!r} needs a checkpoint with a value head" if VALUE_HEAD.hf[0] in missing else ""
         raise ValueError(f"{checkpoint.named} lacks {_listed(missing)}{hint}")
     _refuse_unknown(checkpoint, hf, value_init is not None)
-    if hf.tied_embeddings and value_init is None and tensor_rank == 0 and (message := head_beside_tied_embeddings(folder)):
+    first = cut_group(of_experts=False).rank() == 0
+    if hf.tied_embeddings and value_init is None and first and (message := head_beside_tied_embeddings(folder)):
         raise ValueError(f"{key}: {message}")
     with torch.no_grad():
         for binding in bindings:
@@ -74,12 +74,12 @@ def load_weights(
                 continue  # the head of a new critic is zero
             if binding.entry.vocabulary and (rows := checkpoint.slice(binding.hf[0]).get_shape()[0]) != hf.vocab_size:
                 raise ValueError(f"{checkpoint.named}: {binding.hf[0]} has {rows} rows, config.json says vocab_size {hf.vocab_size}")
-            cuts = [_read(checkpoint, name, binding.entry, tensor_rank, tensor_size) for name in binding.hf]
+            cuts = [_read(checkpoint, name, binding.entry) for name in binding.hf]
             local = join(binding.entry, cuts, hf)
             _copy(binding, local, checkpoint)
 
 
-def load_adapters(bindings: Sequence[Binding], folder: Path, tensor_rank: int, tensor_size: int, wanted: Set[str]) -> None:
+def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -> None:
     """Adapters in PEFT's format. `wanted`: the names of those of the whole model; others, missing and misshapen ones are a ValueError."""
     checkpoint = HfCheckpoint(folder, "actor_train.lora.path", ADAPTER_WEIGHTS)
     for names, what in ((wanted - checkpoint.names, "lacks"), (checkpoint.names - wanted, "has")):
@@ -87,15 +87,17 @@ def load_adapters(bindings: Sequence[Binding], folder: Path, tensor_rank: int, t
             raise ValueError(f"{checkpoint.named} {what} {_listed(sorted(names))}, which do not go with actor_train.lora.targets")
     with torch.no_grad():
         for binding in bindings:
-            local = _read(checkpoint, binding.hf[0], binding.entry, tensor_rank, tensor_size)
+            local = _read(checkpoint, binding.hf[0], binding.entry)
             if local.shape != binding.parameter.shape:
                 expected = f"{tuple(binding.parameter.shape)} by actor_train.lora.rank and the model"
                 raise ValueError(f"{checkpoint.named}: {binding.hf[0]} has the shape {tuple(local.shape)} on this rank, {expected}")
             binding.parameter.copy_(local)
 
 
-def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, tensor_rank: int, tensor_size: int) -> torch.Tensor:
+def _read(checkpoint: HfCheckpoint, name: str, entry: Entry) -> torch.Tensor:
     """This rank's cut of a tensor."""
+    group = cut_group(entry.of_experts)
+    tensor_rank, tensor_size = group.rank(), group.size()
     view = checkpoint.slice(name)
     if entry.cut is None:
         return view[:]

@@ -25,6 +25,10 @@ class Layout(Enum):
     GROUPED = "query, key, value interleaved by key/value head: the queries of a group, its key, its value"
 
 
+EXPERT = "<expert>"
+"""Stands for an expert's number: among all of them in the checkpoint, among this rank's in the Megatron model."""
+
+
 @dataclass(frozen=True)
 class Entry:
     megatron: str
@@ -36,11 +40,25 @@ class Entry:
     layout: Layout = Layout.PLAIN
     vocabulary: bool = False
     """Cut along a vocabulary that is padded so that all ranks hold equally many rows."""
-    only_with: Literal["qkv_bias", "qk_norm"] | None = None
-    """Field of HfConfig without which the model has no such tensor."""
+    only_with: Literal["qkv_bias", "qk_norm", "experts", "no experts"] | None = None
+    """What a layer has no such tensor without."""
 
-    def present(self, hf: HfConfig) -> bool:
-        return self.only_with is None or bool(getattr(hf, self.only_with))
+    @property
+    def of_experts(self) -> bool:
+        """There is one for each expert, cut over expert_tensor_parallel."""
+        return EXPERT in self.megatron
+
+    def present(self, hf: HfConfig, layer: int) -> bool:
+        match self.only_with:
+            case None:
+                return True
+            case "experts" | "no experts":
+                return hf.has_experts(layer) == (self.only_with == "experts")
+            case _:
+                return bool(getattr(hf, self.only_with))
+
+    def hf_names(self, layer: int, expert: int | None = None) -> tuple[str, ...]:
+        return tuple(f"model.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in self.hf)
 
 
 def _attention(part: str) -> tuple[str, ...]:
@@ -55,8 +73,28 @@ LAYER = (
     Entry("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), cut=None, only_with="qk_norm"),
     Entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), cut=1),
     Entry("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), cut=None),
-    Entry("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), cut=0, layout=Layout.STACKED),
-    Entry("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), cut=1),
+    Entry(
+        "mlp.linear_fc1.weight",
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        cut=0,
+        layout=Layout.STACKED,
+        only_with="no experts",
+    ),
+    Entry("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), cut=1, only_with="no experts"),
+    Entry("mlp.router.weight", ("mlp.gate.weight",), cut=None, only_with="experts"),
+    Entry(
+        f"mlp.experts.local_experts.{EXPERT}.linear_fc1.weight",
+        (f"mlp.experts.{EXPERT}.gate_proj.weight", f"mlp.experts.{EXPERT}.up_proj.weight"),
+        cut=0,
+        layout=Layout.STACKED,
+        only_with="experts",
+    ),
+    Entry(
+        f"mlp.experts.local_experts.{EXPERT}.linear_fc2.weight",
+        (f"mlp.experts.{EXPERT}.down_proj.weight",),
+        cut=1,
+        only_with="experts",
+    ),
 )
 EMBEDDING = Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), cut=0, vocabulary=True)
 FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), cut=None)
@@ -87,9 +125,11 @@ def bind(chunks: Sequence[RollModel], hf: HfConfig) -> list[Binding]:
         if chunk.pre_process:
             bindings.append(Binding(EMBEDDING, EMBEDDING.hf, parameters.pop(EMBEDDING.megatron)))
         for position, layer in enumerate(chunk.decoder.layers):
-            for entry in filter(lambda entry: entry.present(hf), LAYER):
-                names = tuple(f"model.layers.{layer.layer_number - 1}.{name}" for name in entry.hf)
-                bindings.append(Binding(entry, names, parameters.pop(f"decoder.layers.{position}.{entry.megatron}")))
+            number = layer.layer_number - 1
+            for entry in filter(lambda entry: entry.present(hf, number), LAYER):
+                for place, expert in enumerate(layer.mlp.local_expert_indices if entry.of_experts else [None]):
+                    own = f"decoder.layers.{position}.{entry.megatron}".replace(EXPERT, str(place))
+                    bindings.append(Binding(entry, entry.hf_names(number, expert), parameters.pop(own)))
         if chunk.post_process:
             bindings.append(Binding(FINAL_NORM, FINAL_NORM.hf, parameters.pop(FINAL_NORM.megatron)))
             head = VALUE_HEAD if chunk.has_value_head else TIED_HEAD if hf.tied_embeddings else LM_HEAD
@@ -127,6 +167,10 @@ def take_apart(entry: Entry, local: torch.Tensor, hf: HfConfig) -> list[torch.Te
 def checkpoint_names(hf: HfConfig) -> set[str]:
     """Names of all tensors of the language model's checkpoint."""
     names = {*EMBEDDING.hf, *FINAL_NORM.hf, *(() if hf.tied_embeddings else LM_HEAD.hf)}
+    experts = range(hf.experts.count) if hf.experts else ()
     for layer in range(hf.layers):
-        names.update(f"model.layers.{layer}.{name}" for entry in LAYER if entry.present(hf) for name in entry.hf)
+        for entry in LAYER:
+            if entry.present(hf, layer):
+                for expert in experts if entry.of_experts else (None,):
+                    names.update(entry.hf_names(layer, expert))
     return names

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from roll_lite.config.hf_config import HfConfig
-from roll_lite.config.schema.models import LoraConfig
+from roll_lite.config.schema.models import FEED_FORWARD, LoraConfig
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.strategy.megatron.hf_mapping import LAYER, Binding, Entry, join, take_apart
 
@@ -112,6 +112,8 @@ class Adapters:
 
     def __init__(self, chunks: Sequence[RollModel], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
         """Freezes the model and puts them beside its layers."""
+        if hf.experts is not None and (feed_forward := sorted(set(FEED_FORWARD) & set(lora.targets))):
+            raise ValueError(f"actor_train.lora.targets: {', '.join(feed_forward)} of experts get no adapters; leave them out")
         self._all: list[Adapter] = []
         self.projections: dict[str, Projection] = {}
         """By the name of the weight that they add to."""
@@ -120,7 +122,7 @@ class Adapters:
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:
-                for entry in LAYER:
+                for entry in _adaptable(hf, layer.layer_number - 1):
                     self._adapt(layer, entry, hf, lora, seed)
 
     def _adapt(self, layer: Any, entry: Entry, hf: HfConfig, lora: LoraConfig, seed: int) -> None:
@@ -161,9 +163,17 @@ class Adapters:
 def adapter_names(hf: HfConfig, targets: Collection[str]) -> set[str]:
     """PEFT's names of all adapters of a model."""
     weights = (
-        f"model.layers.{layer}.{name}" for layer in range(hf.layers) for entry in LAYER for name in entry.hf if _target(name) in targets
+        f"model.layers.{layer}.{name}"
+        for layer in range(hf.layers)
+        for entry in _adaptable(hf, layer)
+        for name in entry.hf
+        if _target(name) in targets
     )
     return {_peft_name(weight, matrix) for weight in weights for matrix in (A, B)}
+
+
+def _adaptable(hf: HfConfig, layer: int) -> list[Entry]:
+    return [entry for entry in LAYER if entry.present(hf, layer) and not entry.of_experts]
 
 
 def cut_of(matrix: str, entry: Entry) -> int | None:

@@ -18,14 +18,16 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from roll_lite.config.arithmetic import layers_of_last_stage
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
+from roll_lite.distributed.strategy.megatron.experts import Balance, ExpertsLayer, experts_config, experts_spec
 from roll_lite.distributed.strategy.megatron.layers import SdpaAttention, TorchRMSNorm, ValueHead
 from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 
@@ -58,6 +60,8 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         num_layers_in_last_pipeline_stage=None if hf.layers % strategy.pipeline_parallel == 0 else last_stage,
         virtual_pipeline_model_parallel_size=strategy.virtual_pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else None,
         context_parallel_size=strategy.context_parallel,
+        expert_model_parallel_size=strategy.expert_parallel,
+        expert_tensor_parallel_size=strategy.expert_tensor_parallel,
         sequence_parallel=strategy.sequence_parallel,
         # One exchange at a time: with both directions in one batch, two stages that are each other's neighbours on either side would take
         # one another's gradients for activations.
@@ -66,6 +70,7 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         # Every micro-batch has its own number of tokens, so stages must tell each other the shapes.
         variable_seq_lengths=strategy.pipeline_parallel > 1,
         moe_token_dispatcher_type="alltoall",  # dense models too: the default is refused beside variable lengths
+        **experts_config(hf),
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -88,8 +93,8 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
     )
 
 
-def layer_spec(hf: HfConfig) -> Any:
-    """One decoder layer."""
+def layer_spec(hf: HfConfig, number: int, balance: Balance) -> Any:
+    """A decoder layer, numbered from 0."""
     head_norm = TorchRMSNorm if hf.qk_norm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
@@ -98,14 +103,16 @@ def layer_spec(hf: HfConfig) -> Any:
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
+    dense = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    has_experts = hf.has_experts(number)
     return ModuleSpec(
-        module=TransformerLayer,
+        module=ExpertsLayer if has_experts else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=TorchRMSNorm,
             self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=TorchRMSNorm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),
+            mlp=experts_spec(dense, balance) if has_experts else ModuleSpec(module=MLP, submodules=dense),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -123,11 +130,11 @@ class RollModel(GPTModel):
     with, or [N] values. Prompt tokens and padding never reach the head, the largest matrix of a small model.
     """
 
-    def __init__(self, config: Any, hf: HfConfig, value_head: bool, part: int | None = None) -> None:
+    def __init__(self, config: Any, hf: HfConfig, value_head: bool, balance: Balance, part: int | None = None) -> None:
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=part)
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(config, hf, part),
+            transformer_layer_spec=_block_spec(config, hf, balance, part),
             vocab_size=padded_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=part),
@@ -141,7 +148,7 @@ class RollModel(GPTModel):
             seq_len_interpolation_factor=hf.rope.linear_factor,
             vp_stage=part,
         )
-        _mark_cut_weights(self)
+        _mark_weights(self)
         self.has_value_head = value_head
         if last and value_head:
             self.output_layer = ValueHead(config)
@@ -175,13 +182,22 @@ class RollModel(GPTModel):
         return weight
 
 
-def _mark_cut_weights(model: torch.nn.Module) -> None:
+def _mark_weights(model: torch.nn.Module) -> None:
     """Megatron marks weights that tensor parallelism cuts only where it also initialises the weights (perform_initialization). Without
-    the mark the gradient norm counts a weight on tensor rank 0 alone, and clipping comes out wrong."""
+    the mark the gradient norm counts a weight on tensor rank 0 alone, and clipping comes out wrong.
+
+    Weights of experts have ranks of their own that share and sum them (allreduce False). Megatron treats them so only under expert
+    parallelism: without it their gradients would miss the tokens of other tensor ranks where expert_tensor_parallel is smaller, and
+    checkpoints could not be loaded under another expert_parallel."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, True, 1 if isinstance(module, RowParallelLinear) else 0, 1)
+        if isinstance(module, SequentialMLP):
+            for weight in module.parameters():
+                weight.allreduce = False
 
 
-def _block_spec(config: Any, hf: HfConfig, part: int | None) -> Any:
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(hf)] * get_num_layers_to_build(config, part), layer_norm=TorchRMSNorm)
+def _block_spec(config: Any, hf: HfConfig, balance: Balance, part: int | None) -> Any:
+    first = get_transformer_layer_offset(config, part)
+    layers = [layer_spec(hf, first + number, balance) for number in range(get_num_layers_to_build(config, part))]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm)

@@ -26,6 +26,10 @@ class PackedRows:
     """[pieces + 1] int32: where each piece begins, and where the last one ends."""
     longest: int
     """Tokens of the longest row."""
+    row_of: torch.Tensor
+    """[tokens] int64: of each token its row; padding is a row behind the last one."""
+    lengths: torch.Tensor
+    """[rows] int64: all tokens of each row."""
     seen: torch.Tensor | None = None
     """[sum of what the pieces see] int64: what each piece sees, among the tokens of all ranks, in the order of the ranks. None where a
     piece sees itself alone."""
@@ -34,17 +38,18 @@ class PackedRows:
     qkv_format = "sbhd"
 
     @staticmethod
-    def of(lengths: torch.Tensor) -> PackedRows:
-        """All of them. On the host."""
+    def of(lengths: torch.Tensor, padding: bool = False) -> PackedRows:
+        """All of them, the last one being padding or not. On the host."""
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         places = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
         pieces = [(length, length) for length in lengths.tolist()]
-        return PackedRows(_runs(pieces), places, starts.int(), int(lengths.max()))
+        row_of = torch.repeat_interleave(lengths)
+        return PackedRows(_runs(pieces), places, starts.int(), int(lengths.max()), row_of, lengths[: len(lengths) - padding])
 
     @staticmethod
-    def of_rank(lengths: torch.Tensor, cut: ContextCut) -> PackedRows:
+    def of_rank(lengths: torch.Tensor, cut: ContextCut, padding: bool = False) -> PackedRows:
         """Those that a rank has."""
-        whole = PackedRows.of(lengths)
+        whole = PackedRows.of(lengths, padding)
         bounds = whole.starts.tolist()
         pieces, places, seen = [], [], []
         for low, high in cut.parts:
@@ -55,7 +60,9 @@ class PackedRows:
                     places.append(torch.arange(first - begin, last - begin))
                     seen.append(torch.arange(begin, last))
         sizes, views = (torch.tensor([0, *column]).cumsum(0).int() for column in zip(*pieces, strict=True))
-        return PackedRows(_runs(pieces), torch.cat(places), sizes, whole.longest, cut.among_all(torch.cat(seen)), views)
+        row_of = cut.own(whole.row_of)
+        among_all = cut.among_all(torch.cat(seen))
+        return PackedRows(_runs(pieces), torch.cat(places), sizes, whole.longest, row_of, whole.lengths, among_all, views)
 
     @property
     def most_tokens(self) -> int:
@@ -121,10 +128,11 @@ def packed(
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])
     cut = ContextCut(len(ids), rank, ranks)
     if ranks == 1:
-        return ids, PackedRows.of(lengths), cut
-    return cut.own(ids), PackedRows.of_rank(lengths, cut), cut
+        return ids, PackedRows.of(lengths, missing > 0), cut
+    return cut.own(ids), PackedRows.of_rank(lengths, cut, missing > 0), cut
 
 
 def on_device(rows: PackedRows, to: Callable[[torch.Tensor], torch.Tensor]) -> PackedRows:
     seen, seen_starts = (None if each is None else to(each) for each in (rows.seen, rows.seen_starts))
-    return replace(rows, places=to(rows.places), starts=to(rows.starts), seen=seen, seen_starts=seen_starts)
+    places, starts, row_of, lengths = map(to, (rows.places, rows.starts, rows.row_of, rows.lengths))
+    return replace(rows, places=places, starts=starts, row_of=row_of, lengths=lengths, seen=seen, seen_starts=seen_starts)

@@ -30,6 +30,7 @@ def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int
         raise ValueError("strategy.sequence_parallel: true needs strategy.tensor_parallel > 1")
     if layers_of_last_stage(hf.layers, pipeline) < 1:
         raise ValueError(f"strategy.pipeline_parallel: {pipeline} leaves the last stage none of the model's {hf.layers} layers")
+    _check_experts(strategy, hf, world_size)
     virtual = strategy.virtual_pipeline_parallel
     if virtual > 1 and pipeline == 1:
         raise ValueError(f"strategy.virtual_pipeline_parallel: {virtual} needs strategy.pipeline_parallel > 1")
@@ -37,6 +38,31 @@ def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int
         raise ValueError(
             f"strategy.virtual_pipeline_parallel: {pipeline} stages x {virtual} parts do not divide the model's {hf.layers} layers"
         )
+
+
+def _check_experts(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int) -> None:
+    parallel, tensor = strategy.expert_parallel, strategy.expert_tensor_parallel
+    if hf.experts is None:
+        for name, size in (("expert_parallel", parallel), ("expert_tensor_parallel", tensor)):
+            if size > 1:
+                raise ValueError(f"strategy.{name}: {size} is for models with experts; {hf.family} has none")
+        return
+    if hf.experts.count % parallel:
+        raise ValueError(f"strategy.expert_parallel: {parallel} does not divide the model's {hf.experts.count} experts")
+    if hf.experts.feed_forward % tensor:
+        raise ValueError(
+            f"strategy.expert_tensor_parallel: {tensor} does not divide the experts' feed-forward size {hf.experts.feed_forward}"
+        )
+    if world_size % (parallel * tensor * strategy.pipeline_parallel):
+        layout = f"expert_parallel {parallel} x expert_tensor_parallel {tensor} x pipeline_parallel {strategy.pipeline_parallel}"
+        raise ValueError(f"strategy: {layout} does not divide the {world_size} ranks")
+    if strategy.tensor_parallel > 1 and not strategy.sequence_parallel:
+        raise ValueError("strategy.sequence_parallel: false; tensor_parallel > 1 of a model with experts needs true")
+
+
+def cut_group(of_experts: bool) -> dist.ProcessGroup:
+    """The ranks that share a matrix."""
+    return parallel_state.get_expert_tensor_parallel_group() if of_experts else parallel_state.get_tensor_model_parallel_group()
 
 
 def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
@@ -47,6 +73,7 @@ def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
     """Make the process groups of the layout, or share those that another role made in this process. Collective."""
     virtual = strategy.virtual_pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else None
+    experts = (strategy.expert_parallel, strategy.expert_tensor_parallel)
     wanted = (strategy.tensor_parallel, strategy.pipeline_parallel, strategy.context_parallel, virtual)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
@@ -54,6 +81,8 @@ def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
             pipeline_model_parallel_size=strategy.pipeline_parallel,
             context_parallel_size=strategy.context_parallel,
             virtual_pipeline_model_parallel_size=virtual,
+            expert_model_parallel_size=strategy.expert_parallel,
+            expert_tensor_parallel_size=strategy.expert_tensor_parallel,
         )
     found = (
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -65,6 +94,15 @@ def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
         raise ValueError(
             f"strategy: tensor_parallel x pipeline_parallel x context_parallel (x virtual_pipeline_parallel) is {_times(wanted)}, but "
             f"another role in this process has {_times(found)}; roles that share processes need the same layout"
+        )
+    found_experts = (
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+    if found_experts != experts:
+        raise ValueError(
+            f"strategy: expert_parallel x expert_tensor_parallel is {_times(experts)}, but another role in this process has "
+            f"{_times(found_experts)}; roles that share processes need the same layout"
         )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()

@@ -36,12 +36,14 @@ from roll_lite.distributed.strategy.megatron.checkpoint import load_checkpoint a
 from roll_lite.distributed.strategy.megatron.checkpoint import save_checkpoint as write_checkpoint
 from roll_lite.distributed.strategy.megatron.checkpoint_writer import StagedWriter
 from roll_lite.distributed.strategy.megatron.ema import WeightAverage
+from roll_lite.distributed.strategy.megatron.experts import Balance
 from roll_lite.distributed.strategy.megatron.forward_backward import (
     most_over_data_ranks,
     reduce_sums,
     run_forward,
     run_training,
     sum_gradients,
+    sum_over_data_ranks,
 )
 from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, save_adapters, weights
 from roll_lite.distributed.strategy.megatron.hf_export import save_hf as write_hf
@@ -87,7 +89,9 @@ class MegatronStrategy(TrainStrategy):
         self.layout = replace(join_groups(self._config, spec.seed), attention_par=self._hf.attention_par)
         config = transformer_config(self._hf, self._config, self._dtype, spec.deterministic)
         virtual = self._config.virtual_pipeline_parallel
-        chunks = [RollModel(config, self._hf, self._value_head, part) for part in (range(virtual) if virtual > 1 else [None])]
+        self._balance = Balance(spec.balance_coef)
+        parts = range(virtual) if virtual > 1 else [None]
+        chunks = [RollModel(config, self._hf, self._value_head, self._balance, part) for part in parts]
         self._model = chunks[-1]
         self._bindings = bind(chunks, self._hf)
         self._load_weights(self._bindings, spec.model.path, spec.path_key)
@@ -105,14 +109,12 @@ class MegatronStrategy(TrainStrategy):
         self._mover = StateMover(self._chunks, self._optimizer, self.device)
 
     def _load_weights(self, bindings: Sequence[Binding], folder: Path, key: str) -> None:
-        tensor_rank, tensor_size = self.layout.tensor_rank, self._config.tensor_parallel
-        load_weights(bindings, self._hf, folder, tensor_rank, tensor_size, self._spec.value_init, key)
+        load_weights(bindings, self._hf, folder, self._spec.value_init, key)
 
     def _with_adapters(self, chunks: Sequence[RollModel], lora: LoraConfig) -> Adapters:
         adapters = Adapters(chunks, self._hf, lora, self._spec.seed)
         if lora.path is not None:
-            wanted = adapter_names(self._hf, lora.targets)
-            load_adapters(adapters.bindings, lora.path, self.layout.tensor_rank, self._config.tensor_parallel, wanted)
+            load_adapters(adapters.bindings, lora.path, adapter_names(self._hf, lora.targets))
         return adapters
 
     def _with_data_parallel(self, config: Any, chunks: Sequence[Any]) -> list[Any]:
@@ -162,6 +164,8 @@ class MegatronStrategy(TrainStrategy):
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self._hf.experts is not None:
+            self._balance.begin(sum_over_data_ranks(len(batch)))
 
         def on_head(result: torch.Tensor, given: ModelInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, metrics = loss_fn(self._outputs(result, given, outputs), given.micro_batch)
@@ -171,10 +175,11 @@ class MegatronStrategy(TrainStrategy):
         metrics = reduce_sums(sums, self.layout.pipeline_rank == self._config.pipeline_parallel - 1, self.device)
         loss = metrics.pop(LOSS)
         self._mover.require_to_write(StateGroup.OPTIMIZER)  # what it works with is first needed here, and may only now have arrived
+        experts = None if self._hf.experts is None else self._balance.end(self._hf.experts, self.device)
         step = self._optimizer.step(loss)
         if self._average is not None and not step.skipped:
             self._average.update()
-        return TrainResult(metrics, loss, step.grad_norm, step.lr, step.skipped)
+        return TrainResult(metrics, loss, step.grad_norm, step.lr, step.skipped, experts)
 
     def _outputs(self, result: torch.Tensor, given: ModelInput, outputs: Sequence[str]) -> MicroBatchOutputs:
         weight = None if self._value_head else self._model.output_weight

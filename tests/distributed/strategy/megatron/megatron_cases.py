@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support_models import VOCAB_SIZE, load_hf, make_tiny_model
+from support_models import VOCAB_SIZE, by_checkpoint, load_hf, make_tiny_model
 from transformers import PreTrainedModel
 
 from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, OptimizerConfig
@@ -103,7 +103,7 @@ def hf_gradients(path: Path, batch: DataProto, entropy: bool = True) -> tuple[fl
     model = load_hf(path)
     loss = hf_loss(model, batch, entropy)
     loss.backward()
-    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return loss.item(), by_checkpoint({name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
 
 
 def own_gradients(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
@@ -121,6 +121,12 @@ def own_weights(strategy: MegatronStrategy) -> dict[str, torch.Tensor]:
     for number in range(len(plan.buckets())):
         exported.update({name: tensor.clone() for name, tensor in (strategy.export_bucket(plan, number) or {}).items()})
     return exported
+
+
+def expected_of(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], layout: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What a rank that exports something should export: all, where no other rank has tensors of its own."""
+    shared = layout.get("pipeline_parallel") or layout.get("expert_parallel")
+    return {name: theirs[name] for name in (ours if shared else theirs)}
 
 
 def shard(batch: DataProto, strategy: MegatronStrategy, sizes: Sequence[int] | None = None) -> DataProto:

@@ -9,6 +9,7 @@ from megatron_cases import (
     FAMILIES,
     assert_same,
     batch_of,
+    expected_of,
     hf_gradients,
     hf_log_probs,
     own_gradients,
@@ -91,7 +92,7 @@ def check_gradients(path: Path, vocab: int, layout: dict[str, Any], sizes: list[
             assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
             mine = own_gradients(strategy)
             if mine:
-                assert_same(mine, {name: gradients[name] for name in (mine if layout.get("pipeline_parallel") else gradients)})
+                assert_same(mine, expected_of(mine, gradients, layout))
 
 
 def check_many(cases: list[tuple[Any, ...]]) -> None:

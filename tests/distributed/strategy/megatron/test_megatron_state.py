@@ -315,20 +315,21 @@ def processes(layout: dict[str, Any]) -> int:
 class Saved:
     """Checkpoints by layout, each written once, with the two steps that followed."""
 
-    def __init__(self, ranks: RankPool, folder: Path) -> None:
-        self._ranks, self.folder = ranks, folder
-        self.path = tiny(folder / "model", "qwen3", vocab_size=101, layers=4)
+    def __init__(self, ranks: RankPool, folder: Path, path: Path, layouts: dict[str, dict[str, Any]]) -> None:
+        self._ranks, self.folder, self.path, self.layouts = ranks, folder, path, layouts
         self._known: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._known:
-            self._known[name] = self._ranks(processes(ALL[name]), save_after, self.path, self.folder / name, ALL[name], 3)
+            layout = self.layouts[name]
+            self._known[name] = self._ranks(processes(layout), save_after, self.path, self.folder / name, layout, 3)
         return self._known[name]
 
 
 @pytest.fixture(scope="module")
 def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(ranks, tmp_path_factory.mktemp("saved"))
+    folder = tmp_path_factory.mktemp("saved")
+    return Saved(ranks, folder, tiny(folder / "model", "qwen3", vocab_size=101, layers=4), ALL)
 
 
 @pytest.mark.parametrize("loaded", LOADED_FROM)
@@ -346,7 +347,7 @@ def goes_on(ranks: RankPool, saved: Saved, sources: list[str], loaded: str) -> N
     """Whatever rank a tensor is exported by."""
     before = [saved[source] for source in sources]
     folders = [saved.folder / source for source in sources]
-    after = ranks(processes(ALL[loaded]), resume_all, saved.path, folders, ALL[loaded], 3)
+    after = ranks(processes(saved.layouts[loaded]), resume_all, saved.path, folders, saved.layouts[loaded], 3)
     for number, source in enumerate(sources):
         expected = {name: one for own, _ in before[number] for name, one in own.items()}
         weights = {name: one for of_rank in after for name, one in of_rank[number][0].items()}

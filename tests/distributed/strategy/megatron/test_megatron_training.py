@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron_cases import batch_of, hf_loss, own_weights, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
-from support_models import load_hf
+from support_models import by_checkpoint, load_hf
 from support_passes import train_step
 
 from roll_lite.config.schema.models import OptimizerConfig, TrainRoleConfig
@@ -44,7 +44,7 @@ def torch_steps(path: Path, config: OptimizerConfig, learning_rates: list[float]
         hf_loss(model, batch_of(seed=step), 0.7).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad or float("inf"))))
         optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}, norms
+    return by_checkpoint({name: parameter.detach() for name, parameter in model.named_parameters()}), norms
 
 
 def megatron_steps(
@@ -70,7 +70,7 @@ def check_steps(ranks: RankPool, path: Path, config: OptimizerConfig, layout: di
     results = [result for _, result in returned]
     assert all(result == results[0] for result in results), "every rank reports the same"
     expected, norms = torch_steps(path, config, learning_rates)
-    start = {name: parameter.detach() for name, parameter in load_hf(path).named_parameters()}
+    start = by_checkpoint({name: parameter.detach() for name, parameter in load_hf(path).named_parameters()})
     for result, norm, lr in zip(results[0], norms, learning_rates, strict=True):
         assert result.grad_norm == pytest.approx(norm, rel=1e-4)
         assert result.lr == pytest.approx(lr, abs=1e-12)

@@ -9,6 +9,7 @@ from megatron_cases import (
     FAMILIES,
     assert_same,
     batch_of,
+    expected_of,
     hf_loss,
     hf_values,
     own_gradients,
@@ -20,7 +21,7 @@ from megatron_cases import (
 )
 from megatron_ranks import RankPool
 from safetensors.torch import load_file, save_file
-from support_models import load_hf
+from support_models import by_checkpoint, load_hf
 from support_passes import forward, train_step
 from transformers import AutoModelForSequenceClassification
 
@@ -57,13 +58,14 @@ def check_values(path: Path, base: Path, head: torch.Tensor, layout: dict[str, A
     weight = head.clone().requires_grad_()
     loss = hf_loss(oracle, batch, 1.0, head=weight)
     loss.backward()
-    gradients = {name: parameter.grad for name, parameter in oracle.model.named_parameters(prefix="model")} | {"score.weight": weight.grad}
+    body = {name: parameter.grad for name, parameter in oracle.model.named_parameters(prefix="model")}
+    gradients = by_checkpoint(body) | {"score.weight": weight.grad}  # type: ignore[arg-type]
     for size in (1, 3):
         result = train_step(strategy, mine, weighted_loss, ["values"], size)
         assert result.loss == pytest.approx(loss.item(), rel=1e-5)
         ours = own_gradients(strategy)
         if ours:
-            assert_same(ours, {name: gradients[name] for name in (ours if layout.get("pipeline_parallel") else gradients)})
+            assert_same(ours, expected_of(ours, gradients, layout))
 
 
 def check_values_of_all(cases: list[tuple[Any, ...]]) -> None:

@@ -84,7 +84,7 @@ def test_on_a_gpu_flash_attention_takes_all_rows_at_once() -> None:
     """Tensors without contents on a device that is not there: the call is one that torch accepts, and everything stays on the device."""
     with FakeTensorMode(), patch.object(layers, "varlen_attn", wraps=layers.varlen_attn) as called:
         places, starts = torch.empty(13, dtype=torch.int64, device="cuda"), torch.empty(4, dtype=torch.int32, device="cuda")
-        rows = PackedRows(((2, 5, 5), (1, 3, 3)), places, starts, 5)
+        rows = PackedRows(((2, 5, 5), (1, 3, 3)), places, starts, 5, row_of=places, lengths=starts)
         parts = [torch.empty(13, 1, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (HEADS, KEYS, KEYS)]
         for window in (None, 4):
             found = attention(window)(*parts, None, packed_seq_params=rows)

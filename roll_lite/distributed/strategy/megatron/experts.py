@@ -1,0 +1,130 @@
+"""Layers with experts: Megatron's, with a router that counts whom it chooses and can be trained to choose evenly."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from roll_lite.config.hf_config import ExpertsConfig, HfConfig
+from roll_lite.distributed.strategy.base import ExpertUse
+from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # Megatron-Core 0.16 asks for it, and forgets to say that there is none without Transformer Engine
+
+
+def experts_config(hf: HfConfig) -> dict[str, Any]:
+    """Fields of Megatron's configuration."""
+    if hf.experts is None:
+        return {}
+    experts = hf.experts
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.feed_forward,
+        # The softmax of the chosen is that of all, made to add up to 1.
+        "moe_router_pre_softmax": not experts.normalised,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",  # there is our own
+        # A list also tells Megatron's checkpoints that layers differ.
+        "moe_layer_freq": 1 if all(experts.layers) else [int(sparse) for sparse in experts.layers],
+    }
+
+
+def experts_spec(expert: MLPSubmodules, balance: Balance) -> Any:
+    """Experts one after the other: Megatron's grouped matrix products need Transformer Engine."""
+    experts = ModuleSpec(module=SequentialMLP, submodules=expert)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=partial(Router, balance=balance)))
+
+
+class Balance:
+    """How evenly routers choose, over the micro-batches of an optimizer step, and the loss that makes them.
+
+    The loss of a row in a layer is the Switch Transformer's: experts x sum over them of (share of the row's choices x mean probability),
+    1 where all are chosen alike. Added to the objective is `coef` x its mean over the rows of the mini-batch, for every layer. Rows are
+    whole wherever they are computed, so that it does not depend on micro-batches and ranks.
+    """
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+        self._rows = 1
+        self._losses: list[torch.Tensor] = []
+        self._choices: dict[int, torch.Tensor] = {}
+
+    def begin(self, rows: int) -> None:
+        """`rows`: of the mini-batch, on all ranks."""
+        self._rows = max(rows, 1)
+        self._losses, self._choices = [], {}
+
+    def count(self, layer: int, choices: torch.Tensor) -> None:
+        """How often each expert was chosen in a micro-batch."""
+        self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
+
+    def weighted(self, loss: torch.Tensor) -> torch.Tensor:
+        """What a micro-batch's rows add to the objective in a layer: `loss` is the sum of theirs."""
+        self._losses.append(loss.detach())
+        return loss * (self.coef / self._rows)
+
+    def end(self, experts: ExpertsConfig, device: torch.device) -> ExpertUse:
+        """Collective over all ranks: each has counted its own tokens in its own layers."""
+        sums = torch.zeros(len(experts.layers) * experts.count + 1, dtype=torch.float64, device=device)
+        choices = sums[:-1].view(len(experts.layers), experts.count)
+        for layer, counted in self._choices.items():
+            choices[layer] = counted
+        if self._losses:
+            sums[-1] = torch.stack(self._losses).sum()
+        dist.all_reduce(sums)
+        used = choices[torch.tensor(experts.layers, device=device)]
+        busiest = (used.amax(1) / used.mean(1).clamp(min=1)).mean()
+        loss = float(sums[-1]) / (self._rows * sum(experts.layers))
+        return ExpertUse(float(busiest), loss if self.coef else None)
+
+
+class Router(TopKRouter):
+    rows: PackedRows
+    """Those that the tokens belong to; set before every forward pass."""
+
+    def __init__(self, config: Any, pg_collection: Any, balance: Balance) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self._balance = balance
+
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = super().routing(logits, padding_mask)
+        if torch.is_grad_enabled():  # once for a micro-batch, also where layers are computed again
+            weights = self._count(weights, chosen, logits.view(-1, self.num_experts))
+        return weights, chosen
+
+    def _count(self, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The weights, which carry the loss's gradient where there is one. Padding is a row behind the others, and left out."""
+        rows, layer = self.rows, self.layer_number - 1
+        row_of = rows.row_of.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else rows.row_of
+        empty = logits.new_zeros(len(rows.lengths) + 1, self.num_experts)
+        choices = empty.index_add(0, row_of, chosen.to(logits.dtype))[:-1]
+        self._balance.count(layer, choices.sum(0))
+        if not self._balance.coef:
+            return weights
+        if self.tp_cp_group.size() > 1:  # the ranks that share the rows
+            dist.all_reduce(choices, group=self.tp_cp_group)
+        probabilities = empty.index_add(0, row_of, torch.softmax(logits, dim=-1))[:-1]
+        scale = self.num_experts / (self.topk * rows.lengths.to(logits.dtype).square())
+        weighted = self._balance.weighted(((choices * probabilities).sum(1) * scale).sum())
+        result: torch.Tensor = moe_utils.MoEAuxLossAutoScaler.apply(weights, weighted)
+        return result
+
+
+class ExpertsLayer(TransformerLayer):
+    """Tells the router whose tokens come."""
+
+    def forward(self, *args: Any, packed_seq_params: PackedRows, **options: Any) -> Any:
+        self.mlp.router.rows = packed_seq_params
+        return super().forward(*args, packed_seq_params=packed_seq_params, **options)
