@@ -236,6 +236,11 @@ def layers_of_last_stage(layers: int, stages: int) -> int:
     return layers - ceil(layers / stages) * (stages - 1)
 
 
+def tensor_parallel_fits(size: int, heads: int, key_value_heads: int) -> bool:
+    """Every rank has as many attention heads, and as many key/value heads; or a share of one, which ranks have together."""
+    return heads % size == 0 and (key_value_heads % size == 0 or size % key_value_heads == 0)
+
+
 def token_multiple(strategy: MegatronStrategyConfig) -> int:
     """Tokens of a micro-batch are a multiple of this: context-parallel ranks have two parts each, which sequence parallelism cuts again."""
     parts = 2 * strategy.context_parallel if strategy.context_parallel > 1 else 1

@@ -201,10 +201,10 @@ LAYOUT_CHECKS = {
         "actor_train.strategy.tensor_parallel",
         "8 attention heads and 4 key/value heads; use one of 1, 2, 4",
     ),
-    "tensor parallel and key/value heads": (
-        "actor_train: {devices: 8, strategy: {tensor_parallel: 8}}",
+    "adapters and key/value heads": (
+        "actor_train: {devices: 8, strategy: {tensor_parallel: 8}, lora: {}}",
         "actor_train.strategy.tensor_parallel",
-        "use one of 1, 2, 4",
+        "is more than the model's 4 key/value heads, which adapters are cut by; use at most 4",
     ),
     "engine's tensor parallel": (
         "actor_infer: {devices: 3, strategy: {tensor_parallel: 3}}",
@@ -473,6 +473,7 @@ def test_combinations_that_are_right(project: Project) -> None:
     assert project.problems() == []
     assert project.problems_of("reference: {}\n" + CRITIC, "algorithm.kl_in_reward.coef=0.1", "rollout.samples_per_prompt=1") == []
     assert project.problems_of("algorithm: {mini_batches: 4, ppo_epochs: 2}\ndomains: {add: {samples_per_prompt: 8}}") == []
+    assert project.problems_of("actor_train: {devices: 8, strategy: {tensor_parallel: 8}}") == []
     sizes = "devices: 8, strategy: {tensor_parallel: 2, pipeline_parallel: 2, sequence_parallel: true}"
     assert project.problems_of(f"actor_train: {{{sizes}}}\nactor_infer: {{devices: 8, strategy: {{tensor_parallel: 8}}}}") == []
     assert project.load("actor_infer.strategy.name=scripted", allow_scripted=True).actor_infer.strategy.name == "scripted"

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
-from roll_lite.config.arithmetic import Role, device_numbers, layers_of_last_stage, max_model_len, model_parallel_size, requests, roles
+from roll_lite.config.arithmetic import (
+    Role,
+    device_numbers,
+    layers_of_last_stage,
+    max_model_len,
+    model_parallel_size,
+    requests,
+    roles,
+    tensor_parallel_fits,
+)
 from roll_lite.config.hf_config import ModelShape, read_model_shape
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import (
@@ -82,15 +91,10 @@ def _interleaved_stages(config: RunConfig, name: str, role: Role) -> Iterator[Pr
 
 
 def _tensor_parallel_divides_heads(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
-    """An engine copies key/value heads where it has more ranks than heads; the trainer does not."""
     shape, parts = _shape(model_folder(config, role)), getattr(role.strategy, "tensor_parallel", 1)
     if shape is None:
         return
-    fits = [
-        size
-        for size in range(1, shape.heads + 1)
-        if not shape.heads % size and not (shape.kv_heads % size and _needs_whole_kv(role, shape, size))
-    ]
+    fits = [size for size in range(1, shape.heads + 1) if tensor_parallel_fits(size, shape.heads, shape.kv_heads)]
     if parts not in fits:
         message = (
             f"does not divide the model's {shape.heads} attention heads and {shape.kv_heads} key/value heads; use one of {_listed(fits)}"
@@ -146,10 +150,6 @@ def _experts_in_engines(config: RunConfig, name: str, role: Role) -> Iterator[Pr
     if shape is not None and isinstance(strategy, EngineStrategyConfig) and (shape.expert_feed_forward or 0) % strategy.tensor_parallel:
         message = f"does not divide the experts' feed-forward size of {shape.expert_feed_forward}"
         yield Problem(f"{name}.strategy.tensor_parallel", message, strategy.tensor_parallel)
-
-
-def _needs_whole_kv(role: Role, shape: ModelShape, size: int) -> bool:
-    return isinstance(role.strategy, MegatronStrategyConfig) or size % shape.kv_heads != 0
 
 
 def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:

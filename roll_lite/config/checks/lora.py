@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 
 from roll_lite.config.adapter_files import adapter_problems
 from roll_lite.config.arithmetic import actor_is_reference, kl_terms, trains
@@ -62,5 +63,18 @@ def reference_notes(config: RunConfig) -> list[str]:
     return ["reference holds the weights that actor_train has under its adapters; without the section actor_train makes that pass itself"]
 
 
-LORA_CHECKS = (_targets, _what_needs_whole_weights)
-LORA_FILE_CHECKS = (_experts, _adapters_to_begin_with)
+def _whole_heads(config: RunConfig) -> Iterator[Problem]:
+    """Adapters of query, key and value are cut by key/value heads."""
+    tensor_parallel = config.actor_train.strategy.tensor_parallel
+    with suppress(ValueError):  # told as the model's mistake
+        heads = read_model_shape(config.model.path).kv_heads if config.actor_train.lora is not None else tensor_parallel
+        if tensor_parallel > heads:
+            message = f"is more than the model's {heads} key/value heads, which adapters are cut by; use at most {heads}, or no lora"
+            yield Problem("actor_train.strategy.tensor_parallel", message, tensor_parallel)
+
+
+LORA_CHECKS = (_whole_heads, _targets, _what_needs_whole_weights)
+LORA_FILE_CHECKS = (
+    _experts,
+    _adapters_to_begin_with,
+)

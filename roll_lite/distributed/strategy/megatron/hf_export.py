@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from roll_lite.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roll_lite.config.hf_config import HfConfig
-from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, Entry, take_apart
+from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, Entry, ranks_of_a_group, take_apart
 from roll_lite.distributed.strategy.megatron.lora import Projection
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
@@ -66,6 +66,7 @@ class HfExporter:
         self._hf = hf
         self._adapted = adapted or {}
         self._sources = {False: _Source.of_layers(), True: _Source.of_experts()}
+        self._tensor_group = self._sources[False].group
         exported = [binding for binding in bindings if binding.exported]
         self._places = {name: (binding, number) for binding in exported for number, name in enumerate(binding.hf)}
 
@@ -81,7 +82,7 @@ class HfExporter:
         mine: dict[bool, list[tuple[str, tuple[int, ...], torch.dtype, int]]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
-                cut = take_apart(binding.entry, binding.parameter.detach(), self._hf)[number]
+                cut = self._cuts(binding.entry, self._like_group(binding.entry, binding.parameter))[number]
                 mine[binding.entry.of_experts].append((name, self._full_shape(binding.entry, cut), cut.dtype, dist.get_rank()))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, list(mine.values()))
@@ -116,10 +117,30 @@ class HfExporter:
         for tensor in tensors:
             binding, number = self._places[tensor.name]
             if id(binding) not in parts:
-                parts[id(binding)] = take_apart(binding.entry, read(binding.parameter), self._hf)
+                parts[id(binding)] = self._cuts(binding.entry, self._group_of(binding.entry, read(binding.parameter)))
             cut = parts[id(binding)][number]
             cuts.append(self._adapted[tensor.name].merged_with(cut) if tensor.name in self._adapted else cut)
         return cuts
+
+    def _cuts(self, entry: Entry, group: torch.Tensor) -> list[torch.Tensor]:
+        """What this rank has of each of the checkpoint's tensors: all that its group has, or one rank's share of it."""
+        sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
+        return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, group, self._hf)]
+
+    def _group_of(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks that share a key/value head with this one. Collective over the tensor ranks where there are such."""
+        sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
+        if sharing == 1:
+            return local
+        pieces = [torch.empty_like(local) for _ in range(self._tensor_group.size())]
+        dist.all_gather(pieces, local.contiguous(), group=self._tensor_group)
+        first = self._tensor_group.rank() // sharing * sharing
+        return torch.cat(pieces[first : first + sharing])
+
+    def _like_group(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
+        """Of its shape, without contents."""
+        sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
+        return torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
 
     def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], source: _Source) -> dict[str, torch.Tensor] | None:
         """One collective for the bucket: what is cut travels flat; what every rank has is taken from the owner."""

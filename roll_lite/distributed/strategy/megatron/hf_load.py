@@ -14,7 +14,7 @@ from roll_lite.config.adapter_files import ADAPTER_WEIGHTS
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.model_files import head_beside_tied_embeddings
 from roll_lite.distributed.strategy.base import ValueInit
-from roll_lite.distributed.strategy.megatron.hf_mapping import LM_HEAD, VALUE_HEAD, Binding, Entry, checkpoint_names, join
+from roll_lite.distributed.strategy.megatron.hf_mapping import LM_HEAD, VALUE_HEAD, Binding, Entry, checkpoint_names, join, ranks_of_a_group
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
 
 _HARMLESS = ("rotary_emb.inv_freq",)
@@ -74,8 +74,10 @@ def load_weights(
                 continue  # the head of a new critic is zero
             if binding.entry.vocabulary and (rows := checkpoint.slice(binding.hf[0]).get_shape()[0]) != hf.vocab_size:
                 raise ValueError(f"{checkpoint.named}: {binding.hf[0]} has {rows} rows, config.json says vocab_size {hf.vocab_size}")
-            cuts = [_read(checkpoint, name, binding.entry) for name in binding.hf]
-            local = join(binding.entry, cuts, hf)
+            group = cut_group(binding.entry.of_experts)
+            sharing = ranks_of_a_group(binding.entry, hf, group.size())
+            cuts = [_read(checkpoint, name, binding.entry, sharing) for name in binding.hf]
+            local = join(binding.entry, cuts, hf).chunk(sharing)[group.rank() % sharing]
             _copy(binding, local, checkpoint)
 
 
@@ -94,10 +96,10 @@ def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -
             binding.parameter.copy_(local)
 
 
-def _read(checkpoint: HfCheckpoint, name: str, entry: Entry) -> torch.Tensor:
-    """This rank's cut of a tensor."""
+def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, sharing: int = 1) -> torch.Tensor:
+    """This rank's cut of a tensor, or that of the ranks that share one."""
     group = cut_group(entry.of_experts)
-    tensor_rank, tensor_size = group.rank(), group.size()
+    tensor_rank, tensor_size = group.rank() // sharing, group.size() // sharing
     view = checkpoint.slice(name)
     if entry.cut is None:
         return view[:]

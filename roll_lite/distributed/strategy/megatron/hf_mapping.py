@@ -139,6 +139,12 @@ def bind(chunks: Sequence[RollModel], hf: HfConfig) -> list[Binding]:
     return bindings
 
 
+def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
+    """Consecutive tensor ranks that share a key/value head with its queries, where there are more ranks than heads: Megatron cuts the rows
+    of such a group (its queries, its key, its value) evenly over them, and gathers what they make of the tokens in every layer."""
+    return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
+
+
 def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0) -> torch.Tensor:
     """This rank's Megatron tensor from its cuts of the checkpoint's tensors. `dim`: of their rows."""
     match entry.layout:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from roll_lite.config.arithmetic import count_multiple, layers_of_last_stage, token_multiple
+from roll_lite.config.arithmetic import count_multiple, layers_of_last_stage, tensor_parallel_fits, token_multiple
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.data.microbatch import Multiples
@@ -22,8 +22,9 @@ def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int
         of_context = f" x context_parallel {context}" if context > 1 else ""
         layout = f"tensor_parallel {tensor} x pipeline_parallel {pipeline}{of_context}"
         raise ValueError(f"strategy: {layout} does not divide the {world_size} ranks")
-    if hf.key_value_heads % tensor:
-        raise ValueError(f"strategy.tensor_parallel: {tensor} does not divide the model's {hf.key_value_heads} key/value heads")
+    if not tensor_parallel_fits(tensor, hf.heads, hf.key_value_heads):
+        heads = f"{hf.heads} attention heads and {hf.key_value_heads} key/value heads"
+        raise ValueError(f"strategy.tensor_parallel: {tensor} does not go with the model's {heads}")
     if hf.feed_forward % tensor:
         raise ValueError(f"strategy.tensor_parallel: {tensor} does not divide the model's feed-forward size {hf.feed_forward}")
     if strategy.sequence_parallel and tensor == 1:

@@ -36,6 +36,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "odd vocabulary": tiny(folder / "odd", "qwen2", vocab_size=101),
         "mistral": tiny(folder / "mistral", "mistral", sliding_window=4, tied=False),
         "four layers": tiny(folder / "four", "qwen3", layers=4),
+        "one key": tiny(folder / "one_key", "qwen3", num_key_value_heads=1),
+        "one key with a bias": tiny(folder / "one_key_bias", "qwen2", num_key_value_heads=1),
         "three layers": tiny(folder / "three", "qwen2", layers=3),
         "odd vocabulary, untied": tiny(folder / "odd_untied", "qwen3", vocab_size=101, tied=False),
         "rope linear": tiny(folder / "linear", "llama", rope_parameters={"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}),
@@ -118,6 +120,8 @@ def test_families(ranks: RankPool, models: dict[str, Path], layout: dict[str, in
         cases += [(check_gradients, models["qwen2"], 100, {}, sizes, [1]) for sizes in ([6, 0], [1, 5])]
         cases.append((check_gradients, models["qwen2"], 100, {"overlap_grad_reduce": True}, [0, 6], [2]))
     if "tensor_parallel" in layout:
+        for name in ("one key", "one key with a bias"):
+            cases += [(check_forward, models[name], 100, options), (check_gradients, models[name], 100, options, None, [3])]
         for name in ("odd vocabulary", "odd vocabulary, untied"):
             cases += [(check_forward, models[name], 101, options), (check_gradients, models[name], 101, options, None, [3])]
     ranks(world_size, check_many, cases)
@@ -191,6 +195,7 @@ def test_two_by_two(ranks: RankPool, models: dict[str, Path]) -> None:
         {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True},
         {"context_parallel": 2, "pipeline_parallel": 2, "recompute": "full"},
         {"context_parallel": 4},
+        {"tensor_parallel": 4, "sequence_parallel": True},  # two ranks for each of the two key/value heads
     )
     for layout in shared:
         ranks(4, check_many, [(check_forward, models["qwen3"], 100, layout), (check_gradients, models["qwen3"], 100, layout, None, [2, 6])])
