@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from published_models import LLAMA_3_1_8B, QWEN2_5_0_5B, QWEN2_5_7B
+from published_models import LLAMA_3_1_8B, QWEN2_5_0_5B, QWEN2_5_7B, QWEN3_30B_A3B
 from support_weights import write_safetensors
 
 from roll_lite.config.arithmetic import derive
@@ -30,6 +30,11 @@ MODELS = {
     "qwen2.5_1.5b_grpo": (QWEN2_5_1_5B, 1.54, {"actor_train": "megatron: DP 8", "actor_infer": "vllm: 8 replicas"}),
     "qwen2.5_7b_grpo": (QWEN2_5_7B, 7.62, {"actor_train": "megatron: TP 2 x DP 4", "actor_infer": "vllm: 8 replicas"}),
     "qwen2.5_32b_grpo": (QWEN2_5_32B, 32.8, {"actor_train": "megatron: TP 4 x PP 2 x DP 4", "actor_infer": "vllm: 8 replicas of TP 4"}),
+    "qwen3_30b_a3b_grpo": (
+        QWEN3_30B_A3B,
+        30.5,
+        {"actor_train": "megatron: DP 16 x EP 8", "actor_infer": "vllm: 8 replicas of TP 2"},
+    ),
     "llama3.1_8b_ppo": (
         LLAMA_3_1_8B,
         8.03,

@@ -26,7 +26,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-HEADS = {"0.5b": (14, 2), "1.5b": (12, 2), "7b": (28, 4), "32b": (40, 8), "8b": (32, 8)}
+HEADS = {"0.5b": (14, 2), "1.5b": (12, 2), "7b": (28, 4), "32b": (40, 8), "8b": (32, 8), "30b": (32, 4)}
 
 
 def small_model(name: str, folder: Path) -> Path:
@@ -36,6 +36,8 @@ def small_model(name: str, folder: Path) -> Path:
     shape = {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": 4, "hidden": 4 * heads, "layers": 4}
     if name.startswith("llama"):
         return make_tiny_model(folder, "llama", tied=False, rope_parameters=LLAMA3, **shape)  # type: ignore[arg-type]
+    if name.startswith("qwen3"):
+        return make_tiny_model(folder, "qwen3_moe", tied=False, num_experts=16, num_experts_per_tok=8, **shape)  # type: ignore[arg-type]
     return make_tiny_model(folder, "qwen2", tied=size in ("0.5b", "1.5b"), **shape)  # type: ignore[arg-type]
 
 
@@ -110,6 +112,6 @@ def test_one_copy_or_two(ranks: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["qwen2.5_1.5b_grpo", "qwen2.5_7b_grpo", "qwen2.5_32b_grpo", "llama3.1_8b_ppo"])
+@pytest.mark.parametrize("name", ["qwen2.5_1.5b_grpo", "qwen2.5_7b_grpo", "qwen2.5_32b_grpo", "qwen3_30b_a3b_grpo", "llama3.1_8b_ppo"])
 def test_eight_processes(ranks: RankPool, tmp_path: Path, name: str) -> None:
     check(ranks, tmp_path, name, 8)
