@@ -134,7 +134,7 @@ def test_families(project: Project) -> None:
     write_reward_model(project, "helpful", model_type="gemma2", architectures=["Gemma2ForSequenceClassification"])
     assert found(project) == {}
     message = found(project, "strategy: {name: megatron}")["reward_models.helpful.strategy.name"]
-    assert message == "model_type 'gemma2' does not run on Megatron (qwen2, qwen3, llama, mistral do); use hf"
+    assert message == "model_type 'gemma2' does not run on Megatron (qwen2, qwen3, qwen3_moe, llama, mistral do); use hf"
 
 
 TEMPLATES = {
