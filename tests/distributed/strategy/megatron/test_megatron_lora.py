@@ -12,7 +12,7 @@ import torch
 from megatron_cases import assert_same, batch_of, hf_log_probs, hf_loss, own_weights, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from safetensors.torch import load_file, save_file
-from support_models import load_hf
+from support_models import by_checkpoint, load_hf
 from support_passes import forward, train_step
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
@@ -26,6 +26,7 @@ from roll_lite.workers.actor import AdaptedActorWorker
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-2, clip_grad=76.0)
 RANK, ALPHA, STEPS = 3, 5.0, 3
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 SOME = ("k_proj", "o_proj", "up_proj")
 
 
@@ -106,7 +107,9 @@ def expected_of(path: Path, adapters: Path) -> Expected:
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), CONFIG.clip_grad)))
         optimizer.step()
     assert max(norms) > CONFIG.clip_grad, "clipping takes part"
-    return Expected(log_probs, base_log_probs, merged, norms, gradients, {name: one.detach() for name, one in trained.items()})
+    return Expected(
+        log_probs, base_log_probs, by_checkpoint(merged), norms, gradients, {name: one.detach() for name, one in trained.items()}
+    )
 
 
 def lora_of(adapters: Path, **changed: Any) -> LoraConfig:
@@ -216,6 +219,22 @@ def test_adapters_train_as_in_hugging_face(ranks: RankPool, cases: Cases, name: 
     found = ranks(1 if name == "one rank" else 2, in_every, cases.path, given)
     for (_, _, expected), owned in zip(given, zip(*found, strict=True), strict=True):
         assert set().union(*owned) == {*expected.merged, *expected.trained}
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "layout",
+    [{"expert_parallel": 2, **REPLICATED}, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}],
+    ids=["EP2", "TP2 EP2"],
+)
+def test_adapters_of_attention_beside_experts(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Which are frozen as everything else, and have neither gradients nor moments."""
+    path = tiny(tmp_path / "model", "qwen3_moe", layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
+    adapters = make_adapters(path, tmp_path / "adapters", ATTENTION)
+    expected = expected_of(path, adapters)
+    found = ranks(2, like_hugging_face, path, adapters, layout, expected)
+    assert set().union(*found) == {*expected.merged, *expected.trained}
 
 
 @pytest.mark.slow
