@@ -345,6 +345,11 @@ def test_model_files(project: Project) -> None:
 
 
 EXPERT_CHECKS = {
+    "checksums of experts": (
+        "weight_sync: {verify_weights: true}",
+        "weight_sync.verify_weights",
+        "engines keep the experts of a layer in one tensor",
+    ),
     "selective recompute": ("actor_train: {strategy: {recompute: selective}}", "actor_train.strategy.recompute", "leaves experts out"),
     "adapters of experts": ("actor_train: {lora: {}}", "actor_train.lora.targets", "leave gate_proj, up_proj, down_proj out"),
     "experts that do not divide": (
@@ -370,17 +375,20 @@ EXPERT_CHECKS = {
 }
 
 
-def test_layouts_of_experts(project: Project) -> None:
+def test_layouts_of_experts(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are those that transformers writes."""
+    monkeypatch.setattr(check_layout, "gpus_visible", lambda: False)
     make_tiny_model(project.folder / "experts", "qwen3_moe", hidden=128, vocab_size=100)
-    model = "model: {path: experts, dtype: float32}\n"
+    model = "model: {path: experts, dtype: float32}\nactor_infer: {strategy: {name: sglang}}\n"
+    (problem,) = project.problems_of("model: {path: experts, dtype: float32}")
+    assert problem.path == "actor_infer.strategy.name" and "use sglang" in problem.message
     assert project.problems_of(model + "actor_train: {devices: 4, strategy: {expert_parallel: 4}}") == []
     for yaml, path, fragment in EXPERT_CHECKS.values():
         problems = project.problems_of(model + yaml)
         assert [problem.path for problem in problems] == [path]
         assert fragment in problems[0].message
     make_tiny_model(project.folder / "narrow", "qwen3_moe", hidden=128, vocab_size=100, moe_intermediate_size=63)
-    (problem,) = project.problems_of("model: {path: narrow}\nactor_infer: {devices: 2, strategy: {tensor_parallel: 2}}")
+    (problem,) = project.problems_of("model: {path: narrow}\nactor_infer: {devices: 2, strategy: {name: sglang, tensor_parallel: 2}}")
     assert problem.path == "actor_infer.strategy.tensor_parallel" and "size of 63" in problem.message
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also in the sender's process
-from support_models import EOS_ID, Family, load_hf, make_model, make_tiny_model
+from support_models import EOS_ID, Family, by_checkpoint, load_hf, make_model, make_tiny_model
 from support_passes import forward
 
 from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig, VllmStrategyConfig
@@ -57,7 +57,7 @@ def require(make: Make) -> None:
 
 def random_state(family: Family, tied: bool, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """What a trainer would export."""
-    state = make_model(family, tied, seed=seed, sharpness=SHARPNESS).to(dtype).state_dict()
+    state = by_checkpoint(make_model(family, tied, seed=seed, sharpness=SHARPNESS).to(dtype).state_dict())
     if tied:
         del state["lm_head.weight"]
     return state
