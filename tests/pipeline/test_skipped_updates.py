@@ -166,7 +166,7 @@ def run_with(config: RunConfig, folder: Path, steps: list[list[Update]], monkeyp
     actor = Model(ranks, SimpleNamespace(offload=False), ActorWorker)  # type: ignore[arg-type]
     journal = Journal(config, folder)
     journal.connect()
-    checkpoints: Any = SimpleNamespace(load=lambda *_: None)
+    checkpoints: Any = SimpleNamespace(load=lambda *_: None, finished=nullcontext, look=lambda: None, finish=lambda: None)
     monkeypatch.setattr(RLVRPipeline, "validate", lambda self: None)
     source: Any = SimpleNamespace(loaded=lambda *_: nullcontext())
     return RLVRPipeline(config, Clusters(actor), source, journal, checkpoints, BatchFiles(config, folder))

@@ -65,6 +65,7 @@ def _start() -> tuple[mp.Process, Connection]:
 
 
 def _serve(pipe: Connection) -> None:
+    import gc
     import warnings
 
     import torch
@@ -95,3 +96,4 @@ def _serve(pipe: Connection) -> None:
             return
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        gc.collect()
