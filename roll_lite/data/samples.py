@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+TURN = "/turn"
+"""Stands in a request's id between its sample's and the number of the turn, after the first one."""
+
 
 class FinishReason(StrEnum):
     """Why an engine stopped generating."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from roll_lite.scheduler.engines import EngineClient
 
-PREFIXES_REMEMBERED = 65_536
+PREFIXES_REMEMBERED = 131_072
 
 
 @dataclass(eq=False)
@@ -79,24 +79,32 @@ class EngineChoice:
             self._heap = [(engine.left, engine.number, engine) for engine in {engine for _, _, engine in self._heap}]
             heapq.heapify(self._heap)
 
-    def choose(self, prefix: str, prompt_tokens: int, response_tokens: float) -> tuple[EngineLoad, float] | None:
-        """The engine, and what the request adds to its load. `prefix`: what requests have in common whose prompts begin alike. None: all of
-        them have enough to do."""
-        best, cost = self._least(), prompt_tokens + response_tokens
+    def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
+        """The engine, and what the request adds to its load. `prefix`: what requests have in common whose prompts begin alike, with so many
+        shared tokens. None: all of them have enough to do."""
+        best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
             # Also where another has less to do, as long as computing the prompt once more there would take longer than that.
-            if self._has_room(holder) and (best is None or holder.left + response_tokens <= best.left + cost):
-                best, cost = holder, response_tokens
+            if self._has_room(holder) and (best is None or holder.left + own_tokens <= best.left + cost):
+                best, cost = holder, own_tokens
         return None if best is None else (best, cost)
 
     def give(self, engine: EngineLoad, prefix: str, cost: float) -> None:
         engine.requests += 1
         engine.tokens += cost
         self._offer(engine)
+        self.remember(prefix, engine)
+
+    def remember(self, prefix: str, engine: EngineLoad) -> None:
+        """It holds what begins so."""
         self._prefixes.setdefault(prefix, {})[engine] = None
         self._prefixes.move_to_end(prefix)
         if len(self._prefixes) > PREFIXES_REMEMBERED:
             self._prefixes.popitem(last=False)
+
+    def forget(self) -> None:
+        """Nobody holds anything."""
+        self._prefixes.clear()
 
     def take_back(self, engine: EngineLoad, cost: float) -> None:
         engine.requests -= 1

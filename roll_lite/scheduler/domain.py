@@ -120,6 +120,8 @@ class DomainScheduler:
         self._put_back: deque[tuple[int, int]] = deque()
         self._failure_limit = 8
         self._failures_in_a_row: list[str] = []
+        self._given_up = 0
+        """Places of batches to come whose groups were filtered, and that are not filled again."""
         self._tries_left = 0
         """So many groups more of those that run may be filtered."""
         self._waits_for: int | None = None
@@ -245,7 +247,9 @@ class DomainScheduler:
         if self._tries_left > 0:
             self._tries_left -= 1
             self.owed += 1
-        elif chosen.fill:
+        elif not chosen.fill:
+            self._given_up += 1
+        else:
             raise DomainFailed(
                 f"domain {self.name}: {chosen.tries} prompts for each place of the batch were tried, and too many groups filtered "
                 f"(the last one: {cause}); rollout.filter.tries allows more, rollout.filter.when_short: continue trains on what there is"
@@ -272,6 +276,9 @@ class DomainScheduler:
             assert group is not None
             groups.append(group)
         self.counts.delivered += len(groups)
+        # The others' places were taken by groups of later batches, which others have to be admitted for.
+        self.owed += max(0, self._given_up - (count - len(groups)))
+        self._given_up = 0
         return groups
 
     def certain(self, count: int) -> list[SampleGroup]:

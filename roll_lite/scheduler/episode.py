@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from roll_lite.data.samples import Author, GenerationRequest, Prompt, Sampling, Segment, TokenRow, Transcript, Turn
+from roll_lite.data.samples import TURN, Author, GenerationRequest, Prompt, Sampling, Segment, TokenRow, Transcript, Turn
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.router import RequestFailed
 
@@ -56,7 +56,7 @@ class Conversation:
         further = replace(
             self._sampling, max_tokens=self.room, min_tokens=least, seed=None if seed is None else stable_hash(seed, "turn", number)
         )
-        return GenerationRequest(f"{self._request_id}/turn{number}", token_ids, further, self._tokens)
+        return GenerationRequest(f"{self._request_id}{TURN}{number}", token_ids, further, self._tokens)
 
     def _add(self, author: Author, tokens: int, turn: Turn) -> None:
         if tokens:

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from roll_lite.data.samples import GenerationRequest, Turn, VersionSpan, merged
+from roll_lite.data.samples import TURN, GenerationRequest, Turn, VersionSpan, merged
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import EngineLost
@@ -27,12 +27,12 @@ class ExpectedLength:
     """What a domain's last responses say of one that is on its way. One of `most` tokens always counts among them."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self._last = deque([most] * PRIOR_RESPONSES, maxlen=RESPONSES_REMEMBERED)
         self._sort()
 
     def _sort(self) -> None:
-        self._lengths = sorted((*self._last, self._most))
+        self._lengths = sorted((*self._last, self.most))
         self._sums = [0, *accumulate(reversed(self._lengths))]
         """Of the longest, by their number."""
         self._new = 0
@@ -65,15 +65,26 @@ class Asked:
     generating_s: float = 0.0
     """Of its time, what is used up."""
     prefix: str = ""
-    """Domain, prompt, epoch and group: its prompt begins like those of all samples of the group."""
+    """What its prompt begins with: that of its group (domain, prompt, epoch and group) or, in a later turn, what was said in its sample."""
 
     def __post_init__(self) -> None:
-        self.prefix = "/".join(self.first.request_id.split("/", 4)[:4])
+        first_turn = self.first.context is None
+        self.prefix = "/".join(self.first.request_id.split("/", 4)[:4]) if first_turn else self.sample
 
     @property
-    def prompt_tokens(self) -> int:
-        before = self.first.context.length if self.first.context is not None else 0
-        return len(self.first.prompt_ids) + before + (self.so_far.length if self.so_far is not None else 0)
+    def sample(self) -> str:
+        return self.first.request_id.partition(TURN)[0]
+
+    @property
+    def shared_tokens(self) -> int:
+        """Of its prompt, those that an engine with its prefix has."""
+        return self.first.context.length if self.first.context is not None else len(self.first.prompt_ids)
+
+    @property
+    def own_tokens(self) -> int:
+        """The others that there are already."""
+        new = len(self.first.prompt_ids) if self.first.context is not None else 0
+        return new + (self.so_far.length if self.so_far is not None else 0)
 
     def left(self, generated: int = 0) -> float:
         """What it adds to the load of an engine that has generated so many tokens of it, and prefilled it by then: the tokens that it is

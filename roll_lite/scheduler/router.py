@@ -85,9 +85,13 @@ class Router:
 
     async def generate(self, domain: str, request: GenerationRequest) -> Turn:
         """A turn that can be used. Raises RequestFailed (try again) or NoEngineLeft (give up)."""
-        expected = self._expected.setdefault(domain, ExpectedLength(request.sampling.max_tokens))
+        expected = self._expected.get(domain)
+        if expected is None or expected.most < request.sampling.max_tokens:  # those of a validation may be shorter
+            expected = self._expected[domain] = ExpectedLength(request.sampling.max_tokens)
         asked = Asked(domain, request, expected)
         while True:
+            if asked.so_far is not None and asked.so_far.length >= request.sampling.max_tokens:
+                return replace(asked.so_far, finish_reason=FinishReason.LENGTH)  # it was about to end
             if self.gate is not None:
                 await self.gate.enter(request.request_id)
             engine, cost = await self._place(asked)
@@ -106,11 +110,10 @@ class Router:
             if turn.finish_reason is not FinishReason.ABORT:
                 turn = joined(asked.so_far, turn)
                 engine.served += 1
+                self._choice.remember(asked.sample, engine)
                 expected.observe(turn.length)
                 return turn
             self._go_on_from(asked, turn)
-            if asked.so_far is not None and asked.so_far.length >= request.sampling.max_tokens:
-                return replace(asked.so_far, finish_reason=FinishReason.LENGTH)  # it was about to end
 
     def _go_on_from(self, asked: Asked, turn: Turn) -> None:
         """It was aborted. Where it has made progress, or has to wait anyway, it goes on."""
@@ -151,6 +154,10 @@ class Router:
             self._send_waiting()
             self.on_room()
 
+    def weights_changed(self) -> None:
+        """No engine holds anything of a prompt any more."""
+        self._choice.forget()
+
     # ------------------------------------------------------------ engines come and go
 
     def add(self, client: EngineClient) -> None:
@@ -190,10 +197,17 @@ class Router:
         if found is not None:
             self._give(asked, *found)
             return found
+        engine, cost = await self._queue(asked, has_begun=bool(asked.legs) or asked.first.context is not None)
+        while self._held or not engine.serves:  # since the place was found for it
+            self._free(asked, engine, cost)
+            engine, cost = await self._queue(asked, has_begun=True)
+        return engine, cost
+
+    async def _queue(self, asked: Asked, has_begun: bool) -> tuple[EngineLoad, float]:
         place: _Place = asyncio.get_running_loop().create_future()
         queue = self._queues.setdefault(asked.domain, deque())
-        if asked.legs or asked.first.context is not None:
-            queue.appendleft((asked, place))  # what has begun comes first
+        if has_begun:
+            queue.appendleft((asked, place))  # comes first
         else:
             queue.append((asked, place))
         self._waiting += 1
@@ -238,8 +252,8 @@ class Router:
 
     def _choose(self, asked: Asked) -> tuple[EngineLoad, float] | None:
         """None: all of them have enough to do. In waves they get everything at once."""
-        tokens = asked.prompt_tokens
-        if self.gate is None and (found := self._choice.choose(asked.prefix, tokens, asked.left())) is not None:
+        shared, own = asked.shared_tokens, asked.own_tokens + asked.left()
+        if self.gate is None and (found := self._choice.choose(asked.prefix, shared, own)) is not None:
             return found
         if not self._choice.serving:
             causes = "; ".join(f"{engine.client.name}: {engine.dead or 'drained'}" for engine in self.engines)
@@ -247,7 +261,7 @@ class Router:
         if self.gate is None:
             return None
         serving = [engine for engine in self.engines if engine.serves]
-        return serving[stable_hash(asked.first.request_id) % len(serving)], tokens + asked.left()
+        return serving[stable_hash(asked.first.request_id) % len(serving)], shared + own
 
     # ------------------------------------------------------------ there and back
 

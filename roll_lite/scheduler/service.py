@@ -60,6 +60,8 @@ class RolloutService:
         self._next_group = 0
         self._delivered = dict.fromkeys(self._domains, 0)
         self._delivered_tokens = dict.fromkeys(self._domains, 0)
+        self._ended_before = dict.fromkeys(self._domains, 0)
+        """Prompts, in the run that is resumed."""
         self._recorder = Recorder(self._domains, self._time())
         seeds = no_seeds if seed is None else seeds_from(seed)
         self._runners = {
@@ -139,12 +141,12 @@ class RolloutService:
 
     def _tell_mix(self, stats: RolloutStats, quota: dict[str, int]) -> None:
         delivered, tokens = sum(self._delivered.values()), sum(self._delivered_tokens.values())
-        admitted = sum(scheduler.counts.admitted for scheduler in self._schedulers.values())
+        admitted = {name: self._ended_before[name] + scheduler.counts.admitted for name, scheduler in self._schedulers.items()}
         for name, scheduler in self._schedulers.items():
             domain = stats.domains[name]
             domain.requested, domain.requested_share = quota[name], self._admission.plan.shares.get(name, 0.0)
             domain.realised_share = self._delivered[name] / max(1, delivered)
-            domain.admitted_share = scheduler.counts.admitted / max(1, admitted)
+            domain.admitted_share = admitted[name] / max(1, sum(admitted.values()))
             domain.token_share = self._delivered_tokens[name] / max(1, tokens)
             domain.epoch = scheduler.epoch
 
@@ -193,6 +195,7 @@ class RolloutService:
     def set_version(self, version: int) -> None:
         """The engines have them."""
         self._version = version
+        self._router.weights_changed()
         if not self._engines_rest:
             self._router.release()
 
@@ -257,6 +260,7 @@ class RolloutService:
         return {
             **self._admission.state_dict(),
             "next_group": self._next_group,
+            "ended": {name: self._ended_before[name] + scheduler.counts.ended for name, scheduler in self._schedulers.items()},
             "delivered": dict(self._delivered),
             "delivered_tokens": dict(self._delivered_tokens),
             "domains": {name: scheduler.state_dict() for name, scheduler in self._schedulers.items()},
@@ -266,7 +270,11 @@ class RolloutService:
         """Domains that the state does not know start from their beginning."""
         self._admission.load_state_dict(state)
         self._next_group = state["next_group"]
-        for counts, saved in ((self._delivered, state["delivered"]), (self._delivered_tokens, state["delivered_tokens"])):
+        for counts, saved in (
+            (self._ended_before, state["ended"]),
+            (self._delivered, state["delivered"]),
+            (self._delivered_tokens, state["delivered_tokens"]),
+        ):
             counts.update({name: count for name, count in saved.items() if name in counts})
         for name, domain in state["domains"].items():
             if name in self._schedulers:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from scheduler_support import by_tokens, make_domain, make_service, prompt_of
@@ -30,10 +31,15 @@ class HeldEngine:
         self.tell: dict[str, Generated | None] = {}
         self.held: dict[str, asyncio.Future[Turn]] = {}
         self.aborted: list[str] = []
+        self.aborted_before: set[str] = set()
+        """They came."""
         self.asked: list[GenerationRequest] = []
 
     async def generate(self, request: GenerationRequest, generated: Generated | None = None) -> Turn:
         self.asked.append(request)
+        if request.request_id in self.aborted_before:
+            self.aborted_before.remove(request.request_id)
+            return Turn(request.request_id, finish_reason=FinishReason.ABORT)
         self.held[request.request_id] = asyncio.get_running_loop().create_future()
         self.tell[request.request_id] = generated
         if self.begins:
@@ -43,7 +49,9 @@ class HeldEngine:
     def abort(self, request_ids: Sequence[str]) -> None:
         self.aborted += request_ids
         for request_id in request_ids:
-            if request_id in self.held and not self.held[request_id].done():
+            if request_id not in self.held:
+                self.aborted_before.add(request_id)
+            elif not self.held[request_id].done():
                 self.held.pop(request_id).set_result(Turn(request_id, finish_reason=FinishReason.ABORT))
 
     def say(self, request_id: str, tokens: int) -> None:
@@ -314,15 +322,85 @@ async def test_a_prompt_goes_where_it_is_held_as_long_as_that_costs_no_balance()
 
 
 async def test_a_later_turn_goes_back_to_the_engine_of_the_earlier_ones() -> None:
+    """Not to another that has a sample of the same group: that one has the prompt alone."""
     engines = [HeldEngine(f"e{i}") for i in range(4)]
     router = Router(engines, timeout_s=60)
-    others = [asyncio.create_task(router.generate("d", request(f"d/{i}/0/{i}/0/0"))) for i in range(3)]
+    tasks = [asyncio.create_task(router.generate("d", request(f"d/7/0/7/{i}/0", prompt_tokens=1, max_tokens=100))) for i in range(3)]
     await settle()
-    turn = GenerationRequest("d/2/0/2/0/0/turn1", (1, 2), Sampling(1.0, 100), TokenRow(None, 0, 500))
-    later = asyncio.create_task(router.generate("d", turn))
+    assert [list(engine.held) for engine in engines[:3]] == [[f"d/7/0/7/{i}/0"] for i in range(3)]
+    engines[2].answer("d/7/0/7/2/0", tokens=500)
     await settle()
-    assert turn.request_id in engines[2].held  # the fourth has nothing to do, but would have to compute 500 tokens
-    for task in (*others, later):
+    turn = GenerationRequest("d/7/0/7/2/0/turn1", (1, 2), Sampling(1.0, 100), TokenRow(None, 0, 501))
+    tasks += [asyncio.create_task(router.generate("d", request(f"d/{i}/0/{i}/0/0", max_tokens=100))) for i in (20, 21)]  # both are busy
+    await settle()
+    tasks.append(asyncio.create_task(router.generate("d", turn)))
+    await settle()
+    assert turn.request_id in engines[2].held
+    engines[2].answer(turn.request_id)
+    router.weights_changed()  # it has to compute all of it, as any other would
+    tasks.append(asyncio.create_task(router.generate("d", request("d/30/0/30/0/0", max_tokens=400))))
+    await settle()
+    last = replace(turn, request_id="d/7/0/7/2/0/turn2")
+    tasks.append(asyncio.create_task(router.generate("d", last)))
+    await settle()
+    assert last.request_id not in engines[2].held or "d/30/0/30/0/0" not in engines[2].held
+    for task in tasks:
+        task.cancel()
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_place_that_was_found_before_a_hold_is_not_used_in_it(turns: int) -> None:
+    """Weights may be on their way to the engine by then."""
+    engine = HeldEngine("a")
+    router = Router([engine], timeout_s=60, engine_slots=1)
+    tasks = [asyncio.create_task(router.generate("d", request(f"d/{i}/0/{i}/0/0"))) for i in range(4)]
+    await settle()
+    engine.answer("d/0/0/0/0/0")
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await router.hold(interrupt=True)
+    await settle()
+    assert not engine.held
+    router.release()
+    await settle()
+    for _ in range(3):
+        for request_id in list(engine.held):
+            engine.answer(request_id)
+        await settle()
+    assert [task.result().length for task in tasks] == [10] * 4
+
+
+async def test_a_place_at_an_engine_that_leaves_meanwhile_is_not_used() -> None:
+    engines = [HeldEngine("a"), HeldEngine("b")]
+    router = Router(engines, timeout_s=60, engine_slots=1)
+    tasks = [asyncio.create_task(router.generate("d", request(f"d/{i}/0/{i}/0/0"))) for i in range(5)]
+    await settle()
+    first = next(iter(engines[0].held))
+    engines[0].answer(first)
+    for _ in range(10):
+        await asyncio.sleep(0)
+        if router.engines[0].requests > len(engines[0].held):  # a place is found, and nobody has come yet
+            break
+    else:
+        raise AssertionError("the moment has passed")
+    router.remove("a")
+    await settle()
+    assert not engines[0].held
+    for task in tasks:
+        task.cancel()
+
+
+async def test_lengths_of_a_shorter_validation_bound_nothing() -> None:
+    engine = HeldEngine("a")
+    router = Router([engine], timeout_s=60)
+    tasks = [asyncio.create_task(router.generate("d", request(f"d/{i}/-1/{i}/0/0", prompt_tokens=0, max_tokens=64))) for i in range(2)]
+    await settle()
+    before = router.engines[0].tokens
+    tasks.append(asyncio.create_task(router.generate("d", request("d/9/0/9/0/0", prompt_tokens=0, max_tokens=4096))))
+    await settle()
+    assert router.engines[0].tokens - before == 4096
+    for task in tasks:
         task.cancel()
 
 

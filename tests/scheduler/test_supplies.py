@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_support import TimedReward, make_domain, make_service
 
-from roll_lite.data.samples import GenerationRequest, SampleGroup, SampleOutcome
+from roll_lite.data.samples import GenerationRequest, RewardInput, SampleGroup, SampleOutcome, Score
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
 from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed
@@ -278,6 +278,23 @@ def test_or_make_the_batch_smaller() -> None:
     counts = service._schedulers["a"].counts
     assert counts.admitted <= 6 * 4 * 2
     assert counts.admitted == counts.ended
+
+
+class MostlyRight(TimedReward):
+    async def score(self, item: RewardInput) -> Score:
+        await super().score(item)
+        return Score(float(stable_hash("right", item.prompt) % 10 > 0))
+
+
+@pytest.mark.parametrize("how", [{"supply": Asynchronous(2)}, {"oversample": 1.5}])
+def test_what_is_left_out_for_good_does_not_shorten_the_way_ahead(how: dict[str, Any]) -> None:
+    """A place that a filter gives up is filled by a group of a later batch; that one's place is not given up."""
+    some = GroupFilter(kept_between("accuracy", 0.5, None), tries=1, fill=False)
+    done, service = run(60, prompts=8, domains=[make_domain("a", rewards=MostlyRight(), samples=1, filter=some, max_tokens=400)], **how)
+    assert service._schedulers["a"].counts.filtered > 20
+    assert [len(batch) for batch in done.batches[30:]] == [8] * 30
+    if "supply" in how:
+        assert max(done.staleness[-80:]) == 2
 
 
 def test_a_filter_that_raises_ends_the_run() -> None:
