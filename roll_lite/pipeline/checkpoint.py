@@ -35,6 +35,8 @@ from roll_lite.pipeline.sources import BatchSource
 from roll_lite.workers.model import ModelWorker
 
 EXPORTED = {"actor_train": "model", "critic": "critic"}
+INTERRUPTED_S = 3.0
+"""For ranks to say, when a run is interrupted, whether their part of a checkpoint is written."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +90,27 @@ class Checkpoints:
             self._name(unfinished, records)
         return unfinished.whole
 
-    def look(self) -> None:
-        """Between steps: a checkpoint that has been written by now counts from here on."""
+    def look(self, within_s: float | None = None) -> None:
+        """Between steps: a checkpoint that has been written by now counts from here on. `within_s`: in which ranks have to answer."""
         running = self._running.models.values() if self._running is not None else ()
-        if all(all(model.ranks.all(ModelWorker.checkpoint_is_written)) for model in running):
+        asked = [model.ranks.start_all(ModelWorker.checkpoint_is_written) for model in running]
+        said = [answers.result(within_s) for answers in asked]
+        if all(all(of_ranks) for of_ranks in said):
             self.finish()
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """However the block ends: what it has begun to save is saved, unless that fails too."""
+        """Where the block fails, what it has begun to save is saved, unless that fails too. Where it is interrupted nothing is waited for
+        but the ranks' answer, which one amid an update does not give in time: what all of them have written counts, and nothing else."""
         try:
             yield
         except Exception:
             with suppress(Exception):
                 self.finish()
+            raise
+        except BaseException:
+            with suppress(Exception):
+                self.look(INTERRUPTED_S)
             raise
 
     def finish(self) -> None:
@@ -161,7 +170,7 @@ class Checkpoints:
         for role, model in clusters.trained.items():
             with model.loaded(FORWARD):
                 model.ranks.all(ModelWorker.save_hf, (self._run_folder / EXPORTED[role]).resolve())
-        if self._config.actor_train.ema is not None:
+        if self._config.actor_train.ema is not None and "actor_train" in clusters.trained:
             self._save_actor(clusters, "model_ema", average=True)
         return self._run_folder / EXPORTED["actor_train"]
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from roll_lite.algorithms.kl import KlController
-from roll_lite.config.arithmetic import aggregation_constant, held_out_sampling, validates
+from roll_lite.config.arithmetic import aggregation_constant, held_out_sampling, trains, validates
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.minibatches import MiniBatch, cut_mini_batches
 from roll_lite.data.stable_hash import derived_seed
@@ -57,7 +57,7 @@ class RLVRPipeline:
         self.shaping = RewardShaping(config)
         self.agreement = Agreement(config)
         self.skipped = SkippedUpdates.of(config)
-        self.refresh = config.reference.refresh if config.reference is not None else None
+        self.refresh = config.reference.refresh if config.reference is not None and trains(config) else None
         in_reward, in_loss = self.algorithm.kl_in_reward, self.algorithm.kl_in_loss
         self.kl_in_reward = KlController(in_reward.coef, **in_reward.controller.parameters)
         self.kl_in_loss = KlController(in_loss.coef, **in_loss.controller.parameters)

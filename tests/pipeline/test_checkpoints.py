@@ -12,9 +12,13 @@ import pytest
 
 from roll_lite.config.checkpoint_files import found, record, resumption
 from roll_lite.config.loading import load_config
-from roll_lite.config.schema.models import ReferenceRoleConfig, RefreshConfig
+from roll_lite.config.schema.models import EmaConfig, ReferenceRoleConfig, RefreshConfig
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.distributed.failures import RankTimeout
+from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
+from roll_lite.pipeline.clusters import Clusters
+from roll_lite.pipeline.rlvr import RLVRPipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,6 +30,15 @@ class Ranks:
         self.folder: Path | None = None
         self.is_written = False
         self.fails = False
+        self.is_busy = False
+
+    def start_all(self, method: Any) -> Any:
+        def result(within_s: float | None) -> Any:
+            if self.is_busy and within_s is not None:
+                raise RankTimeout("actor_train", 0, method.__name__, "no answer")
+            return self.all(method)
+
+        return SimpleNamespace(result=result)
 
     def all(self, method: Any, folder: Path = Path(), names: list[str] | None = None) -> Any:
         if method.__name__ == "start_checkpoint":
@@ -137,6 +150,32 @@ def test_a_run_that_fails_finishes_what_it_was_writing_and_tells_its_own_cause(
         checkpoints.save(actor, SOURCE, {"steps_done": 1})
         raise ValueError("too many updates were skipped")
     assert names(tmp_path) == ([] if fails else ["step_000001"])
+
+
+@pytest.mark.parametrize(("written", "busy"), [(True, False), (False, False), (True, True)])
+def test_an_interrupted_run_keeps_what_everybody_has_written(asynchronous: RunConfig, tmp_path: Path, written: bool, busy: bool) -> None:
+    """It waits neither for writers nor for ranks that train."""
+    checkpoints, both = Checkpoints(asynchronous, tmp_path), parts("actor_train", "critic")
+    with pytest.raises(KeyboardInterrupt), checkpoints.finished():
+        checkpoints.save(both, SOURCE, {"steps_done": 1})
+        both.trained["actor_train"].ranks.is_written, both.trained["critic"].ranks.is_written = True, written
+        both.trained["critic"].ranks.is_busy = busy
+        raise KeyboardInterrupt
+    assert names(tmp_path) == (["step_000001"] if written and not busy else [])
+    assert (tmp_path / "checkpoints" / "step_000001.partial").exists() is not (written and not busy)
+
+
+def test_where_nothing_trains_there_is_no_average_and_no_reference_to_renew(config: RunConfig, tmp_path: Path) -> None:
+    reference = ReferenceRoleConfig(refresh=RefreshConfig(every=1, weights="ema"))
+    actor = config.actor_train.model_copy(update={"ema": EmaConfig()})
+    generating = config.model_copy(update={"mode": "rollout_only", "actor_train": actor, "reference": reference})
+    checkpoints = Checkpoints(generating, tmp_path)
+    stub: Any = SimpleNamespace(timers=None, history=SimpleNamespace(records={1: {}}))
+    pipeline = RLVRPipeline(generating, Clusters(None), SOURCE, stub, checkpoints, BatchFiles(generating, tmp_path))
+    assert pipeline.refresh is None
+    checkpoints.export_model(pipeline.clusters)
+    checkpoints.save(pipeline.clusters, SOURCE, {"steps_done": 1})
+    assert names(tmp_path) == ["step_000001"]
 
 
 def test_one_that_is_half_removed_is_none(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,8 +134,8 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
             raise ValueError(f"{checkpoint} was written by a run of mode: {mode}, this one is of mode: {config.mode}")
         if config.mode != "rollout_only" and (other := resumption_problem(config.actor_train.lora, _saved_lora(state))):
             raise ValueError(f"{checkpoint} cannot be gone on from: {other}")
-        with_state: list[str] = [role for role in ("actor_train", "critic") if role in roles(config)]
-        with_state += ["reference"] if config.reference is not None and config.reference.refresh is not None else []
+        follows = config.reference is not None and config.reference.refresh is not None
+        with_state = [role for role in ("actor_train", "critic", *(["reference"] if follows else [])) if role in roles(config)]
         absent = [role for role in with_state if not is_folder(checkpoint / role) or not listing(checkpoint / role)]
         if absent:
             raise ValueError(f"{checkpoint} holds nothing for {', '.join(absent)}; {remedy(checkpoint)}")
