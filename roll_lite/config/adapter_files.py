@@ -86,7 +86,11 @@ def resumption_problem(lora: LoraConfig | None, saved: Mapping[str, Any] | None)
     """Why a run cannot go on from one with other adapters. `saved`: that one's actor_train.lora."""
     kept = ("rank", "alpha", "targets")
     before, now = ({key: values.get(key) for key in kept} if values else None for values in (saved, lora.model_dump() if lora else None))
-    if before == now:
+    if _sorted_targets(before) == _sorted_targets(now):
         return None
     told = ["trains all weights" if one is None else ", ".join(f"{key} {value}" for key, value in one.items()) for one in (before, now)]
     return f"it was written with other adapters (actor_train.lora): {told[0]}; this run: {told[1]}"
+
+
+def _sorted_targets(adapters: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    return None if adapters is None else {**adapters, "targets": sorted(adapters["targets"] or [])}

@@ -236,9 +236,12 @@ def layers_of_last_stage(layers: int, stages: int) -> int:
     return layers - ceil(layers / stages) * (stages - 1)
 
 
-def tensor_parallel_fits(size: int, heads: int, key_value_heads: int) -> bool:
-    """Every rank has as many attention heads, and as many key/value heads; or a share of one, which ranks have together."""
-    return heads % size == 0 and (key_value_heads % size == 0 or size % key_value_heads == 0)
+def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:
+    """Every rank has as many attention heads, and as many key/value heads; or a share of one, which ranks have together. `head_dim`: of
+    a trainer, whose ranks cut such a head; None: of an engine, whose ranks have it whole."""
+    if heads % size or (key_value_heads % size and size % key_value_heads):
+        return False
+    return head_dim is None or size <= key_value_heads or head_dim % (size // key_value_heads) == 0
 
 
 def token_multiple(strategy: MegatronStrategyConfig) -> int:

@@ -22,6 +22,7 @@ class ModelShape:
     layers: int
     heads: int
     kv_heads: int
+    head_dim: int
     feed_forward: int
     vocab_size: int
     max_positions: int | None
@@ -118,7 +119,8 @@ def read_model_shape(folder: Path) -> ModelShape:
             model_type=raw["model_type"],
             layers=_size(raw, "num_hidden_layers", most=_MANY),
             heads=heads,
-            kv_heads=_size(raw, "num_key_value_heads", heads),
+            kv_heads=_key_value_heads(raw, heads),
+            head_dim=_head_dim(raw, heads),
             feed_forward=_size(raw, "intermediate_size"),
             vocab_size=_size(raw, "vocab_size"),
             max_positions=_size(raw, "max_position_embeddings") if raw.get("max_position_embeddings") is not None else None,
@@ -174,6 +176,16 @@ def sliding_window(raw: Mapping[str, Any]) -> int | None:
     return None if raw["model_type"] != "mistral" or given["sliding_window"] is None else _size(given, "sliding_window")
 
 
+def _key_value_heads(raw: Mapping[str, Any], heads: int) -> int:
+    """Those of a family where config.json does not name any; as many as there are of the others where it says null."""
+    missing = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}.get(raw["model_type"], heads)
+    return _size(raw, "num_key_value_heads", heads if "num_key_value_heads" in raw else missing)
+
+
+def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
+    return _size(raw, "head_dim", 128 if raw["model_type"] == "qwen3" else max(_size(raw, "hidden_size") // heads, 1))
+
+
 def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
     """What is missing is what transformers takes for it."""
     family, heads, norm_eps = raw["model_type"], _size(raw, "num_attention_heads", most=_MANY), raw.get("rms_norm_eps", 1e-6)
@@ -182,7 +194,6 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
     if not isinstance(raw.get("tie_word_embeddings", False), bool):
         raise ValueError(f"tie_word_embeddings is {raw['tie_word_embeddings']!r:.40}; it must be true or false")
     hidden = _size(raw, "hidden_size")
-    key_value_heads = {"llama": heads, "mistral": 8}.get(family, 32)
     positions = {"llama": 2048, "mistral": 4096 * 32}.get(family, 32768)
     return HfConfig(
         family=family,
@@ -191,8 +202,8 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
         feed_forward=_size(raw, "intermediate_size"),
         layers=_size(raw, "num_hidden_layers", most=_MANY),
         heads=heads,
-        key_value_heads=_size(raw, "num_key_value_heads", heads if "num_key_value_heads" in raw else key_value_heads),
-        head_dim=_size(raw, "head_dim", 128 if family == "qwen3" else max(hidden // heads, 1)),
+        key_value_heads=_key_value_heads(raw, heads),
+        head_dim=_head_dim(raw, heads),
         max_positions=_size(raw, "max_position_embeddings", positions),
         norm_eps=float(norm_eps),
         tied_embeddings=raw.get("tie_word_embeddings", False),

@@ -49,15 +49,16 @@ def test_adapters_of_peft_are_begun_with(project: Project) -> None:
 
 
 def test_a_run_goes_on_with_the_adapters_that_it_had(project: Project) -> None:
-    adapters = {"rank": 8, "alpha": 32.0, "targets": ["q_proj"], "path": None, "export": "merged"}
+    adapters = {"rank": 8, "alpha": 32.0, "targets": ["q_proj", "o_proj"], "path": None, "export": "merged"}
     state = {"schema_version": SCHEMA_VERSION, "pipeline": {}, "rollouts": {}, "config": {"actor_train": {"lora": adapters}}}
     checkpoint = project.write("old/checkpoints/step_000001/state.json", json.dumps(state)).parent
     project.write(f"{checkpoint}/actor_train/weights", "")
     resume = f"checkpoint.resume={checkpoint}"
-    assert project.problems_of("actor_train: {lora: {rank: 8, targets: [q_proj], export: adapter}}", resume) == []
-    for other, told in (("{rank: 4, targets: [q_proj]}", "this run: rank 4,"), ("null", "this run: trains all weights")):
+    assert project.problems_of("actor_train: {lora: {rank: 8, targets: [q_proj, o_proj], export: adapter}}", resume) == []
+    assert project.problems_of("actor_train: {lora: {rank: 8, targets: [o_proj, q_proj]}}", resume) == [], "in another order"
+    for other, told in (("{rank: 4, targets: [q_proj, o_proj]}", "this run: rank 4,"), ("null", "this run: trains all weights")):
         (problem,) = project.problems_of(f"actor_train: {{lora: {other}}}", resume)
-        assert problem.path == "checkpoint.resume" and "rank 8, alpha 32.0, targets ['q_proj']; " + told in problem.message
+        assert problem.path == "checkpoint.resume" and "rank 8, alpha 32.0, targets ['q_proj', 'o_proj']; " + told in problem.message
 
 
 def test_what_the_kl_is_measured_against_is_told(project: Project) -> None:

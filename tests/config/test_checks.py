@@ -351,6 +351,11 @@ EXPERT_CHECKS = {
         "engines keep the experts of a layer in one tensor",
     ),
     "selective recompute": ("actor_train: {strategy: {recompute: selective}}", "actor_train.strategy.recompute", "leaves experts out"),
+    "adapters beside a balance": (
+        "actor_train: {lora: {targets: [q_proj]}, balance_coef: 0.1}",
+        "actor_train.balance_coef",
+        "router and experts stay as they are",
+    ),
     "adapters of experts": ("actor_train: {lora: {}}", "actor_train.lora.targets", "leave gate_proj, up_proj, down_proj out"),
     "experts that do not divide": (
         "actor_train: {devices: 3, strategy: {expert_parallel: 3}}",
@@ -380,8 +385,15 @@ def test_layouts_of_experts(project: Project, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(check_layout, "gpus_visible", lambda: False)
     make_tiny_model(project.folder / "experts", "qwen3_moe", hidden=128, vocab_size=100)
     model = "model: {path: experts, dtype: float32}\nactor_infer: {strategy: {name: sglang}}\n"
-    (problem,) = project.problems_of("model: {path: experts, dtype: float32}")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    vllm = "model: {path: experts, dtype: float32}\n"
+    (problem,) = project.problems_of(vllm)
     assert problem.path == "actor_infer.strategy.name" and "use sglang" in problem.message
+    for elsewhere in ("mode: train_only", "mode: rollout_only", "ray: {address: 'head:6379'}"):
+        assert "actor_infer.strategy.name" not in [problem.path for problem in project.problems_of(vllm + elsewhere)], elsewhere
+    with monkeypatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "head:6379")
+        assert project.problems_of(vllm) == []
     assert project.problems_of(model + "actor_train: {devices: 4, strategy: {expert_parallel: 4}}") == []
     for yaml, path, fragment in EXPERT_CHECKS.values():
         problems = project.problems_of(model + yaml)
@@ -437,6 +449,9 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
     (problem,) = project.problems("checkpoint.resume=runs/latest")
     assert problem.path == "checkpoint.resume" and "actor_train holds another model: layers is 99 there, 6 here" in problem.message
     (state.parent / "actor_train" / "model.json").unlink()
+    state.write_text('{"schema_version": 3, "pipeline": {}, "rollouts": {}, "config": {"mode": "rollout_only"}}')
+    refreshed = "mode: rollout_only\nreference: {refresh: {every: 1}}\nalgorithm: {kl_in_loss: {coef: 0.1}}"
+    assert project.problems_of(refreshed, f"checkpoint.resume={state.parent}") == [], "no reference where nothing trains"
     state.write_text("{")
     (problem,) = project.problems("checkpoint.resume=runs/latest")
     assert problem.path == "checkpoint.resume" and f"{state} cannot be read as JSON" in problem.message
@@ -527,6 +542,14 @@ def test_layers_that_do_not_divide_by_the_stages(project: Project) -> None:
     assert problem.message == "needs stages of equally many layers; pipeline_parallel 2 does not divide the model's 7; use 1"
 
 
+def test_trainers_cut_the_heads_that_they_share(project: Project) -> None:
+    """2 x 2 of 12 heads of 128, and key/value heads of them, in six: Megatron cuts rows of which there is no sixth. Engines do not cut."""
+    project.write_model("model", num_attention_heads=12, num_key_value_heads=2, hidden_size=12 * 128, intermediate_size=96)
+    (problem,) = project.problems_of("actor_train: {devices: 6, strategy: {tensor_parallel: 6}}")
+    assert problem.path == "actor_train.strategy.tensor_parallel" and problem.message.endswith("use one of 1, 2, 4")
+    assert project.problems_of("actor_infer: {devices: 6, strategy: {tensor_parallel: 6}}") == []
+
+
 def test_an_engine_that_knows_no_window(project: Project) -> None:
     """Where prompt and response stay within it, there is nothing to know."""
     needed = max_model_len(project.load())
@@ -534,6 +557,8 @@ def test_an_engine_that_knows_no_window(project: Project) -> None:
     for window, found in ((needed, []), (needed - 1, ["actor_infer.strategy.name"])):
         project.write_model("model", model_type="mistral", sliding_window=window, architectures=["MistralForCausalLM"])
         assert [problem.path for problem in project.problems_of(sglang)] == found
+        replayed = [problem.path for problem in project.problems_of(f"mode: train_only\n{sglang}")]
+        assert "actor_infer.strategy.name" not in replayed, "no engine"
     assert project.problems() == []
 
 

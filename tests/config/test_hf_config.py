@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from roll_lite.config.hf_config import ExpertsConfig, HfConfig, read_hf_config
+from roll_lite.config.hf_config import ExpertsConfig, HfConfig, RopeConfig, read_hf_config, read_model_shape
 from roll_lite.config.hf_fields import ONLY, READ, READ_OF_EXPERTS, WITHOUT_EFFECT
 from roll_lite.config.model_files import head_beside_tied_embeddings, largest_token_id
 
@@ -129,6 +129,23 @@ def test_every_field_of_transformers_config_classes_is_known() -> None:
 def test_what_transformers_saves_is_taken(config_class: Any, tmp_path: Path) -> None:
     config_class(architectures=[config_class.__name__.replace("Config", "ForCausalLM")]).save_pretrained(tmp_path)
     assert read_hf_config(tmp_path).family == config_class.model_type
+
+
+@pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config, Qwen3MoeConfig, LlamaConfig, MistralConfig])
+def test_what_is_missing_is_what_transformers_takes_for_it(config_class: Any, tmp_path: Path) -> None:
+    theirs = config_class()
+    given = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+    given += ("num_experts", "num_experts_per_tok", "moe_intermediate_size") if config_class is Qwen3MoeConfig else ()
+    ours = read_hf_config(folder_with({"model_type": config_class.model_type, **{name: getattr(theirs, name) for name in given}}, tmp_path))
+    assert ours.key_value_heads == read_model_shape(tmp_path).kv_heads == theirs.num_key_value_heads
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == read_model_shape(tmp_path).head_dim == head_dim
+    assert ours.max_positions == theirs.max_position_embeddings
+    assert (ours.norm_eps, ours.tied_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert ours.window == (theirs.sliding_window if config_class is MistralConfig else None)
+    assert ours.rope == RopeConfig(theirs.rope_parameters["rope_theta"])
+    if ours.experts is not None:
+        assert ours.experts == experts_of(theirs)
 
 
 def test_no_field_is_both_without_effect_and_limited() -> None:

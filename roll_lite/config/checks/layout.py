@@ -11,6 +11,7 @@ from pathlib import Path
 from roll_lite.config.arithmetic import (
     Role,
     device_numbers,
+    generates,
     layers_of_last_stage,
     max_model_len,
     model_parallel_size,
@@ -95,7 +96,8 @@ def _tensor_parallel_divides_heads(config: RunConfig, name: str, role: Role) -> 
     shape, parts = _shape(model_folder(config, role)), getattr(role.strategy, "tensor_parallel", 1)
     if shape is None:
         return
-    fits = [size for size in range(1, shape.heads + 1) if tensor_parallel_fits(size, shape.heads, shape.kv_heads)]
+    head_dim = shape.head_dim if isinstance(role.strategy, MegatronStrategyConfig) else None
+    fits = [size for size in range(1, shape.heads + 1) if tensor_parallel_fits(size, shape.heads, shape.kv_heads, head_dim)]
     if parts not in fits:
         message = (
             f"does not divide the model's {shape.heads} attention heads and {shape.kv_heads} key/value heads; use one of {_listed(fits)}"
@@ -215,6 +217,8 @@ def _model_is_long_enough(config: RunConfig) -> Iterator[Problem]:
 
 def _engine_knows_the_window(config: RunConfig) -> Iterator[Problem]:
     """SGLang attends to the whole context in every model of Llama's kind."""
+    if not generates(config):
+        return
     shape = _shape(config.model.path)
     if not isinstance(config.actor_infer.strategy, SglangStrategyConfig) or shape is None or shape.window is None:
         return
@@ -233,6 +237,9 @@ def _deterministic_runs_on_cpu(config: RunConfig) -> Iterator[Problem]:
 
 
 def _experts_of_vllm_on_cpus(config: RunConfig) -> Iterator[Problem]:
+    """Where new weights come. Of a cluster that is there already this machine's devices say nothing."""
+    if config.mode != "full" or config.ray.address or os.environ.get("RAY_ADDRESS"):
+        return
     shape, strategy = _shape(config.model.path), config.actor_infer.strategy
     if isinstance(strategy, VllmStrategyConfig) and shape is not None and shape.experts is not None and not gpus_visible():
         message = "on a CPU vLLM packs the experts of a model and generates something else once new weights have come; use sglang"

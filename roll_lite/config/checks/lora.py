@@ -48,6 +48,9 @@ def _what_needs_whole_weights(config: RunConfig) -> Iterator[Problem]:
     lora, reference = config.actor_train.lora, config.reference
     if lora is not None and config.actor_train.ema is not None:
         yield Problem("actor_train.ema", "is an average of all weights, of which only adapters train; remove it, or lora")
+    if lora is not None and config.actor_train.balance_coef > 0:
+        message = "router and experts stay as they are where adapters train; use 0, or no lora"
+        yield Problem("actor_train.balance_coef", message, config.actor_train.balance_coef)
     if lora is not None and lora.export == "adapter" and reference is not None and reference.refresh is not None:
         yield Problem("reference.refresh", "the reference takes whole weights; use actor_train.lora.export: merged, or remove this")
 

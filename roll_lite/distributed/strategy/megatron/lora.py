@@ -1,4 +1,5 @@
-"""LoRA: low-rank matrices beside frozen layers, in PEFT's arithmetic, under every layout.
+"""LoRA: low-rank matrices beside frozen layers, in PEFT's arithmetic, under every layout but that in which tensor ranks
+have a key/value head together (config/checks/lora.py).
 
 As in PEFT each Hugging Face projection has an A [rank, in] and a B [out, rank] of its own, and adds alpha / rank * B A x to its output,
 although a layer of Megatron's may hold several projections. Tensor parallelism cuts B where it cuts the rows of a layer (q, k, v, gate,

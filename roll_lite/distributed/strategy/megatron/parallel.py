@@ -22,8 +22,8 @@ def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int
         of_context = f" x context_parallel {context}" if context > 1 else ""
         layout = f"tensor_parallel {tensor} x pipeline_parallel {pipeline}{of_context}"
         raise ValueError(f"strategy: {layout} does not divide the {world_size} ranks")
-    if not tensor_parallel_fits(tensor, hf.heads, hf.key_value_heads):
-        heads = f"{hf.heads} attention heads and {hf.key_value_heads} key/value heads"
+    if not tensor_parallel_fits(tensor, hf.heads, hf.key_value_heads, hf.head_dim):
+        heads = f"{hf.heads} attention heads and {hf.key_value_heads} key/value heads of {hf.head_dim}"
         raise ValueError(f"strategy.tensor_parallel: {tensor} does not go with the model's {heads}")
     if hf.feed_forward % tensor:
         raise ValueError(f"strategy.tensor_parallel: {tensor} does not divide the model's feed-forward size {hf.feed_forward}")
