@@ -46,16 +46,18 @@ class Run:
         self.folder = folder.resolve()
         self.config: dict[str, Any] = yaml.safe_load(self._text("config.yaml"))
         self.algorithm: dict[str, Any] = self.config["algorithm"]
-        if self.config.get("actor_train", {}).get("lora") is not None:
-            raise NotRecomputable(f"{folder} trained adapters (actor_train.lora), for which this script has no formula")
-        if self.algorithm.get("ptx") is not None:
-            raise NotRecomputable(f"{folder} learned a data set beside its samples (algorithm.ptx), whose rows are in none of its files")
+        for what in without_formula(self.config):
+            raise NotRecomputable(f"{folder} {what}")
         start = json.loads(self._text("start/models.json"))
         if start["resumed_from"] is not None:
             raise NotRecomputable(
                 f"{folder} went on from {start['resumed_from']}: what Adam knew there is in no file that this script reads"
             )
         self.start: dict[str, Any] = start["models"]
+        for role, kept in self.start.items():
+            model = json.loads((self.folder / kept["path"] / "config.json").read_text(encoding="utf-8"))
+            if {"num_experts", "num_local_experts"} & set(model):
+                raise NotRecomputable(f"{folder} trained a model with experts ({role}), whose router may choose others in float64")
         self.updates = [json.loads(line) for line in self._text("updates.jsonl").splitlines()]
         self.steps = [Step(self, path) for path in sorted((self.folder / "batches").glob("step_*"))]
 
@@ -77,6 +79,20 @@ class Run:
     def total_updates(self, role: str) -> int:
         warmup = self.algorithm["critic_warmup_steps"] if role == "actor_train" else 0
         return (self.config["steps"] - warmup) * self.algorithm["ppo_epochs"] * self.algorithm["mini_batches"]
+
+
+def without_formula(config: dict[str, Any]) -> Iterator[str]:
+    """What of the configuration this script cannot compute."""
+    actor, critic, reference = (config.get(role) or {} for role in ("actor_train", "critic", "reference"))
+    if actor.get("lora") is not None:
+        yield "trained adapters (actor_train.lora), for which this script has no formula"
+    if config["algorithm"].get("ptx") is not None:
+        yield "learned a data set beside its samples (algorithm.ptx), whose rows are in none of its files"
+    if reference.get("refresh") is not None:
+        yield "renewed its reference (reference.refresh), which is in none of its files"
+    for role, section in (("actor_train", actor), ("critic", critic)):
+        if section.get("balance_coef", 0) > 0:
+            yield f"balanced experts ({role}.balance_coef), for which this script has no formula"
 
 
 class Step:

@@ -27,6 +27,7 @@ import pyarrow as pa
 
 from roll_lite.config.arithmetic import group_size, longest_sequence, trains
 from roll_lite.config.checkpoint_files import FileRecord, record
+from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.columns_file import write_table
 from roll_lite.data.keys import Columns
@@ -46,22 +47,17 @@ class BatchFiles:
     def __init__(self, config: RunConfig, run_folder: Path) -> None:
         self._config = config
         self._folder = run_folder
-        wanted = {"always": True, "never": False, "auto": most_tokens(config) <= SMALL_STEP_TOKENS}
-        # The losses of supervised rows, which are not in the files, could not be computed from them.
-        self.are_written = trains(config) and wanted[config.batches.write] and config.algorithm.ptx is None
+        self.are_written = trains(config) and _are_wanted(config)
 
     def keep_start(self) -> None:
         """The weights that training starts from: copies of small models, otherwise where they are."""
         if not self.are_written:
             return
-        models = {"actor_train": self._config.model.path}
-        if self._config.critic is not None:
-            models["critic"] = self._config.critic.path or self._config.model.path
         start = self._folder / "start"
         start.mkdir()
         resumed = self._config.checkpoint.resume
         described: dict[str, Any] = {"resumed_from": None if resumed is None else str(resumed), "models": {}}
-        for role, path in models.items():
+        for role, path in _models_of(self._config).items():
             described["models"][role] = self._keep(path.resolve(), start / role)
         (start / "models.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
@@ -96,6 +92,29 @@ class BatchFiles:
         actor.ranks.heads_scatter(ActorWorker.write_rows, actor.shards(batch, columns), folder)
         write_table(folder / "mini_batches.parquet", mini_batches)
         (folder / "step.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _are_wanted(config: RunConfig) -> bool:
+    """The losses of supervised rows, which are not in the files, could not be computed from them, whoever asks for it."""
+    if config.algorithm.ptx is not None or config.batches.write == "never":
+        return False
+    return config.batches.write == "always" or (most_tokens(config) <= SMALL_STEP_TOKENS and _has_formulas(config))
+
+
+def _has_formulas(config: RunConfig) -> bool:
+    """In examples/recompute.py, for what is trained."""
+    refreshed = config.reference is not None and config.reference.refresh is not None
+    return (
+        config.actor_train.lora is None
+        and not refreshed
+        and not any(read_model_shape(path).experts for path in _models_of(config).values())
+    )
+
+
+def _models_of(config: RunConfig) -> dict[str, Path]:
+    """Those that train, and what they start from."""
+    critic = {} if config.critic is None else {"critic": config.critic.path or config.model.path}
+    return {"actor_train": config.model.path, **critic}
 
 
 @cache

@@ -97,8 +97,15 @@ def comes_out_again(folder: Path, compared: set[str]) -> None:
 def test_what_cannot_be_recomputed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     script: Any = importlib.import_module("recompute")
-    for section, told in (({"lora": {}}, r"actor_train\.lora"), ({}, r"algorithm\.ptx")):
-        given = {"algorithm": {"ptx": {"coef": 0.1}}, "actor_train": section}
+    refused = {
+        r"actor_train\.lora": {"actor_train": {"lora": {}}},
+        r"algorithm\.ptx": {"algorithm": {"ptx": {"coef": 0.1}}},
+        r"reference\.refresh": {"reference": {"refresh": {"every": 2}}},
+        r"actor_train\.balance_coef": {"actor_train": {"balance_coef": 0.1}},
+        r"critic\.balance_coef": {"critic": {"balance_coef": 0.1}},
+    }
+    for told, sections in refused.items():
+        given = {"algorithm": {}, "actor_train": {"balance_coef": 0.0}, "critic": None, "reference": None, **sections}
         (tmp_path / "config.yaml").write_text(yaml.safe_dump(given))
         with pytest.raises(script.NotRecomputable, match=told):
             script.Run(tmp_path)
@@ -108,4 +115,9 @@ def test_what_cannot_be_recomputed_is_told(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "models.json").write_text('{"resumed_from": "runs/a/checkpoints/step_000010", "models": {}}')
     with pytest.raises(script.NotRecomputable, match="went on from runs/a/checkpoints/step_000010"):
+        script.Run(tmp_path)
+    (tmp_path / "start" / "models.json").write_text('{"resumed_from": null, "models": {"critic": {"path": "start/critic", "files": {}}}}')
+    (tmp_path / "start" / "critic").mkdir()
+    (tmp_path / "start" / "critic" / "config.json").write_text('{"model_type": "qwen3_moe", "num_local_experts": 8}')
+    with pytest.raises(script.NotRecomputable, match=r"a model with experts \(critic\)"):
         script.Run(tmp_path)

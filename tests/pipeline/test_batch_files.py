@@ -41,6 +41,9 @@ def load(monkeypatch: pytest.MonkeyPatch, recipe: str, *overrides: str) -> RunCo
         (["batches.write=never"], False),
         (["rollout.samples_per_prompt=1000"], False),  # 32 x 1000 x 24 tokens
         (["rollout.samples_per_prompt=1000", "batches.write=always"], True),
+        (["actor_train.lora={}"], False),  # nobody could compute anything from them
+        (["actor_train.lora={}", "batches.write=always"], True),
+        (["reference={refresh: {every: 1}}", "algorithm.kl_in_loss.coef=0.1"], False),
     ],
 )
 def test_small_runs_keep_their_batches_unless_told_otherwise(

@@ -66,7 +66,8 @@ class BatchFilesConfig(Section):
     losses and weights once more."""
 
     write: Literal["auto", "always", "never"] = "auto"
-    """auto: where a step has at most 262,144 tokens, and nothing is learned beside its samples (algorithm.ptx)."""
+    """auto: where a step has at most 262,144 tokens, and the script can compute what is trained: not with actor_train.lora, algorithm.ptx,
+    reference.refresh or a model with experts."""
     copy_models_mb: Annotated[int, Field(ge=0)] = 256
     """Models up to this size are copied into the run's folder before training; of larger ones path and checksums are kept."""
 
@@ -94,7 +95,8 @@ class WeightSyncConfig(Section):
     verify_weights: bool = False
     """Compare checksums of trainer and engines after each update."""
     timeout_s: PositiveFloat = 300.0
-    """Time after which an update counts as failed."""
+    """Time after which an update counts as failed. Where several trainer ranks send (those of pipeline stages, of experts), the time of
+    one includes its waiting for those before it."""
 
 
 class LimitsConfig(Section):
