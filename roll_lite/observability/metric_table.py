@@ -151,7 +151,9 @@ METRICS: dict[str, Metric] = {
     "credit/kl_coef": Metric(LAST, "", "Weight of the KL in the reward."),
     # actor
     "actor/tokens": Metric(SUM, "tokens", "Policy tokens trained on, over all epochs.", by="domain"),
-    "actor/loss": Metric(MEAN, "", "What an optimizer step minimised: policy loss, KL, entropy bonus and ptx with their weights."),
+    "actor/loss": Metric(
+        MEAN, "", "Policy loss, KL, entropy bonus and ptx with their weights, without the load-balancing loss (balance_coef)."
+    ),
     "actor/policy_loss": Metric(MEAN, "", "Policy loss of an optimizer step, mismatch correction included."),
     "actor/kl_loss": Metric(MEAN, "nats", "KL in the loss of an optimizer step, before its coefficient."),
     "actor/ptx_loss": Metric(MEAN, "nats", "Cross-entropy of a learned token of algorithm.ptx.", count=("actor/ptx_tokens",)),

@@ -56,13 +56,16 @@ class SkippedUpdates:
 
     limits: Mapping[str, int]
     """How many in a row end the run, by role; 0: any number may be skipped."""
+    with_ptx: bool = False
+    """The actor's updates have rows of algorithm.ptx too."""
     _series: dict[str, Series] = field(default_factory=dict)
     _too_long: str | None = None
 
     @staticmethod
     def of(config: RunConfig) -> SkippedUpdates:
         roles = {"actor": config.actor_train, "critic": config.critic}
-        return SkippedUpdates({name: role.optimizer.stop_after_skipped for name, role in roles.items() if role is not None})
+        limits = {name: role.optimizer.stop_after_skipped for name, role in roles.items() if role is not None}
+        return SkippedUpdates(limits, config.algorithm.ptx is not None)
 
     def count(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]]) -> list[Skipped]:
         """`updates`: of a step, by role, from every data-parallel rank. Returns those that begin a series."""
@@ -80,7 +83,7 @@ class SkippedUpdates:
                     losses = {sample: loss for update in of_ranks for sample, loss in update.row_losses.items()}
                     begun.append(Skipped(role, step, number, result.loss, result.grad_norm, losses))
                 if 0 < self.limits[role] <= series.length and self._too_long is None:
-                    self._too_long = _described(role, series)
+                    self._too_long = _described(role, series, self.with_ptx and role == "actor")
         return begun
 
     def look(self) -> None:
@@ -95,11 +98,13 @@ class SkippedUpdates:
         self._series = {role: Series(**series) for role, series in state.items()}
 
 
-def _described(role: str, series: Series) -> str:
+def _described(role: str, series: Series, with_ptx: bool) -> str:
     section = SECTIONS[role]
     finite = f"the last finite one was {_named(series.last_finite)}" if series.last_finite else "none before them was finite"
     step = series.first[0]
     again = f"go on from a checkpoint before step {step} (checkpoint.resume)" if step > 1 else "start again"
+    of_ptx = "- a row of algorithm.ptx may be the cause too; those of the update are not in that folder\n" if with_ptx else ""
+    blamed = "the weights, or such a row, are" if with_ptx else "the weights are"
     return (
         f"{role}: {series.length} updates in a row were skipped, because loss or gradient was not finite, up to {_named(series.last)}; "
         f"{finite}. {section}.optimizer.stop_after_skipped allows less than {series.length}.\n"
@@ -107,7 +112,8 @@ def _described(role: str, series: Series) -> str:
         "it, each with its loss (docs/recompute.md).\n"
         "What to do:\n"
         "- where a sample whose loss is not finite has a column there that is not (reward, advantages, log-probs), that is the cause\n"
-        f"- where all columns are finite, the weights are to blame: {again} with a smaller {section}.optimizer.lr or clip_grad, "
+        f"{of_ptx}"
+        f"- where all columns are finite, {blamed} to blame: {again} with a smaller {section}.optimizer.lr or clip_grad, "
         "or a longer warm-up\n"
         f"- {section}.optimizer.stop_after_skipped: 0 lets a run go on however many are skipped"
     )

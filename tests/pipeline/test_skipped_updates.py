@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from roll_lite.config.loading import load_config
+from roll_lite.config.schema.algorithm import PtxConfig, PtxDataConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.ragged import Ragged
@@ -71,6 +72,21 @@ def test_the_run_ends_after_so_many_in_a_row_over_steps() -> None:
 def test_what_comes_after_the_last_one_in_the_same_step_does_not_hide_it() -> None:
     with pytest.raises(NotFinite, match=r"(?s)up to update 2 of step 1; none before them was finite.*to blame: start again with"):
         counted(2, [BROKEN, BROKEN, FINE]).look()
+
+
+def test_rows_beside_the_samples_are_named_as_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the actor: their losses and columns are nowhere to be found."""
+    monkeypatch.chdir(ROOT)
+    config = load_config("tiny_ppo", ROOT / "examples/configs")
+    ptx = PtxConfig(data=PtxDataConfig(train=["rows.jsonl"]), coef=0.1, samples=2)
+    with_ptx = SkippedUpdates.of(config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"ptx": ptx})}))
+    for role, told in (("actor", True), ("critic", False)):
+        skipped = SkippedUpdates({role: 1}, with_ptx.with_ptx)
+        skipped.count(1, {role: [[BROKEN]]})
+        with pytest.raises(NotFinite) as error:
+            skipped.look()
+        assert ("a row of algorithm.ptx may be the cause too; those of the update are not in that folder" in str(error.value)) is told
+        assert ("the weights, or such a row, are to blame" in str(error.value)) is told
 
 
 def test_roles_are_counted_on_their_own() -> None:
