@@ -79,8 +79,10 @@ class RunningSave(CheckpointWrite):
         self._folder = folder
         self._writer = writer
         dist.barrier()  # whatever else belongs to it is there
-        others = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != TENSORS_SUFFIX)
-        self._process = writer.start(others[layout.rank :: layout.world_size])
+        others = [path for path in folder.rglob("*") if path.is_file() and path.suffix != TENSORS_SUFFIX] if layout.rank == 0 else []
+        listed = [others]
+        dist.broadcast_object_list(listed, src=0)  # nodes may see what others have just written at different times
+        self._process = writer.start(listed[0][layout.rank :: layout.world_size])
 
     @property
     def is_done(self) -> bool:
