@@ -57,6 +57,12 @@ def test_a_run_without_reward_models_may_say_so(project: Project) -> None:
     assert project.problems_of("reward_models: {}") == []
 
 
+def test_none_leaves_its_devices_while_others_generate(helpful: Project) -> None:
+    assert found(helpful, "offload: true") == {}
+    (problem,) = helpful.problems_of(SECTION % ("offload: true", "") + "rollout: {supply: one_step_off}\n")
+    assert problem.path == "reward_models.helpful.offload" and "use false, or rollout.supply: sync" in problem.message
+
+
 def test_names_have_to_meet(helpful: Project) -> None:
     problems = {one.path: one.message for one in helpful.problems_of(SECTION.replace("model: helpful", "model: helpfull") % ("", ""))}
     assert problems["domains.add.reward.args.model"] == "no such reward model; did you mean 'helpful'?"

@@ -17,6 +17,9 @@ def _turns(config: RunConfig) -> Iterator[Problem]:
     if ahead and config.actor_infer.offload:
         message = f"with rollout.supply {rollout.supply} the engines generate while the actor trains, and cannot leave their devices"
         yield Problem("actor_infer.offload", f"{message}; use false and devices of their own, or rollout.supply: sync", True)
+    for name in [name for name, model in config.reward_models.items() if ahead and model.offload]:
+        message = f"with rollout.supply {rollout.supply} something is generated all the time: batches would wait until nothing is"
+        yield Problem(f"reward_models.{name}.offload", f"{message}; use false, or rollout.supply: sync", True)
     if ahead and config.deterministic:
         message = "which weights generate what depends on timing; use rollout.supply: sync, or deterministic: false"
         yield Problem("deterministic", message, True)
