@@ -39,6 +39,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig, get_megatron_optimizer  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
 from roll_lite.config.hf_config import read_hf_config  # isort: skip
+from roll_lite.distributed.strategy.megatron.experts import Balance  # isort: skip
 from roll_lite.distributed.strategy.megatron.layers import SdpaAttention  # isort: skip
 from roll_lite.distributed.strategy.megatron.model import layer_spec, transformer_config  # isort: skip
 
@@ -93,7 +94,7 @@ def bare_megatron(path: Path, rows: DataProto) -> Callable[[], None]:
     """The same model without the strategy; one optimizer step per call."""
     hf = read_hf_config(path)
     config = transformer_config(hf, MegatronStrategyConfig(), torch.float32, deterministic=False)
-    spec = layer_spec(hf)
+    spec = layer_spec(hf, 0, Balance(0.0))
     spec.submodules.self_attention.submodules.core_attention = PaddedAttention
     model = GPTModel(
         config, spec, hf.vocab_size, hf.max_positions, share_embeddings_and_output_weights=True, position_embedding_type="rope",
