@@ -38,6 +38,9 @@ class Metric:
 MEAN, SUM, MAX, MIN, LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.MIN, Reduction.LAST
 ACTOR, CRITIC, CREDIT, ROWS = ("actor/tokens",), ("critic/tokens",), ("credit/tokens",), ("credit/rows",)
 
+BUSIEST_EXPERT = Metric(MEAN, "", "Tokens of a layer's busiest expert, as a multiple of its experts' mean; of a model that has some.")
+BALANCE_LOSS = Metric(MEAN, "", "Load-balancing loss of a layer, without its coefficient: 1 where experts are chosen alike.")
+
 METRICS: dict[str, Metric] = {
     # rewards of the training batch
     "reward/mean": Metric(MEAN, "score", "Score of the accepted samples, before clipping and KL.", by="domain"),
@@ -192,10 +195,8 @@ METRICS: dict[str, Metric] = {
         by="domain",
     ),
     "actor/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
-    "actor/busiest_expert": Metric(
-        MEAN, "", "Tokens of a layer's busiest expert, as a multiple of its experts' mean; of a model that has some."
-    ),
-    "actor/balance_loss": Metric(MEAN, "", "Load-balancing loss of a layer, without its coefficient: 1 where experts are chosen alike."),
+    "actor/busiest_expert": BUSIEST_EXPERT,
+    "actor/balance_loss": BALANCE_LOSS,
     "actor/lr": Metric(LAST, "", "Learning rate."),
     "actor/kl_coef": Metric(LAST, "", "Weight of the KL in the loss."),
     "actor/updates": Metric(SUM, "updates", "Optimizer steps: less than epochs x mini-batches where early_stop_kl or masks left some out."),
@@ -220,10 +221,8 @@ METRICS: dict[str, Metric] = {
     "critic/error_mean": Metric(MEAN, "", "Return minus value.", count=CRITIC, by="domain"),
     "critic/error_square": Metric(MEAN, "", "Ingredient of critic/explained_variance.", count=CRITIC, shown=False, by="domain"),
     "critic/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
-    "critic/busiest_expert": Metric(
-        MEAN, "", "Tokens of a layer's busiest expert, as a multiple of its experts' mean; of a model that has some."
-    ),
-    "critic/balance_loss": Metric(MEAN, "", "Load-balancing loss of a layer, without its coefficient: 1 where experts are chosen alike."),
+    "critic/busiest_expert": BUSIEST_EXPERT,
+    "critic/balance_loss": BALANCE_LOSS,
     "critic/lr": Metric(LAST, "", "Learning rate."),
     "critic/updates": Metric(SUM, "updates", "Optimizer steps."),
     "critic/skipped": Metric(SUM, "updates", "Optimizer steps left out because loss or gradient was not finite."),

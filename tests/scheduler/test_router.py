@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from scheduler_support import by_tokens, make_domain, make_service, prompt_of
@@ -336,15 +335,26 @@ async def test_a_later_turn_goes_back_to_the_engine_of_the_earlier_ones() -> Non
     tasks.append(asyncio.create_task(router.generate("d", turn)))
     await settle()
     assert turn.request_id in engines[2].held
-    engines[2].answer(turn.request_id)
-    router.weights_changed()  # it has to compute all of it, as any other would
-    tasks.append(asyncio.create_task(router.generate("d", request("d/30/0/30/0/0", max_tokens=400))))
-    await settle()
-    last = replace(turn, request_id="d/7/0/7/2/0/turn2")
-    tasks.append(asyncio.create_task(router.generate("d", last)))
-    await settle()
-    assert last.request_id not in engines[2].held or "d/30/0/30/0/0" not in engines[2].held
     for task in tasks:
+        task.cancel()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+async def test_nobody_holds_a_prompt_under_new_weights(changed: bool) -> None:
+    a, b = HeldEngine("a"), HeldEngine("b")
+    router = Router([a, b], timeout_s=60)
+    first = asyncio.create_task(router.generate("d", request("d/7/0/7/0/0", prompt_tokens=1000, max_tokens=100)))
+    await settle()
+    a.answer("d/7/0/7/0/0")
+    await first
+    if changed:
+        router.weights_changed()
+    busy = asyncio.create_task(router.generate("d", request("d/8/0/8/0/0", prompt_tokens=10, max_tokens=100)))
+    await settle()
+    member = asyncio.create_task(router.generate("d", request("d/7/0/7/1/0", prompt_tokens=1000, max_tokens=100)))
+    await settle()
+    assert (list(a.held), list(b.held)) == ((["d/8/0/8/0/0"], ["d/7/0/7/1/0"]) if changed else (["d/8/0/8/0/0", "d/7/0/7/1/0"], []))
+    for task in (busy, member):
         task.cancel()
 
 

@@ -16,7 +16,7 @@ class WeightAverage:
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
         """`bindings`: of the weights that this rank exports; possibly none."""
         self._decay = decay
-        self._means = {binding.parameter: _on_host(binding.parameter) for binding in bindings}
+        self._means = {binding.parameter: _copy_on_host(binding.parameter) for binding in bindings}
         self.bindings = [replace(binding, parameter=self._means[binding.parameter]) for binding in bindings]
         """The same tensors of the checkpoint, with the average behind them: loading into them sets it."""
 
@@ -24,7 +24,7 @@ class WeightAverage:
     def update(self) -> None:
         """decay * average + (1 - decay) * weights."""
         for weight, mean in self._means.items():
-            mean.lerp_(_on_host(weight), 1 - self._decay)
+            mean.lerp_(weight.to("cpu", torch.float32), 1 - self._decay)
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -37,6 +37,6 @@ class WeightAverage:
         return self._means[weight].detach().to(weight.device)
 
 
-def _on_host(weight: torch.nn.Parameter) -> torch.nn.Parameter:
+def _copy_on_host(weight: torch.nn.Parameter) -> torch.nn.Parameter:
     copy = weight.detach().to("cpu", torch.float32, copy=True)
     return torch.nn.Parameter(copy, requires_grad=False)

@@ -74,8 +74,6 @@ def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
     """Make the process groups of the layout, or share those that another role made in this process. Collective."""
     virtual = strategy.virtual_pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else None
-    experts = (strategy.expert_parallel, strategy.expert_tensor_parallel)
-    wanted = (strategy.tensor_parallel, strategy.pipeline_parallel, strategy.context_parallel, virtual)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=strategy.tensor_parallel,
@@ -85,26 +83,7 @@ def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
             expert_model_parallel_size=strategy.expert_parallel,
             expert_tensor_parallel_size=strategy.expert_tensor_parallel,
         )
-    found = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-    )
-    if found != wanted:
-        raise ValueError(
-            f"strategy: tensor_parallel x pipeline_parallel x context_parallel (x virtual_pipeline_parallel) is {_times(wanted)}, but "
-            f"another role in this process has {_times(found)}; roles that share processes need the same layout"
-        )
-    found_experts = (
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
-    )
-    if found_experts != experts:
-        raise ValueError(
-            f"strategy: expert_parallel x expert_tensor_parallel is {_times(experts)}, but another role in this process has "
-            f"{_times(found_experts)}; roles that share processes need the same layout"
-        )
+    _require_own_layout(strategy, virtual)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
@@ -119,6 +98,30 @@ def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
         context_rank=context_rank,
         is_head=tensor_rank == 0 and context_rank == 0 and pipeline_rank == strategy.pipeline_parallel - 1,
     )
+
+
+def _require_own_layout(strategy: MegatronStrategyConfig, virtual: int | None) -> None:
+    """ValueError where the process groups are another layout's."""
+    of_layers = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+    )
+    of_experts = (parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_tensor_parallel_world_size())
+    for names, wanted, found in (
+        (
+            "tensor_parallel x pipeline_parallel x context_parallel (x virtual_pipeline_parallel)",
+            (strategy.tensor_parallel, strategy.pipeline_parallel, strategy.context_parallel, virtual),
+            of_layers,
+        ),
+        ("expert_parallel x expert_tensor_parallel", (strategy.expert_parallel, strategy.expert_tensor_parallel), of_experts),
+    ):
+        if wanted != found:
+            raise ValueError(
+                f"strategy: {names} is {_times(wanted)}, but another role in this process has {_times(found)}; "
+                "roles that share processes need the same layout"
+            )
 
 
 def _times(sizes: Sequence[int | None]) -> str:
