@@ -38,6 +38,9 @@ class OptimizerConfig(Section):
     """AdamW's moment decay rates."""
     eps: PositiveFloat = 1e-8
     """AdamW's denominator offset."""
+    on_host: bool = False
+    """Keep AdamW's moments in host memory and compute the update there: eight bytes less per trained weight on the device, for a copy of
+    gradients and weights to the host and of the weights back in every optimizer step."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm above which gradients are scaled down; 0 switches clipping off."""
     stop_after_skipped: Annotated[int, Field(ge=0)] = 5

@@ -151,9 +151,12 @@ class StateMover:
                     for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
                         yield buffer.grad_data
             case StateGroup.OPTIMIZER:
-                for part in self._optimizer.parts if self._optimizer is not None else []:
-                    for state in part.optimizer.state.values():
-                        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+                if self._optimizer is None:
+                    return
+                for part in self._optimizer.parts:
+                    if not self._optimizer.on_host:
+                        for state in part.optimizer.state.values():
+                            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
                     yield from (parameter for param_group in part.optimizer.param_groups for parameter in param_group["params"])
 
 

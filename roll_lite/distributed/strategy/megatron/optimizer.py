@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.device import current_device
+from roll_lite.distributed.strategy.megatron.host_step import HostStep
 
 STRETCH = 4096
 """Entries whose squares are added up in float32."""
@@ -69,6 +70,8 @@ class Optimizer:
             ),
             list(chunks),
         )
+        self.on_host = config.on_host
+        self._host_steps: list[HostStep] = []
         self._make_states()
         # The constructor's step(0) also applies the weight-decay multipliers: without a scheduler, norms and biases would decay.
         # Megatron's warm-up would spend the first update at init_lr: begun one part of the way up, it arrives with update warmup_steps.
@@ -99,11 +102,19 @@ class Optimizer:
         """Moments now instead of at the first step: memory is known from the start, and a checkpoint has something to load into."""
         for part in self.parts:
             part.init_state_fn(part.optimizer, part.config)
-        self.own_steps()
+            if self.on_host:
+                if not isinstance(part.optimizer, torch.optim.AdamW):
+                    raise ValueError("optimizer.on_host: true needs torch's AdamW; Megatron-Core has taken Transformer Engine's or Apex's")
+                self._host_steps.append(HostStep(part.optimizer, current_device()))
+                part.optimizer.step = self._host_steps[-1]  # type: ignore[assignment]
+        self.settle_states()
 
-    def own_steps(self) -> None:
-        """One step counter per parameter. For torch's AdamW, Megatron-Core 0.16 makes none when it makes the moments, and loads one
-        tensor into all of them, which every update of a parameter then advances: Adam's bias correction would be silently wrong."""
+    def settle_states(self) -> None:
+        """After they were made or loaded. Moments go to the host where they belong there. One step counter per parameter: for torch's
+        AdamW, Megatron-Core 0.16 makes none when it makes the moments, and loads one tensor into all of them, which every update of a
+        parameter then advances: Adam's bias correction would be silently wrong."""
+        for step in self._host_steps:
+            step.keep_moments()
         for part in self.parts:
             if isinstance(part.optimizer, torch.optim.AdamW):
                 for state in part.optimizer.state.values():

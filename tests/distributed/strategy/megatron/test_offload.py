@@ -28,7 +28,7 @@ class Role:
         self.adam = torch.optim.AdamW(self.layers.parameters(), lr=1e-2)
         own, of_experts = [SimpleNamespace(grad_data=shared)], [SimpleNamespace(grad_data=experts)]
         chunk = SimpleNamespace(parameters=self.layers.parameters, buffers=own, expert_parallel_buffers=of_experts)
-        parts: Any = SimpleNamespace(parts=[SimpleNamespace(optimizer=self.adam)])
+        parts: Any = SimpleNamespace(parts=[SimpleNamespace(optimizer=self.adam)], on_host=False)
         self.mover = StateMover([chunk], parts, torch.device(device))
         self.device = device
 
