@@ -10,10 +10,10 @@ from engine_harness import Harness, assert_log_probs, require
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow, pytest.mark.nightly]
 
 
-async def test_new_weights_of_experts(tmp_path: Path) -> None:
-    """Not on vLLM: on a CPU it packs experts, and generates something else afterwards (a configuration is told)."""
-    require("sglang")
-    engine = await Harness.start(tmp_path / "model", "qwen3_moe", tied=False, make="sglang")
+@pytest.mark.parametrize("make", ["vllm", "sglang"])
+async def test_new_weights_of_experts(tmp_path: Path, make: str) -> None:
+    require(make)
+    engine = await Harness.start(tmp_path / "model", "qwen3_moe", tied=False, make=make)
     try:
         for seed in (None, 101, 102):
             if seed is not None:

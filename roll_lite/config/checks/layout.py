@@ -29,7 +29,6 @@ from roll_lite.config.schema.models import (
     MegatronStrategyConfig,
     RewardModelConfig,
     SglangStrategyConfig,
-    VllmStrategyConfig,
 )
 from roll_lite.config.schema.run import RunConfig
 
@@ -236,16 +235,6 @@ def _deterministic_runs_on_cpu(config: RunConfig) -> Iterator[Problem]:
         yield Problem("deterministic", message, True)
 
 
-def _experts_of_vllm_on_cpus(config: RunConfig) -> Iterator[Problem]:
-    """Where new weights come. Of a cluster that is there already this machine's devices say nothing."""
-    if config.mode != "full" or config.ray.address or os.environ.get("RAY_ADDRESS"):
-        return
-    shape, strategy = _shape(config.model.path), config.actor_infer.strategy
-    if isinstance(strategy, VllmStrategyConfig) and shape is not None and shape.experts is not None and not gpus_visible():
-        message = "on a CPU vLLM packs the experts of a model and generates something else once new weights have come; use sglang"
-        yield Problem("actor_infer.strategy.name", message, "vllm")
-
-
 def _verified_experts(config: RunConfig) -> Iterator[Problem]:
     shape = _shape(config.model.path)
     if config.weight_sync.verify_weights and shape is not None and shape.experts is not None:
@@ -253,7 +242,7 @@ def _verified_experts(config: RunConfig) -> Iterator[Problem]:
         yield Problem("weight_sync.verify_weights", message, True)
 
 
-LAYOUT_CHECKS = (_verified_experts, _experts_of_vllm_on_cpus, _model_is_long_enough, _engine_knows_the_window, _deterministic_runs_on_cpu)
+LAYOUT_CHECKS = (_verified_experts, _model_is_long_enough, _engine_knows_the_window, _deterministic_runs_on_cpu)
 
 
 def sharing_notes(config: RunConfig) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -48,6 +49,8 @@ class WorkerExtension:
         def begin(again: bool) -> None:
             if again:  # layers remember how much of them has come
                 finalize_layerwise_reload(model, self.model_config)
+            if self.device.type == "cpu":
+                _make_expert_kernels_anew(model)
             initialize_layerwise_reload(model)
 
         with set_current_vllm_config(self.vllm_config):
@@ -80,6 +83,14 @@ def _pack_lm_head_again(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
+    """vLLM packs experts for the CPU where it makes their kernel, which it does with the first weights alone."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
 
 
 def _die_without_host(parent: psutil.Process | None) -> None:
