@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,15 +18,11 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch
-import torch.distributed as dist
-from train import OPTIMIZER, VOCAB, make_rows, policy_gradient
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from train import OPTIMIZER, make_rows, one_rank, policy_gradient
 
 from roll_lite.config.checkpoint_files import record
-from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig
 from roll_lite.data.microbatch import TokenBudget
-from roll_lite.distributed.strategy.base import CheckpointWrite, ModelSpec
+from roll_lite.distributed.strategy.base import CheckpointWrite
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
 
@@ -35,15 +30,6 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     start = time.perf_counter()
     found = work()
     return time.perf_counter() - start, found
-
-
-def make_model(folder: Path, layers: int) -> None:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=512, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4,
-        tie_word_embeddings=True, use_sliding_window=False,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
 def measured(strategy: MegatronStrategy, folder: Path, rounds: int) -> dict[str, float]:
@@ -83,17 +69,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="checkpoints of either kind (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=6, help="of 16 MB each (default: %(default)s)")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    os.environ.update(RANK="0", WORLD_SIZE="1")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
-        make_model(folder / "model", chosen.layers)
-        model = ModelConfig(path=folder / "model", dtype="float32")
-        strategy = MegatronStrategy(ModelSpec(model, MegatronStrategyConfig(), "model.path", OPTIMIZER))
-        strategy.initialize()
+    with one_rank(OPTIMIZER, hidden=512, layers=chosen.layers) as (strategy, folder):
         found = measured(strategy, folder, chosen.rounds)
-        dist.destroy_process_group()
     result = {
         "name": "checkpoint",
         **found,

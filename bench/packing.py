@@ -11,36 +11,19 @@ import json
 import math
 import os
 import statistics
-import tempfile
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-import torch.distributed as dist
-from train import OPTIMIZER, VOCAB, make_model, policy_gradient, turns
+from train import OPTIMIZER, VOCAB, one_rank, policy_gradient, tail, turns
 
-from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig
 from roll_lite.data.microbatch import RowsAtATime, TokenBudget
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
-from roll_lite.distributed.strategy.base import ModelSpec, TrainResult
-from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+from roll_lite.distributed.strategy.base import TrainResult
 
 PROMPT, SPREAD = 8, 8.0
 """Tokens of every prompt; the longest row by the mean."""
-
-
-def tail(rows: int, longest: int) -> list[int]:
-    """Quantiles of a log-normal distribution, in a shuffled order."""
-    quantiles = torch.special.ndtri((torch.arange(rows, dtype=torch.float64) + 0.5) / rows)
-    low, high = 0.0, 5.0
-    for _ in range(50):
-        sigma = (low + high) / 2
-        drawn = (sigma * quantiles).exp()
-        low, high = (sigma, high) if float(drawn.max() / drawn.mean()) < SPREAD else (low, sigma)
-    lengths = (drawn / drawn.max() * longest).round().clamp(min=PROMPT + 1).long()
-    return lengths[torch.randperm(rows, generator=torch.Generator().manual_seed(0))].tolist()
 
 
 def batch_of(lengths: list[int], width: int | None = None) -> DataProto:
@@ -70,19 +53,11 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=512, help="tokens of the longest (default: %(default)s)")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a micro-batch (default: %(default)s)")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    os.environ.update(RANK="0", WORLD_SIZE="1")
-    lengths = tail(chosen.rows, chosen.longest)
+    lengths = tail(chosen.rows, chosen.longest, SPREAD, shortest=PROMPT + 1)
     packed, padded = batch_of(lengths), batch_of(lengths, chosen.longest)
     results: dict[str, TrainResult] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
-        make_model(folder / "model")
-        frozen = OPTIMIZER.model_copy(update={"lr": 0.0, "min_lr": 0.0})  # every step starts from the same weights
-        model = ModelConfig(path=folder / "model", dtype="float32")
-        strategy = MegatronStrategy(ModelSpec(model, MegatronStrategyConfig(), "model.path", frozen))
-        strategy.initialize()
+    frozen = OPTIMIZER.model_copy(update={"lr": 0.0, "min_lr": 0.0})  # every step starts from the same weights
+    with one_rank(frozen) as (strategy, _):
         by_tokens = TokenBudget(chosen.budget, attention_par=strategy.layout.attention_par)
         by_rows = RowsAtATime(max(chosen.budget // chosen.longest, 1))
 
@@ -93,7 +68,6 @@ def main() -> None:
             results["padded"] = strategy.train_step(padded, policy_gradient, ["log_probs"], strategy.plan(padded.lengths, by_rows))
 
         pairs = turns(step_packed, step_padded, chosen.pairs)
-        dist.destroy_process_group()
     mine, theirs = results["packed"], results["padded"]
     if not math.isclose(mine.grad_norm, theirs.grad_norm, rel_tol=1e-5) or not math.isclose(mine.loss, theirs.loss, rel_tol=1e-4):
         raise SystemExit(f"different numbers: loss {mine.loss} and {theirs.loss}, gradient norm {mine.grad_norm} and {theirs.grad_norm}")

@@ -1,21 +1,27 @@
-"""Tokens per second of MegatronStrategy.train_step against a bare Megatron loop, written out here, on the same model and rows.
+"""Tokens per second of MegatronStrategy.train_step against a bare Megatron loop, written out here, on the same model, rows and layout.
 
 The bare loop is what one would write by hand: batches made beforehand, logits of every position, Megatron's own cross-entropy, DDP,
-optimizer, nothing reported. Rows are equally long, so that nothing is padded there (bench/packing.py has rows that are not). The two sides
-take turns step by step, so that a busy machine slows both.
-The last line is a JSON object; `ratio` above 1 means that train_step is faster. It is taken on rows of which every token counts, so that
-both sides work on the same positions; `ratio_with_prompts` on rows that begin with a prompt, whose logits train_step leaves out.
+optimizer, nothing reported. Rows are equally long, a few at a time, or (`packed`) of a long tail of lengths, one behind the other, with as
+many tokens at a time. Both sides start from the same weights and must come to the same gradient norm. They take turns step by step, so that
+a busy machine slows both.
+
+`--layouts` are those of the ranks: `one`, or two processes that share the rows (`dp2`), every matrix (`tp2`) or the layers (`pp2`).
+The last line is a JSON object; `ratio` above 1 means that train_step is faster. It is taken on one rank and rows of one length of which
+every token counts, so that both sides work on the same positions; `ratio_with_prompts` on rows that begin with a prompt, whose logits
+train_step leaves out; `ratios` has all cases.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,55 +30,104 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as processes
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, OptimizerConfig
-from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, RowsAtATime, padded
+from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlanner, RowsAtATime, TokenBudget, padded
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.base import ModelSpec
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
 from megatron.core import parallel_state, tensor_parallel  # isort: skip  (roll_lite prepares megatron.core)
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # isort: skip
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # isort: skip
 from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig, get_megatron_optimizer  # isort: skip
+from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
+from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
 from roll_lite.config.hf_config import read_hf_config  # isort: skip
 from roll_lite.distributed.strategy.megatron.experts import Balance  # isort: skip
-from roll_lite.distributed.strategy.megatron.layers import SdpaAttention  # isort: skip
+from roll_lite.distributed.strategy.megatron.forward_backward import sum_gradients  # isort: skip
+from roll_lite.distributed.strategy.megatron.hf_load import load_weights  # isort: skip
+from roll_lite.distributed.strategy.megatron.hf_mapping import bind  # isort: skip
+from roll_lite.distributed.strategy.megatron.layers import SdpaAttention, TorchRMSNorm  # isort: skip
 from roll_lite.distributed.strategy.megatron.model import layer_spec, transformer_config  # isort: skip
 
 ROWS, MICRO_BATCH, VOCAB, PROMPT, LENGTH = 64, 8, 4096, 20, 100
-PLANNER = RowsAtATime(MICRO_BATCH)
+TAIL = 4.0
+"""The longest of the packed rows, by their mean."""
 OPTIMIZER = OptimizerConfig(lr=1e-5)
+LAYOUTS: dict[str, tuple[int, MegatronStrategyConfig]] = {
+    "one": (1, MegatronStrategyConfig()),
+    "dp2": (2, MegatronStrategyConfig()),
+    "tp2": (2, MegatronStrategyConfig(tensor_parallel=2)),
+    "pp2": (2, MegatronStrategyConfig(pipeline_parallel=2)),
+}
+"""Processes, and how they share the model."""
+CASES = ("all", "prompts", "packed")
+"""Rows of one length, of which every token counts, or what follows the prompt; rows of many lengths, of which every token counts."""
 
 
-def make_model(folder: Path) -> None:
+# ---------------------------------------------------------------- what the benchmarks of training share
+
+
+def make_model(folder: Path, hidden: int = 256, layers: int = 4, **changed: Any) -> None:
+    """A random Qwen2, as Hugging Face saves it; `changed`: further fields of its config.json."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        tie_word_embeddings=True, use_sliding_window=False,
-    )  # fmt: skip
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True, "use_sliding_window": False}
+    sizes = {"vocab_size": VOCAB, "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers}
+    Qwen2ForCausalLM(Qwen2Config(**{**sizes, **heads, **changed})).save_pretrained(folder)
 
 
-def make_rows() -> DataProto:
+@contextmanager
+def one_rank(
+    optimizer: OptimizerConfig | None, hidden: int = 256, layers: int = 4, **changed: Any
+) -> Iterator[tuple[MegatronStrategy, Path]]:
+    """A strategy in this process with a model of make_model, in float32, and a folder that is gone afterwards."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "model", hidden, layers, **changed)
+        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+        try:
+            yield make_strategy(folder / "model", MegatronStrategyConfig(), optimizer), folder
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+def make_strategy(path: Path, layout: MegatronStrategyConfig, optimizer: OptimizerConfig | None) -> MegatronStrategy:
+    strategy = MegatronStrategy(ModelSpec(ModelConfig(path=path, dtype="float32"), layout, "model.path", optimizer))
+    strategy.initialize()
+    return strategy
+
+
+def tail(rows: int, longest: int, spread: float, shortest: int = 2) -> list[int]:
+    """Lengths of which the longest is `spread` times the mean: quantiles of a log-normal distribution, in a shuffled order."""
+    quantiles = torch.special.ndtri((torch.arange(rows, dtype=torch.float64) + 0.5) / rows)
+    low, high = 0.0, 5.0
+    for _ in range(50):
+        sigma = (low + high) / 2
+        drawn = (sigma * quantiles).exp()
+        low, high = (sigma, high) if float(drawn.max() / drawn.mean()) < spread else (low, sigma)
+    lengths = (drawn / drawn.max() * longest).round().clamp(min=shortest).long()
+    return lengths[torch.randperm(rows, generator=torch.Generator().manual_seed(0))].tolist()
+
+
+def make_rows(lengths: Sequence[int] = (LENGTH,) * ROWS, prompt: int = PROMPT) -> DataProto:
     generator = torch.Generator().manual_seed(0)
     return DataProto(
         {
-            "temperature": torch.ones(ROWS),
-            "input_ids": Ragged.from_rows([torch.randint(0, VOCAB, (LENGTH,), generator=generator) for _ in range(ROWS)]),
-            "response_mask": Ragged.from_rows([torch.arange(LENGTH) >= PROMPT] * ROWS),
-            "advantages": Ragged.from_rows([torch.randn(LENGTH - 1, generator=generator) / 1000 for _ in range(ROWS)]),
+            "temperature": torch.ones(len(lengths)),
+            "input_ids": Ragged.from_rows([torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]),
+            "response_mask": Ragged.from_rows([torch.arange(length) >= prompt for length in lengths]),
+            "advantages": Ragged.from_rows([torch.randn(length - 1, generator=generator) / 1000 for length in lengths]),
         }
     )
-
-
-def without_prompts(rows: DataProto) -> DataProto:
-    """The same tokens, all of them the policy's."""
-    mask = rows.ragged("response_mask")
-    return rows.with_columns(response_mask=Ragged(torch.ones_like(mask.values), mask.offsets))
 
 
 def policy_gradient(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -81,103 +136,188 @@ def policy_gradient(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tupl
     return loss, {"tokens": micro_batch.mask.sum()}
 
 
-class PaddedAttention(SdpaAttention):
-    """What one would write for rows of one length."""
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **_: Any) -> torch.Tensor:
-        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
-        return output.permute(2, 0, 1, 3).flatten(2)
-
-
-def bare_megatron(path: Path, rows: DataProto) -> Callable[[], None]:
-    """The same model without the strategy; one optimizer step per call."""
-    hf = read_hf_config(path)
-    config = transformer_config(hf, MegatronStrategyConfig(), torch.float32, deterministic=False)
-    spec = layer_spec(hf, 0, Balance(0.0))
-    spec.submodules.self_attention.submodules.core_attention = PaddedAttention
-    model = GPTModel(
-        config, spec, hf.vocab_size, hf.max_positions, share_embeddings_and_output_weights=True, position_embedding_type="rope",
-        rotary_base=hf.rope.theta,
-    )  # fmt: skip
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
-    chunk = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True), model)
-    config.finalize_model_grads_func = lambda chunks, num_tokens=None, **options: finalize_model_grads(chunks, None, **options)
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(optimizer="adam", lr=OPTIMIZER.lr, weight_decay=0.0, clip_grad=1.0, use_distributed_optimizer=True), [chunk]
-    )
-    batches = [padded(part) for part in MicroBatchPlan.of(rows.lengths, PLANNER).cut(rows)]
-
-    def forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
-        micro = next(iterator)
-        ids = micro.columns["input_ids"]
-        return model(ids, torch.arange(ids.shape[1]).expand_as(ids), None), partial(loss, micro)
-
-    def loss(micro: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        by_time = logits.transpose(0, 1)[:-1].clone(memory_format=torch.contiguous_format)
-        nll = tensor_parallel.vocab_parallel_cross_entropy(by_time, micro.columns["input_ids"].t()[1:].contiguous()).t()
-        return (nll * micro.columns["advantages"] * micro.mask).sum(), torch.zeros([], dtype=torch.int), {}
-
-    def step() -> None:
-        chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iter(batches), model=[chunk], num_microbatches=len(batches),
-            seq_length=LENGTH, micro_batch_size=MICRO_BATCH,
-        )  # fmt: skip
-        optimizer.step()
-
-    return step
-
-
-def timed(step: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
 def turns(ours: Callable[[], Any], bare: Callable[[], Any], pairs: int) -> list[tuple[float, float]]:
     """Seconds of either side, pair by pair."""
     timed(ours), timed(bare)
     return [(timed(ours), timed(bare)) if turn % 2 else (timed(bare), timed(ours))[::-1] for turn in range(pairs)]
 
 
+def timed(step: Callable[[], Any]) -> float:
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+# ---------------------------------------------------------------- the bare loop
+
+
+class AttentionByHand(SdpaAttention):
+    """What one would write for rows of one length, and for rows one behind the other."""
+
+    def forward(self, query: Any, key: Any, value: Any, attention_mask: Any, *, packed_seq_params: Any = None, **_: Any) -> torch.Tensor:
+        if packed_seq_params is None:
+            return self._attend(*(part.permute(1, 2, 0, 3) for part in (query, key, value))).permute(2, 0, 1, 3).flatten(2)
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        rows = zip(*(part.transpose(0, 1).split(lengths, dim=1) for part in (query, key, value)), strict=True)
+        return torch.cat([self._attend(*row).transpose(0, 1) for row in rows]).flatten(1)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+
+
+class BareLoop:
+    """The same model without the strategy."""
+
+    def __init__(self, path: Path, layout: MegatronStrategyConfig) -> None:
+        hf = read_hf_config(path)
+        self.config = transformer_config(hf, layout, torch.float32, deterministic=False)
+        layers = [layer_spec(hf, 0, Balance(0.0)) for _ in range(get_num_layers_to_build(self.config))]
+        for spec in layers:
+            spec.submodules.self_attention.submodules.core_attention = AttentionByHand
+        self.model = GPTModel(
+            self.config, TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm), hf.vocab_size, hf.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=True, position_embedding_type="rope", rotary_base=hf.rope.theta,
+        )  # fmt: skip
+        self.model.has_value_head = False
+        bindings = bind([self.model], hf)
+        for binding in bindings:
+            if binding.entry.cut is not None and not hasattr(binding.parameter, "tensor_model_parallel"):
+                tensor_parallel.set_tensor_model_parallel_attributes(binding.parameter, True, binding.entry.cut, 1)
+        load_weights(bindings, hf, path, None, "model.path")
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.chunk = DistributedDataParallel(self.config, ddp, self.model)
+        self.config.finalize_model_grads_func = sum_gradients
+        options = MegatronOptimizerConfig(
+            optimizer="adam", lr=OPTIMIZER.lr, weight_decay=0.0, clip_grad=1.0, use_distributed_optimizer=True,
+            adam_beta1=OPTIMIZER.betas[0], adam_beta2=OPTIMIZER.betas[1],
+        )  # fmt: skip
+        self.optimizer = get_megatron_optimizer(options, [self.chunk])
+
+    def step(self, batches: Sequence[Any]) -> float:
+        """The gradient norm."""
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=_forward_step, data_iterator=iter(batches), model=[self.chunk], num_microbatches=len(batches),
+            seq_length=batches[0][0].shape[1], micro_batch_size=len(batches[0][0]),
+        )  # fmt: skip
+        return float(self.optimizer.step()[1])
+
+
+def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    ids, positions, weights, packing = next(iterator)
+    return model(ids, positions, None, packed_seq_params=packing), partial(_loss, ids, weights)
+
+
+def _loss(ids: torch.Tensor, weights: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    by_time = logits.transpose(0, 1)[:-1].clone(memory_format=torch.contiguous_format)
+    nll = tensor_parallel.vocab_parallel_cross_entropy(by_time, ids.t()[1:].contiguous()).t()
+    return (nll * weights).sum(), torch.zeros([], dtype=torch.int), {}
+
+
+def same_length(micro: MicroBatch) -> Any:
+    ids = micro.columns["input_ids"]
+    return ids, torch.arange(ids.shape[1]).expand_as(ids), micro.columns["advantages"] * micro.mask, None
+
+
+def one_behind_the_other(rows: DataProto) -> Any:
+    lengths = rows.lengths
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    weights = [
+        torch.cat([advantages * mask[1:], advantages.new_zeros(1)])  # no token follows a row's last one
+        for advantages, mask in zip(rows.ragged("advantages").rows(), rows.ragged("response_mask").rows(), strict=True)
+    ]
+    longest = int(lengths.max())
+    packing = PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
+    positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
+    return rows.ragged("input_ids").values[None], positions[None], torch.cat(weights)[None, :-1], packing
+
+
+# ---------------------------------------------------------------- side by side
+
+
+def rows_of(case: str, rows: int) -> DataProto:
+    lengths = tail(2 * rows, 2 * LENGTH, TAIL) if case == "packed" else [LENGTH] * rows
+    return make_rows(lengths, PROMPT if case == "prompts" else 0)
+
+
+def planner_of(case: str, strategy: MegatronStrategy) -> MicroBatchPlanner:
+    budget = TokenBudget(MICRO_BATCH * LENGTH, attention_par=strategy.layout.attention_par)
+    return budget if case == "packed" else RowsAtATime(MICRO_BATCH)
+
+
+def compare(path: Path, layout: MegatronStrategyConfig, case: str, rows: int, pairs: int) -> list[tuple[float, float]]:
+    """Seconds of either side. Collective."""
+    strategy = make_strategy(path, layout, OPTIMIZER)
+    bare = BareLoop(path, layout)
+    every = rows_of(case, rows)
+    mine = every.take(range(strategy.layout.data_rank, len(every), strategy.layout.data_size))
+    planner = planner_of(case, strategy)
+    parts = list(strategy.plan(mine.lengths, planner).cut(mine))
+    batches = [one_behind_the_other(part) if case == "packed" else same_length(padded(part)) for part in parts]
+    norms: dict[str, float] = {}
+
+    def ours() -> None:
+        plan = strategy.plan(mine.lengths, planner)
+        norms.setdefault("ours", strategy.train_step(mine, policy_gradient, ["log_probs"], plan).grad_norm)
+
+    def by_hand() -> None:
+        norms.setdefault("bare", bare.step(batches))
+
+    found = turns(ours, by_hand, pairs)
+    if not math.isclose(norms["ours"], norms["bare"], rel_tol=1e-4):
+        raise SystemExit(f"{case}: different gradient norms, {norms['ours']} and {norms['bare']}")
+    return found
+
+
+def rank_main(rank: int, folder: Path, name: str, cases: Sequence[str], rows: int, pairs: int) -> None:
+    torch.set_num_threads(1)
+    ranks, layout = LAYOUTS[name]
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / f"store-{name}"), ranks), rank=rank, world_size=ranks)
+    found = {case: compare(folder / "model", layout, case, rows, pairs) for case in cases}
+    if rank == 0:
+        (folder / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=11, help="how often the two take turns (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=ROWS, help="samples of a step, of many lengths twice as many (default: %(default)s)")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="(default: all)")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="rows (default: all)")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    os.environ.update(RANK="0", WORLD_SIZE="1")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
         make_model(folder / "model")
-        rows = make_rows()
-        model = ModelConfig(path=folder / "model", dtype="float32")
-        strategy = MegatronStrategy(ModelSpec(model, MegatronStrategyConfig(), "model.path", OPTIMIZER))
-        strategy.initialize()
-
-        def planned_step(data: DataProto) -> None:
-            strategy.train_step(data, policy_gradient, ["log_probs"], strategy.plan(data.lengths, PLANNER))
-
-        pairs, with_prompts = (
-            turns(partial(planned_step, data), bare_megatron(folder / "model", data), chosen.pairs)
-            for data in (without_prompts(rows), rows)
-        )
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-    tokens = int(rows.lengths.sum())
+        for name in chosen.layouts:
+            processes.spawn(rank_main, (folder, name, chosen.cases, chosen.rows, chosen.pairs), nprocs=LAYOUTS[name][0])
+            found[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    ratios = {name: {case: _ratio(pairs) for case, pairs in of.items()} for name, of in found.items()}
+    layout, case = chosen.layouts[0], chosen.cases[0]
+    tokens, first = int(rows_of(case, chosen.rows).lengths.sum()), found[layout][case]
     result = {
         "name": "train_step",
-        "ours": round(tokens / statistics.median(mine for mine, _ in pairs), 1),
-        "peer": round(tokens / statistics.median(theirs for _, theirs in pairs), 1),
+        "ours": round(tokens / statistics.median(mine for mine, _ in first), 1),
+        "peer": round(tokens / statistics.median(theirs for _, theirs in first), 1),
         "unit": "tokens/s",
-        "ratio": round(statistics.median(theirs / mine for mine, theirs in pairs), 3),
-        "ratio_with_prompts": round(statistics.median(theirs / mine for mine, theirs in with_prompts), 3),
-        "peer_is": "bare Megatron-Core loop, 1 process, 1 thread, float32, 5M parameters",
+        "ratio": ratios[layout][case],
+        **({"ratio_with_prompts": ratios[layout]["prompts"]} if "prompts" in chosen.cases else {}),
+        "ratios": ratios,
+        "peer_is": "bare Megatron-Core loop in the same layout, 1 thread a process, float32, 5M parameters",
     }
     print(json.dumps(result))
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    return round(statistics.median(theirs / mine for mine, theirs in pairs), 3)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,10 @@ import json
 import multiprocessing
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -70,28 +68,15 @@ class Trainer:
     """One rank with a random model."""
 
     def __init__(self, hidden: int, layers: int, bucket_mb: int) -> None:
-        import torch.distributed as dist
-        from transformers import Qwen2Config, Qwen2ForCausalLM
+        from train import one_rank
 
-        from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig
-        from roll_lite.distributed.strategy.base import ModelSpec
-        from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
         from roll_lite.distributed.weight_sync.endpoints import WeightSender
 
-        torch.set_num_threads(1)
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch)
-            config = Qwen2Config(
-                vocab_size=VOCAB, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-                num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, tie_word_embeddings=True, use_sliding_window=False,
-            )  # fmt: skip
-            Qwen2ForCausalLM(config).save_pretrained(folder / "model")
-            dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
-            strategy = MegatronStrategy(
-                ModelSpec(ModelConfig(path=folder / "model", dtype="float32"), MegatronStrategyConfig(), "model.path")
-            )
-            strategy.initialize()
+        heads = hidden // 64
+        self.scope = ExitStack()  # to the end of the process
+        strategy, _ = self.scope.enter_context(
+            one_rank(None, hidden, layers, vocab_size=VOCAB, num_attention_heads=heads, num_key_value_heads=heads)
+        )
         self.sender = WeightSender(strategy, rank=0)
         self.export = self.sender.plan(bucket_mb << 20)
         self.port = self.sender.host(HOST, TIMEOUT_S)
