@@ -29,6 +29,7 @@ MODELS = {
     "qwen2.5_0.5b_grpo": (QWEN2_5_0_5B, 0.494, {"actor_train": "megatron: DP 1", "actor_infer": "vllm: 1 replica"}),
     "qwen2.5_1.5b_grpo": (QWEN2_5_1_5B, 1.54, {"actor_train": "megatron: DP 8", "actor_infer": "vllm: 8 replicas"}),
     "qwen2.5_7b_grpo": (QWEN2_5_7B, 7.62, {"actor_train": "megatron: TP 2 x DP 4", "actor_infer": "vllm: 8 replicas"}),
+    "qwen2.5_7b_fp8_grpo": (QWEN2_5_7B, 7.62, {"actor_train": "megatron: TP 2 x DP 4", "actor_infer": "vllm: 8 replicas"}),
     "qwen2.5_32b_grpo": (QWEN2_5_32B, 32.8, {"actor_train": "megatron: TP 4 x PP 2 x DP 4", "actor_infer": "vllm: 8 replicas of TP 4"}),
     "qwen3_30b_a3b_grpo": (
         QWEN3_30B_A3B,

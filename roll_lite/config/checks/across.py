@@ -13,6 +13,7 @@ from typing import Any
 from roll_lite.config.arithmetic import group_size, held_out_sampling, kl_terms, requests, trains, updates, validates
 from roll_lite.config.checks.algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
 from roll_lite.config.checks.files import DOMAIN_FILE_CHECKS, FILE_CHECKS
+from roll_lite.config.checks.gpu_only import GPU_CHECKS
 from roll_lite.config.checks.judges import JUDGE_CHECKS
 from roll_lite.config.checks.layout import LAYOUT_CHECKS, ROLE_CHECKS
 from roll_lite.config.checks.lora import LORA_CHECKS, LORA_FILE_CHECKS
@@ -48,6 +49,7 @@ def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[
         _ptx_template,
         *ALGORITHM_CHECKS,
         *LAYOUT_CHECKS,
+        *GPU_CHECKS,
         *((*FILE_CHECKS, *LORA_FILE_CHECKS, *REPLAY_CHECKS) if files else ()),
         *further,
     )

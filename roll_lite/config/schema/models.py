@@ -122,6 +122,10 @@ class EngineStrategyConfig(Section):
     """Share of a GPU's memory: vLLM takes no more; SGLang's weights and key/value cache fill it, activations, CUDA graphs come on top."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: weights are quantised when they arrive, with a scale for every output channel, activations token by token; GPUs only. Half the
+    memory of bfloat16 and faster matrix products, and samples of another policy than the one that trains: algorithm.mismatch_correction
+    goes with it (docs/gpu.md)."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments for the engine itself, passed on as they are."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from packaging.version import Version
 
 from roll_lite.config.problems import or_nearest
+from roll_lite.config.schema.models import EngineStrategyConfig
 
 CPU_KV_CACHE_MB = 256
 
@@ -59,6 +60,13 @@ class Environment:
 def kv_cache_mb(given: int | None, cuda: bool) -> int | None:
     """Size of the KV cache; None where it takes what is left of the GPU."""
     return given if given is not None or cuda else CPU_KV_CACHE_MB
+
+
+def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
+    """ValueError where that is asked for and there is no GPU."""
+    if strategy.quantization == "fp8" and not cuda:
+        raise ValueError("strategy.quantization: fp8 needs a GPU, and there is none here; use none")
+    return strategy.quantization == "fp8"
 
 
 def check_engine_args(make: str, given: Mapping[str, Any], own: Collection[str], known: Collection[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +88,17 @@ def test_what_only_gpus_get(model: ModelConfig) -> None:
     assert not gpu["disable_cuda_graph"] and cpu["disable_cuda_graph"]
     assert "max_total_tokens" not in gpu and gpu["mem_fraction_static"] == 0.85
     assert cpu["attention_backend"] == "torch_native" and "attention_backend" not in gpu
+
+
+def test_weights_in_fp8_can_be_replaced_by_one_loader_only(model: ModelConfig) -> None:
+    from roll_lite.config.checks.gpu_only import SGLANG_FP8
+
+    assert {"quantization": "fp8", "load_format": "flash_rl"}.items() <= arguments(model, True, quantization="fp8").items()
+    with pytest.raises(ValueError, match="fp8 needs a GPU, and there is none here; use none"):
+        arguments(model, False, quantization="fp8")
+    models = Path(next(iter(find_spec("sglang").submodule_search_locations))) / "srt/models"  # type: ignore[union-attr, arg-type]
+    declared = {file.stem for file in models.glob("*.py") if "@supports_quantized_rl_reload" in file.read_text(encoding="utf-8")}
+    assert declared >= set(SGLANG_FP8) and not declared & {"llama", "mistral", "qwen3_moe"}
 
 
 def test_the_cache_holds_as_many_tokens_as_fit(model: ModelConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,18 @@ def test_what_only_gpus_get() -> None:
     assert "kv_cache_memory_bytes" not in gpu and cpu["kv_cache_memory_bytes"] == 256 << 20
     assert not gpu["enforce_eager"] and cpu["enforce_eager"]
     assert "enable_chunked_prefill" not in gpu and cpu["enable_chunked_prefill"] is False
+
+
+def test_weights_are_quantised_by_the_name_that_vllm_has_for_it() -> None:
+    """`fp8` is that of checkpoints in fp8; vLLM refuses it for others."""
+    asked = arguments(True, quantization="fp8")["quantization"]
+    declared = Path(next(iter(find_spec("vllm").submodule_search_locations))) / "config/quantization.py"  # type: ignore[union-attr, arg-type]
+    assert f'"{asked}": QuantizationConfigArgs(' in declared.read_text(encoding="utf-8")
+    assert "quantization" not in arguments(True)
+    judge = JudgeServerConfig(path=Path("model"), strategy=VllmStrategyConfig(quantization="fp8"))
+    assert server_arguments(judge, cuda=True)["quantization"] == asked
+    with pytest.raises(ValueError, match="fp8 needs a GPU, and there is none here; use none"):
+        arguments(False, quantization="fp8")
 
 
 def notes(cuda: bool, max_model_len: int, **options: Any) -> list[str]:

@@ -10,7 +10,7 @@ from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.keep_mask import KEEP_LIMIT
 from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig
 from roll_lite.distributed.strategy.inference import settings
-from roll_lite.distributed.strategy.inference.settings import Environment, kv_cache_mb
+from roll_lite.distributed.strategy.inference.settings import Environment, is_fp8, kv_cache_mb
 
 SUPPORTED = ("0.5.23", "0.5.24")
 
@@ -105,6 +105,9 @@ def engine_arguments(model: ModelConfig, strategy: SglangStrategyConfig, max_mod
         arguments["mem_fraction_static"] = strategy.gpu_memory_utilization
     else:
         arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "sleep_on_idle": True}
+    if is_fp8(strategy, cuda):
+        # Quantised as `fp8` alone, a model cannot be loaded again: what its loaders know goes with the first weights. This one keeps it.
+        arguments |= {"quantization": "fp8", "load_format": "flash_rl"}
     megabytes = kv_cache_mb(strategy.kv_cache_mb, cuda)
     if megabytes is not None:
         arguments["max_total_tokens"] = (megabytes << 20) // _token_bytes(model, strategy)

@@ -15,8 +15,8 @@ from typing import Any
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.schema.models import JudgeServerConfig
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host
-from roll_lite.distributed.strategy.inference.settings import kv_cache_mb
-from roll_lite.distributed.strategy.vllm.compat.settings import batched_tokens, check_version, engine_environment, notes
+from roll_lite.distributed.strategy.inference.settings import is_fp8, kv_cache_mb
+from roll_lite.distributed.strategy.vllm.compat.settings import FP8, batched_tokens, check_version, engine_environment, notes
 
 OWN_ARGUMENTS = ("host", "port", "uds", "fd", "served_model_name", "api_key", "api_server_count", "root_path", "ssl_certfile")
 """Arguments of a judge's server that no configuration may set."""
@@ -49,6 +49,7 @@ def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
         "distributed_executor_backend": "mp" if strategy.tensor_parallel > 1 else None,
         "gpu_memory_utilization": strategy.gpu_memory_utilization if cuda else None,
         "enable_chunked_prefill": None if cuda else False,  # see batched_tokens
+        "quantization": FP8 if is_fp8(strategy, cuda) else None,
         "kv_cache_memory_bytes": None if megabytes is None else megabytes << 20,
     }
     return {key: value for key, value in arguments.items() if value is not None} | strategy.engine_args

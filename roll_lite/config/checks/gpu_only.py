@@ -1,0 +1,64 @@
+"""What only GPUs have: engines in fp8, Transformer Engine's layers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from roll_lite.config.arithmetic import generates, trains
+from roll_lite.config.checks import layout
+from roll_lite.config.hf_config import read_model_shape
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema.models import EngineStrategyConfig, SglangStrategyConfig
+from roll_lite.config.schema.run import RunConfig
+
+SGLANG_FP8 = ("qwen2", "qwen3")
+"""Families whose weights SGLang can replace in fp8 (its QuantizedRLModelLoader says which)."""
+
+
+def no_gpus(config: RunConfig) -> bool:
+    """Of a cluster that is there already this machine's devices say nothing."""
+    return not config.ray.address and not os.environ.get("RAY_ADDRESS") and not layout.gpus_visible()
+
+
+def _fp8_rollouts(config: RunConfig) -> Iterator[Problem]:
+    strategy = config.actor_infer.strategy
+    if not generates(config) or not isinstance(strategy, EngineStrategyConfig) or strategy.quantization != "fp8":
+        return
+    path = "actor_infer.strategy.quantization"
+    if no_gpus(config):
+        yield Problem(path, "engines have fp8 kernels for GPUs only, and none are visible here; use none", "fp8")
+    if config.model.dtype != "bfloat16":
+        yield Problem(path, f"weights are quantised from bfloat16, model.dtype is {config.model.dtype}; use bfloat16, or none", "fp8")
+    if config.weight_sync.verify_weights:
+        message = "an engine in fp8 does not hold the trainer's weights bit for bit; use false"
+        yield Problem("weight_sync.verify_weights", message, True)
+    if trains(config) and config.algorithm.mismatch_correction is None and config.algorithm.old_log_probs != "rollout":
+        message = (
+            "engines in fp8 sample from another policy than the one that trains; set algorithm.mismatch_correction "
+            "(level: token, mode: truncate, high: 2.0), or old_log_probs: rollout"
+        )
+        yield Problem(path, message, "fp8")
+
+
+def _fp8_of_sglang(config: RunConfig) -> Iterator[Problem]:
+    strategy = config.actor_infer.strategy
+    if config.mode != "full" or not isinstance(strategy, SglangStrategyConfig) or strategy.quantization != "fp8":
+        return
+    try:
+        family = read_model_shape(config.model.path).model_type
+    except ValueError:
+        return  # the file checks report it
+    if family not in SGLANG_FP8:
+        message = f"SGLang takes new weights in fp8 for {' and '.join(SGLANG_FP8)} only, the model is a {family}; use vllm, or none"
+        yield Problem("actor_infer.strategy.quantization", message, "fp8")
+
+
+def _fp8_judges(config: RunConfig) -> Iterator[Problem]:
+    for name, judge in config.judges.items():
+        if judge.strategy.quantization == "fp8" and no_gpus(config):
+            message = "engines have fp8 kernels for GPUs only, and none are visible here; use none"
+            yield Problem(f"judges.{name}.strategy.quantization", message, "fp8")
+
+
+GPU_CHECKS = (_fp8_rollouts, _fp8_of_sglang, _fp8_judges)

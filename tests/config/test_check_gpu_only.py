@@ -1,0 +1,61 @@
+"""What only GPUs have is refused without one, and where it does not go with the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from config_project import Project
+
+from roll_lite.config.checks import layout as check_layout
+
+FP8 = "model: {dtype: bfloat16}\nactor_infer: {strategy: {quantization: fp8}}\n"
+CORRECTED = FP8 + "algorithm: {mismatch_correction: {high: 2.0}}\n"
+QUANTIZATION = "actor_infer.strategy.quantization"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_layout, "gpus_visible", lambda: True)
+
+
+def test_fp8_rollouts_without_a_gpu(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_layout, "gpus_visible", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (problem,) = project.problems_of(CORRECTED)
+    assert (problem.path, problem.value) == (QUANTIZATION, "fp8") and "none are visible here; use none" in problem.message
+    assert project.problems_of(CORRECTED + "ray: {address: 'head:6379'}") == [], "its nodes may have GPUs"
+
+
+@pytest.mark.parametrize(
+    ("yaml", "path", "fragment"),
+    [
+        (FP8, QUANTIZATION, "set algorithm.mismatch_correction (level: token"),
+        (CORRECTED.replace("bfloat16", "float32"), QUANTIZATION, "model.dtype is float32"),
+        (CORRECTED + "weight_sync: {verify_weights: true}", "weight_sync.verify_weights", "bit for bit"),
+        (CORRECTED, None, ""),
+        (FP8 + "algorithm: {old_log_probs: rollout}", None, ""),
+        (FP8 + "mode: rollout_only", None, ""),
+    ],
+)
+def test_what_goes_with_fp8_rollouts(project: Project, gpus: None, yaml: str, path: str | None, fragment: str) -> None:
+    problems = project.problems_of(yaml)
+    assert [problem.path for problem in problems] == ([path] if path else [])
+    assert all(fragment in problem.message for problem in problems)
+
+
+def test_sglang_replaces_fp8_weights_of_some_families(project: Project, gpus: None) -> None:
+    sglang = CORRECTED.replace("{quantization", "{name: sglang, quantization")
+    assert project.problems_of(sglang) == []
+    file: Path = project.folder / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "llama"}))
+    messages = [one.message for one in project.problems_of(sglang) if one.path == QUANTIZATION]
+    assert len(messages) == 1 and "the model is a llama; use vllm, or none" in messages[0]
+
+
+def test_a_judge_in_fp8_without_a_gpu(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_layout, "gpus_visible", lambda: False)
+    judge = "judges: {main: {path: model, strategy: {quantization: fp8}}}\n"
+    problems = project.problems_of(judge + "domains: {add: {reward: {type: judge, args: {server: main, api: completions}}}}")
+    assert "judges.main.strategy.quantization" in [problem.path for problem in problems]
