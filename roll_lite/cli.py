@@ -14,6 +14,7 @@ import yaml
 
 from roll_lite.config.arithmetic import derive
 from roll_lite.config.arithmetic_tables import render
+from roll_lite.config.checks.layout import devices_are_there
 from roll_lite.config.checks.notes import notes_on
 from roll_lite.config.compose.overrides import COMMAND_LINE, alternatives
 from roll_lite.config.loading import load_config
@@ -28,6 +29,7 @@ WRONG_CONFIGURATION = 2
 INTERRUPTED = 130
 CHECKS = (engine_arguments_fit, check_rewards)
 """Of those who know what a section is for."""
+OF_RUNS = (*CHECKS, devices_are_there)
 SEEN_ENOUGH = 141
 """What a shell shows for a program that SIGPIPE has ended."""
 
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.command == "run" and parsed.multirun:
             return _sweep(parsed, overrides)
         imagined = parsed.command == "simulate"
-        further = () if imagined else CHECKS
+        further = {"simulate": (), "reward": CHECKS}.get(parsed.command, OF_RUNS)
         config = load_config(parsed.config_name, found(parsed.config_path), overrides, further=further, files=not imagined)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
@@ -86,7 +88,7 @@ def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     folder = found(parsed.config_path)
     chosen = list(product(*(_alternatives(parsed.config_name, text) for text in overrides)))
-    choices = [Choice(one, load_config(parsed.config_name, folder, one, further=CHECKS)) for one in chosen]
+    choices = [Choice(one, load_config(parsed.config_name, folder, one, further=OF_RUNS)) for one in chosen]
     if parsed.cfg:
         for choice in choices:
             sys.stdout.write(f"--- # {' '.join(map(hidden, choice.overrides))}\n")

@@ -9,6 +9,7 @@ from math import ceil
 from typing import Literal
 
 from roll_lite.config.schema.algorithm import KlInLossConfig, KlInRewardConfig
+from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.domains import DomainConfig, SamplingConfig
 from roll_lite.config.schema.models import (
     Devices,
@@ -40,11 +41,13 @@ class ClusterArithmetic:
     """The parallel sizes in words."""
     shares_with: tuple[str, ...]
     """Roles that use at least one of the same devices."""
+    per_device: int = 1
+    """Replicas of an engine that share each device."""
 
     @property
     def copies(self) -> int:
         """Data-parallel size of a training role, number of replicas of an engine."""
-        return len(self.devices) // self.model_parallel
+        return len(self.devices) // self.model_parallel * self.per_device
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,11 @@ class BatchArithmetic:
 
 def device_numbers(devices: Devices) -> tuple[int, ...]:
     """A number n means devices 0 to n-1."""
-    return tuple(range(devices)) if isinstance(devices, int) else tuple(devices)
+    if isinstance(devices, int):
+        return tuple(range(devices))
+    if any(isinstance(one, str) for one in devices):
+        raise Refused("devices")  # of a node that is not there, which config/placement.py tells
+    return tuple(one for one in devices if isinstance(one, int))
 
 
 def max_model_len(config: RunConfig) -> int:
@@ -326,7 +333,8 @@ def _cluster(name: str, by_role: dict[str, Role]) -> ClusterArithmetic:
     devices = device_numbers(role.devices)
     others = [other for other in by_role if other != name and set(devices) & set(device_numbers(by_role[other].devices))]
     size = model_parallel_size(role)
-    copies = len(devices) // size
+    per_device = role.replicas_per_device if isinstance(role, InferRoleConfig) else 1
+    copies = len(devices) // size * per_device
     strategy = role.strategy
     if isinstance(strategy, MegatronStrategyConfig):
         virtual = strategy.virtual_pipeline_parallel
@@ -335,8 +343,9 @@ def _cluster(name: str, by_role: dict[str, Role]) -> ClusterArithmetic:
         parts = sizes | {"DP": copies} | experts
         layout = " x ".join(f"{key} {value}" for key, value in parts.items() if value > 1 or key == "DP")
     else:
-        layout = f"{copies} replica{'s' if copies != 1 else ''}" + (f" of TP {size}" if size > 1 else "")
-    return ClusterArithmetic(name, devices, size, f"{strategy.name}: {layout}", tuple(others))
+        shared = f", {per_device} on each device" if per_device > 1 else ""
+        layout = f"{copies} replica{'s' if copies != 1 else ''}" + (f" of TP {size}" if size > 1 else shared)
+    return ClusterArithmetic(name, devices, size, f"{strategy.name}: {layout}", tuple(others), per_device)
 
 
 def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[DomainArithmetic]) -> Iterator[PassArithmetic]:

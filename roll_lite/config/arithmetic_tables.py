@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from fractions import Fraction
 
 from roll_lite.config.arithmetic import BatchArithmetic
+from roll_lite.config.placement import ranges
 
 
 def render(arithmetic: BatchArithmetic) -> str:
     """The tables that `roll-lite check` prints."""
     clusters = [
-        [cluster.role, _ranges(cluster.devices), cluster.layout, ", ".join(cluster.shares_with) or "nobody"]
+        [cluster.role, ranges(cluster.devices), cluster.layout, ", ".join(cluster.shares_with) or "nobody"]
         for cluster in arithmetic.clusters
     ]
     domains = [
@@ -60,13 +60,6 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
-
-
-def _ranges(devices: Collection[int]) -> str:
-    ordered, devices = sorted(devices), frozenset(devices)
-    starts = [number for number in ordered if number - 1 not in devices]
-    ends = [number for number in ordered if number + 1 not in devices]
-    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
 
 
 def _with_bound(number: int, most: int) -> str:

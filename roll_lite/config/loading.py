@@ -10,6 +10,7 @@ from roll_lite.config.checks.across import Check, check
 from roll_lite.config.compose.layers import Composed, compose, find, searched, suggestion
 from roll_lite.config.compose.overrides import is_sweep
 from roll_lite.config.files import is_file, is_folder, listing
+from roll_lite.config.placement import placed
 from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted, or_nearest
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.validation import validate
@@ -31,13 +32,15 @@ def load_config(
         raise ConfigError(name, [wrong])
     composed = compose(name, folder, overrides, may_be_left_out=not files)
     validated = validate(composed.data, composed.broken)
-    cross = check(validated.partial, allow_scripted=allow_scripted, further=further, files=files)
-    problems = [_with_source(problem, composed.origins) for problem in [*composed.problems, *validated.problems, *cross]]
+    partial, unplaceable = placed(validated.partial)
+    cross = check(partial, allow_scripted=allow_scripted, further=further, files=files)
+    found = [*composed.problems, *validated.problems, *unplaceable, *cross]
+    problems = [_with_source(problem, composed.origins) for problem in found]
     problems = [_meant_for_a_sweep(problem, overrides) for problem in problems]
     if problems:
         problems = [_without_secrets(problem, composed) for problem in problems]
         raise ConfigError(name, list({str(problem): problem for problem in problems}.values()))
-    config = RunConfig.model_validate(validated.data)
+    config, _ = placed(RunConfig.model_validate(validated.data))
     config._as_written.update({path: text for path, (text, _) in composed.secrets.items()})
     return config
 

@@ -2,22 +2,26 @@
 
 A device is a GPU or, on a cluster without GPUs, a CPU slot: a share of a core, small enough that all slots fit, so that a
 laptop's two cores can host every role of a run. One placement group holds all devices of a run, so that it starts with all
-of them or not at all.
+of them or not at all. Where the configuration tells of nodes (`placement.nodes`), every device is on its own; else Ray packs them.
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import NODE_ID_LABEL_KEY, PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from roll_lite.config.arithmetic import device_numbers
+from roll_lite.config.placement import describe, nodes_of, ranges
 from roll_lite.config.schema.models import Devices
+from roll_lite.config.schema.placement import PlacementConfig
 
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
@@ -52,16 +56,23 @@ class Device:
 class Placement:
     """The devices of all roles of a run, reserved together."""
 
-    def __init__(self, roles: Mapping[str, Devices], timeout_s: float) -> None:
+    def __init__(self, roles: Mapping[str, Devices], timeout_s: float, layout: PlacementConfig | None = None) -> None:
         self.roles = {role: list(device_numbers(devices)) for role, devices in roles.items()}
         numbers = sorted({number for devices in self.roles.values() for number in devices})
         gpus = ray.cluster_resources().get("GPU", 0) > 0
-        bundle = {"GPU": 1.0} if gpus else {"CPU": _cpu_slot(len(numbers))}
-        self.group = _reserve([bundle] * len(numbers), self.roles, timeout_s)
+        if layout is None or layout.nodes is None:
+            size, labels = 1.0 if gpus else _cpu_slot(len(numbers)), None
+        else:
+            on_nodes = Counter(number // layout.devices_per_node for number in numbers)
+            nodes = _nodes_of_the_run("GPU" if gpus else "CPU", layout, on_nodes, timeout_s)
+            size = 1.0 if gpus else _slot_of_nodes({nodes[node].id: count for node, count in on_nodes.items()})
+            labels = [{NODE_ID_LABEL_KEY: nodes[number // layout.devices_per_node].id} for number in numbers]
+        self.group = _reserve([{"GPU": 1.0} if gpus else {"CPU": size}] * len(numbers), labels, self.roles, timeout_s)
         self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus), strict=True))
 
-    def slots(self, role: str, devices_per_worker: int = 1) -> list[Slot]:
-        """One for each worker of the role, in rank order; a worker of several devices gets consecutive ones."""
+    def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
+        """One for each worker of the role, in rank order; a worker of several devices gets consecutive ones, and several that share a
+        device follow one another."""
         numbers = self.roles[role]
         if len(numbers) % devices_per_worker:
             raise ValueError(f"{role}.devices: {len(numbers)} devices cannot be shared out to workers of {devices_per_worker} devices each")
@@ -77,9 +88,9 @@ class Placement:
                 )
             place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=own[0].bundle)
             gpus = tuple(device.gpu for device in own if device.gpu is not None)
-            local_rank = 0 if gpus else seen.get(own[0].node, 0)
-            seen[own[0].node] = seen.get(own[0].node, 0) + 1
-            slots.append(Slot(place, local_rank, gpus))
+            for _ in range(workers_per_device):
+                slots.append(Slot(place, 0 if gpus else seen.get(own[0].node, 0), gpus))
+                seen[own[0].node] = seen.get(own[0].node, 0) + 1
         return slots
 
     def release(self) -> None:
@@ -107,6 +118,13 @@ def _cpu_slot(slots: int) -> float:
     return SMALLEST_SLOT
 
 
+def _slot_of_nodes(counts: Mapping[str, int]) -> float:
+    """The same where it is known which node has how many of them."""
+    free = _free_cores()
+    sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
+    return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
+
+
 def _free_cores() -> dict[str, float]:
     # Ray has no public call for what is free on each node.
     from ray._private.state import available_resources_per_node
@@ -114,39 +132,64 @@ def _free_cores() -> dict[str, float]:
     return {node: resources.get("CPU", 0.0) for node, resources in available_resources_per_node().items()}
 
 
-def _reserve(bundles: list[dict[str, float]], roles: Mapping[str, Sequence[int]], timeout_s: float) -> PlacementGroup:
-    group = placement_group(bundles, strategy="PACK")
+@dataclass(frozen=True)
+class Node:
+    id: str
+    address: str
+    devices: float
+    """GPUs, or cores."""
+
+
+def _nodes(kind: str) -> list[Node]:
+    """Those with devices: the driver's first, then by address."""
+    here = ray.get_runtime_context().get_node_id()
+    alive = [Node(one["NodeID"], one["NodeManagerAddress"], one["Resources"].get(kind, 0.0)) for one in ray.nodes() if one["Alive"]]
+    return sorted((node for node in alive if node.devices > 0), key=lambda node: (node.id != here, node.address, node.id))
+
+
+def _nodes_of_the_run(kind: str, layout: PlacementConfig, wanted: Mapping[int, int], timeout_s: float) -> list[Node]:
+    """The nodes that the configuration tells of. One may still be on its way."""
+    deadline = time.monotonic() + timeout_s
+    assert layout.nodes is not None
+    while True:
+        nodes = _nodes(kind)
+        fits = len(nodes) >= layout.nodes and (kind == "CPU" or all(nodes[node].devices >= count for node, count in wanted.items()))
+        if fits:
+            return nodes
+        if time.monotonic() > deadline:
+            told, there = describe(nodes_of(layout)), describe([(node.address, int(node.devices)) for node in nodes], _words(kind))
+            raise PlacementTimeout(f"placement.nodes: the run wants {told}; after {timeout_s:g} s the cluster has {there}")
+        time.sleep(min(1.0, timeout_s))
+
+
+def _words(kind: str) -> str:
+    return "GPUs" if kind == "GPU" else "cores"
+
+
+def _reserve(
+    bundles: list[dict[str, float]], labels: list[dict[str, str]] | None, roles: Mapping[str, Sequence[int]], timeout_s: float
+) -> PlacementGroup:
+    group = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
     if group.wait(timeout_s):
         return group
     kind, size = next(iter(bundles[0].items()))
-    has = _cluster_state(kind)
+    free = ray.available_resources().get(kind, 0)
+    has = describe([(node.address, int(node.devices)) for node in _nodes(kind)], _words(kind))
     remove_placement_group(group)
-    wanted = "; ".join(f"{role}: {_numbers(devices)}" for role, devices in roles.items())
+    wanted = "; ".join(f"{role}: {ranges(devices)}" for role, devices in roles.items())
     raise PlacementTimeout(
-        f"no room for the run's devices after {timeout_s:g} s. Wanted: {len(bundles)} devices of {size:g} {kind} each ({wanted}). "
-        f"The cluster has: {has}. Use fewer devices, wait for other jobs, or raise ray.placement_timeout_s."
+        f"no room for the run's devices after {timeout_s:g} s. Wanted: {len(bundles)} of {size:g} {kind} each ({wanted}). "
+        f"The cluster has {has}, {free:g} of them free. Use fewer devices, wait for other jobs, or raise ray.placement_timeout_s."
     )
-
-
-def _numbers(devices: Sequence[int]) -> str:
-    return f"devices {', '.join(map(str, devices))}" if len(devices) <= 8 else f"{len(devices)} devices"
-
-
-def _cluster_state(kind: str) -> str:
-    total, free = ray.cluster_resources().get(kind, 0), ray.available_resources().get(kind, 0)
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    each = ", ".join(f"{node['NodeManagerAddress']} {node['Resources'].get(kind, 0):g}" for node in nodes)
-    return f"{len(nodes)} node(s) with {total:g} {kind} in all ({each}), {free:g} of them free"
 
 
 def _in_node_order(group: PlacementGroup, count: int, gpus: bool) -> list[Device]:
     """Bundles sorted by node, the driver's first, and by GPU: consecutive device numbers lie on the same node."""
-    nodes = placement_group_table(group)["bundles_to_node_id"]
+    placed = placement_group_table(group)["bundles_to_node_id"]
     numbers = _gpu_numbers(group, count) if gpus else [None] * count
-    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    here = ray.get_runtime_context().get_node_id()
-    devices = [Device(bundle, nodes[bundle], numbers[bundle]) for bundle in range(count)]
-    return sorted(devices, key=lambda device: (device.node != here, addresses[device.node], int(device.gpu or 0), device.bundle))
+    order = {node.id: place for place, node in enumerate(_nodes("GPU" if gpus else "CPU"))}
+    devices = [Device(bundle, placed[bundle], numbers[bundle]) for bundle in range(count)]
+    return sorted(devices, key=lambda device: (order[device.node], int(device.gpu or 0), device.bundle))
 
 
 def _gpu_numbers(group: PlacementGroup, count: int) -> list[str | None]:

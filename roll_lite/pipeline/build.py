@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from roll_lite.config.arithmetic import actor_is_reference, generates, max_model_len, model_parallel_size, roles, trains, updates
 from roll_lite.config.dump_files import FOLDER, found_dumps
 from roll_lite.config.model_files import tokenizer_checksum
-from roll_lite.config.schema.models import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig
+from roll_lite.config.schema.models import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig, InferRoleConfig, InferStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.data.supervised import SupervisedRows
@@ -106,6 +106,13 @@ def starting(live: LiveRollouts) -> list[Pending[Any]]:
     return together
 
 
+def share_of_device(role: InferRoleConfig) -> InferStrategyConfig:
+    """The engine's settings, where several share a GPU with its part of the memory."""
+    if not isinstance(role.strategy, EngineStrategyConfig) or role.replicas_per_device == 1:
+        return role.strategy
+    return role.strategy.model_copy(update={"gpu_memory_utilization": role.strategy.gpu_memory_utilization / role.replicas_per_device})
+
+
 class Starter:
     """Starts clusters on the devices that the configuration gives them; does not wait for them."""
 
@@ -115,7 +122,7 @@ class Starter:
         self.session = session
         # Nobody will leave a cluster that is this run's own.
         patience = min(LOCAL_PATIENCE_S, config.ray.placement_timeout_s) if session.started else config.ray.placement_timeout_s
-        self.placement = Placement({name: role.devices for name, role in roles(config).items()}, patience)
+        self.placement = Placement({name: role.devices for name, role in roles(config).items()}, patience, config.placement)
 
     def spec(self, name: str, slots: Sequence[Slot], threads: int = 1) -> ClusterSpec:
         environment = {key: os.environ.get(key, value) for key, value in QUIET.items()}
@@ -140,9 +147,9 @@ class Starter:
 
     def engines(self) -> Engines:
         role = self.config.actor_infer
-        slots = self.placement.slots("actor_infer", model_parallel_size(role))
+        slots = self.placement.slots("actor_infer", model_parallel_size(role), role.replicas_per_device)
         silence_s = self.config.limits.engine_silence or None
-        engine = EngineSpec(self.config.model, role.strategy, max_model_len(self.config), self.config.seed, role.threads, silence_s)
+        engine = EngineSpec(self.config.model, share_of_device(role), max_model_len(self.config), self.config.seed, role.threads, silence_s)
         return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine), role)
 
     def rollouts(self) -> Cluster[RolloutWorker]:

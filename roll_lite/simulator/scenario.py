@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from roll_lite.config.arithmetic import derive, group_size
+from roll_lite.config.arithmetic import derive, device_numbers, group_size
 from roll_lite.config.schema.domains import DomainConfig, RolloutConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.schema.simulation import SimulatedResponsesConfig, SimulationConfig
@@ -104,8 +104,7 @@ def scenario_of(config: RunConfig) -> Scenario:
     )
     trainer = simulation.trainer
     arithmetic = derive(config)
-    devices = config.actor_train.devices
-    trained_on = devices if isinstance(devices, int) else len(devices)
+    trained_on = len(device_numbers(config.actor_train.devices))
     strategy = config.actor_infer.strategy
     return Scenario(
         domains=tuple(_domain(config, name, domain) for name, domain in config.domains.items()),

@@ -17,5 +17,5 @@ def test_every_field_is_described_and_listed() -> None:
         for name, info in cls.model_fields.items():
             assert info.description or name == "name", f"{'.'.join(path)}.{name} has no description"
             assert f"| `{name}` |" in text
-    assert "| `devices` | integer > 0 or list of (integer >= 0) | `1` |" in text
+    assert "| `devices` | integer > 0 or list of (integer >= 0 or text) | `1` |" in text
     assert "| `domains` | mapping of name to [DomainConfig](#domainconfig) | required |" in text

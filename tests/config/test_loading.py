@@ -91,7 +91,7 @@ WRONG_VALUES = {
     "not finite": ("actor_train.optimizer.lr=.inf", "actor_train.optimizer.lr", "number > 0"),
     "out of range": ("actor_infer.strategy.gpu_memory_utilization=1.5", "actor_infer.strategy.gpu_memory_utilization", "> 0 and <= 1"),
     "a choice": ("model.dtype=bfloat", "model.dtype", "one of float32, bfloat16; did you mean 'bfloat16'"),
-    "devices": ("actor_train.devices=[0,-1]", "actor_train.devices", "integer > 0 or list of (integer >= 0)"),
+    "devices": ("actor_train.devices=[0,-1]", "actor_train.devices", "integer > 0 or list of (integer >= 0 or text)"),
     "a pair": ("actor_train.optimizer.betas=[0.9]", "actor_train.optimizer.betas", "list of 2"),
     "value for a section": ("rollout=3", "rollout", "expected a section with the keys prompts_per_step"),
     "number for a variant": ("actor_infer.strategy=3", "actor_infer.strategy", "vllm, sglang, or a section with such a name"),

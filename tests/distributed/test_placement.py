@@ -8,6 +8,7 @@ import pytest
 import ray
 from cluster_workers import Adder
 
+from roll_lite.config.schema.placement import PlacementConfig
 from roll_lite.distributed import placement
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.placement import Placement, PlacementTimeout
@@ -48,14 +49,37 @@ def test_workers_of_several_devices(ray_local: object) -> None:
         place.release()
 
 
+def test_several_workers_share_a_device(ray_local: object) -> None:
+    place = Placement({"actor_infer": [1, 2]}, timeout_s=20)
+    try:
+        slots = place.slots("actor_infer", workers_per_device=2)
+        assert [slot.strategy.placement_group_bundle_index for slot in slots] == [0, 0, 1, 1]
+        assert [slot.local_rank for slot in slots] == [0, 1, 2, 3]
+        engines = start_cluster(ClusterSpec("actor_infer", slots), Adder)
+        assert engines.all(Adder.add, 0) == [0, 100, 200, 300]
+        engines.shutdown()
+    finally:
+        place.release()
+
+
+def test_nodes_that_are_told_of(ray_local: object) -> None:
+    place = Placement({"actor_train": [0, 3]}, timeout_s=20, layout=PlacementConfig(nodes=1, devices_per_node=4))
+    assert len(place.slots("actor_train")) == 2
+    place.release()
+    with pytest.raises(
+        PlacementTimeout, match=r"the run wants 2 nodes with 8 devices \(node0 has 4, node1 has 4\); after 0.5 s the cluster has"
+    ):
+        Placement({"actor_train": [0, 4]}, timeout_s=0.5, layout=PlacementConfig(nodes=2, devices_per_node=4))
+
+
 def test_no_room_says_what_was_wanted_and_what_there_is(ray_local: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "_cpu_slot", lambda slots: 1000.0)
     with pytest.raises(PlacementTimeout) as caught:
         Placement({"actor_train": 2, "critic": [0, 5]}, timeout_s=0.5)
     message = str(caught.value)
     cores = ray.cluster_resources()["CPU"]
-    assert "after 0.5 s. Wanted: 3 devices of 1000 CPU each (actor_train: devices 0, 1; critic: devices 0, 5)" in message
-    assert re.search(rf"1 node\(s\) with {cores:g} CPU in all \([\d.]+ {cores:g}\), [\d.]+ of them free", message)
+    assert "after 0.5 s. Wanted: 3 of 1000 CPU each (actor_train: 0-1; critic: 0, 5)" in message
+    assert re.search(rf"The cluster has 1 node with {cores:g} cores \([\d.]+ has {cores:g}\), [\d.]+ of them free", message)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 PLACING = """
 import ray
 from cluster_workers import Adder, Collective
+from roll_lite.config.schema.placement import PlacementConfig
 from roll_lite.config.schema.run import (RayConfig)
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
 from roll_lite.distributed.placement import Placement, PlacementTimeout
@@ -45,7 +46,7 @@ with ray_session(RayConfig(), None) as session:
     try:
         Placement({"reference": 1}, timeout_s=1)
     except PlacementTimeout as error:
-        assert "Wanted: 1 devices of 1 GPU each" in str(error) and "2 node(s) with 4 GPU in all" in str(error), error
+        assert "Wanted: 1 of 1 GPU each" in str(error) and "The cluster has 2 nodes with 4 GPUs" in str(error), error
     else:
         raise AssertionError("a fifth GPU was found")
     try:
@@ -58,6 +59,23 @@ with ray_session(RayConfig(), None) as session:
         cluster.shutdown()
     across = start_cluster(ClusterSpec("across", [place.slots("actor_train")[i] for i in (0, 2)]), Collective)
     assert across.all(Collective.reduce) == [2.0, 2.0]
+    across.shutdown()
+    place.release()
+    told = PlacementConfig(nodes=2, devices_per_node=2)
+    place = Placement({"actor_train": [0, 2], "actor_infer": [3]}, timeout_s=30, layout=told)
+    nodes = {number: device.node for number, device in place.devices.items()}
+    assert nodes[0] == ray.get_runtime_context().get_node_id() and nodes[0] != nodes[2] == nodes[3], nodes
+    pinned = start_cluster(ClusterSpec("pinned", place.slots("actor_train")), Adder)
+    assert len(where(pinned)) == 2
+    pinned.shutdown()
+    place.release()
+    for layout in (PlacementConfig(nodes=3, devices_per_node=2), PlacementConfig(nodes=1, devices_per_node=3)):
+        try:
+            Placement({"actor_train": 3}, timeout_s=1, layout=layout)
+        except PlacementTimeout as error:
+            assert "the run wants" in str(error) and "the cluster has 2 nodes with 4 GPUs" in str(error), error
+        else:
+            raise AssertionError("a node was found that is not there")
 print("placed")
 """
 

@@ -20,6 +20,7 @@ from roll_lite.config.arithmetic import (
     tensor_parallel_fits,
 )
 from roll_lite.config.hf_config import ModelShape, read_model_shape
+from roll_lite.config.placement import ranges, written
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import (
     CriticRoleConfig,
@@ -56,8 +57,14 @@ def _parallel_sizes_divide_devices(config: RunConfig, name: str, role: Role) -> 
     yield Problem(
         f"{name}.devices",
         f"{factors} does not divide {count} devices into whole {what}; use a multiple of {size}",
-        _given(role.devices),
+        written(role.devices),
     )
+
+
+def _replicas_share_a_device(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
+    if isinstance(role, InferRoleConfig) and role.replicas_per_device > 1 and model_parallel_size(role) > 1:
+        message = f"a replica has {model_parallel_size(role)} devices of its own (tensor_parallel); use 1"
+        yield Problem(f"{name}.replicas_per_device", message, role.replicas_per_device)
 
 
 def _sequence_parallel(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
@@ -138,7 +145,7 @@ def _expert_ranks(name: str, role: Role, strategy: MegatronStrategyConfig) -> It
         parts = f"expert_parallel {strategy.expert_parallel} x expert_tensor_parallel {strategy.expert_tensor_parallel}"
         pipeline = f" x pipeline_parallel {strategy.pipeline_parallel}" if strategy.pipeline_parallel > 1 else ""
         message = f"{parts}{pipeline} = {whole} does not divide {count} devices; use a multiple of {whole}"
-        yield Problem(f"{name}.devices", message, _given(role.devices))
+        yield Problem(f"{name}.devices", message, written(role.devices))
     stage = strategy.tensor_parallel * strategy.context_parallel
     if isinstance(role, RewardModelConfig) and stage % sharing:
         message = (
@@ -180,6 +187,7 @@ def _engine_limits(config: RunConfig, name: str, role: Role) -> Iterator[Problem
 ROLE_CHECKS = (
     _device_list,
     _parallel_sizes_divide_devices,
+    _replicas_share_a_device,
     _sequence_parallel,
     _interleaved_stages,
     _stages_have_layers,
@@ -245,6 +253,19 @@ def _verified_experts(config: RunConfig) -> Iterator[Problem]:
 LAYOUT_CHECKS = (_verified_experts, _model_is_long_enough, _engine_knows_the_window, _deterministic_runs_on_cpu)
 
 
+def devices_are_there(config: RunConfig) -> Iterator[Problem]:
+    """On this machine, where no cluster is named or told of. CPU slots are made as many as are wanted."""
+    if not gpus_visible() or config.ray.address or os.environ.get("RAY_ADDRESS") or config.placement.nodes is not None:
+        return
+    there = gpu_count()
+    for name, role in roles(config).items():
+        if beyond := [number for number in device_numbers(role.devices) if number >= there]:
+            are = "devices {} are" if len(beyond) > 1 else "device {} is"
+            message = f"{are.format(ranges(beyond))} not there: this machine has {there} GPU{'s' if there != 1 else ''}"
+            remedy = "use fewer, or name the cluster (ray.address, or placement.nodes for one that is not there yet)"
+            yield Problem(f"{name}.devices", f"{message}; {remedy}", written(role.devices))
+
+
 def sharing_notes(config: RunConfig) -> list[str]:
     """Roles that stay on the same GPUs at the same time."""
     if not gpus_visible():
@@ -274,16 +295,18 @@ def gpus_visible() -> bool:
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+def gpu_count() -> int:
+    """Of this machine, as far as they may be seen."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len([one for one in shown.split(",") if one.strip()]) if shown is not None else len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
 def _shape(folder: Path) -> ModelShape | None:
     """None where the model cannot be read, which the file checks report."""
     try:
         return read_model_shape(folder)
     except ValueError:
         return None
-
-
-def _given(devices: int | list[int]) -> int | list[int]:
-    return devices if isinstance(devices, int) else list(devices)
 
 
 def _divisors(number: int) -> str:

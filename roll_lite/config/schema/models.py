@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from roll_lite.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath, below
 
@@ -164,8 +165,18 @@ TrainStrategyConfig = MegatronStrategyConfig
 InferStrategyConfig = Annotated[VllmStrategyConfig | SglangStrategyConfig | ScriptedStrategyConfig, Field(discriminator="name")]
 RewardModelStrategyConfig = Annotated[HfStrategyConfig | MegatronStrategyConfig, Field(discriminator="name")]
 
+ON_A_NODE = re.compile(r"node(\d{1,4}):(\d{1,4})(?:-(\d{1,4}))?")
 _MOST_DEVICES = below(65536, "more than a cluster has")
-Devices = Annotated[PositiveInt, _MOST_DEVICES] | list[Annotated[int, Field(ge=0), _MOST_DEVICES]]
+
+
+def _on_a_node(text: str) -> str:
+    if not ON_A_NODE.fullmatch(text):
+        raise ValueError(f"{text!r} names no devices of a node; write node0:3, or node0:0-3 for several")
+    return text
+
+
+_NodeDevices = Annotated[str, AfterValidator(_on_a_node)]
+Devices = Annotated[PositiveInt, _MOST_DEVICES] | list[Annotated[int, Field(ge=0), _MOST_DEVICES] | _NodeDevices]
 
 
 # ---------------------------------------------------------------- roles
@@ -175,7 +186,8 @@ class ForwardRoleConfig(Section):
     """A role that runs forward passes only (the reference)."""
 
     devices: Devices = 1
-    """Number of devices, or the list of device numbers, counted over all nodes. On a machine without GPUs a device is a CPU slot."""
+    """Number of devices, or a list of them: numbers, counted over all nodes, or those of a node, as in [node0:0-3, node1:0-3] (needs
+    placement.nodes). On a machine without GPUs a device is a CPU slot."""
     strategy: TrainStrategyConfig = Field(default_factory=MegatronStrategyConfig)
     """How the model is laid out."""
     micro_batch_tokens: PositiveInt = 16384
@@ -255,7 +267,9 @@ class InferRoleConfig(Section):
     """The engines that generate."""
 
     devices: Devices = 1
-    """Number of devices, or the list of device numbers. devices / strategy.tensor_parallel is the number of engine replicas."""
+    """Number of devices, or the list of them. devices / strategy.tensor_parallel is the number of engine replicas."""
+    replicas_per_device: PositiveInt = 1
+    """Engine replicas that share each device, on a GPU with equal parts of strategy.gpu_memory_utilization (needs tensor_parallel 1)."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)
     """The engine."""
     offload: bool = False
@@ -270,7 +284,7 @@ class RewardModelConfig(Section):
     path: UserPath
     """Folder with the checkpoint in Hugging Face format: a ForSequenceClassification model with one label, and its tokenizer."""
     devices: Devices = 1
-    """Number of devices, or the list of device numbers. hf: one copy of the model on each."""
+    """Number of devices, or the list of them. hf: one copy of the model on each."""
     strategy: RewardModelStrategyConfig = Field(default_factory=HfStrategyConfig)
     """How the model is run and laid out."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -292,7 +306,7 @@ class JudgeServerConfig(Section):
     path: UserPath
     """Folder with the model in Hugging Face format."""
     devices: Devices = 1
-    """Number of devices, or the list of device numbers. devices / strategy.tensor_parallel is the number of servers."""
+    """Number of devices, or the list of them. devices / strategy.tensor_parallel is the number of servers."""
     strategy: VllmStrategyConfig = Field(default_factory=VllmStrategyConfig)
     """The engine; max_model_len is the model's own where absent. engine_args may hold any of the server's arguments."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

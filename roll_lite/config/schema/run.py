@@ -20,6 +20,7 @@ from roll_lite.config.schema.models import (
     ReferenceRoleConfig,
     RewardModelConfig,
 )
+from roll_lite.config.schema.placement import PlacementConfig
 from roll_lite.config.schema.simulation import SimulationConfig
 
 
@@ -146,6 +147,8 @@ class RunConfig(Section):
     dumps of a past run, `replay.path`; nothing is generated or scored."""
     model: ModelConfig
     """The model that is trained."""
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    """Which devices the roles take."""
     actor_train: ActorRoleConfig = Field(default_factory=ActorRoleConfig)
     """The policy in training."""
     actor_infer: InferRoleConfig = Field(default_factory=InferRoleConfig)

@@ -1,0 +1,216 @@
+"""From `placement` and the roles' `devices` to numbers of devices, once: whoever asks later finds a count from 0 or a list in every role.
+
+A preset is a table of groups. Roles of a group share devices, groups have devices of their own, and what a role lists is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, islice, zip_longest
+from typing import Any
+
+from roll_lite.config.arithmetic import Role, device_numbers, model_parallel_size, roles
+from roll_lite.config.problems import Problem
+from roll_lite.config.schema.base import Refused
+from roll_lite.config.schema.models import ON_A_NODE, Devices, InferRoleConfig, JudgeServerConfig
+from roll_lite.config.schema.placement import PlacementConfig
+from roll_lite.config.schema.run import RunConfig
+
+MODELS = ("actor_train", "reference", "critic", "reward_models")
+GROUPS: Mapping[str, Sequence[Sequence[str]]] = {
+    "colocated": ((*MODELS, "actor_infer"),),
+    "split": (MODELS, ("actor_infer",)),
+    "pairs": (("actor_train", "reference"), ("critic", "reward_models"), ("actor_infer",)),
+    "apart": (),
+}
+"""Who shares devices; a role that is in none is on its own. Not here: by_role, where counts begin at device 0."""
+
+
+def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
+    """The configuration with every role on its devices, and what makes that impossible."""
+    try:
+        by_role = roles(config)
+        problems = list(_not_named(config.placement, by_role))
+        if not problems:
+            numbers = _numbers(config.placement, by_role)
+            config = _with(config, {name: _changes(config.placement, name, by_role, numbers) for name in by_role})
+            problems = list(_impossible(config.placement, roles(config)))
+    except Refused:  # a check of the schema has told it
+        return config, []
+    return config, problems
+
+
+def describe(nodes: Sequence[tuple[str, int]], what: str = "devices") -> str:
+    """What there is, node by node; in the same words before and after a cluster is there."""
+    if len(nodes) > 4 and len({number for _, number in nodes}) == 1:
+        return f"{len(nodes)} nodes ({nodes[0][0]} to {nodes[-1][0]}) with {nodes[0][1]} {what} each"
+    each = ", ".join(f"{name} has {number}" for name, number in nodes)
+    return f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} with {sum(number for _, number in nodes)} {what} ({each})"
+
+
+def nodes_of(placement: PlacementConfig) -> list[tuple[str, int]]:
+    """Names and devices of the nodes that the configuration tells of."""
+    return [(f"node{number}", placement.devices_per_node) for number in range(placement.nodes or 0)]
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """In as few words as there can be: 0-3, 6."""
+    ordered, known = sorted(set(numbers)), frozenset(numbers)
+    starts = [number for number in ordered if number - 1 not in known]
+    ends = [number for number in ordered if number + 1 not in known]
+    return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+
+
+# ---------------------------------------------------------------- which devices
+
+
+def _numbers(placement: PlacementConfig, by_role: Mapping[str, Role]) -> dict[str, list[int]]:
+    """Of every role, in rank order."""
+    listed = {name: _listed(placement, role.devices) for name, role in by_role.items() if not isinstance(role.devices, int)}
+    numbers = dict(listed)
+    taken = {number for one in listed.values() for number in one} if placement.name != "by_role" else set()
+    for group in _groups(placement, [name for name in by_role if name not in listed]):
+        of_group = {name: by_role[name] for name in group}
+        counts = _counts(placement, of_group, is_alone=placement.name == "colocated" and not listed)
+        order = _free(placement, taken, max(counts.values()), _together(of_group.values()))
+        numbers |= {name: order[: counts[name]] for name in group}
+        if placement.name != "by_role":
+            taken |= set(order)
+    return {name: numbers[name] for name in by_role}
+
+
+def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]:
+    if placement.name == "by_role":
+        return [[name] for name in names]
+    groups = [[name for name in names if name.split(".")[0] in group] for group in GROUPS[placement.name]]
+    grouped = {name for group in groups for name in group}
+    return [group for group in [*groups, *([name] for name in names if name not in grouped)] if group]
+
+
+def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
+    """Where a role does not say how many: as many as the others of its group, or all, where no other group needs any."""
+    given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
+    everything = (placement.nodes or 0) * placement.devices_per_node
+    is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
+    default = max(given.values()) if given else everything if is_alone and everything and not is_judge else 1
+    return {name: given.get(name, default) for name in group}
+
+
+def _together(group: Any) -> int:
+    """Devices that should be of one node."""
+    return max(int(getattr(role.strategy, "tensor_parallel", 1)) for role in group)
+
+
+def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
+    """The next devices that nobody has; beyond the last one where there are too few, which is told afterwards."""
+    of_node, everything = placement.devices_per_node, (placement.nodes or 0) * placement.devices_per_node
+    if placement.fill == "pack" or placement.nodes is None:
+        return list(islice((number for number in count() if number not in taken), wanted))
+    of_nodes = [[number for number in range(first, first + of_node) if number not in taken] for first in range(0, everything, of_node)]
+    parts = [[own[first : first + together] for first in range(0, len(own), together)] for own in of_nodes]
+    in_turn = [number for row in zip_longest(*parts, fillvalue=()) for part in row for number in part]
+    return [*in_turn, *range(everything, everything + wanted)][:wanted]
+
+
+def _listed(placement: PlacementConfig, devices: Devices) -> list[int]:
+    assert not isinstance(devices, int)
+    return [number for one in devices for number in ([one] if isinstance(one, int) else _of_node(placement, one))]
+
+
+def _of_node(placement: PlacementConfig, text: str) -> list[int]:
+    node, first, last = _parts(text)
+    start = node * placement.devices_per_node
+    return list(range(start + first, start + last + 1))
+
+
+def _parts(text: str) -> tuple[int, int, int]:
+    """Node, first and last device."""
+    match = ON_A_NODE.fullmatch(text)
+    assert match is not None, "the schema has let it through"
+    node, first, last = match.groups()
+    return int(node), int(first), int(last if last is not None else first)
+
+
+# ---------------------------------------------------------------- what becomes of the roles
+
+
+def _changes(placement: PlacementConfig, name: str, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]]) -> dict[str, Any]:
+    role, own = by_role[name], numbers[name]
+    changes: dict[str, Any] = {}
+    if list(device_numbers_of(role)) != own:
+        changes["devices"] = len(own) if own == list(range(len(own))) and isinstance(role.devices, int) else own
+    shares = any(set(own) & set(numbers[other]) for other in by_role if other != name)
+    if placement.name != "by_role" and shares and "offload" in type(role).model_fields and "offload" not in role.model_fields_set:
+        changes["offload"] = True
+    return changes
+
+
+def device_numbers_of(role: Role) -> tuple[int | str, ...]:
+    """As they are written."""
+    return tuple(range(role.devices)) if isinstance(role.devices, int) else tuple(role.devices)
+
+
+def _with(config: RunConfig, changes: Mapping[str, dict[str, Any]]) -> RunConfig:
+    update: dict[str, Any] = {}
+    for name, own in changes.items():
+        section, _, key = name.partition(".")
+        if not own:
+            continue
+        if key:
+            update.setdefault(section, dict(getattr(config, section)))
+            update[section][key] = update[section][key].model_copy(update=own)
+        else:
+            update[section] = getattr(config, section).model_copy(update=own)
+    return config.model_copy(update=update) if update else config
+
+
+# ---------------------------------------------------------------- what cannot be
+
+
+def _not_named(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iterator[Problem]:
+    """Nodes that a role, or `fill`, speaks of."""
+    if placement.fill == "spread" and placement.nodes is None:
+        yield Problem("placement.fill", "spreads over nodes; say how many there are: placement.nodes", "spread")
+    for name, role in by_role.items():
+        for text in [one for one in device_numbers_of(role) if isinstance(one, str)]:
+            node, first, last = _parts(text)
+            if placement.nodes is None:
+                yield Problem(f"{name}.devices", "names a node; say how many there are: placement.nodes", text)
+            elif node >= placement.nodes or last >= placement.devices_per_node:
+                yield Problem(f"{name}.devices", f"is not there: the cluster has {describe(nodes_of(placement))}, numbered from 0", text)
+            elif last < first:
+                yield Problem(f"{name}.devices", f"has no devices; write node{node}:{last}-{first}", text)
+
+
+def _impossible(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iterator[Problem]:
+    if placement.nodes is None:
+        return
+    there = placement.nodes * placement.devices_per_node
+    for name, role in by_role.items():
+        numbers = device_numbers(role.devices)
+        if beyond := [number for number in numbers if number >= there]:
+            wanted = f"device{'s' if len(beyond) > 1 else ''} {ranges(beyond)} {'are' if len(beyond) > 1 else 'is'} not there"
+            remedy = "use fewer, or more nodes (placement.nodes)"
+            yield Problem(f"{name}.devices", f"{wanted}: the cluster has {describe(nodes_of(placement))}; {remedy}", written(role.devices))
+        elif isinstance(role, InferRoleConfig | JudgeServerConfig):
+            yield from _engines_on_one_node(placement, name, role)
+
+
+def _engines_on_one_node(placement: PlacementConfig, name: str, role: InferRoleConfig | JudgeServerConfig) -> Iterator[Problem]:
+    numbers, size, of_node = device_numbers(role.devices), model_parallel_size(role), placement.devices_per_node
+    if size > of_node:
+        message = f"an engine's devices are on one node, which has {of_node}; use at most as many"
+        yield Problem(f"{name}.strategy.tensor_parallel", message, size)
+        return
+    for first in range(0, len(numbers), size):
+        own = numbers[first : first + size]
+        if len(nodes := sorted({number // of_node for number in own})) > 1:
+            listed = " and ".join(f"node{node}" for node in nodes)
+            message = f"an engine of {size} devices needs them on one node, but devices {ranges(own)} lie on {listed}"
+            yield Problem(f"{name}.devices", f"{message}; list others, or use another tensor_parallel", written(role.devices))
+            return
+
+
+def written(devices: Devices) -> Any:
+    """As a problem shows it."""
+    return devices if isinstance(devices, int) else list(devices)
