@@ -13,24 +13,17 @@ from typing import Any
 import torch.multiprocessing as mp
 
 TIMEOUT_S = 120
-CALLS = 20
-"""Processes are used so often. Some groups outlive their destruction, with threads that poll: after hundreds of calls those would take most
-of a core."""
 
 
 class RankPool:
     def __init__(self) -> None:
         self._workers: list[tuple[mp.Process, Connection]] = []
-        self._calls = 0
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """function(*args) on every rank of a fresh gloo group, and what each returned.
 
         The first failure fails the test; hung ranks are ended.
         """
-        if self._calls == CALLS:
-            self.close()
-        self._calls += 1
         while len(self._workers) < world_size:
             self._workers.append(_start())
         ranks = self._workers[:world_size]
@@ -60,7 +53,6 @@ class RankPool:
             process.kill()
             process.join()
         self._workers.clear()
-        self._calls = 0
 
 
 def _start() -> tuple[mp.Process, Connection]:
@@ -83,6 +75,8 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     from roll_lite.distributed.strategy.megatron import parallel  # noqa: F401  (prepares megatron.core)
     from megatron.core import parallel_state  # isort: skip
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     while True:
         try:
@@ -104,4 +98,9 @@ def _serve(pipe: Connection) -> None:
             return
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        # Models hold process groups, and those threads that poll. The keys of this cache hold models; so does what a dispatcher keeps of
+        # its last tokens, through an autograd graph in which nobody finds cycles.
+        RotaryEmbedding.forward.cache_clear()
+        for dispatcher in [kept for kept in gc.get_objects() if type(kept) is MoEAlltoAllTokenDispatcher]:
+            vars(dispatcher).clear()
         gc.collect()
