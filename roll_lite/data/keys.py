@@ -84,6 +84,11 @@ KEYS: dict[str, Key] = {
     # tokens
     "input_ids": Key(Kind.TOKENS, torch.int64, "engine worker", "every forward pass"),
     "response_mask": Key(Kind.TOKENS, torch.bool, "engine worker", "losses, advantages: tokens that the policy chose, EOS included"),
+    "experts": Key(Kind.TOKENS, torch.int16, "train strategies", "workers: [T, layers x k] where each token goes in layers with experts"),
+    "old_experts": Key(Kind.TOKENS, torch.int16, "actor_train", "routing replay: experts of the pass that took the old log-probs"),
+    "rollout_experts": Key(
+        Kind.TOKENS, torch.int16, "engine worker", "routing replay: the engine's experts; -1 where it had none, as for the last token"
+    ),
     # transitions
     "rollout_log_probs": Key(Kind.TRANSITIONS, torch.float32, "engine worker", "mismatch metrics, old log-probs; 0 where the mask is 0"),
     "log_probs": Key(Kind.TRANSITIONS, torch.float32, "train strategies", "workers, which name it after its use; 0 where the mask is 0"),

@@ -153,6 +153,19 @@ class MicroBatchPlan:
         joined = Ragged.concat([Ragged.from_padded(_on_host(output), lengths - 1) for output, lengths in parts])
         return joined if self._order is None else joined.take(self._order)
 
+    def collect_tokens(self, outputs: Sequence[torch.Tensor], batch: DataProto) -> Ragged:
+        """Outputs [tokens, ...] of the micro-batches, whose rows lie one behind the other with padding behind them, as one column of the
+        batch."""
+        with_rows = self._with_rows(outputs)
+        if not with_rows:
+            return Ragged.from_rows([], outputs[0].dtype)
+        parts = [
+            Ragged.from_rows(output[: int(lengths.sum())].split(lengths.tolist()))
+            for output, lengths in zip(with_rows, self.lengths(batch), strict=False)
+        ]
+        joined = Ragged.concat(parts)
+        return joined if self._order is None else joined.take(self._order)
+
     def collect_rows(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Outputs [B] of the micro-batches as one column of the batch, on the host and without a graph."""
         joined = torch.cat([torch.empty(0), *map(_on_host, self._with_rows(outputs))])

@@ -21,7 +21,15 @@ Column = torch.Tensor | Ragged | np.ndarray
 
 FORMAT = "roll_lite.DataProto/1"
 
-VECTORS = {"kept_ids": -1, "distribution": 0, "ref_distribution": 0, "old_distribution": 0}
+VECTORS = {
+    "kept_ids": -1,
+    "experts": -1,
+    "old_experts": -1,
+    "rollout_experts": -1,
+    "distribution": 0,
+    "ref_distribution": 0,
+    "old_distribution": 0,
+}
 """Columns whose entries are vectors [k], and what they are padded with. Where k differs between batches, joining fills up."""
 
 

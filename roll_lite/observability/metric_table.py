@@ -197,6 +197,9 @@ METRICS: dict[str, Metric] = {
     "actor/grad_norm": Metric(MEAN, "", "Gradient norm of an optimizer step before clipping."),
     "actor/busiest_expert": BUSIEST_EXPERT,
     "actor/balance_loss": BALANCE_LOSS,
+    "actor/rerouted": Metric(
+        MEAN, "share", "Replayed choices of experts (algorithm.routing_replay) that the router would have made otherwise by then."
+    ),
     "actor/lr": Metric(LAST, "", "Learning rate."),
     "actor/kl_coef": Metric(LAST, "", "Weight of the KL in the loss."),
     "actor/updates": Metric(SUM, "updates", "Optimizer steps: less than epochs x mini-batches where early_stop_kl or masks left some out."),

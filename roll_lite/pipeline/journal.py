@@ -241,6 +241,8 @@ class Journal:
             sums.add(f"{role}/busiest_expert", experts.busiest)
             if experts.balance_loss is not None:
                 sums.add(f"{role}/balance_loss", experts.balance_loss)
+            if experts.rerouted is not None:
+                sums.add(f"{role}/rerouted", experts.rerouted)
         for of_rank in peaks:
             sums.add_sums(of_rank, self._domains)
         return sums

@@ -35,6 +35,10 @@ class CreditReport:
     peaks: dict[str, float]
 
 
+REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
+"""By algorithm.routing_replay, the column with the experts that updates use; None: those that the router chooses."""
+
+
 def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:
     return ActorLoss(
         policy_loss=algorithm.policy_loss,
@@ -50,8 +54,13 @@ def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:
 
 
 class ActorWorker(ModelWorker):
-    computes: ClassVar[Mapping[str, str]] = {"old_log_probs": "log_probs", "old_entropy": "entropy", "old_distribution": "distribution"}
-    forward_columns = Columns(reads=("input_ids", "response_mask", "temperature"), if_there=("kept_ids",))
+    computes: ClassVar[Mapping[str, str]] = {
+        "old_log_probs": "log_probs",
+        "old_entropy": "entropy",
+        "old_distribution": "distribution",
+        "old_experts": "experts",
+    }
+    forward_columns = Columns(reads=("input_ids", "response_mask", "temperature"), if_there=("kept_ids", "rollout_experts"))
 
     def __init__(self, role: ModelRole, algorithm: AlgorithmConfig, domains: int) -> None:
         super().__init__(role)
@@ -63,7 +72,9 @@ class ActorWorker(ModelWorker):
     def training_reads(algorithm: AlgorithmConfig) -> Columns:
         """The loss measures the distance to the reference and, where nothing has compared them yet, that to the engine as well."""
         measured = ["kept_ids", "ref_log_probs", *(() if compared_before_training(algorithm) else ("rollout_log_probs",))]
-        return training_columns(("temperature", *actor_loss(algorithm, 1).columns), measured)
+        replayed = REPLAYED_COLUMN[algorithm.routing_replay]
+        needed = ("temperature", *actor_loss(algorithm, 1).columns, *([] if replayed is None else [replayed]))
+        return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
         """Advantages (and the critic's targets) of this rank's rows. Called on the head ranks, all of them."""
@@ -131,8 +142,8 @@ class AdaptedActorWorker(ActorWorker):
         own = [name for name in columns if name not in ReferenceWorker.computes]
         found: dict[str, Column] | None = {}
         if of_reference:
-            with self.strategy.adapters_off():
-                found = super().pass_over(batch, of_reference)
+            with self.strategy.adapters_off():  # the reference chooses its experts itself
+                found = super().pass_over(batch.select(name for name in batch.columns if name != "rollout_experts"), of_reference)
         if own:
             policy = super().pass_over(batch, own)
             found = None if found is None or policy is None else found | policy

@@ -156,6 +156,7 @@ LAYOUT_CHECKS = {
         "the model has no experts; use 1",
     ),
     "balance of a dense model": ("actor_train: {balance_coef: 0.1}", "actor_train.balance_coef", "no experts to balance; use 0"),
+    "replayed experts of a dense model": ("algorithm: {routing_replay: train}", "algorithm.routing_replay", "the model has no experts"),
     "sequence parallel": (
         "actor_train: {strategy: {sequence_parallel: true}}",
         "actor_train.strategy.sequence_parallel",
@@ -357,6 +358,11 @@ EXPERT_CHECKS = {
         "router and experts stay as they are",
     ),
     "adapters of experts": ("actor_train: {lora: {}}", "actor_train.lora.targets", "leave gate_proj, up_proj, down_proj out"),
+    "experts of a pass that is left out": (
+        "algorithm: {routing_replay: train, old_log_probs: current}",
+        "algorithm.routing_replay",
+        "replays the pass that takes the old log-probs, which old_log_probs: current leaves out; use recompute",
+    ),
     "experts that do not divide": (
         "actor_train: {devices: 3, strategy: {expert_parallel: 3}}",
         "actor_train.strategy.expert_parallel",

@@ -177,6 +177,7 @@ def test_what_the_losses_return_is_declared() -> None:
         "actor/ratio_p01",
         "actor/ratio_p50",
         "actor/ratio_p99",
+        "actor/rerouted",
         "actor/ratio_square",
         "actor/skipped",
         "actor/updates",

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support_models import make_tiny_model
 
 from roll_lite.config.arithmetic import actor_is_reference
 from roll_lite.config.loading import load_config
@@ -65,6 +66,15 @@ def test_a_model_computes_what_somebody_reads(
     monkeypatch: pytest.MonkeyPatch, recipe: str, overrides: list[str], expected: dict[str, list[str]]
 ) -> None:
     assert wanted(monkeypatch, recipe, *overrides)[1] == expected
+
+
+def test_experts_are_recorded_where_they_are_replayed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "experts", "qwen3_moe", vocab_size=258)
+    given = [RECOMPUTE, f"model.path={model}", "actor_infer.strategy.name=sglang"]
+    for word, column in (("none", None), ("train", "old_experts")):
+        pipeline, computed = wanted(monkeypatch, "tiny_grpo", *given, f"algorithm.routing_replay={word}")
+        assert computed == {"actor": ["old_log_probs", "old_entropy", *([column] if column else [])]}
+        assert column is None or column in pipeline.actor_columns.reads
 
 
 RECIPES = [path.stem for path in sorted((ROOT / "examples/configs").glob("tiny_*.yaml")) if path.stem != "tiny_base"]

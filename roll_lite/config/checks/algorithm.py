@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from roll_lite.config.arithmetic import group_size
 from roll_lite.config.checks.functions import check_function
@@ -43,6 +44,19 @@ def _old_log_probs(config: RunConfig) -> Iterator[Problem]:
     if algorithm.early_stop_kl is not None and updates == 1:
         message = "there is one update per batch, after which nothing is left to stop; remove it, or raise ppo_epochs or mini_batches"
         yield Problem("algorithm.early_stop_kl", message, algorithm.early_stop_kl)
+
+
+def _routing_replay(config: RunConfig) -> Iterator[Problem]:
+    algorithm = config.algorithm
+    if algorithm.routing_replay == "none":
+        return
+    with suppress(ValueError):  # the file checks report it
+        if read_model_shape(config.model.path).experts is None:
+            yield Problem("algorithm.routing_replay", "the model has no experts to choose; use none", algorithm.routing_replay)
+            return
+    if algorithm.routing_replay == "train" and algorithm.old_log_probs != "recompute":
+        message = f"replays the pass that takes the old log-probs, which old_log_probs: {algorithm.old_log_probs} leaves out; use recompute"
+        yield Problem("algorithm.routing_replay", message, algorithm.routing_replay)
 
 
 def _mismatch_correction(config: RunConfig) -> Iterator[Problem]:
@@ -199,6 +213,7 @@ def _ptx(config: RunConfig) -> Iterator[Problem]:
 ALGORITHM_CHECKS = (
     _ptx,
     _old_log_probs,
+    _routing_replay,
     _mismatch_correction,
     _aggregation_constant,
     _topr_ranges,

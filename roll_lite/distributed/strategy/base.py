@@ -120,6 +120,8 @@ class ExpertUse:
     """Tokens of the busiest expert, as a multiple of what all of them have on average."""
     balance_loss: float | None
     """Without its coefficient; None where that is 0."""
+    rerouted: float | None = None
+    """Share of the replayed choices that the router would have made otherwise by now; None where nothing was replayed."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +159,12 @@ class ForwardStrategy(ABC):
 
     @abstractmethod
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
-        """`outputs`: of log_probs, entropy, distribution; with a value head of values, final_value. Columns under those names on head
-        ranks, None elsewhere. No gradient.
+        """`outputs`: of log_probs, entropy, distribution; with a value head of values, final_value; with experts also `experts`. Columns
+        under those names on head ranks, None elsewhere. No gradient.
 
         Here and in train_step a softmax is that of logits / temperature, a column of the batch. Where the batch has the column kept_ids,
-        it goes over those tokens only (and the target)."""
+        it goes over those tokens only (and the target). A model with experts uses those of the column old_experts or rollout_experts
+        where the batch has one."""
 
     @abstractmethod
     def load(self, groups: Iterable[StateGroup]) -> None:

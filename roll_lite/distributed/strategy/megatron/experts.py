@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from roll_lite.config.hf_config import ExpertsConfig, HfConfig
 from roll_lite.distributed.strategy.base import ExpertUse
 from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
+from roll_lite.distributed.strategy.megatron.routing import ChosenExperts
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # Megatron-Core 0.16 asks for it, and forgets to say that there is none without Transformer Engine
@@ -60,15 +61,20 @@ class Balance:
         self._rows = 1
         self._losses: list[torch.Tensor] = []
         self._choices: dict[int, torch.Tensor] = {}
+        self._rerouted: list[torch.Tensor] = []
 
     def begin(self, rows: int) -> None:
         """`rows`: of the mini-batch, on all ranks."""
         self._rows = max(rows, 1)
-        self._losses, self._choices = [], {}
+        self._losses, self._choices, self._rerouted = [], {}, []
 
     def count(self, layer: int, choices: torch.Tensor) -> None:
         """How often each expert was chosen in a micro-batch."""
         self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
+
+    def replayed(self, counts: torch.Tensor) -> None:
+        """See ChosenExperts.rerouted."""
+        self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
         """What a micro-batch's rows add to the objective in a layer: `loss` is the sum of theirs."""
@@ -77,17 +83,20 @@ class Balance:
 
     def end(self, experts: ExpertsConfig, device: torch.device) -> ExpertUse:
         """Collective over all ranks: each has counted its own tokens in its own layers."""
-        sums = torch.zeros(len(experts.layers) * experts.count + 1, dtype=torch.float64, device=device)
-        choices = sums[:-1].view(len(experts.layers), experts.count)
+        sums = torch.zeros(len(experts.layers) * experts.count + 3, dtype=torch.float64, device=device)
+        choices = sums[:-3].view(len(experts.layers), experts.count)
         for layer, counted in self._choices.items():
             choices[layer] = counted
         if self._losses:
             sums[-1] = torch.stack(self._losses).sum()
+        if self._rerouted:
+            sums[-3:-1] = torch.stack(self._rerouted).sum(0)
         dist.all_reduce(sums)
         used = choices[torch.tensor(experts.layers, device=device)]
         busiest = (used.amax(1) / used.mean(1).clamp(min=1)).mean()
         loss = float(sums[-1]) / (self._rows * sum(experts.layers))
-        return ExpertUse(float(busiest), loss if self.coef else None)
+        replayed, rerouted = sums[-3:-1].tolist()
+        return ExpertUse(float(busiest), loss if self.coef else None, rerouted / replayed if replayed else None)
 
 
 class Router(TopKRouter):
@@ -99,20 +108,41 @@ class Router(TopKRouter):
         self._balance = balance
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        routes, number = self.rows.routes, self._number
+        given = None if routes is None or routes.given is None else self._own(routes.given[:, number])
+        replay = self.router_replay = None if routes is None else ChosenExperts(given)
         weights, chosen = super().routing(logits, padding_mask)
+        if replay is not None and routes is not None and routes.taken is not None:
+            routes.taken[number] = replay.chosen.to(torch.int16)
         if torch.is_grad_enabled():  # once for a micro-batch, also where layers are computed again
             weights = self._count(weights, chosen, logits.view(-1, self.num_experts))
         return weights, chosen
 
+    @property
+    def _number(self) -> int:
+        """Among the layers with experts."""
+        layer, frequency = self.layer_number - 1, self.config.moe_layer_freq
+        return layer if isinstance(frequency, int) else sum(frequency[:layer])
+
+    def _own(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Those that come to this tensor rank."""
+        return tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else tokens
+
     def _count(self, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The weights, which carry the loss's gradient where there is one. Padding is a row behind the others, and left out."""
         rows, layer = self.rows, self.layer_number - 1
-        row_of = rows.row_of.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else rows.row_of
+        row_of = self._own(rows.row_of)
         empty = logits.new_zeros(len(rows.lengths) + 1, self.num_experts)
         choices = empty.index_add(0, row_of, chosen.to(logits.dtype))[:-1]
         self._balance.count(layer, choices.sum(0))
+        replay = self.router_replay
+        if replay is not None and replay.given is not None:
+            self._balance.replayed(replay.rerouted())
         if not self._balance.coef:
             return weights
+        if replay is not None:  # what the router would choose is what it can learn to choose otherwise
+            ones = torch.ones_like(replay.own, dtype=logits.dtype)
+            choices = empty.index_add(0, row_of, torch.zeros_like(logits).scatter(1, replay.own, ones))[:-1]
         if self.tp_cp_group.size() > 1:  # the ranks that share the rows
             dist.all_reduce(choices, group=self.tp_cp_group)
         probabilities = empty.index_add(0, row_of, torch.softmax(logits, dim=-1))[:-1]

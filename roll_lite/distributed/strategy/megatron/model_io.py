@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from roll_lite.config.hf_config import ExpertsConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlan, padded
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.megatron.distribution import distribution
 from roll_lite.distributed.strategy.megatron.log_probs import log_probs_and_entropy
-from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows, on_device, packed
+from roll_lite.distributed.strategy.megatron.packed_rows import ContextCut, PackedRows, on_device, packed
+from roll_lite.distributed.strategy.megatron.routing import EXPERTS, REPLAYED, Routes
 from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
@@ -48,15 +50,41 @@ class ModelInput:
 
 
 def model_inputs(
-    batch: DataProto, plan: MicroBatchPlan, device: torch.device, columns: Collection[str] | None = None, ends: bool = False
+    batch: DataProto,
+    plan: MicroBatchPlan,
+    device: torch.device,
+    columns: Collection[str] | None = None,
+    ends: bool = False,
+    experts: ExpertsConfig | None = None,
+    record: bool = False,
 ) -> list[ModelInput]:
-    """The plan's micro-batches. `columns`: those that the loss sees; all where None. `ends`: with the last token of each row."""
-    return [_model_input(rows, plan.token_multiple, device, columns, ends) for rows in plan.cut(batch)]
+    """The plan's micro-batches. `columns`: those that the loss sees; all where None. `ends`: with the last token of each row. `experts`:
+    of the model. `record`: where its tokens go is asked for."""
+    inputs = []
+    for rows in plan.cut(batch):
+        given, cut = _model_input(rows, plan.token_multiple, device, columns, ends)
+        if experts is not None and (routes := _routes(rows, cut, experts, record)) is not None:
+            given = replace(given, rows=replace(given.rows, routes=routes.on_device(partial(_to, device=device))))
+        inputs.append(given)
+    return inputs
 
 
-def _model_input(batch: DataProto, token_multiple: int, device: torch.device, columns: Collection[str] | None, ends: bool) -> ModelInput:
+def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: bool) -> Routes | None:
+    replayed = next((name for name in REPLAYED if name in batch), None)
+    if replayed is None and not record:
+        return None
+    places, given = cut.places(), None
+    if replayed is not None:
+        values = batch.ragged(replayed).values.view(-1, sum(experts.layers), experts.per_token)
+        given = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, cut.tokens - len(values)), value=-1)[places]
+    return Routes(places, cut.tokens, given, {} if record else None)
+
+
+def _model_input(
+    batch: DataProto, token_multiple: int, device: torch.device, columns: Collection[str] | None, ends: bool
+) -> tuple[ModelInput, ContextCut]:
     """Positions are worked out on the host, so that the device is never waited for."""
-    micro_batch = padded(batch)
+    micro_batch = padded(batch.select(name for name in batch.columns if name not in REPLAYED))
     transitions = micro_batch.mask.shape[1]
     slots = micro_batch.mask.reshape(-1).nonzero().squeeze(1)
     ids, lengths = batch.ragged("input_ids").values, batch.lengths
@@ -71,7 +99,7 @@ def _model_input(batch: DataProto, token_multiple: int, device: torch.device, co
     seen = set(micro_batch.columns if columns is None else columns) - {KEPT, TEMPERATURE}
     wanted = {name: column for name, column in micro_batch.columns.items() if name in seen}
     to = partial(_to, device=device)
-    return ModelInput(
+    model_input = ModelInput(
         input_ids=to(own_ids[None]),
         rows=on_device(rows, to),
         positions=to(torch.cat([positions, last])),
@@ -82,6 +110,7 @@ def _model_input(batch: DataProto, token_multiple: int, device: torch.device, co
         kept=to(kept.flatten(0, 1).index_select(0, slots)) if kept is not None else None,
         temperatures=to(temperatures.index_select(0, slots // transitions)) if temperatures is not None else None,
     )
+    return model_input, cut
 
 
 def outputs_of(
@@ -123,8 +152,9 @@ def to_host(outputs: MicroBatchOutputs) -> MicroBatchOutputs:
     return outputs if outputs.distribution is None else replace(outputs, distribution=outputs.distribution.cpu())
 
 
-def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = False) -> None:
+def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = False, experts: bool = False) -> None:
     known = ("values", "final_value")[: 1 if training else 2] if value_head else ("log_probs", "entropy", "distribution")
+    known = (*known, EXPERTS) if experts and not training else known
     unknown = [name for name in outputs if name not in known]
     if unknown or not outputs:
         raise ValueError(f"outputs {list(outputs)}: a model {'with' if value_head else 'without'} value head has {', '.join(known)}")

@@ -8,6 +8,8 @@ from itertools import groupby, pairwise
 
 import torch
 
+from roll_lite.distributed.strategy.megatron.routing import Routes
+
 
 @dataclass(frozen=True)
 class PackedRows:
@@ -35,6 +37,8 @@ class PackedRows:
     piece sees itself alone."""
     seen_starts: torch.Tensor | None = None
     """[pieces + 1] int32: where it begins there."""
+    routes: Routes | None = None
+    """To experts, where they are recorded or replayed."""
     qkv_format = "sbhd"
 
     @staticmethod
@@ -108,6 +112,10 @@ class ContextCut:
         owner = torch.where(early, number, 2 * self.ranks - 1 - number)
         return (2 * owner + (~early).long()) * self.part + positions % self.part
 
+    def places(self) -> torch.Tensor:
+        """Where this rank's tokens lie among all of them."""
+        return torch.arange(self.tokens) if self.ranks == 1 else self.own(torch.arange(self.tokens))
+
     def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of the tokens this rank has, [N] bool, and where among its own those lie."""
         if self.ranks == 1:
@@ -135,4 +143,5 @@ def packed(
 def on_device(rows: PackedRows, to: Callable[[torch.Tensor], torch.Tensor]) -> PackedRows:
     seen, seen_starts = (None if each is None else to(each) for each in (rows.seen, rows.seen_starts))
     places, starts, row_of, lengths = map(to, (rows.places, rows.starts, rows.row_of, rows.lengths))
-    return replace(rows, places=places, starts=starts, row_of=row_of, lengths=lengths, seen=seen, seen_starts=seen_starts)
+    routes = None if rows.routes is None else rows.routes.on_device(to)
+    return replace(rows, places=places, starts=starts, row_of=row_of, lengths=lengths, seen=seen, seen_starts=seen_starts, routes=routes)

@@ -55,6 +55,7 @@ from roll_lite.distributed.strategy.megatron.model_io import KEPT, TEMPERATURE, 
 from roll_lite.distributed.strategy.megatron.offload import StateMover
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 from roll_lite.distributed.strategy.megatron.parallel import check_layout, join_groups, layout_multiples
+from roll_lite.distributed.strategy.megatron.routing import EXPERTS, REPLAYED, collect_routes
 from roll_lite.distributed.weight_sync.plan import ExportPlan
 
 SAVE_BUCKET_BYTES = 4 << 30
@@ -138,20 +139,26 @@ class MegatronStrategy(TrainStrategy):
         return MicroBatchPlan.of(lengths, planner, layout_multiples(self._config), most_over_data_ranks if together else None)
 
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
-        check_outputs(outputs, self._value_head)
+        experts = self._hf.experts
+        check_outputs(outputs, self._value_head, experts=experts is not None)
         self._mover.require(StateGroup.WEIGHTS)
-        needed = batch.select(name for name in ("input_ids", "response_mask", KEPT, TEMPERATURE) if name in batch)
-        inputs = model_inputs(needed, plan, self.device, columns=(), ends="final_value" in outputs)
+        needed = batch.select(name for name in ("input_ids", "response_mask", KEPT, TEMPERATURE, *REPLAYED) if name in batch)
+        inputs = model_inputs(needed, plan, self.device, (), "final_value" in outputs, experts, EXPERTS in outputs)
+        of_head = [name for name in outputs if name != EXPERTS]
 
         def on_head(result: torch.Tensor, given: ModelInput) -> MicroBatchOutputs:
-            found = self._outputs(result, given, outputs)
+            found = self._outputs(result, given, of_head)
             return to_host(found) if self.layout.is_head else MicroBatchOutputs()
 
         results: list[MicroBatchOutputs] = run_forward(self._chunks, inputs, on_head)
+        columns: dict[str, Column] = {}
+        if EXPERTS in outputs and experts is not None:
+            routes = [given.rows.routes for given in inputs if given.rows.routes is not None]
+            taken = collect_routes(routes, sum(experts.layers), experts.per_token, self._config.sequence_parallel)
+            columns[EXPERTS] = plan.collect_tokens(taken, batch)
         if not self.layout.is_head:
             return None
-        columns: dict[str, Column] = {}
-        for name in outputs:
+        for name in of_head:
             found = [getattr(result, name) for result in results]
             columns[name] = plan.collect_rows(found) if name == "final_value" else plan.collect_transitions(found, batch)
         return DataProto(columns)
@@ -160,7 +167,7 @@ class MegatronStrategy(TrainStrategy):
         check_outputs(outputs, self._value_head, training=True)
         assert self._optimizer is not None, "this strategy was made without an optimizer"
         self._mover.require_to_write(StateGroup.WEIGHTS, StateGroup.GRADIENTS, trained_only=True)
-        inputs = model_inputs(batch, plan, self.device)
+        inputs = model_inputs(batch, plan, self.device, experts=self._hf.experts)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
