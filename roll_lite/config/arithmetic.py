@@ -271,6 +271,11 @@ def validates(config: RunConfig) -> bool:
     return config.validation.enabled and config.mode == "full"
 
 
+def generates_ahead(config: RunConfig) -> bool:
+    """The engines generate for later batches while one is trained."""
+    return config.rollout.supply != "sync" and config.rollout.max_staleness != 0
+
+
 def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
     """Those that are used, by their names in `algorithm`."""
     terms: dict[str, KlInRewardConfig | KlInLossConfig] = {

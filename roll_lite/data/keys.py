@@ -80,6 +80,7 @@ KEYS: dict[str, Key] = {
     "answer": Key(
         Kind.ROW, torch.int64, "held-out rollouts", "majority votes: equal numbers of a group are equal answers, -1 none, -2 not looked for"
     ),
+    "max_version": Key(Kind.ROW, torch.int64, "held-out rollouts", "metrics: newest weights that sampled it"),
     "part": Key(Kind.OBJECT, None, "held-out rollouts", "metrics: the part of its domain that it is reported under too, or an empty text"),
     # tokens
     "input_ids": Key(Kind.TOKENS, torch.int64, "engine worker", "every forward pass"),

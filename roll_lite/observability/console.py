@@ -100,6 +100,8 @@ class RunConsole:
             self._console.width = width or PLAIN_WIDTH
         self._domains = list(domains)
         self._total = total_steps
+        self._step = 0
+        """That was shown last."""
         self._phases: list[str] = []
         self._columns = 0
         self._lines = 0
@@ -141,11 +143,12 @@ class RunConsole:
             Cell(_shortened(SHORT_PHASES.get(phase, phase), 5), "s", _seconds(metrics.get(f"time/{phase}")), 5, "dim", gap=1)
             for phase in self._phases
         ]
+        self._step = step
         self._line(f"{step}/{self._total}", self._scores(metrics, "reward/mean", "reward/accuracy"), [speed, total, *phases])
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Held-out prompts: lines in the columns of the steps, sentences before the first of them. Of what several samples are worth, the
-        largest number is shown."""
+        """Held-out prompts: lines in the columns of the steps, sentences before the first of them and of steps that are past. Of what
+        several samples are worth, the largest number is shown."""
         k = largest_k(metrics)
         measures = {"held-out": ("validation/reward", "validation/accuracy")}
         if k is not None:
@@ -153,7 +156,7 @@ class RunConsole:
         if f"validation/maj@{k}" in metrics:
             measures |= {f"maj@{k}": ("", f"validation/maj@{k}")}
         for label, (score, share) in measures.items():
-            if self._columns:
+            if self._columns and step == self._step:
                 self._line(label, self._scores(metrics, score, share), [], style="bold")
                 continue
             parts = [("all", ""), *((domain, f"domain/{domain}/") for domain in self._domains)]

@@ -88,6 +88,11 @@ METRICS: dict[str, Metric] = {
     ),
     "validation/response_tokens": Metric(MEAN, "tokens", "Response length of held-out samples.", by="domain"),
     "validation/failed": Metric(SUM, "samples", "Held-out samples that failed for good; they count in no mean.", by="domain"),
+    "validation/version_min": Metric(MIN, "", "Oldest weights that sampled a token of them."),
+    "validation/version_max": Metric(
+        MAX, "", "Newest: more than the oldest where new weights came while held-out prompts were answered beside training."
+    ),
+    "validation/seconds": Metric(LAST, "s", "From the start of a validation to its last score."),
     # rollouts
     "rollout/groups": Metric(SUM, "groups", "Sample groups in the batch.", by="domain"),
     "rollout/admitted": Metric(SUM, "groups", "Sample groups started since the last batch.", by="domain"),

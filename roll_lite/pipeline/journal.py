@@ -273,6 +273,10 @@ class Journal:
         sums = held_out_metrics(rows, self._config.validation.samples_per_prompt)
         for name, domain in stats.domains.items():
             sums.add("validation/failed", domain.failed, label=name)
+        if len(rows):
+            sums.add("validation/version_min", float(rows.tensor("min_version").min()))
+            sums.add("validation/version_max", float(rows.tensor("max_version").max()))
+        sums.add("validation/seconds", stats.wall_s)
         metrics = sums.values()
         self._note(step, metrics)
         self.console.validation(step, metrics)

@@ -13,15 +13,17 @@ from roll_lite.workers.rollout import RolloutWorker
 T = TypeVar("T")
 
 
-def shown(batch: Pending[T], rollouts: Cluster[RolloutWorker], console: RunConsole, label: str, also: Callable[[], None]) -> T:
-    """The batch, once it is there. `also`: to be called about once a second until then."""
+def shown(
+    batch: Pending[T], rollouts: Cluster[RolloutWorker], console: RunConsole, label: str, also: Callable[[], None], held_out: bool = False
+) -> T:
+    """The batch, or the validation, once it is there. `also`: to be called about once a second until then."""
     asked: Pending[dict[str, Progress]] | None = None
 
     def look() -> None:
         nonlocal asked
         also()
         if asked is None:
-            asked = None if batch.done else rollouts.start_one(RolloutWorker.progress)
+            asked = None if batch.done else rollouts.start_one(RolloutWorker.progress, held_out)
         elif (progress := asked.answer()) is not None:
             console.progress(label, progress)
             asked = None

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from roll_lite.algorithms.kl import KlController
-from roll_lite.config.arithmetic import aggregation_constant, held_out_sampling, trains, validates
+from roll_lite.config.arithmetic import aggregation_constant, trains, validates
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.minibatches import MiniBatch, cut_mini_batches
 from roll_lite.data.stable_hash import derived_seed
@@ -26,6 +26,7 @@ from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.shaping import RewardShaping
 from roll_lite.pipeline.skipped_updates import SkippedUpdates
 from roll_lite.pipeline.sources import BatchSource
+from roll_lite.pipeline.validation import Validation
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.credit import credit_columns
 from roll_lite.workers.critic import CriticWorker
@@ -57,6 +58,7 @@ class RLVRPipeline:
         self.shaping = RewardShaping(config)
         self.agreement = Agreement(config)
         self.skipped = SkippedUpdates.of(config)
+        self.validation = Validation(config, source, journal)
         self.refresh = config.reference.refresh if config.reference is not None and trains(config) else None
         in_reward, in_loss = self.algorithm.kl_in_reward, self.algorithm.kl_in_loss
         self.kl_in_reward = KlController(in_reward.coef, **in_reward.controller.parameters)
@@ -171,6 +173,7 @@ class RLVRPipeline:
 
     def between_steps(self) -> None:
         self.look_at_checkpoint()
+        self.look_at_validation()
         self.agreement.look(self.journal.history.records[self.steps_done])
         self.skipped.look()
         if self.refresh is not None and self.due(self.refresh.every):
@@ -182,16 +185,19 @@ class RLVRPipeline:
 
     @phase("validation")
     def validate(self) -> None:
-        """Held-out prompts of every domain that has some."""
+        """Held-out prompts of every domain that has some, with the weights that there are now."""
         if not validates(self.config):
             return
-        samples = self.config.validation.samples_per_prompt
-        sampling = {name: held_out_sampling(self.config, domain) for name, domain in self.config.domains.items()}
+        self.validation.finish()
         with self.source.loaded(EngineMemory.WEIGHTS):
             self.source.sync(self.version)
             with self.source.loaded(EngineMemory.KV_CACHE):
-                rows, stats = self.source.evaluate(samples, sampling, self.steps_done)
-        self.journal.validation(self.steps_done, rows, stats)
+                self.validation.begin(self.steps_done)
+
+    @phase("validation")
+    def look_at_validation(self) -> None:
+        """One that runs beside the steps may be over."""
+        self.validation.look()
 
     @phase("checkpoint")
     def refresh_reference(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from roll_lite.config.schema.domains import SamplingConfig
 from roll_lite.data.proto import DataProto
-from roll_lite.distributed.cluster import Cluster
+from roll_lite.distributed.cluster import Cluster, Pending
 from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.pipeline.clusters import Engines, RewardModels
 from roll_lite.pipeline.journal import Journal
@@ -20,6 +20,9 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.judge import JudgeWorker
 from roll_lite.workers.replay import ReplayWorker
 from roll_lite.workers.rollout import RolloutBatch, RolloutWorker
+
+HeldOut = tuple[DataProto, RolloutStats]
+"""Rows of held-out samples, and what happened while they were made."""
 
 
 class BatchSource(Protocol):
@@ -32,8 +35,11 @@ class BatchSource(Protocol):
     def next_batch(self, step: int, meanwhile: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
         """`meanwhile`: called about once a second while the batch is generated; must not wait."""
 
-    def evaluate(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> tuple[DataProto, RolloutStats]:
+    def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
         """Held-out prompts, each answered `samples` times by the engines; `sampling` by domain."""
+
+    def finish_validation(self, validation: Pending[HeldOut]) -> HeldOut:
+        """Waits for it."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -77,9 +83,11 @@ class LiveRollouts:
         self.tell_losses()
         return batch
 
-    def evaluate(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> tuple[DataProto, RolloutStats]:
-        pending = self.rollouts.start_one(RolloutWorker.evaluate, samples, sampling, steps_done)
-        return shown(pending, self.rollouts, self.journal.console, "held-out", self.tell_losses)
+    def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
+        return self.rollouts.start_one(RolloutWorker.evaluate, samples, sampling, steps_done)
+
+    def finish_validation(self, validation: Pending[HeldOut]) -> HeldOut:
+        return shown(validation, self.rollouts, self.journal.console, "held-out", self.tell_losses, held_out=True)
 
     def tell_losses(self) -> None:
         """Of engines, once of each. The rollout service knows best why, unless the driver was the first to notice."""
@@ -120,8 +128,11 @@ class ReplayedRollouts:
     def next_batch(self, step: int, meanwhile: Callable[[Cluster[RolloutWorker]], None]) -> RolloutBatch:
         return self.reader.one(ReplayWorker.next_batch, step)
 
-    def evaluate(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> tuple[DataProto, RolloutStats]:
+    def start_validation(self, samples: int, sampling: Mapping[str, SamplingConfig], steps_done: int) -> Pending[HeldOut]:
         raise AssertionError("there are no engines to answer held-out prompts")
+
+    def finish_validation(self, validation: Pending[HeldOut]) -> HeldOut:
+        raise AssertionError("none was started")
 
     def state_dict(self) -> dict[str, Any]:
         """Which dump is next follows from the step."""

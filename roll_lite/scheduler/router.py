@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, Turn
 from roll_lite.data.stable_hash import stable_hash
@@ -70,8 +71,8 @@ class Router:
         """Called when there may be room again."""
         self._timeout_s = timeout_s
         self._slots = engine_slots
-        most = None if engine_slots is None or deterministic else engine_slots + max(1, int(engine_slots * READY_SHARE))
-        self._choice = EngineChoice(self.engines, most, None if deterministic else engine_tokens)
+        self._most = None if engine_slots is None or deterministic else engine_slots + max(1, int(engine_slots * READY_SHARE))
+        self._choice = EngineChoice(self.engines, self._most, None if deterministic else engine_tokens)
         self._queues: dict[str, deque[tuple[Asked, _Place]]] = {}
         """What waits for an engine, by domain."""
         self._waiting = 0
@@ -133,6 +134,15 @@ class Router:
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         return self._waiting < max(1, int(self._slots * READY_SHARE * self._choice.serving))
+
+    @property
+    def capacity(self) -> float:
+        """Requests that all engines together take."""
+        return inf if self._most is None else self._most * self._choice.serving
+
+    def under_way(self, domain: str) -> int:
+        """Requests, those that wait here among them."""
+        return self._in_flight.get(domain, 0) + len(self._queues.get(domain, ()))
 
     async def hold(self, interrupt: bool) -> None:
         """Send nothing more until `release`, and wait until nothing is in flight. `interrupt`: what is comes back with the tokens that it

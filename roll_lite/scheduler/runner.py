@@ -64,8 +64,18 @@ class SampleRunner:
     """Generates and scores samples of one domain. A sample that runs out of retries comes back as failed, with the cause."""
 
     def __init__(
-        self, domain: str, router: Router, rewards: RewardClient, retries: Retries, seeds: Seeds, episode: Episode = one_response
+        self,
+        domain: str,
+        router: Router,
+        rewards: RewardClient,
+        retries: Retries,
+        seeds: Seeds,
+        episode: Episode = one_response,
+        queue: str | None = None,
+        generated: Callable[[], None] = lambda: None,
     ) -> None:
+        """`queue`: what the router counts its requests under; None: the domain. `generated()` is called when a sample begins to wait for
+        its score."""
         self.scoring = 0
         """Samples that wait for their score."""
         self._domain = domain
@@ -74,6 +84,8 @@ class SampleRunner:
         self._retries = retries
         self._seeds = seeds
         self._episode = episode
+        self._queue = queue or domain
+        self._generated = generated
 
     def start(self, sample_id: SampleId, prompt: Prompt, sampling: Sampling, recorder: Recorder) -> asyncio.Task[Sample]:
         task = asyncio.get_running_loop().create_task(self._run(sample_id, prompt, sampling, recorder))
@@ -100,6 +112,7 @@ class SampleRunner:
                     return Sample(sample_id, prompt, partial, SampleOutcome.FAILED, failure=cause, timed_out=timed_out)
                 continue
             self.scoring += 1
+            self._generated()
             try:
                 return await self._score(sample_id, prompt, conversation.transcript(), recorder)
             finally:
@@ -116,7 +129,7 @@ class SampleRunner:
     async def _generate(self, request: GenerationRequest, recorder: Recorder) -> Turn:
         clock = asyncio.get_running_loop().time
         sent = clock()
-        turn = await self._router.generate(self._domain, request)
+        turn = await self._router.generate(self._queue, request)
         recorder.last_completion = clock()
         stats = recorder.domains[self._domain]
         stats.generation_s += recorder.last_completion - sent

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from roll_lite.data.samples import SampleGroup, SampleId, SampleOutcome, Sampling
+from roll_lite.data.samples import SampleGroup, SampleOutcome, Sampling
 from roll_lite.scheduler.admission import Admission
-from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed, DomainScheduler
+from roll_lite.scheduler.domain import DataExhausted, Domain, DomainScheduler
 from roll_lite.scheduler.episode import Episode, one_response
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import Retries, SampleRunner, no_seeds, seeds_from
-from roll_lite.scheduler.stats import Progress, Recorder, RolloutStats, loss_of
+from roll_lite.scheduler.stats import Progress, Recorder, RolloutStats
 from roll_lite.scheduler.supply import SYNCHRONOUS, OnSync, Pacing
-
-VALIDATION_EPOCH = -1
+from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,13 @@ class RolloutService:
         """Prompts, in the run that is resumed."""
         self._recorder = Recorder(self._domains, self._time())
         seeds = no_seeds if seed is None else seeds_from(seed)
-        self._runners = {
-            domain.name: SampleRunner(domain.name, router, domain.rewards, Retries(retries, domain.reward_retries), seeds, episode)
+        runners = {
+            domain.name: partial(SampleRunner, domain.name, router, domain.rewards, Retries(retries, domain.reward_retries), seeds, episode)
             for domain in domains
         }
+        self._runners = {name: make() for name, make in runners.items()}
+        self._held_out_runners = {name: make(queue=f"{name}/{VALIDATION_EPOCH}", generated=self._admit) for name, make in runners.items()}
+        self._validation: Validation | None = None
         self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
         self._admission = Admission(self._domains, self._schedulers, router, self._recorder, pacing, batches)
         self._progress: Callable[[], dict[str, Progress]] = dict
@@ -88,8 +90,15 @@ class RolloutService:
         return self._next_group - 1
 
     def _admit(self) -> None:
+        if self._validation is not None:
+            self._validation.start(self._room_for_validation())
         if self._error is None:
             self._admission.admit()
+
+    def _room_for_validation(self) -> float:
+        """Samples: what training leaves free, and at least as many as one more domain would get."""
+        capacity, training = self._router.capacity, sum(self._router.under_way(name) for name in self._domains)
+        return max(capacity / (1 + len(self._domains)), capacity - training)
 
     def _group_ended(self) -> None:
         self._admit()
@@ -189,7 +198,7 @@ class RolloutService:
             while self._error is None and any(scheduler.running for scheduler in self._schedulers.values()):
                 self._changed.clear()
                 await self._changed.wait()
-        elif on_sync is not OnSync.PAUSE:
+        if on_sync is not OnSync.PAUSE:
             await self._router.hold(interrupt=on_sync is OnSync.ABORT)
 
     def set_version(self, version: int) -> None:
@@ -199,60 +208,37 @@ class RolloutService:
         if not self._engines_rest:
             self._router.release()
 
-    def progress(self) -> dict[str, Progress]:
-        """How far the batch is that is being made, or was made last."""
+    def progress(self, held_out: bool = False) -> dict[str, Progress]:
+        """How far the batch is that is being made, or was made last. `held_out`: the validation, while there is one."""
+        if held_out:
+            return {} if self._validation is None else self._validation.progress()
         return self._progress()
 
+    # ------------------------------------------------------------ validation
+
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, Sampling]) -> RolloutResult:
-        """Every validation prompt of every domain. What fails is reported, not replaced. `sampling`: by domain."""
+        """Every validation prompt of every domain, beside the batches and weights that come meanwhile. What fails is reported, not
+        replaced. `sampling`: by domain."""
+        assert self._validation is None, "one validation at a time"
         recorder = Recorder(self._domains, self._time())
+        domains = list(self._domains.values())
+        self._validation = Validation(domains, self._held_out_runners, samples_per_prompt, sampling, recorder, self._admit)
         self._router.release()
-        held_out = {name: len(domain.validation) for name, domain in self._domains.items() if domain.validation is not None}
-        wanted = {name: (count, samples_per_prompt) for name, count in held_out.items()}
-        self._progress = lambda: recorder.progress(wanted)
-        numbers = itertools.count()
-        waiting: list[asyncio.Future[SampleGroup]] = []
-        for domain in self._domains.values():
-            if domain.validation is not None:
-                waiting += [
-                    asyncio.ensure_future(self._validate(domain, index, next(numbers), samples_per_prompt, sampling[domain.name], recorder))
-                    for index in range(len(domain.validation))
-                ]
+        self._admit()
         try:
-            groups = await asyncio.gather(*waiting)
-        except BaseException:
-            for group in waiting:
-                group.cancel()
-            raise
-        for name, stats in recorder.domains.items():
-            if stats.lost_groups and not stats.delivered:
-                raise DomainFailed(f"domain {name}: every sample of the validation failed; first cause: {next(iter(stats.failures))}")
+            groups = await self._validation.groups()
+        finally:
+            self._validation = None
         if self._engines_rest:
             await self._router.hold(interrupt=True)
         return RolloutResult(groups, recorder.finish(self._time(), self._version))
 
-    async def _validate(self, domain: Domain, index: int, number: int, samples: int, sampling: Sampling, recorder: Recorder) -> SampleGroup:
-        assert domain.validation is not None
-        prompt = domain.validation[index]
-        runner = self._runners[domain.name]
-        tasks = [
-            runner.start(SampleId(domain.name, prompt.uid, VALIDATION_EPOCH, number, place), prompt, sampling, recorder)
-            for place in range(samples)
-        ]
-        try:
-            group = SampleGroup(number, domain.name, tuple(await asyncio.gather(*tasks)))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            raise
-        recorder.group(group)
-        if loss_of(group) is None:
-            recorder.delivered(group)
-        return group
-
     def close(self) -> None:
         """Drop everything in flight; requests are aborted, and their places are not given to others."""
-        self._break_off(RuntimeError("the rollout service is closed"))
+        closed = RuntimeError("the rollout service is closed")
+        self._break_off(closed)
+        if self._validation is not None:
+            self._validation.break_off(closed)
         for scheduler in self._schedulers.values():
             scheduler.cancel()
 

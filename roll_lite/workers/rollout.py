@@ -95,6 +95,7 @@ class RolloutWorker(AsyncWorker):
         self._reward_models: dict[str, RewardModelClient] = {}
         self._data_counts: list[str] = []
         self._writing: asyncio.Task[None] | None = None
+        self._one_writes = asyncio.Lock()
 
     async def initialize(
         self,
@@ -201,12 +202,13 @@ class RolloutWorker(AsyncWorker):
         """By their numbers, and why."""
         return self._engines.down
 
-    async def progress(self) -> dict[str, Progress]:
-        """While one of the two is under way: how far it is, by domain."""
-        return self._service.progress()
+    async def progress(self, held_out: bool) -> dict[str, Progress]:
+        """How far the batch is, or the validation, by domain."""
+        return self._service.progress(held_out)
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
-        """Rows of all validation samples that could be generated and scored; the stats count the others. `sampling`: by domain."""
+        """Rows of all validation samples that could be generated and scored; the stats count the others. Batches and weights may come
+        meanwhile. `sampling`: by domain."""
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
         await self._write(self._samples_file(f"validation_{step:06d}.jsonl", result.groups))
@@ -223,14 +225,15 @@ class RolloutWorker(AsyncWorker):
 
     async def _write(self, files: Sequence[Callable[[], None]]) -> None:
         """In a thread, beside the training; those before must be done, and what went wrong with them is raised here."""
-        if self._writing is not None:
-            await self._writing
 
         def write() -> None:
             for file in files:
                 file()
 
-        self._writing = asyncio.create_task(asyncio.to_thread(write))
+        async with self._one_writes:  # a batch and a validation may come to this at the same time
+            if self._writing is not None:
+                await self._writing
+            self._writing = asyncio.create_task(asyncio.to_thread(write))
 
     async def hold(self) -> None:
         """New weights are about to come to the engines; `set_version` says that they are there."""

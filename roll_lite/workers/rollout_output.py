@@ -60,7 +60,8 @@ def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, floa
     samples = [sample for group in groups for sample in group.samples]
     parts = [_part(sample, report_by[sample.id.domain]) for sample in samples]
     answers = [number for group in groups for number in _answers(group)]
-    return rows_of(groups, temperatures).with_columns(answer=_whole(answers), part=object_column(parts))
+    newest = _whole(max((span.version for span in sample.transcript.versions), default=0) for sample in samples)
+    return rows_of(groups, temperatures).with_columns(answer=_whole(answers), part=object_column(parts), max_version=newest)
 
 
 def _part(sample: Sample, column: str | None) -> str:

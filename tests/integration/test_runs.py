@@ -367,6 +367,10 @@ def test_generation_beside_training_and_dynamic_sampling_learn_as_the_demo_does(
     assert code == 0, output
     accuracy = run.summary()["accuracy"]
     assert accuracy["overall"]["after"] >= accuracy["overall"]["before"] + 0.20
+    held_out = [record for record in run.metrics() if "validation/accuracy" in record]
+    assert [record["step"] for record in held_out] == [0, 10, 20, 30]
+    assert [record["validation/version_min"] for record in held_out] == [0, 10, 20, 30]
+    assert held_out[-1]["validation/version_max"] == 30, "the last one is waited for"
     steps = [record for record in run.metrics() if "time/step" in record]
     if config == "tiny_async":
         assert all(record["rollout/groups"] == 32 for record in steps)

@@ -99,6 +99,18 @@ def test_validation_stands_in_the_columns_of_the_steps() -> None:
     assert held_out.rindex("50%") == step.index("30%")
 
 
+def test_a_validation_of_a_step_that_is_past_says_so() -> None:
+    stream = io.StringIO()
+    console = RunConsole(DOMAINS, 40, stream)
+    console.step(1, metrics())
+    console.validation(0, validation(0.25))
+    console.step(2, metrics())
+    console.validation(1, validation(0.5))
+    *_, before, _, held_out = lines(stream)
+    assert before == "held-out accuracy before training: all 25%, add 25%, make 25%, repeat 25%"
+    assert held_out == "held-out accuracy at step 1: all 50%, add 50%, make 50%, repeat 50%"
+
+
 def test_of_what_several_samples_are_worth_the_most_is_shown() -> None:
     stream = io.StringIO()
     console = RunConsole(DOMAINS, 40, stream)

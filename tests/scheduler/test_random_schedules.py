@@ -141,7 +141,8 @@ def houses(draw: st.DrawFn) -> House:
 
 
 class RandomSchedules(RuleBasedStateMachine):
-    """One thing is under way at a time, as in a run: a weight update, a batch, or a validation. All else happens beside it."""
+    """One thing is under way at a time, as in a run: a weight update, a batch, or a validation, which goes on beside the others where
+    generation does. All else happens beside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,6 +150,7 @@ class RandomSchedules(RuleBasedStateMachine):
         self.runner.get_loop().set_exception_handler(lambda _, context: self.errors.append(context.get("exception") or context["message"]))
         self.errors: list[Any] = []
         self.work: asyncio.Task[None] | None = None
+        self.validating: asyncio.Task[None] | None = None
         self.drains: list[asyncio.Task[None]] = []
         self.saved: tuple[Any, Remembered] | None = None
         self.over = False
@@ -193,7 +195,7 @@ class RandomSchedules(RuleBasedStateMachine):
             for number, (name, plan) in enumerate(house.domains.items())
         ]
         self.service = RolloutService(domains, self.router, house.retries, seed=1, pacing=house.pacing, engines_rest=house.rest)
-        for runner in self.service._runners.values():
+        for runner in [*self.service._runners.values(), *self.service._held_out_runners.values()]:
             runner.start = partial(self.start_sample, runner.start)  # type: ignore[method-assign]
         if saved is not None:
             self.service.load_state_dict(saved[0])
@@ -246,9 +248,14 @@ class RandomSchedules(RuleBasedStateMachine):
             raise error if isinstance(error, BaseException) else AssertionError(error)
 
     def look_after_work(self) -> None:
-        if self.work is None or not self.work.done():
-            return
-        work, self.work = self.work, None
+        if self.work is not None and self.work.done():
+            work, self.work = self.work, None
+            self.look_at_end(work)
+        if self.validating is not None and self.validating.done():
+            validating, self.validating = self.validating, None
+            self.look_at_end(validating)
+
+    def look_at_end(self, work: asyncio.Task[None]) -> None:
         try:
             work.result()
         except NoEngineLeft:
@@ -265,7 +272,9 @@ class RandomSchedules(RuleBasedStateMachine):
             self.over = True
 
     def busy(self) -> bool:
-        return self.work is not None or self.over
+        supply = self.house.pacing.supply
+        waits = self.validating is not None and (isinstance(supply, Synchronous) or supply.max_staleness == 0)
+        return self.work is not None or self.over or waits
 
     # ------------------------------------------------------------ what a run does
 
@@ -294,10 +303,13 @@ class RandomSchedules(RuleBasedStateMachine):
             if not self.busy():
                 self.ask_for_a_batch(seconds)
 
-    @precondition(lambda self: not self.busy())
+    @precondition(lambda self: not self.busy() and self.validating is None)
     @rule()
     def validate(self) -> None:
-        self.begin(self.evaluate())
+        def start() -> None:
+            self.validating = asyncio.get_running_loop().create_task(self.evaluate())
+
+        self.do(start)
 
     def begin(self, work: Coroutine[Any, Any, None], seconds: float = 0.0) -> None:
         def start() -> None:
@@ -354,10 +366,10 @@ class RandomSchedules(RuleBasedStateMachine):
         """Nothing is left behind in engines that answer."""
 
         def stop() -> None:
-            for task in [self.work, *self.drains]:
+            for task in [self.work, self.validating, *self.drains]:
                 if task is not None:
                     task.cancel()
-            self.work = None
+            self.work = self.validating = None
             self.service.close()
 
         self.do(stop)

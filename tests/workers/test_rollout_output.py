@@ -178,4 +178,8 @@ def test_held_out_rows_say_which_answers_are_equal_and_what_they_are_reported_by
     rows = held_out_rows(groups, AT, {"maths": "level"})
     assert rows["answer"].tolist() == [0, 1, 0, -1, 0, -2]
     assert rows["part"].tolist() == ["level:3"] * 6
+    newer = sample(2, 0, (1,), 3, Score(0.0), ("one", 6))
+    newer = replace(newer, prompt=replace(newer.prompt, columns={"level": 3}))
+    spans = held_out_rows([*groups, SampleGroup(2, "maths", (newer,))], AT, {"maths": "level"})
+    assert (spans["min_version"].tolist()[-1], spans["max_version"].tolist()[-1]) == (5, 6)
     assert held_out_rows(groups, AT, {"maths": None})["part"].tolist() == [""] * 6

@@ -37,7 +37,8 @@ class RayConfig(Section):
 
 class ValidationConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between validations; 0 validates before the first and after the last step only."""
+    """Steps between validations; 0 validates before the first and after the last step only. With rollout.supply one_step_off and async they
+    run beside the steps that follow (docs/scheduling.md)."""
     samples_per_prompt: PositiveInt = 1
     """Responses sampled for each held-out prompt. With several, pass@k, best@k and maj@k are told for powers of two and for all of them."""
     sampling: ValidationSamplingConfig = Field(default_factory=ValidationSamplingConfig)

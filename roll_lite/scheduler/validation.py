@@ -1,0 +1,108 @@
+"""Held-out prompts on their way, beside whatever else the engines have to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from roll_lite.data.samples import Sample, SampleGroup, SampleId, Sampling
+from roll_lite.scheduler.domain import Domain, DomainFailed
+from roll_lite.scheduler.runner import SampleRunner
+from roll_lite.scheduler.stats import Progress, Recorder, loss_of
+
+VALIDATION_EPOCH = -1
+
+
+class Validation:
+    """Every held-out prompt of every domain, started in their order as engines have room. What fails is reported, not replaced."""
+
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        runners: Mapping[str, SampleRunner],
+        samples: int,
+        sampling: Mapping[str, Sampling],
+        recorder: Recorder,
+        ended: Callable[[], None],
+    ) -> None:
+        """`samples`: of each prompt. `sampling`, `runners`: by domain; the runners are for validations alone. `ended()` is called when a
+        group has."""
+        self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
+        self._runners = runners
+        self._samples = samples
+        self._sampling = sampling
+        self._recorder = recorder
+        self._ended = ended
+        self._wanted = {name: len(domain.validation or ()) for name, domain in self._domains.items()}
+        self._left = deque(enumerate((name, index) for name, count in self._wanted.items() for index in range(count)))
+        self._groups: dict[int, SampleGroup] = {}
+        self._total = len(self._left)
+        self._running: set[asyncio.Task[None]] = set()
+        self._unfinished = 0
+        """Samples that were started."""
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self, most: float) -> None:
+        """Prompts, as long as no more than so many samples are with the engines or wait for them; one, where none is under way."""
+        while self._left and (not self._unfinished or self._with_engines + self._samples <= most):
+            number, (name, index) = self._left.popleft()
+            domain = self._domains[name]
+            assert domain.validation is not None
+            prompt = domain.validation[index]
+            ids = [SampleId(name, prompt.uid, VALIDATION_EPOCH, number, place) for place in range(self._samples)]
+            samples = [self._runners[name].start(one, prompt, self._sampling[name], self._recorder) for one in ids]
+            self._unfinished += len(samples)
+            for sample in samples:
+                sample.add_done_callback(self._sample_over)
+            task = asyncio.get_running_loop().create_task(self._run_group(number, name, samples))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    @property
+    def _with_engines(self) -> float:
+        """Samples, and those that wait for a score because its rewards have enough to do: they hold others back as well."""
+        scored_now = (min(self._runners[name].scoring, domain.rewards.capacity) for name, domain in self._domains.items())
+        return self._unfinished - sum(scored_now)
+
+    def _sample_over(self, _: object) -> None:
+        self._unfinished -= 1
+
+    async def _run_group(self, number: int, name: str, samples: Sequence[asyncio.Task[Sample]]) -> None:
+        try:
+            group = SampleGroup(number, name, tuple(await asyncio.gather(*samples)))
+        except Exception as error:  # not a sample's failure but the end of all: no engine is left
+            for sample in samples:
+                sample.cancel()
+            self.break_off(error)
+            return
+        self._recorder.group(group)
+        if loss_of(group) is None:
+            self._recorder.delivered(group)
+        self._groups[number] = group
+        if len(self._groups) == self._total and not self._over.done():
+            self._over.set_result(None)
+        self._ended()
+
+    def break_off(self, error: BaseException) -> None:
+        """Whoever waits for the groups gets this error."""
+        if not self._over.done():
+            self._over.set_exception(error)
+
+    async def groups(self) -> list[SampleGroup]:
+        """All of them, in their order, once the last one has ended. DomainFailed where a domain has not a single sample."""
+        try:
+            if self._total:
+                await self._over
+        finally:
+            self._left.clear()
+            for group in self._running:
+                group.cancel()
+        for name, stats in self._recorder.domains.items():
+            if stats.lost_groups and not stats.delivered:
+                raise DomainFailed(f"domain {name}: every sample of the validation failed; first cause: {next(iter(stats.failures))}")
+        return [group for _, group in sorted(self._groups.items())]
+
+    def progress(self) -> dict[str, Progress]:
+        """How far it is, by domain."""
+        return self._recorder.progress({name: (count, self._samples) for name, count in self._wanted.items()})

@@ -1,0 +1,167 @@
+"""When a validation is begun and waited for, and under which step it is told. The rollout service is a stand-in."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from roll_lite.config.loading import load_config
+from roll_lite.data.proto import DataProto, object_column
+from roll_lite.pipeline.batch_files import BatchFiles
+from roll_lite.pipeline.clusters import Clusters
+from roll_lite.pipeline.journal import Journal
+from roll_lite.pipeline.rlvr import RLVRPipeline
+from roll_lite.scheduler.stats import DomainStats, RolloutStats
+
+ROOT = Path(__file__).resolve().parents[2]
+ASYNC = "rollout={supply: async, max_staleness: 2}"
+PROMPTS = ("add", "make", "repeat")
+
+
+def rows(version: int, newest: int) -> DataProto:
+    return DataProto(
+        {
+            "sample": torch.arange(3),
+            "group": torch.arange(3),
+            "domain": object_column(PROMPTS),
+            "part": object_column([""] * 3),
+            "correct": torch.tensor([1.0, 0.0, 1.0]),
+            "score": torch.tensor([1.0, 0.0, 1.0]),
+            "response_length": torch.tensor([4, 5, 6]),
+            "answer": torch.zeros(3, dtype=torch.int64),
+            "min_version": torch.full((3,), version),
+            "max_version": torch.tensor([version, version, newest]),
+        }
+    )
+
+
+class Pending:
+    """Answers after so many looks."""
+
+    def __init__(self, source: Source, step: int, looks: int) -> None:
+        self.source, self.step, self.looks = source, step, looks
+        self.error: Exception | None = None
+        self.version = source.version
+
+    def answer(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        self.looks -= 1
+        return self.value() if self.looks < 0 else None
+
+    def value(self) -> Any:
+        stats = RolloutStats({name: DomainStats() for name in PROMPTS}, wall_s=2.5)
+        return rows(self.version, self.source.version), stats
+
+
+class Source:
+    """Notes what the pipeline does."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+        self.version = 0
+        self.story: list[str] = []
+        self.started: list[Pending] = []
+
+    def loaded(self, _: Any) -> Any:
+        return nullcontext()
+
+    def sync(self, version: int) -> None:
+        if version != self.version:
+            self.story.append(f"weights {version}")
+        self.version = version
+
+    def start_validation(self, samples: int, sampling: Any, steps_done: int) -> Pending:
+        assert set(sampling) == set(PROMPTS)
+        self.story.append(f"begin {steps_done}")
+        self.started.append(Pending(self, steps_done, self.looks))
+        return self.started[-1]
+
+    def finish_validation(self, pending: Pending) -> Any:
+        self.story.append(f"end {pending.step}")
+        return pending.value()
+
+
+def pipeline_of(folder: Path, source: Source, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> RLVRPipeline:
+    monkeypatch.chdir(ROOT)
+    given = ["trackers=[{type: jsonl}]", "steps=4", "validation.every=2", *overrides]
+    config = load_config("tiny_grpo", ROOT / "examples/configs", given)
+    journal = Journal(config, folder)
+    journal.connect()
+
+    def step(self: RLVRPipeline) -> None:
+        source.sync(self.version)
+        source.story.append(f"step {self.steps_done + 1}")
+        self.steps_done += 1
+        self.version += 1
+
+    monkeypatch.setattr(RLVRPipeline, "step", step)
+    checkpoints: Any = SimpleNamespace(load=lambda *_: None, finished=nullcontext, look=lambda: None, finish=lambda: None)
+    clusters = Clusters(None)
+    pipeline = RLVRPipeline(config, clusters, source, journal, checkpoints, BatchFiles(config, folder))  # type: ignore[arg-type]
+    monkeypatch.setattr(pipeline.agreement, "look", lambda _: None)
+    monkeypatch.setattr(pipeline, "export_model", lambda: None)
+    return pipeline
+
+
+def told(folder: Path) -> list[tuple[int, float, float]]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(one["step"], one["validation/version_min"], one["validation/version_max"]) for one in records if "validation/accuracy" in one]
+
+
+def test_synchronous_training_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(looks=0)
+    pipeline_of(tmp_path, source, monkeypatch).run()
+    assert source.story == [
+        *("begin 0", "end 0", "step 1", "weights 1", "step 2", "weights 2", "begin 2", "end 2"),
+        *("step 3", "weights 3", "step 4", "weights 4", "begin 4", "end 4"),
+    ]
+    assert told(tmp_path) == [(0, 0, 0), (2, 2, 2), (4, 4, 4)]
+
+
+def test_beside_asynchronous_steps_it_is_told_under_the_step_that_it_was_begun_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is over when it is looked at after one step, the last one is waited for."""
+    source = Source(looks=0)
+    pipeline_of(tmp_path, source, monkeypatch, ASYNC).run()
+    assert source.story == [
+        *("begin 0", "step 1", "end 0", "weights 1", "step 2", "weights 2", "begin 2", "step 3", "end 2"),
+        *("weights 3", "step 4", "weights 4", "begin 4", "end 4"),
+    ]
+    assert told(tmp_path) == [(0, 0, 0), (2, 2, 2), (4, 4, 4)]
+
+
+def test_the_next_one_waits_for_it_before_new_weights_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(looks=100)
+    pipeline = pipeline_of(tmp_path, source, monkeypatch, ASYNC)
+    pipeline.run()
+    assert source.story == [
+        *("begin 0", "step 1", "weights 1", "step 2", "end 0", "weights 2", "begin 2"),
+        *("step 3", "weights 3", "step 4", "end 2", "weights 4", "begin 4", "end 4"),
+    ]
+    assert told(tmp_path) == [(0, 0, 1), (2, 2, 3), (4, 4, 4)], "weights that came meanwhile are told"
+    pipeline.journal.close("completed")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["accuracy"]["overall"] == {"before": 2 / 3, "after": 2 / 3}
+
+
+def test_what_is_wrong_with_it_ends_the_run_at_the_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(looks=100)
+    pipeline = pipeline_of(tmp_path, source, monkeypatch, ASYNC)
+    pipeline.validate()
+    source.started[0].error = RuntimeError("every sample of the validation failed")
+    with pytest.raises(RuntimeError, match="every sample"):
+        pipeline.between_steps()
+
+
+def test_without_staleness_it_is_waited_for_as_in_a_synchronous_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(looks=100)
+    pipeline_of(tmp_path, source, monkeypatch, "rollout={supply: async, max_staleness: 0}").validate()
+    assert source.story == ["begin 0", "end 0"]
