@@ -89,11 +89,12 @@ class Trainer:
         self.source = [torch.ones(tensor.shape, dtype=tensor.dtype) for tensor in self.export.tensors]
         self.copy = [torch.empty_like(tensor) for tensor in self.source]
 
-    def send(self) -> None:
+    def send(self) -> dict[str, float]:
         self.sender.send()
+        return dict(self.sender.seconds)
 
     def checksums(self) -> dict[str, str]:
-        return self.sender.checksums()
+        return self.sender.checksums([tensor.name for tensor in self.export.tensors])
 
     def plain_copy(self) -> float:
         started = time.perf_counter()
@@ -115,10 +116,10 @@ class Engine:
     def join(self, membership: Any, number: int) -> None:
         self.receiver.join(membership, number)
 
-    def take(self, buckets: Any) -> None:
+    def take(self, buckets: Any) -> dict[str, float]:
         for routes in buckets:
             self.receiver.load(routes, lambda again: None, self._load)
-        self.receiver.finished()
+        return self.receiver.finish(lambda: None)
 
     def checksums(self) -> dict[str, str]:
         from roll_lite.distributed.weight_sync.checksum import checksum

@@ -225,6 +225,11 @@ def updates(config: RunConfig, role: str) -> int:
     return steps * config.algorithm.ppo_epochs * config.algorithm.mini_batches
 
 
+def infer_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
+    """Precision of the engines."""
+    return config.actor_infer.dtype or config.model.dtype
+
+
 def model_parallel_size(role: Role) -> int:
     strategy = role.strategy
     if isinstance(strategy, MegatronStrategyConfig):

@@ -236,7 +236,15 @@ METRICS: dict[str, Metric] = {
     "critic/skipped": Metric(SUM, "updates", "Optimizer steps left out because loss or gradient was not finite."),
     # weights
     "sync/version": Metric(LAST, "", "Weight version of the engines."),
-    "sync/megabytes": Metric(SUM, "MB", "Weights sent to the engines."),
+    "sync/megabytes": Metric(SUM, "MB", "Weights sent to the engines, once for all of them."),
+    "sync/megabytes_per_second": Metric(LAST, "MB/s", "Of a whole update, from its start to the last engine's new weights."),
+    "sync/seconds": Metric(
+        SUM,
+        "s",
+        "Time of the slowest in a phase of the update: trainer ranks `gather` tensors, `copy` them into buckets (and cast them), `wait` "
+        "for a free bucket; engine workers `receive` (and wait), `load`. Phases overlap.",
+        by="phase",
+    ),
     # state that leaves the devices and comes back, between the end of the step before and this one's
     "offload/freed_megabytes": Metric(SUM, "MB", "Device memory that a role's ranks have given back.", by="role"),
     "offload/out_megabytes": Metric(

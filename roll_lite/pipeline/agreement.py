@@ -21,7 +21,7 @@ samples, use algorithm.old_log_probs: rollout or algorithm.mismatch_correction, 
 ENGINES = """Likely causes:
 - config.json holds something that the trainer and the engine read differently (RoPE, tied embeddings, the kind of attention)
 - actor_infer.strategy.engine_args change the model or its precision (hf_overrides, quantization, kv_cache_dtype)
-- the weights in the engine are not the trainer's: see whether the run ends earlier with weight_sync.verify_weights: true
+- the weights in the engine are not the trainer's: see whether the run ends earlier with weight_sync.verify: full
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
 
 

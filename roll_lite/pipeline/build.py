@@ -8,7 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from roll_lite.config.arithmetic import actor_is_reference, generates, max_model_len, model_parallel_size, roles, trains, updates
+from roll_lite.config.arithmetic import (
+    actor_is_reference,
+    generates,
+    infer_dtype,
+    max_model_len,
+    model_parallel_size,
+    roles,
+    trains,
+    updates,
+)
 from roll_lite.config.dump_files import FOLDER, found_dumps
 from roll_lite.config.model_files import tokenizer_checksum
 from roll_lite.config.schema.models import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig, InferRoleConfig, InferStrategyConfig
@@ -55,7 +64,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     models = start.models() if trains(config) else Clusters(None)
     initialize(models.models, live)
     if live is not None and trains(config):
-        sync = WeightSync(models.actor, live.engines.replicas, live.rollouts, config.weight_sync, model_parallel_size(config.actor_infer))
+        workers, dtype = model_parallel_size(config.actor_infer), infer_dtype(config)
+        sync = WeightSync(models.actor, live.engines.replicas, live.rollouts, config.weight_sync, workers, dtype)
         source = replace(live, weights=sync)
     for line in live.notes() if live is not None else []:
         journal.console.message(line)
@@ -149,7 +159,8 @@ class Starter:
         role = self.config.actor_infer
         slots = self.placement.slots("actor_infer", model_parallel_size(role), role.replicas_per_device)
         silence_s = self.config.limits.engine_silence or None
-        engine = EngineSpec(self.config.model, share_of_device(role), max_model_len(self.config), self.config.seed, role.threads, silence_s)
+        model = self.config.model.model_copy(update={"dtype": infer_dtype(self.config)})
+        engine = EngineSpec(model, share_of_device(role), max_model_len(self.config), self.config.seed, role.threads, silence_s)
         return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine), role)
 
     def rollouts(self) -> Cluster[RolloutWorker]:

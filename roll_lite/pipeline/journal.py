@@ -90,6 +90,9 @@ class Journal:
         if transfer is not None:
             self._sums.add("sync/version", transfer.version)
             self._sums.add("sync/megabytes", transfer.megabytes)
+            self._sums.add("sync/megabytes_per_second", transfer.megabytes / transfer.seconds)
+            for phase, seconds in transfer.phases.items():
+                self._sums.add("sync/seconds", seconds, label=phase)
 
     def knows_lost(self, engines: Iterable[int]) -> bool:
         return self._lost_engines.issuperset(engines)

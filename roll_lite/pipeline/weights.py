@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from roll_lite.config.schema.run import WeightSyncConfig
 from roll_lite.distributed.cluster import Cluster, Pending, gather
-from roll_lite.distributed.weight_sync.checksum import require_equal
-from roll_lite.distributed.weight_sync.group import interrupt
+from roll_lite.distributed.weight_sync.checksum import require_equal, sample
+from roll_lite.distributed.weight_sync.group import Transferred, interrupt, largest
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
 from roll_lite.pipeline.clusters import Model
 from roll_lite.pipeline.devices import FORWARD
@@ -25,6 +28,8 @@ class Pushed:
     version: int
     megabytes: float
     seconds: float
+    phases: Mapping[str, float]
+    """Seconds of the slowest rank or worker; phases overlap."""
 
 
 class WeightSync:
@@ -35,13 +40,16 @@ class WeightSync:
         rollouts: Cluster[RolloutWorker],
         config: WeightSyncConfig,
         workers_per_engine: int,
+        dtype: str,
     ) -> None:
+        """`dtype`: the engines'."""
         self._model = actor
         self._actor = actor.ranks
         self._engines = engines
         self._rollouts = rollouts
         self._config = config
         self._workers_per_engine = workers_per_engine
+        self._dtype: torch.dtype = getattr(torch, dtype)
         self._export: ExportPlan | None = None
         self._rendezvous: tuple[str, int] | None = None
         self._epoch = 0
@@ -56,31 +64,33 @@ class WeightSync:
             return None
         started = time.monotonic()
         with self._model.loaded(FORWARD):
-            plan = self._update(version)
-            while plan is None:  # an engine was lost on the way: the others connect again, and get all of it
-                plan = self._update(version)
-            if self._config.verify_weights:
+            phases = self._update(version)
+            while phases is None:  # an engine was lost on the way: the others connect again, and get all of it
+                phases = self._update(version)
+            if self._config.verify != "none":
                 self._verify(version)
         self._rollouts.one(RolloutWorker.set_version, version)
         self._version = version
-        return Pushed(version, plan.nbytes / 2**20, time.monotonic() - started)
+        assert self._plan is not None
+        return Pushed(version, self._plan.nbytes / 2**20, time.monotonic() - started, phases)
 
     def engines_changed(self) -> None:
         """One has left or joined, or was replaced: before the next update all that are there connect again."""
         self._plan = self._version = None
 
-    def _update(self, version: int) -> TransferPlan | None:
+    def _update(self, version: int) -> dict[str, float] | None:
         """None where an engine was lost meanwhile: others may have the old weights, the new ones, or wait frozen for more of them."""
         if self._plan is not None and list(self._plan.engines) != self._engines.left:
             self._plan = None
-        plan = self._plan or self._connect()
-        if plan is not None:
-            self._rollouts.one(RolloutWorker.hold)
-            engines = self._engines.start_each_own(InferWorker.update_weights, dict.fromkeys(plan.engines, plan.routes), version)
-            if not self._together("update_weights", engines, self._actor.start_all(ActorWorker.send_weights)):
-                plan = None
-        self._plan = plan
-        return plan
+        plan = self._plan = self._plan or self._connect()
+        if plan is None:
+            return None
+        self._rollouts.one(RolloutWorker.hold)
+        engines = self._engines.start_each_own(InferWorker.update_weights, dict.fromkeys(plan.engines, plan.routes), version)
+        phases = self._together("update_weights", engines, self._actor.start_all(ActorWorker.send_weights))
+        if phases is None:
+            self._plan = None
+        return phases
 
     def _connect(self) -> TransferPlan | None:
         """The owners of tensors and the workers of all engines join a new epoch of the transfer group. None: as above."""
@@ -88,15 +98,17 @@ class WeightSync:
         export = self._export = self._export or self._actor.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
         self._rendezvous = self._rendezvous or self._actor.one(ActorWorker.host_weight_transfer, timeout_s)
         self._epoch += 1
-        plan = plan_transfers(export, dict.fromkeys(self._engines.left, self._workers_per_engine))
+        plan = plan_transfers(export, dict.fromkeys(self._engines.left, self._workers_per_engine), self._dtype)
         membership = plan.membership(self._epoch, self._config.transport, *self._rendezvous, timeout_s)
         first_members = {engine: plan.first_member(engine) for engine in plan.engines}
         engines = self._engines.start_each_own(InferWorker.connect_weights, first_members, membership)
         joined = self._together("connect_weights", engines, self._actor.start_all(ActorWorker.connect_weights, plan, membership))
-        return plan if joined else None
+        return plan if joined is not None else None
 
-    def _together(self, phase: str, engines: Pending[dict[int, str | None]], trainers: Pending[list[str | None]]) -> bool:
-        """Whether both sides came through, with all engines that had been asked. Each says why, where it did not."""
+    def _together(
+        self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
+    ) -> dict[str, float] | None:
+        """Seconds by phase, once both sides have come through, with all engines that had been asked. Each says why, where it did not."""
         asked, interrupted = len(engines.calls), False
 
         def look() -> None:
@@ -109,17 +121,21 @@ class WeightSync:
         both: list[Pending[Any]] = [engines, trainers]
         said, of_trainers = gather(*both, timeout_s=2 * self._config.timeout_s, meanwhile=look)
         if len(said) < asked:
-            return False
-        causes = {f"actor_infer[{engine}]": cause for engine, cause in said.items()}
-        causes |= {f"actor_train rank {rank}": cause for rank, cause in enumerate(of_trainers)}
-        if failed := [f"{name}: {cause}" for name, cause in causes.items() if cause is not None]:
+            return None
+        found = {f"actor_infer[{engine}]": one for engine, one in said.items()}
+        found |= {f"actor_train rank {rank}": one for rank, one in enumerate(of_trainers)}
+        if failed := [f"{name}: {one.failure}" for name, one in found.items() if one.failure is not None]:
             raise RuntimeError(f"{phase} failed: {'; '.join(failed)}")
-        return True
+        return largest(one.seconds for one in found.values())
 
     def _verify(self, version: int) -> None:
-        """Every tensor of every engine against the trainer's, by checksum."""
+        """Tensors of every engine against the trainer's, by checksum."""
+        assert self._export is not None
+        names = [tensor.name for tensor in self._export.tensors]
+        if self._config.verify == "sampled":
+            names = sample(names, version)
         sent: dict[str, str] = {}
-        for owned in self._actor.all(ActorWorker.weight_checksums):
+        for owned in self._actor.all(ActorWorker.weight_checksums, names):
             sent |= owned
-        for engine, held in self._engines.each(InferWorker.weight_checksums).items():
+        for engine, held in self._engines.each(InferWorker.weight_checksums, names).items():
             require_equal(sent, held, engine, version)

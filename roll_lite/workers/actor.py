@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.weight_sync.endpoints import WeightSender
-from roll_lite.distributed.weight_sync.group import TransferError
+from roll_lite.distributed.weight_sync.group import TransferError, Transferred
 from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, TransferPlan
 from roll_lite.workers.credit import assign_credit, compared_before_training, credit_metrics
 from roll_lite.workers.model import ModelRole, ModelWorker, TrainShare, Update, training_columns
@@ -119,17 +119,15 @@ class ActorWorker(ModelWorker):
         address = ray.util.get_node_ip_address()
         return address, self.weights.host(address, timeout_s)
 
-    def connect_weights(self, plan: TransferPlan, membership: Membership) -> str | None:
-        """None, or why the transfer group did not come about: that may be an engine's fault, not this rank's."""
-        return failure_of(lambda: self.weights.join(plan, membership))
+    def connect_weights(self, plan: TransferPlan, membership: Membership) -> Transferred:
+        return Transferred(failure_of(lambda: self.weights.join(plan, membership)))
 
-    def send_weights(self) -> str | None:
-        """None, or why it broke off."""
-        return failure_of(self.weights.send)
+    def send_weights(self) -> Transferred:
+        return Transferred(failure_of(self.weights.send), self.weights.seconds)
 
-    def weight_checksums(self) -> dict[str, str]:
-        """Of the tensors that this rank owns."""
-        return self.weights.checksums()
+    def weight_checksums(self, names: Collection[str]) -> dict[str, str]:
+        """Of those among the named tensors that this rank owns, as they are sent."""
+        return self.weights.checksums(names)
 
 
 class AdaptedActorWorker(ActorWorker):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
@@ -19,7 +19,7 @@ from roll_lite.distributed.fleet import MemberLost
 from roll_lite.distributed.rank_group import kill_stopped
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
 from roll_lite.distributed.strategy.engines import build_engine
-from roll_lite.distributed.weight_sync.group import TransferError
+from roll_lite.distributed.weight_sync.group import TransferError, Transferred
 from roll_lite.distributed.weight_sync.plan import Membership, Route
 from roll_lite.distributed.worker import AsyncWorker
 from roll_lite.scheduler.engines import BatchedEngine, Collected
@@ -96,16 +96,15 @@ class InferWorker(AsyncWorker):
 
     # ------------------------------------------------------------ weights
 
-    async def connect_weights(self, first_member: int, membership: Membership) -> str | None:
-        """None, or why the transfer group did not come about: that may be another engine's fault."""
+    async def connect_weights(self, first_member: int, membership: Membership) -> Transferred:
         return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
-    async def update_weights(self, routes: Sequence[Route], version: int) -> str | None:
-        """None, or why it broke off, to be repeated: see InferenceStrategy."""
+    async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
+        """One that broke off has to be repeated: see InferenceStrategy."""
         return await self._transferred(self._strategy.update_weights(routes, version))
 
-    async def weight_checksums(self) -> dict[str, str]:
-        return await self._of_engine(self._strategy.weight_checksums())
+    async def weight_checksums(self, names: Collection[str]) -> dict[str, str]:
+        return await self._of_engine(self._strategy.weight_checksums(names))
 
     # ------------------------------------------------------------ life
 
@@ -120,12 +119,12 @@ class InferWorker(AsyncWorker):
             self._watching.cancel()
         await self._strategy.shutdown()
 
-    async def _transferred(self, transfer: Awaitable[None]) -> str | None:
+    async def _transferred(self, transfer: Awaitable[Any]) -> Transferred:
         try:
-            await self._of_engine(transfer)
+            seconds = await self._of_engine(transfer)
         except TransferError as error:
-            return str(error)
-        return None
+            return Transferred(str(error))
+        return Transferred(seconds=seconds or {})
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
         """Work that failed because the engine is dead tells of the loss."""

@@ -32,8 +32,8 @@ def test_fp8_rollouts_without_a_gpu(project: Project, monkeypatch: pytest.Monkey
     ("yaml", "path", "fragment"),
     [
         (FP8, QUANTIZATION, "set algorithm.mismatch_correction (level: token"),
-        (CORRECTED.replace("bfloat16", "float32"), QUANTIZATION, "model.dtype is float32"),
-        (CORRECTED + "weight_sync: {verify_weights: true}", "weight_sync.verify_weights", "bit for bit"),
+        (CORRECTED.replace("bfloat16", "float32"), QUANTIZATION, "model.dtype) is float32"),
+        (CORRECTED + "weight_sync: {verify: sampled}", "weight_sync.verify", "bit for bit"),
         (CORRECTED, None, ""),
         (FP8 + "algorithm: {old_log_probs: rollout}", None, ""),
         (FP8 + "mode: rollout_only", None, ""),
@@ -52,6 +52,16 @@ def test_sglang_replaces_fp8_weights_of_some_families(project: Project, gpus: No
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "llama"}))
     messages = [one.message for one in project.problems_of(sglang) if one.path == QUANTIZATION]
     assert len(messages) == 1 and "the model is a llama; use vllm, or none" in messages[0]
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+def test_transports_between_gpus(project: Project, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(check_layout, "gpus_visible", lambda: False)
+    (problem,) = project.problems_of(f"weight_sync: {{transport: {transport}}}")
+    assert (problem.path, problem.value) == ("weight_sync.transport", transport) and "none are visible here; use auto" in problem.message
+    monkeypatch.setattr(check_layout, "gpus_visible", lambda: True)
+    assert project.problems_of(f"weight_sync: {{transport: {transport}}}") == []
 
 
 def test_a_judge_in_fp8_without_a_gpu(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

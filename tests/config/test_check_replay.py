@@ -50,7 +50,7 @@ def test_what_belongs_to_another_mode_is_told(project: Project) -> None:
     assert told(project, "mode=train_only") == {"replay.path": "mode: train_only trains on the dumps of a past run; name its folder"}
     assert "is only used by mode: train_only, the mode is full" in told(project, "replay.path=past")["replay.path"]
     assert "is only used by" in told(project, "mode=rollout_only", "replay.path=past")["replay.path"]
-    assert "no weights are sent" in told(project, "mode=rollout_only", "weight_sync.verify_weights=true")["weight_sync.verify_weights"]
+    assert "no weights are sent" in told(project, "mode=rollout_only", "weight_sync.verify=full")["weight_sync.verify"]
     assert "expected one of full, rollout_only, train_only" in told(project, "mode=train")["mode"]
 
 

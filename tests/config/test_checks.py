@@ -347,8 +347,8 @@ def test_model_files(project: Project) -> None:
 
 EXPERT_CHECKS = {
     "checksums of experts": (
-        "weight_sync: {verify_weights: true}",
-        "weight_sync.verify_weights",
+        "weight_sync: {verify: sampled}",
+        "weight_sync.verify",
         "engines keep the experts of a layer in one tensor",
     ),
     "selective recompute": ("actor_train: {strategy: {recompute: selective}}", "actor_train.strategy.recompute", "leaves experts out"),

@@ -52,6 +52,8 @@ async def test_checksums_are_of_what_the_engine_holds(engine: Harness) -> None:
     await engine.update(seed=111)
     held = await engine.strategy.weight_checksums()
     assert held == reference_checksums(engine)
+    some = [name for name in held if name.endswith(("norm.weight", "k_proj.bias", "up_proj.weight"))]
+    assert await engine.strategy.weight_checksums(some) == {name: held[name] for name in some}
     assert not set(held.values()) & set(old.values())
 
 

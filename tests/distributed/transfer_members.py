@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from roll_lite.distributed.weight_sync.endpoints import transport_of
+from roll_lite.distributed.weight_sync.devices import Home
 from roll_lite.distributed.weight_sync.group import TransferGroup, rendezvous_store
-from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, TransferPlan, plan_transfers
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership, Route, TransferPlan, plan_transfers
+from roll_lite.distributed.weight_sync.transports import transport_of
 
 
 def make_plan(owners: int, engines: Mapping[int, int], buckets: int = 6) -> tuple[TransferPlan, dict[str, torch.Tensor]]:
@@ -38,8 +39,10 @@ class Members:
         transport: str = "gloo",
         epoch: int = 1,
         store: Any = None,
+        homes: Sequence[Home] | None = None,
     ) -> None:
         self.plan = plan
+        self.homes = homes or [None] * len(plan.members)
         self.store = store or rendezvous_store("127.0.0.1")
         self.pool = ThreadPoolExecutor(16)
         self.membership = plan.membership(epoch, transport, "127.0.0.1", self.store.port, timeout_s)
@@ -48,7 +51,7 @@ class Members:
         }
 
     def _join(self, number: int) -> Any:
-        return half(self.membership, number, sends=number < len(self.plan.trainers))
+        return half(self.membership, number, sends=number < len(self.plan.trainers), home=self.homes[number])
 
     def halves(self, kind: str = "") -> list[Any]:
         return [future.result(20) for name, future in self.joining.items() if name.startswith(kind)]
@@ -68,8 +71,8 @@ class Members:
         self.pool.shutdown()
 
 
-def half(membership: Membership, number: int, sends: bool) -> Any:
-    group = TransferGroup(membership, number)
+def half(membership: Membership, number: int, sends: bool, home: Home | None = None) -> Any:
+    group = TransferGroup(membership, number, home)
     transport = transport_of(group)
     return (transport.sender if sends else transport.receiver)(group)
 
@@ -78,6 +81,12 @@ def send_all(sender: Any, plan: TransferPlan, state: Mapping[str, torch.Tensor])
     for route in plan.routes:
         if route.sender == sender.group.number:
             sender.send(route, {tensor.name: state[tensor.name] for tensor in route.tensors})
+    sender.finish()
+
+
+def deliver(sender: Any, route: Route, state: Mapping[str, torch.Tensor]) -> None:
+    """Broadcasts go on when `send` has returned."""
+    sender.send(route, state)
     sender.finish()
 
 

@@ -21,7 +21,7 @@ SETTINGS = [
     f"rollout.samples_per_prompt={SAMPLES}",
     "validation.enabled=false",
     "actor_infer.devices=2",
-    "weight_sync.verify_weights=true",
+    "weight_sync.verify=full",
 ]
 NOTICED_S = 10.0
 NIGHTLY = pytest.mark.nightly

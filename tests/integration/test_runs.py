@@ -130,7 +130,7 @@ def test_grpo_runs_from_end_to_end_and_leaves_what_it_promises(start: Any) -> No
         "steps=2",
         "validation.every=0",
         "validation={enabled: true, samples_per_prompt: 2, sampling: {temperature: 0.9, max_tokens: 10}}",
-        "weight_sync.verify_weights=true",
+        "weight_sync.verify=full",
         "checkpoint.every=2",
         "checkpoint.asynchronous=true",
     )
@@ -185,7 +185,7 @@ def test_roles_that_leave_their_devices_when_idle_come_back_for_everything_that_
     extra = [
         "validation.enabled=true",
         "validation.every=1",
-        "weight_sync.verify_weights=true",
+        "weight_sync.verify=full",
         "checkpoint.every=1",
         "checkpoint.asynchronous=true",
     ]
@@ -258,7 +258,7 @@ def test_kl_in_rewards_and_loss_entropy_bonus_and_mini_batches_go_together(start
 @pytest.mark.timeout(600)
 def test_a_tensor_parallel_engine_serves_a_run(start: Any) -> None:
     layout = ["actor_infer.devices=2", "actor_infer.strategy.tensor_parallel=2"]
-    run = start("tiny_grpo", *SMALL, *layout, "weight_sync.verify_weights=true", "steps=2")
+    run = start("tiny_grpo", *SMALL, *layout, "weight_sync.verify=full", "steps=2")
     code, output = run.finish(2 * START_SECONDS)
     assert code == 0, output
     assert all(record["mismatch/max"] < 1e-4 for record in run.metrics() if "time/step" in record)
@@ -347,7 +347,7 @@ def test_the_layout_of_ranks_and_engines_changes_no_loss(start: Any, layouts: li
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_the_demo_learns_every_domain(start: Any, engine: str) -> None:
-    run = start("tiny_grpo", f"actor_infer.strategy={engine}", "weight_sync.verify_weights=true")
+    run = start("tiny_grpo", f"actor_infer.strategy={engine}", "weight_sync.verify=full")
     code, output = run.finish(800)
     assert code == 0, output
     assert all(record["mismatch/max"] < 1e-4 for record in run.metrics() if "time/step" in record)
@@ -362,7 +362,7 @@ def test_the_demo_learns_every_domain(start: Any, engine: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("config", ["tiny_async", pytest.param("tiny_dapo", marks=pytest.mark.nightly)])
 def test_generation_beside_training_and_dynamic_sampling_learn_as_the_demo_does(start: Any, config: str) -> None:
-    run = start(config, "weight_sync.verify_weights=true")
+    run = start(config, "weight_sync.verify=full")
     code, output = run.finish(800)
     assert code == 0, output
     accuracy = run.summary()["accuracy"]

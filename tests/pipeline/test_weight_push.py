@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from roll_lite.config.schema.run import WeightSyncConfig
+from roll_lite.distributed.weight_sync.group import Transferred
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership
 from roll_lite.pipeline import weights as module
 from roll_lite.pipeline.weights import WeightSync
 
+ENGINES, TRAINERS = {0: Transferred(seconds={"load": 2.0})}, [Transferred(seconds={"gather": 1.0})]
 PLAN = ExportPlan((ExportedTensor("a", (2,), torch.float32, 0, 0),))
 
 
@@ -34,7 +36,7 @@ class Cluster:
         self.calls.append(method.__name__)
         return ("host", 1) if method.__name__ == "host_weight_transfer" else None
 
-    def each(self, method: Any) -> dict[int, Any]:
+    def each(self, method: Any, *arguments: Any) -> dict[int, Any]:
         return {0: self.all(method)[0]}
 
     def start_all(self, method: Any, *arguments: Any) -> Any:
@@ -47,9 +49,16 @@ class Cluster:
 
 @pytest.fixture
 def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(module, "gather", lambda *pending, timeout_s, meanwhile: [answers.get("engines", {0: None}), [None]])
+    monkeypatch.setattr(
+        module,
+        "gather",
+        lambda *pending, timeout_s, meanwhile: [
+            answers.get("engines", {0: Transferred(seconds={"load": 2.0})}),
+            [Transferred(seconds={"gather": 1.0})],
+        ],
+    )
     loads: list[str] = []
-    answers: dict[str, dict[int, str | None]] = {}
+    answers: dict[str, dict[int, Transferred]] = {}
 
     @contextmanager
     def loaded(groups: Any) -> Iterator[None]:
@@ -60,7 +69,7 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(held: str) -> Any:
         actor, engines, rollouts = Cluster({"a": "1"}), Cluster({"a": held}), Cluster({})
         model = SimpleNamespace(ranks=actor, loaded=loaded)
-        sync = WeightSync(model, engines, rollouts, WeightSyncConfig(verify_weights=True), 1)  # type: ignore[arg-type]
+        sync = WeightSync(model, engines, rollouts, WeightSyncConfig(verify="full"), 1, "float32")  # type: ignore[arg-type]
         return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads, answers=answers)
 
     return make
@@ -68,7 +77,8 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_version_is_pushed_once_with_the_actor_on_its_devices(sync: Any) -> None:
     made = sync("1")
-    assert made.sync.push(3).version == 3
+    pushed = made.sync.push(3)
+    assert (pushed.version, pushed.megabytes, pushed.phases) == (3, 8 / 2**20, {"gather": 1.0, "load": 2.0})
     assert made.loads == ["in", "out"] and made.actor.calls.count("send_weights") == 1
     assert made.sync.push(3) is None and made.loads == ["in", "out"]
     assert made.sync.push(4).version == 4 and made.actor.calls.count("export_plan") == 1
@@ -92,7 +102,7 @@ def test_engines_that_have_changed_connect_again_and_get_the_weights_that_the_ot
 
 def test_an_update_that_breaks_off_although_nobody_is_lost_is_a_failure(sync: Any) -> None:
     made = sync("1")
-    made.answers["engines"] = {0: "trainer rank 0 did not come"}
+    made.answers["engines"] = {0: Transferred("trainer rank 0 did not come")}
     with pytest.raises(RuntimeError, match=r"connect_weights failed: actor_infer\[0\]: trainer rank 0 did not come"):
         made.sync.push(3)
     assert "set_version" not in made.rollouts.calls
@@ -112,8 +122,8 @@ def test_an_engine_that_is_lost_in_an_update_is_left_out_and_the_update_repeated
             engines_calls.calls[0].lost = True
             meanwhile()
             meanwhile()
-            return [{}, ["the connection broke"]]
-        return [{0: None}, [None]]
+            return [{}, [Transferred("the connection broke")]]
+        return [{0: Transferred()}, [Transferred()]]
 
     monkeypatch.setattr(module, "gather", gathered)
     assert made.sync.push(3).version == 3

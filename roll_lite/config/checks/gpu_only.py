@@ -1,11 +1,11 @@
-"""What only GPUs have: engines in fp8, Transformer Engine's layers."""
+"""What only GPUs have: engines in fp8, Transformer Engine's layers, transports of weights between GPUs."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 
-from roll_lite.config.arithmetic import generates, trains
+from roll_lite.config.arithmetic import generates, infer_dtype, trains
 from roll_lite.config.checks import layout
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.problems import Problem
@@ -28,11 +28,12 @@ def _fp8_rollouts(config: RunConfig) -> Iterator[Problem]:
     path = "actor_infer.strategy.quantization"
     if no_gpus(config):
         yield Problem(path, "engines have fp8 kernels for GPUs only, and none are visible here; use none", "fp8")
-    if config.model.dtype != "bfloat16":
-        yield Problem(path, f"weights are quantised from bfloat16, model.dtype is {config.model.dtype}; use bfloat16, or none", "fp8")
-    if config.weight_sync.verify_weights:
-        message = "an engine in fp8 does not hold the trainer's weights bit for bit; use false"
-        yield Problem("weight_sync.verify_weights", message, True)
+    if (dtype := infer_dtype(config)) != "bfloat16":
+        message = f"weights are quantised from bfloat16, actor_infer.dtype (where absent, model.dtype) is {dtype}; use bfloat16, or none"
+        yield Problem(path, message, "fp8")
+    if config.weight_sync.verify != "none":
+        message = "an engine in fp8 does not hold the trainer's weights bit for bit; use none"
+        yield Problem("weight_sync.verify", message, config.weight_sync.verify)
     if trains(config) and config.algorithm.mismatch_correction is None and config.algorithm.old_log_probs != "rollout":
         message = (
             "engines in fp8 sample from another policy than the one that trains; set algorithm.mismatch_correction "
@@ -61,4 +62,12 @@ def _fp8_judges(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"judges.{name}.strategy.quantization", message, "fp8")
 
 
-GPU_CHECKS = (_fp8_rollouts, _fp8_of_sglang, _fp8_judges)
+def _transports_between_gpus(config: RunConfig) -> Iterator[Problem]:
+    """Whether the GPUs of this run are shared, and seen by both sides, is known when trainers and engines have met."""
+    transport = config.weight_sync.transport
+    if config.mode == "full" and transport in ("cuda_ipc", "nccl") and no_gpus(config):
+        message = "moves weights between GPUs, and none are visible here; use auto"
+        yield Problem("weight_sync.transport", message, transport)
+
+
+GPU_CHECKS = (_fp8_rollouts, _fp8_of_sglang, _fp8_judges, _transports_between_gpus)

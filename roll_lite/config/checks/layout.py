@@ -245,9 +245,9 @@ def _deterministic_runs_on_cpu(config: RunConfig) -> Iterator[Problem]:
 
 def _verified_experts(config: RunConfig) -> Iterator[Problem]:
     shape = _shape(config.model.path)
-    if config.weight_sync.verify_weights and shape is not None and shape.experts is not None:
-        message = "engines keep the experts of a layer in one tensor, which is not read back; use false for a model with experts"
-        yield Problem("weight_sync.verify_weights", message, True)
+    if config.weight_sync.verify != "none" and shape is not None and shape.experts is not None:
+        message = "engines keep the experts of a layer in one tensor, which is not read back; use none for a model with experts"
+        yield Problem("weight_sync.verify", message, config.weight_sync.verify)
 
 
 LAYOUT_CHECKS = (_verified_experts, _model_is_long_enough, _engine_knows_the_window, _deterministic_runs_on_cpu)

@@ -28,9 +28,9 @@ def _mode(config: RunConfig) -> Iterator[Problem]:
         yield Problem("replay.path", message, str(path))
     if config.mode == "train_only" and config.rollout.dump:
         yield Problem("rollout.dump", "mode: train_only generates nothing that could be dumped; use false", True)
-    if config.mode == "rollout_only" and config.weight_sync.verify_weights:
-        message = "in mode: rollout_only nothing trains, and no weights are sent that could be compared; use false"
-        yield Problem("weight_sync.verify_weights", message, True)
+    if config.mode == "rollout_only" and config.weight_sync.verify != "none":
+        message = "in mode: rollout_only nothing trains, and no weights are sent that could be compared; use none"
+        yield Problem("weight_sync.verify", message, config.weight_sync.verify)
 
 
 def _dumps(config: RunConfig) -> Iterator[Problem]:

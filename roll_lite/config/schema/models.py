@@ -272,6 +272,8 @@ class InferRoleConfig(Section):
     """Engine replicas that share each device, on a GPU with equal parts of strategy.gpu_memory_utilization (needs tensor_parallel 1)."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)
     """The engine."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Precision of the engines, model.dtype where absent. Weights of a float32 model are cast to bfloat16 before they travel."""
     offload: bool = False
     """Free the engines' memory while the actor trains."""
     threads: PositiveInt = 1

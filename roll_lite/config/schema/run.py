@@ -89,13 +89,16 @@ class TrackerConfig(Section):
 
 
 class WeightSyncConfig(Section):
-    transport: Literal["auto", "shared_memory", "gloo"] = "auto"
-    """How weights travel to the engines. shared_memory: engines read them where the trainer has written them, on one machine; gloo: over
-    TCP; auto: shared memory where all trainers and engines are on one machine, else gloo."""
+    transport: Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"] = "auto"
+    """How weights travel to the engines. shared_memory: engines read them in host memory where the trainer has written them, on one
+    machine; gloo: over TCP, once to each machine; cuda_ipc: engines read them on the trainer's GPU, which they see; nccl: from GPU to GPU,
+    none of them shared; auto: the first of cuda_ipc, nccl, shared_memory that connects all trainers and engines, else shared memory on
+    the trainer's machine and gloo to the others."""
     bucket_mb: PositiveInt = 256
     """Size of one transfer."""
-    verify_weights: bool = False
-    """Compare checksums of trainer and engines after each update."""
+    verify: Literal["none", "sampled", "full"] = "none"
+    """Compare checksums of what trainer and engines hold after each update: of no tensor, of every sixteenth (other ones each time, all of
+    them in sixteen updates), of all."""
     timeout_s: PositiveFloat = 300.0
     """Time after which an update counts as failed. Where several trainer ranks send (those of pipeline stages, of experts), the time of
     one includes its waiting for those before it."""

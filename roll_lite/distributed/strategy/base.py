@@ -324,20 +324,20 @@ class InferenceStrategy(ABC):
         """Take part in the transfer of one bucket, over all its routes, and load it."""
 
     @abstractmethod
-    async def finish_weight_update(self, version: int) -> None:
-        """Make the new weights the ones that generate; clear prefix caches."""
+    async def finish_weight_update(self, version: int) -> dict[str, float]:
+        """Make the new weights the ones that generate; clear prefix caches. The update's seconds by phase, of the slowest worker."""
 
-    async def update_weights(self, routes: Sequence[Route], version: int) -> None:
+    async def update_weights(self, routes: Sequence[Route], version: int) -> dict[str, float]:
         """A whole update, bucket by bucket, beside the trainers' `WeightSender.send`. Where that raises TransferError the engine goes on
         with the old weights or, if it has part of the new ones, generates nothing until another update has come."""
         await self.begin_weight_update(tensors_of(routes))
         for bucket in by_bucket(routes):
             await self.receive_bucket(bucket)
-        await self.finish_weight_update(version)
+        return await self.finish_weight_update(version)
 
     @abstractmethod
-    async def weight_checksums(self) -> dict[str, str]:
-        """Checksum by Hugging Face name, comparable with `weight_sync.checksum` of the trainer's tensors."""
+    async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
+        """Checksum by Hugging Face name, of all tensors or some, comparable with `weight_sync.checksum` of what was sent."""
 
     @abstractmethod
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:

@@ -244,15 +244,16 @@ class ScriptedEngine(InferenceStrategy):
         self._life.receive().arrived.update(tensor.name for tensor in tensors)
         self._freeze_all()
 
-    async def finish_weight_update(self, version: int) -> None:
+    async def finish_weight_update(self, version: int) -> dict[str, float]:
         self._life.require_update().require_complete()
         self._life.finish_update(version)
         now = asyncio.get_running_loop().time()
         for run in self._running.values():
             run.versions = [span for span in run.versions if span.start < run.produced(now)] + [VersionSpan(run.produced(now), version)]
         self._go_on()
+        return {}
 
-    async def weight_checksums(self) -> dict[str, str]:
+    async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
         """There are no weights to sum."""
         self._life.require(EngineEvent.READ_WEIGHTS)
         return {}

@@ -1,37 +1,22 @@
-"""The two ends of a weight update: what a training rank holds, and what each worker of an engine holds. The transports by name."""
+"""The two ends of a weight update: what a training rank holds, and what each worker of an engine holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync.checksum import checksum
-from roll_lite.distributed.weight_sync.gloo import GlooReceiver, GlooSender
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup, rendezvous_store
-from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, Route, TransferPlan, by_bucket
-from roll_lite.distributed.weight_sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from roll_lite.distributed.weight_sync.transport import Transport, TransportReceiver, TransportSender
+from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, Route, TransferPlan, by_bucket, tensors_of
+from roll_lite.distributed.weight_sync.transport import TransportReceiver, TransportSender
+from roll_lite.distributed.weight_sync.transports import transport_of
 
-TRANSPORTS: dict[str, Transport] = {
-    "gloo": Transport(GlooSender, GlooReceiver),
-    "shared_memory": Transport(SharedMemorySender, SharedMemoryReceiver),
-}
-AUTO = "auto"
-"""Shared memory where all members are on one machine, else gloo."""
-
-
-def transport_of(group: TransferGroup) -> Transport:
-    elsewhere = [name for name, machine in zip(group.membership.members, group.machines, strict=True) if machine != group.machines[0]]
-    wanted = group.membership.transport
-    if elsewhere and wanted == "shared_memory":
-        raise TransferError(
-            f"weight_sync.transport: shared_memory, but {', '.join(elsewhere)} cannot map the memory of {group.membership.members[0]}: on "
-            "another machine, in another container, or another user's; auto or gloo does without"
-        )
-    return TRANSPORTS[("gloo" if elsewhere else "shared_memory") if wanted == AUTO else wanted]
+T = TypeVar("T")
 
 
 class WeightSender:
@@ -43,6 +28,8 @@ class WeightSender:
         self._store: Any = None
         self._half: TransportSender | None = None
         self._export: ExportPlan | None = None
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """Of the last update, by phase: `gather`, and what the transport's half counts."""
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
         self._export = self._strategy.export_plan(bucket_bytes)
@@ -65,7 +52,10 @@ class WeightSender:
         """Gather and send one bucket after the other. Where sending fails, the rest is gathered all the same before that is raised: other
         ranks need this one for it."""
         failure: TransferError | None = None
-        for bucket, tensors in self._gathered():
+        self.seconds = defaultdict(float)
+        if self._half is not None:
+            self._half.seconds = self.seconds
+        for bucket, tensors in self._timed(self._gathered()):
             try:
                 for route in self._routes[bucket] if failure is None else ():
                     if self._half is not None and route.sender == self._half.group.number:
@@ -77,15 +67,32 @@ class WeightSender:
         if self._half is not None:
             self._half.finish()
 
-    def checksums(self) -> dict[str, str]:
-        """Of the tensors that this rank owns."""
-        return {name: checksum(tensor) for _, tensors in self._gathered() for name, tensor in tensors.items()}
+    def checksums(self, names: Collection[str]) -> dict[str, str]:
+        """Of those among the named tensors that this rank owns, as they are sent."""
+        dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
+        return {
+            name: checksum(tensor.to(dtypes[name]))
+            for _, tensors in self._gathered(names)
+            for name, tensor in tensors.items()
+            if name in names
+        }
 
-    def _gathered(self) -> Iterable[tuple[int, dict[str, torch.Tensor]]]:
+    def _gathered(self, names: Collection[str] | None = None) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """Buckets that hold some of these tensors; all of them where None."""
         assert self._export is not None, "plan() comes first"
         for bucket in self._export.buckets():
             number = bucket[0].bucket
-            yield number, self._strategy.export_bucket(self._export, number) or {}
+            if names is None or any(tensor.name in names for tensor in bucket):
+                yield number, self._strategy.export_bucket(self._export, number) or {}
+
+    def _timed(self, gathered: Iterator[T]) -> Iterator[T]:
+        while True:
+            started = time.monotonic()
+            one = next(gathered, None)
+            self.seconds["gather"] += time.monotonic() - started
+            if one is None:
+                return
+            yield one
 
     def leave(self) -> None:
         if self._half is not None:
@@ -102,6 +109,8 @@ class WeightReceiver:
         """Loading has begun since the last epoch was joined."""
         self.touched = False
         """Loading has begun: until it is finished, the model is neither the old nor the new one."""
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        """Of an update: until buckets had come (`receive`), and loading them (`load`)."""
 
     def join(self, membership: Mapping[str, Any], number: int) -> None:
         """An epoch of the transfer group, as this member; whatever was joined before is left. An update that is not finished by then
@@ -121,20 +130,28 @@ class WeightReceiver:
         then `begin` is called, once in an update, with whether another one has broken off half-way."""
         if self._half is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
+        started = time.monotonic()
         arrived: dict[str, torch.Tensor] = {}
         for route in map(Route.of, routes):
             if self._half.group.number in route.receivers:
                 arrived |= self._half.receive(route)
+        here = time.monotonic()
         if not self._begun:
             again, self._begun, self.touched = self.touched, True, True
+            self._seconds.clear()
             begin(again)
         load(arrived.items())
         arrived.clear()
         self._half.release()
+        self._seconds["receive"] += here - started
+        self._seconds["load"] += time.monotonic() - here
 
-    def finished(self) -> None:
-        """The engine has put the new weights in place."""
+    def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
+        """All buckets have come, and the engine puts the new weights in place. Seconds of the update, by phase."""
+        started = time.monotonic()
+        put_in_place()
         self._begun = self.touched = False
+        return {**self._seconds, "load": self._seconds["load"] + time.monotonic() - started}
 
     def leave(self) -> None:
         if self._half is not None:

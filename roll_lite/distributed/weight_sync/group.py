@@ -6,20 +6,18 @@ All of it goes over a rendezvous store; the bytes of the weights are the transpo
 from __future__ import annotations
 
 import json
-import os
-import socket
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from roll_lite.distributed.weight_sync.devices import Home
 from roll_lite.distributed.weight_sync.plan import Channel, Membership, Route
 
 LONGEST_PAUSE_S = 0.01  # between two looks at who has come
@@ -42,6 +40,24 @@ class TransferTimeout(TransferError):
 
 class StaleEpoch(TransferError):
     """Engines have left or joined since this member connected."""
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """What came of one side's part in an update."""
+
+    failure: str | None = None
+    """Why it broke off: that may be another member's fault."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By phase."""
+
+
+def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Of each phase, what the slowest member took."""
+    slowest: dict[str, float] = {}
+    for seconds in members:
+        slowest |= {phase: max(value, slowest.get(phase, 0.0)) for phase, value in seconds.items()}
+    return slowest
 
 
 @dataclass(frozen=True)
@@ -73,24 +89,17 @@ def interrupt(host: str, port: int, epoch: int) -> None:
     TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=INTERRUPT_S)).set(_INTERRUPTED, str(epoch))
 
 
-def this_machine() -> str:
-    """The same for processes that can map each other's memory: of one machine, container and user."""
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
-    except OSError:  # not Linux: each is for itself
-        return f"{socket.gethostname()} {os.getpid()}"
-
-
 class TransferGroup:
     """One member's view. Making it blocks until all members of the epoch have come."""
 
-    def __init__(self, membership: Membership, number: int) -> None:
+    def __init__(self, membership: Membership, number: int, home: Home | None = None) -> None:
+        """`home`: this process's own, where None."""
         assert 0 <= number < len(membership.members), f"member {number} of {len(membership.members)}"
         self.membership = membership
         self.number = number
         self.failure: str | None = None
-        self._steps = dict.fromkeys(membership.channels, 0)
-        self._told: dict[Channel, deque[tuple[int, str]]] = {channel: deque() for channel in membership.channels}
+        self._steps: defaultdict[Channel, int] = defaultdict(int)
+        self._told: defaultdict[Channel, deque[tuple[int, str]]] = defaultdict(deque)
         """Step and key of what this member has said and not deleted yet."""
         host, port, timeout_s = membership.host, membership.port, membership.timeout_s
         try:
@@ -101,10 +110,10 @@ class TransferGroup:
             self._check_epoch()
             if number == 0:
                 self.store.set(_EPOCH, str(membership.epoch))
-            self.store.set(self._joined(number), this_machine())
+            self.store.set(self._joined(number), json.dumps(asdict(home or Home.here())))
             joined = {self._joined(other): other for other in range(len(membership.members))}
             self._await(joined, "join the transfer group")
-            self.machines = [machine.decode() for machine in self.store.multi_get(list(joined))]
+            self.homes = [Home.of(json.loads(said)) for said in self.store.multi_get(list(joined))]
             """Of the members."""
 
     @property
@@ -171,7 +180,7 @@ class TransferGroup:
     # ------------------------------------------------------------ inside
 
     def _key(self, route: Route, step: int, moment: str, number: int) -> str:
-        return f"{self.membership.epoch}/{self.membership.channels.index(route.channel)}/{step}/{moment}/{number}"
+        return f"{self.membership.epoch}/{route.sender}-{'.'.join(map(str, route.receivers))}/{step}/{moment}/{number}"
 
     def _joined(self, number: int) -> str:
         return f"{self.membership.epoch}/joined/{number}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,10 +23,18 @@ class ExportedTensor:
     """Rank that ends up with the full tensor when it is exported (the lowest one that takes part)."""
     bucket: int
     """Tensors of a bucket travel together and are loaded together."""
+    cast_from: torch.dtype | None = None
+    """The owner's dtype, where it sends the tensor in another one."""
 
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def sent_as(self, dtype: torch.dtype | None) -> ExportedTensor:
+        """As engines of this dtype get it: cast where that saves bytes. Where it would add some, the engine casts, to the same values."""
+        if dtype is None or not self.dtype.is_floating_point or dtype.itemsize >= self.dtype.itemsize:
+            return self
+        return replace(self, dtype=dtype, cast_from=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -126,8 +134,8 @@ class TransferPlan:
         return Membership(epoch, transport, host, port, timeout_s, self.members, channels)
 
 
-def plan_transfers(export: ExportPlan, engines: Mapping[int, int]) -> TransferPlan:
-    """Each owner sends its part of each bucket to all engine workers. `engines`: number -> workers."""
+def plan_transfers(export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None) -> TransferPlan:
+    """Each owner sends its part of each bucket to all engine workers. `engines`: number -> workers. `dtype`: what they compute in."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert export.tensors, "the export plan is empty"
     names = [tensor.name for tensor in export.tensors]
@@ -135,7 +143,9 @@ def plan_transfers(export: ExportPlan, engines: Mapping[int, int]) -> TransferPl
     trainers = tuple(sorted({tensor.owner for tensor in export.tensors}))
     receivers = tuple(range(len(trainers), len(trainers) + sum(engines.values())))
     routes = [
-        Route(bucket[0].bucket, trainers.index(owner), receivers, tuple(tensor for tensor in bucket if tensor.owner == owner))
+        Route(
+            bucket[0].bucket, trainers.index(owner), receivers, tuple(tensor.sent_as(dtype) for tensor in bucket if tensor.owner == owner)
+        )
         for bucket in export.buckets()
         for owner in sorted({tensor.owner for tensor in bucket})
     ]

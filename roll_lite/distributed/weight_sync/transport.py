@@ -5,40 +5,123 @@ lies. Who waits for whom is theirs: both for each other before a collective (`Tr
 sender for `done` before it uses a buffer again, where receivers fetch.
 
 A bucket travels as one flat byte buffer. Both halves compute its layout from the same list of tensors, so that nothing but bytes crosses
-the wire and the receiver cuts views instead of copying.
+the wire and the receiver cuts views instead of copying. Every sender has two buffers for each channel: it gathers and writes a bucket while
+the one before travels and is loaded.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from roll_lite.distributed.weight_sync.devices import settle
 from roll_lite.distributed.weight_sync.group import Announcement, TransferGroup
-from roll_lite.distributed.weight_sync.plan import ExportedTensor, Route
+from roll_lite.distributed.weight_sync.memory import Segment
+from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Route
 
 ALIGNMENT = 64  # bytes: a view of any dtype may start there
+BUCKETS_AHEAD = 2
+"""One is written while the one before is sent and read."""
+
+Await = Callable[[], Mapping[int, set[str]]]
+"""Returns when every receiver is done with a bucket: the handles of segments of which each of them keeps something."""
+
+
+class Lane:
+    """A sender's buffers for one channel."""
+
+    def __init__(self, make: Callable[[int, int], Segment], readers: int) -> None:
+        self._make = make
+        self._readers = readers
+        self._segments: list[Segment] = []
+        self.under_way: deque[tuple[Segment, Await]] = deque()
+        """Buckets that not every receiver is done with."""
+        self._kept: dict[int, set[str]] = {}
+        """By receiver, the segments of which it still had something when it was last done with a bucket."""
+
+    def segment(self, nbytes: int) -> Segment:
+        """The smallest free one that is large enough, or a new one. Waits while too many buckets are under way."""
+        while len(self.under_way) >= BUCKETS_AHEAD:
+            self.await_oldest()
+        used = {id(segment) for segment, _ in self.under_way}
+        kept = set().union(*self._kept.values())
+        free = [one for one in self._segments if not (id(one) in used or one.handle in kept or one.is_kept() or len(one.whole) < nbytes)]
+        if not free:
+            # Buckets differ in size. What nobody writes to takes no memory on the host.
+            free.append(self._make(1 << (nbytes - 1).bit_length(), self._readers))
+            self._segments += free
+        return min(free, key=lambda segment: len(segment.whole))
+
+    def await_oldest(self) -> None:
+        self._kept.update(self.under_way[0][1]())
+        self.under_way.popleft()
+
+    def close(self) -> None:
+        for segment in self._segments:
+            segment.close()
+        self._segments.clear()
+        self.under_way.clear()
 
 
 class TransportSender(ABC):
     """A trainer's half. Only ranks that own tensors have one."""
 
-    def __init__(self, group: TransferGroup) -> None:
+    def __init__(self, group: TransferGroup, make: Callable[[int, int], Segment]) -> None:
+        """`make`: a buffer of so many bytes for so many readers."""
         self.group = group
+        self._make = make
+        self._lanes: dict[Channel, Lane] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """Writing buckets (`copy`), and waiting until a buffer was free or all had been received (`wait`)."""
 
-    @abstractmethod
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Send the route's tensors to its receivers. Returns when the tensors may be changed again."""
+        """Put the route's tensors on the way to its receivers. Returns when the tensors may be changed again."""
+        self.publish(route, lambda layout, buffer: flatten(route.tensors, tensors, layout, buffer))
 
-    @abstractmethod
+    def publish(self, route: Route, write: Callable[[FlatLayout, torch.Tensor], None]) -> Segment:
+        """Of a bucket that `write` writes."""
+        layout = flat_layout(route.tensors)
+        lane = self._lanes.setdefault(route.channel, Lane(self._make, len(route.receivers)))
+        with self.group.exchange():
+            with self._timed("wait"):
+                segment = lane.segment(layout.nbytes)
+            with self._timed("copy"):
+                write(layout, segment.whole)
+                settle(segment.whole)
+            lane.under_way.append((segment, self._dispatch(route, layout, segment)))
+        return segment
+
     def finish(self) -> None:
         """After the last bucket of an update: returns when every receiver has all of it."""
+        with self.group.exchange(), self._timed("wait"):
+            for lane in self._lanes.values():
+                while lane.under_way:
+                    lane.await_oldest()
+
+    @abstractmethod
+    def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
+        """The bucket lies in the segment: send it, without waiting for anybody."""
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.monotonic() - started
 
     def close(self) -> None:
         self.group.close()
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
 
 
 class TransportReceiver(ABC):
@@ -61,8 +144,10 @@ class TransportReceiver(ABC):
 
 @dataclass(frozen=True)
 class Transport:
-    sender: type[TransportSender]
-    receiver: type[TransportReceiver]
+    """Makes both halves."""
+
+    sender: Callable[[TransferGroup], TransportSender]
+    receiver: Callable[[TransferGroup], TransportReceiver]
 
 
 @dataclass(frozen=True)
@@ -88,14 +173,15 @@ def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:
 
 
 def flatten(bucket: Sequence[ExportedTensor], tensors: Mapping[str, torch.Tensor], layout: FlatLayout, buffer: torch.Tensor) -> None:
-    """Write the bucket into bytes on the CPU. Refuses tensors that are not what the plan says."""
+    """Write the bucket into bytes, cast where the plan says so. Refuses tensors that are not what it says."""
     for spec, offset in zip(bucket, layout.offsets, strict=True):
         if spec.name not in tensors:
             raise ValueError(f"weight transfer: {spec.name} is in the plan but not in the bucket to send")
         tensor = tensors[spec.name]
-        if tuple(tensor.shape) != tuple(spec.shape) or tensor.dtype != spec.dtype:
+        planned = spec.cast_from or spec.dtype
+        if tuple(tensor.shape) != tuple(spec.shape) or tensor.dtype != planned:
             raise ValueError(
-                f"weight transfer: {spec.name} is {tensor.dtype}{tuple(tensor.shape)}, planned as {spec.dtype}{tuple(spec.shape)}"
+                f"weight transfer: {spec.name} is {tensor.dtype}{tuple(tensor.shape)}, planned as {planned}{tuple(spec.shape)}"
             )
         _view(buffer, spec, offset).copy_(tensor.detach())
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from roll_lite.distributed.weight_sync import checksum as module
-from roll_lite.distributed.weight_sync.checksum import checksum
+from roll_lite.distributed.weight_sync.checksum import SAMPLED, checksum, sample
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -44,3 +44,10 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scalars_and_empty_tensors() -> None:
     assert checksum(torch.tensor(1.5)) != checksum(torch.tensor(2.5))
     assert checksum(torch.empty(0)) != checksum(torch.empty(0, 3))
+
+
+def test_samples_of_successive_versions_hold_every_tensor_once() -> None:
+    names = [f"layer {number}" for number in range(50)]
+    samples = [sample(names, version) for version in range(7, 7 + SAMPLED)]
+    assert sorted(name for one in samples for name in one) == sorted(names)
+    assert {len(one) for one in samples} == {3, 4}

@@ -51,7 +51,7 @@ class Worker:
     def update(self, plan: TransferPlan) -> None:
         for routes in by_bucket(plan.routes):
             self.receiver.load([route.plain() for route in routes], self.begin, self.model_update)
-        self.receiver.finished()
+        self.receiver.finish(lambda: None)
 
     def model_update(self, arrived: Any) -> None:
         self.model.update(arrived)
@@ -69,8 +69,8 @@ class Run:
         self.timeout_s = timeout_s
         self.pool = ThreadPoolExecutor(8)
 
-    def connect(self, epoch: int, engines: Mapping[int, Worker]) -> TransferPlan:
-        plan = plan_transfers(self.exports[0], dict.fromkeys(engines, 1))
+    def connect(self, epoch: int, engines: Mapping[int, Worker], dtype: torch.dtype = torch.float32) -> TransferPlan:
+        plan = plan_transfers(self.exports[0], dict.fromkeys(engines, 1), dtype)
         membership = plan.membership(epoch, "gloo", "127.0.0.1", self.port, self.timeout_s)
         joining = [self.pool.submit(sender.join, plan, membership) for sender in self.senders]
         joining += [
@@ -130,11 +130,37 @@ def test_a_worker_that_has_not_joined_says_so() -> None:
     assert not worker.receiver.touched
 
 
+def test_what_engines_of_fewer_bits_get_is_cast_before_it_is_sent_and_compared() -> None:
+    """Equal to what an engine makes of the whole tensor itself, in half the bytes."""
+    run = Run()
+    worker = Worker()
+    plan = run.connect(1, {0: worker}, torch.bfloat16)
+    assert plan.nbytes == plan_transfers(run.exports[0], {0: 1}).nbytes // 2
+    sending = [run.pool.submit(sender.send) for sender in run.senders]
+    worker.update(plan)
+    for future in sending:
+        future.result(20)
+    assert_equal(worker.model, {name: tensor.bfloat16() for name, tensor in run.state.items()})
+    sent = {name: one for sender in run.senders for name, one in sender.checksums(list(run.state)).items()}
+    require_equal(sent, {name: checksum(tensor) for name, tensor in worker.model.items()}, engine=0, version=1)
+    with pytest.raises(RuntimeError, match="4 of 4 tensors differ"):
+        require_equal(sent, {name: checksum(tensor) for name, tensor in run.state.items()}, engine=0, version=1)
+
+
+def test_only_buckets_of_which_something_is_compared_are_gathered() -> None:
+    run = Run()
+    run.connect(1, {0: Worker()})
+    found = [sender.checksums(["c"]) for sender in run.senders]
+    assert found == [{}, {}, {"c": checksum(run.state["c"])}]
+    assert [trainer.gathered for trainer in run.trainers] == [[1]] * 3
+
+
 def test_checksums_of_all_ranks_are_those_of_the_model() -> None:
     run = Run()
+    run.connect(1, {0: Worker()})
     sent: dict[str, str] = {}
     for sender in run.senders:
-        sent |= sender.checksums()
+        sent |= sender.checksums(list(run.state))
     held = {name: checksum(tensor) for name, tensor in run.state.items()}
     assert sent == held
     require_equal(sent, held, engine=1, version=3)
@@ -142,6 +168,7 @@ def test_checksums_of_all_ranks_are_those_of_the_model() -> None:
         require_equal(sent, held | {"b": "other"}, engine=1, version=3)
 
 
+@pytest.mark.usefixtures("machines")
 def test_the_loss_of_an_engine_in_an_update_leaves_nobody_waiting_and_the_others_get_all_of_the_next_one() -> None:
     """One engine has taken the first bucket and is gone; the time-out is longer than the test may take."""
     run = Run(timeout_s=100.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from transfer_members import Members, assert_equal, fresh, half, make_plan
+from transfer_members import Members, assert_equal, deliver, fresh, half, make_plan
 
 from roll_lite.distributed.weight_sync.group import TransferError, TransferTimeout, rendezvous_store
 
@@ -43,6 +43,7 @@ def test_no_rendezvous() -> None:
         half(membership, 0, sends=True)
 
 
+@pytest.mark.usefixtures("machines")
 def test_stuck_members_are_named_on_both_sides() -> None:
     plan, state = make_plan(owners=1, engines={0: 1, 1: 1, 2: 1})
     members = Members(plan, timeout_s=1.0)
@@ -52,11 +53,11 @@ def test_stuck_members_are_named_on_both_sides() -> None:
     with pytest.raises(
         TransferTimeout, match=r"engine 0 worker 0, engine 2 worker 0 did not take part in bucket 0 from trainer rank 0 within 1 s"
     ):
-        sender.send(route, state)
+        deliver(sender, route, state)
     with pytest.raises(TransferError):
         arrived.result(5)
     with pytest.raises(TransferError, match="connect again, the group failed earlier: .*engine 0 worker 0"):
-        sender.send(route, state)
+        deliver(sender, route, state)
 
 
 def test_ends_out_of_step_exchange_nothing() -> None:
@@ -65,7 +66,7 @@ def test_ends_out_of_step_exchange_nothing() -> None:
     (sender,), (receiver,) = members.halves("trainer"), members.halves("engine")
     receiving = members.pool.submit(receiver.receive, plan.routes[1])
     with pytest.raises(TransferError, match="out of step, trainer rank 0 is at a bucket of 2 tensors, .*, engine 0 worker 0 at one of"):
-        sender.send(plan.routes[0], state)
+        deliver(sender, plan.routes[0], state)
     with pytest.raises(TransferError, match="out of step"):
         receiving.result(5)
 
@@ -79,7 +80,7 @@ def test_rendezvous_that_goes_away_is_noticed() -> None:
     with pytest.raises(TransferError, match="lost the rendezvous"):
         receiver.receive(plan.routes[0])
     with pytest.raises(TransferError, match="lost the rendezvous"):
-        sender.send(plan.routes[0], state)
+        deliver(sender, plan.routes[0], state)
     assert time.monotonic() - started < 8.0
 
 

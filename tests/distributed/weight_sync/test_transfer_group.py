@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transfer_members import Members, assert_equal, fresh, half, make_plan
+from transfer_members import Members, assert_equal, deliver, fresh, half, make_plan
 
 from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers, tensors_of
@@ -40,9 +40,9 @@ def test_whoever_belongs_to_an_earlier_epoch_is_refused(who: str) -> None:
     (stale,) = before.halves(who)
     message = rf"{who} belongs to epoch 1 of the transfer group, which is at epoch 2: engines have left or joined since; connect again"
     with pytest.raises(StaleEpoch, match=message):
-        stale.send(plan.routes[0], state) if who.startswith("trainer") else stale.receive(plan.routes[0])
+        deliver(stale, plan.routes[0], state) if who.startswith("trainer") else stale.receive(plan.routes[0])
     with pytest.raises(TransferError, match="connect again"):
-        stale.send(plan.routes[0], state) if who.startswith("trainer") else stale.receive(plan.routes[0])
+        deliver(stale, plan.routes[0], state) if who.startswith("trainer") else stale.receive(plan.routes[0])
     number = before.membership.members.index(who)
     with pytest.raises(StaleEpoch, match=message):
         half(before.membership, number, sends=who.startswith("trainer"))
@@ -64,7 +64,7 @@ def test_a_broken_group_is_made_again() -> None:
     plan, state = make_plan(owners=1, engines={0: 1})
     before = Members(plan, timeout_s=0.5)
     with pytest.raises(TransferError):
-        before.halves("trainer")[0].send(plan.routes[0], state)
+        deliver(before.halves("trainer")[0], plan.routes[0], state)
     now = Members(plan, epoch=2, store=before.store)
     state = {name: torch.ones_like(value) for name, value in state.items()}
     assert_equal(now.update(state)["engine 0 worker 0"], state)

@@ -86,6 +86,16 @@ def test_flat_buffer_refuses_what_was_not_planned() -> None:
         flatten(bucket, {"a": torch.zeros(2, 3).bfloat16()}, layout, buffer)
 
 
+def test_tensors_are_cast_where_that_makes_them_smaller() -> None:
+    whole, half, number = torch.float32, torch.bfloat16, torch.int64
+    cases = {(whole, half): half, (half, whole): half, (whole, whole): whole, (number, half): number}
+    for (held, wanted), sent in cases.items():
+        plan = plan_transfers(ExportPlan((tensor("a", 0, 0, dtype=held),)), {0: 1}, wanted)
+        (one,) = plan.routes[0].tensors
+        assert (one.dtype, one.cast_from) == (sent, held if sent != held else None)
+        assert plan.nbytes == 6 * sent.itemsize
+
+
 def test_signatures_tell_buckets_apart() -> None:
     base = tensor("a", 0, 0)
     others = [tensor("b", 0, 0), tensor("a", 0, 0, (3, 2)), tensor("a", 0, 0, dtype=torch.int32)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import get_args
 
@@ -11,24 +10,16 @@ import torch
 from transfer_members import Members, assert_equal, fresh, make_plan, send_all
 
 from roll_lite.config.schema.run import WeightSyncConfig
-from roll_lite.distributed.weight_sync import group as group_module
-from roll_lite.distributed.weight_sync.endpoints import AUTO, TRANSPORTS
-from roll_lite.distributed.weight_sync.gloo import GlooReceiver, GlooSender
+from roll_lite.distributed.weight_sync.broadcast import NearAndFarReceiver, NearAndFarSender
+from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender
 from roll_lite.distributed.weight_sync.group import Announcement, TransferError, TransferTimeout
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Route, TransferPlan
-from roll_lite.distributed.weight_sync.shared_memory import BUCKETS_AHEAD, SharedMemoryReceiver, SharedMemorySender
-from roll_lite.distributed.weight_sync.transport import flat_layout
+from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, flat_layout
+from roll_lite.distributed.weight_sync.transports import AUTO, TRANSPORTS
 
 
-@pytest.fixture
-def machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each member has one of its own."""
-    numbers = itertools.count()
-    monkeypatch.setattr(group_module, "this_machine", lambda: f"machine {next(numbers)}")
-
-
-def segments(sender: SharedMemorySender) -> int:
-    return len(sender._segments)
+def segments(sender: FetchSender) -> int:
+    return sum(len(lane._segments) for lane in sender._lanes.values())
 
 
 def test_segments_are_used_again() -> None:
@@ -36,7 +27,7 @@ def test_segments_are_used_again() -> None:
     members = Members(plan, transport="shared_memory")
     senders, receivers = members.halves("trainer"), members.halves("engine")
 
-    def take_all(receiver: SharedMemoryReceiver) -> None:
+    def take_all(receiver: FetchReceiver) -> None:
         for route in plan.routes:
             assert_equal(receiver.receive(route), {tensor.name: state[tensor.name] for tensor in route.tensors})
             receiver.release()
@@ -119,17 +110,17 @@ def test_the_configuration_knows_all_of_them() -> None:
 def test_auto_is_shared_memory_on_one_machine() -> None:
     plan, _ = make_plan(owners=1, engines={0: 1})
     halves = Members(plan, transport="auto").halves()
-    assert [type(half) for half in halves] == [SharedMemorySender, SharedMemoryReceiver]
+    assert [type(half) for half in halves] == [FetchSender, FetchReceiver]
 
 
-def test_auto_is_gloo_between_machines(machines: None) -> None:
+def test_auto_is_memory_and_gloo_between_machines(machines: None) -> None:
     plan, _ = make_plan(owners=1, engines={0: 1})
-    assert [type(half) for half in Members(plan, transport="auto").halves()] == [GlooSender, GlooReceiver]
+    assert [type(half) for half in Members(plan, transport="auto").halves()] == [NearAndFarSender, NearAndFarReceiver]
 
 
 def test_shared_memory_between_machines_is_refused(machines: None) -> None:
     plan, _ = make_plan(owners=1, engines={0: 1})
-    with pytest.raises(TransferError, match="transport: shared_memory, but .* cannot map the memory of trainer rank 0: .* auto or gloo"):
+    with pytest.raises(TransferError, match="transport: shared_memory, but .* cannot map the memory of trainer rank 0: .* auto finds"):
         Members(plan, transport="shared_memory").halves()
 
 

@@ -25,9 +25,9 @@ from roll_lite.distributed.strategy.base import (
 from roll_lite.distributed.strategy.inference.life import EngineEvent, EngineLife, EngineState
 from roll_lite.distributed.strategy.inference.make import EngineMake
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
-from roll_lite.distributed.weight_sync.endpoints import AUTO, TRANSPORTS
-from roll_lite.distributed.weight_sync.group import TransferError
+from roll_lite.distributed.weight_sync.group import TransferError, largest
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
+from roll_lite.distributed.weight_sync.transports import AUTO, TRANSPORTS
 from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors, checkpoint_shapes
 
 LIVENESS_POLL_S = 0.25
@@ -283,13 +283,13 @@ class EngineStrategy(InferenceStrategy):
         self._life.break_off(half_way=touched)
         await self._settle()
 
-    async def finish_weight_update(self, version: int) -> None:
+    async def finish_weight_update(self, version: int) -> dict[str, float]:
         self._require_update()
         async with self._order:
             update = self._require_update()
             update.require_complete()
             try:
-                await self.make.call_workers("roll_lite_put_in_place")
+                answers = await self.make.call_workers("roll_lite_put_in_place")
                 await self.make.renew(version)
             except BaseException as error:  # a cancelled one as well: what the engine holds now is unknown
                 self._fail(self._life.failure or f"new weights could not be put in place: {error}")
@@ -297,8 +297,9 @@ class EngineStrategy(InferenceStrategy):
             self._dtypes = update.dtypes()
             self._life.finish_update(version)
             await self._settle()
+        return largest(answers)
 
-    async def weight_checksums(self) -> dict[str, str]:
+    async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
         """Of what the workers hold and compute with: fused and sharded parameters are taken apart and put together again (see
         `held_weights`).
 
@@ -309,8 +310,11 @@ class EngineStrategy(InferenceStrategy):
         async with self._order:
             self._require(EngineEvent.READ_WEIGHTS)
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
-            sums: dict[str, str] = (await self.make.call_workers("roll_lite_checksums", dtypes=self._dtypes, shapes=shapes))[0]
-        assert sums.keys() == self._shapes.keys(), f"held and checkpoint differ: {sorted(sums.keys() ^ self._shapes.keys())[:5]}"
+            asked = None if names is None else sorted(names)
+            answers = await self.make.call_workers("roll_lite_checksums", dtypes=self._dtypes, shapes=shapes, names=asked)
+        sums: dict[str, str] = answers[0]
+        expected = shapes.keys() if names is None else set(names)
+        assert sums.keys() == expected, f"held and checkpoint differ: {sorted(sums.keys() ^ expected)[:5]}"
         return sums
 
     # ------------------------------------------------------------ liveness

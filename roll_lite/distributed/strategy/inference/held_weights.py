@@ -8,7 +8,7 @@ numbers below the smallest normal one).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -58,19 +58,25 @@ class Layers:
         return torch.cat(gathered.chunk(self.workers, dim)[::copies], dim)
 
 
-def held_weights(model: nn.Module, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor, full size. All workers of an engine iterate together."""
-    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
+def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor, or the named ones, full size. All workers of an engine iterate together."""
+    parents = {name.rpartition(".")[0] for name in names or ()}
     for path, module in model.named_modules():
-        prefix, _, leaf = path.rpartition(".")
-        if isinstance(module, layers.linear):
-            names = [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]
-            yield from _linear(names, module, layers)
-        elif isinstance(module, layers.embedding):
-            yield from _embedding(path, module, model, layers)
-        else:
-            for name, parameter in module.named_parameters(recurse=False):
-                yield f"{path}.{name}", parameter.detach()
+        held, tensors = _of_module(path, module, model, layers)
+        if names is None or not parents.isdisjoint(held):
+            yield from (one for one in tensors if names is None or one[0] in names)
+
+
+def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -> tuple[list[str], Iterator[tuple[str, torch.Tensor]]]:
+    """The checkpoint's layers that it is, and their tensors, which are read only when they are asked for."""
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
+    prefix, _, leaf = path.rpartition(".")
+    if isinstance(module, layers.linear):
+        held = [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]
+        return held, _linear(held, module, layers)
+    if isinstance(module, layers.embedding):
+        return [path], _embedding(path, module, model, layers)
+    return [path], ((f"{path}.{name}", parameter.detach()) for name, parameter in module.named_parameters(recurse=False))
 
 
 def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:

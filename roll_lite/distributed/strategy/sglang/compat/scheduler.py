@@ -58,21 +58,20 @@ class RolloutScheduler(Scheduler):
         self._together(lambda: self._receiver.load(routes, begin, runner.model.load_weights))
 
     def roll_lite_put_in_place(self, answer: str) -> None:
-        def finish() -> None:
-            self.tp_worker.model_runner.weight_updater.end_weight_update(run_post_load=False)
-            self._receiver.finished()
-
-        self._together(finish)
+        updater = self.tp_worker.model_runner.weight_updater
+        seconds: dict[str, float] = {}
+        self._together(lambda: seconds.update(self._receiver.finish(lambda: updater.end_weight_update(run_post_load=False))))
+        self._answer(answer, seconds)
 
     def roll_lite_weights_touched(self, answer: str) -> None:
         touched: list[Any] = [None] * dist.get_world_size(self.tp_group.cpu_group)
         dist.all_gather_object(touched, self._receiver.touched, group=self.tp_group.cpu_group)
         self._answer(answer, any(touched))
 
-    def roll_lite_checksums(self, answer: str, dtypes: dict[str, str], shapes: dict[str, list[int]]) -> None:
-        """Of what the model holds, by Hugging Face name, in the dtypes given. Gathering is collective, the first worker answers."""
+    def roll_lite_checksums(self, answer: str, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> None:
+        """Of what the model holds, of these tensors or (None) of all, in the dtypes given. Collective, the first worker answers."""
         sums = {}
-        for name, tensor in held_weights(self.tp_worker.model_runner.model, _layers()):
+        for name, tensor in held_weights(self.tp_worker.model_runner.model, _layers(), names):
             if get_parallel().tp_rank == 0:
                 tensor = _without_padding(name, tensor, shapes[name])
                 sums[name] = checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor)

@@ -60,19 +60,22 @@ class WorkerExtension:
     def roll_lite_weights_touched(self) -> bool:
         return self.roll_lite_receiver is not None and self.roll_lite_receiver.touched
 
-    def roll_lite_put_in_place(self) -> None:
+    def roll_lite_put_in_place(self) -> dict[str, float]:
         assert self.roll_lite_receiver is not None
         model = self.get_model()
-        with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(model, self.model_config)
-            if self.device.type == "cpu":
-                _pack_lm_head_again(model)
-        self.roll_lite_receiver.finished()
 
-    def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]]) -> dict[str, str]:
-        """Of what the model holds, by Hugging Face name, in the dtypes given. Gathering is collective, the first worker answers."""
+        def put_in_place() -> None:
+            with set_current_vllm_config(self.vllm_config):
+                finalize_layerwise_reload(model, self.model_config)
+                if self.device.type == "cpu":
+                    _pack_lm_head_again(model)
+
+        return self.roll_lite_receiver.finish(put_in_place)
+
+    def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
+        """Of what the model holds, of these tensors or (None) of all, in the dtypes given. Collective, the first worker answers."""
         sums = {}
-        for name, tensor in held_weights(self.get_model(), _layers()):
+        for name, tensor in held_weights(self.get_model(), _layers(), names):
             if self.rank == 0:
                 sums[name] = checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor)
         return sums

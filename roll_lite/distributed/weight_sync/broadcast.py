@@ -1,0 +1,229 @@
+"""Weights by broadcasts: gloo for host memory and TCP, NCCL between GPUs.
+
+Each channel has a process group of its own, in which its owner of weights and its receivers are alone: owners send at the same time, and
+none waits for another. Before each bucket its members meet at the rendezvous, since collectives themselves only say that somebody did not
+come. A sender broadcasts on a thread, so that the next bucket is gathered meanwhile.
+
+By gloo one worker of each machine gets a bucket, and spreads it there through shared memory.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from roll_lite.distributed.weight_sync.devices import settle
+from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender, announce
+from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
+from roll_lite.distributed.weight_sync.memory import GpuSegment, Segment, SharedSegment, open_shared
+from roll_lite.distributed.weight_sync.plan import Channel, Route
+from roll_lite.distributed.weight_sync.transport import Await, FlatLayout, TransportReceiver, TransportSender, flat_layout, unflatten
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What carries a broadcast: the seam to torch's process groups."""
+
+    connect: Callable[[TransferGroup, Any, int, int], Any]
+    """Transfer group, store, rank, size -> a process group."""
+    make: Callable[[int, int], Segment]
+    """Buffers that it sends from."""
+    device: str
+    """Of the buffers that it receives into."""
+
+
+def connect_gloo(group: TransferGroup, store: Any, rank: int, size: int) -> Any:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    address = _own_address(group.membership.host, group.membership.port)
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timedelta(seconds=group.membership.timeout_s)
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def connect_nccl(group: TransferGroup, store: Any, rank: int, size: int) -> Any:
+    from torch.distributed import ProcessGroupNCCL  # only where torch is built with CUDA
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=group.membership.timeout_s)
+    return ProcessGroupNCCL(store, rank, size, options)
+
+
+GLOO = Wire(connect_gloo, Segment, "cpu")
+NCCL = Wire(connect_nccl, GpuSegment, "cuda")
+
+
+class _Broadcasts:
+    """A member's process groups, one for each channel that it belongs to, made when the channel's members first meet."""
+
+    def __init__(self, group: TransferGroup, wire: Wire) -> None:
+        self._group = group
+        self._wire = wire
+        self._groups: dict[Channel, Any] = {}
+        self.nbytes = 0
+        """That have left here, counted once for each receiver."""
+
+    def broadcast(self, route: Route, layout: FlatLayout, buffer: torch.Tensor) -> None:
+        try:
+            with self._group.exchange():
+                self._group.meet(route, layout.announcement())
+                self._broadcast(route, buffer[: layout.nbytes])
+        except TransferError:
+            self.close()
+            raise
+        if self._group.number == route.sender:
+            self.nbytes += layout.nbytes * len(route.receivers)
+
+    def _broadcast(self, route: Route, buffer: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        if route.channel not in self._groups:
+            self._connect(route)
+        try:
+            # No name for the group here: the traceback would hold on to it, and its connections stay open when it is closed.
+            self._groups[route.channel].broadcast([buffer], options).wait()
+            settle(buffer)
+        except RuntimeError as error:
+            them, us = self._group.membership.members[route.sender], self._group.name
+            broke = f"weight transfer: the connection broke in the middle of a bucket from {them} (seen by {us}): {error}"
+            raise TransferError(broke) from error
+
+    def _connect(self, route: Route) -> None:
+        members = [route.sender, *route.receivers]
+        store = PrefixStore(f"{self._group.membership.epoch}/broadcast/{'.'.join(map(str, members))}", self._group.store)
+        try:
+            self._groups[route.channel] = self._wire.connect(self._group, store, members.index(self._group.number), len(members))
+        except RuntimeError as error:
+            raise TransferError(f"weight transfer: {self._group.name} could not connect to the others: {error}") from error
+
+    def close(self) -> None:
+        """Also after a failure: members that were to get the bucket from here would wait for it until their time is up."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            if self._wire is NCCL:
+                group.abort()  # gloo's ends with its last reference
+
+
+def _own_address(host: str, port: int) -> str:
+    """This machine's address on the way to the rendezvous. Left alone, gloo asks for the address of the machine's name, which
+    often cannot be resolved, or is one that others cannot reach."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+class BroadcastSender(TransportSender):
+    def __init__(self, group: TransferGroup, wire: Wire) -> None:
+        super().__init__(group, wire.make)
+        self.broadcasts = _Broadcasts(group, wire)
+        self._thread = ThreadPoolExecutor(1, "weights")
+
+    def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
+        """A broadcast that has ended here has been received."""
+        sent = self._thread.submit(self.broadcasts.broadcast, route, layout, segment.whole)
+        return lambda: sent.result() or {}
+
+    def close(self) -> None:
+        super().close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.broadcasts.close()
+
+
+class BroadcastReceiver(TransportReceiver):
+    def __init__(self, group: TransferGroup, wire: Wire) -> None:
+        super().__init__(group)
+        self._device = wire.device
+        self.broadcasts = _Broadcasts(group, wire)
+
+    def receive(self, route: Route) -> dict[str, torch.Tensor]:
+        layout = flat_layout(route.tensors)
+        buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        self.broadcasts.broadcast(route, layout, buffer)
+        return unflatten(buffer, route.tensors, layout)
+
+    def release(self) -> None:
+        """The memory is the receiver's own."""
+
+    def close(self) -> None:
+        super().close()
+        self.broadcasts.close()
+
+
+# ------------------------------------------------------------ once for each machine
+
+
+def neighbours(group: TransferGroup, route: Route, of: int) -> tuple[int, ...]:
+    """The route's receivers on a member's machine."""
+    return tuple(receiver for receiver in route.receivers if group.homes[receiver].machine == group.homes[of].machine)
+
+
+def to_machines(group: TransferGroup, route: Route) -> Route:
+    """To the first receiver of each machine."""
+    return replace(route, receivers=tuple(dict.fromkeys(neighbours(group, route, one)[0] for one in route.receivers)))
+
+
+class GlooSender(BroadcastSender):
+    def __init__(self, group: TransferGroup, wire: Wire = GLOO) -> None:
+        super().__init__(group, wire)
+
+    def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
+        return super()._dispatch(to_machines(self.group, route), layout, segment)
+
+
+class GlooReceiver(BroadcastReceiver):
+    """The first of its machine receives; where there are others, into memory that they read."""
+
+    def __init__(self, group: TransferGroup) -> None:
+        super().__init__(group, GLOO)
+        self._spread = FetchSender(group, SharedSegment)
+        self._fetch = FetchReceiver(group, open_shared)
+
+    def receive(self, route: Route) -> dict[str, torch.Tensor]:
+        first, *others = neighbours(self.group, route, self.group.number)
+        here = replace(route, sender=first, receivers=tuple(others))
+        if self.group.number != first:
+            return self._fetch.receive(here)
+        sent = to_machines(self.group, route)
+        if not others:
+            return super().receive(sent)
+        segment = self._spread.publish(here, partial(self.broadcasts.broadcast, sent))
+        return unflatten(segment.whole, route.tensors, flat_layout(route.tensors))
+
+    def release(self) -> None:
+        self._fetch.release()
+
+    def close(self) -> None:
+        super().close()
+        self._spread.close()
+        self._fetch.close()
+
+
+class NearAndFarSender(GlooSender):
+    """To workers on its own machine through memory, to others over TCP, both from the same buffer."""
+
+    def __init__(self, group: TransferGroup) -> None:
+        super().__init__(group, replace(GLOO, make=SharedSegment))
+
+    def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
+        near = neighbours(self.group, route, route.sender)
+        far = tuple(receiver for receiver in route.receivers if receiver not in near)
+        read = announce(self.group, replace(route, receivers=near), layout, segment) if near else dict
+        sent = super()._dispatch(replace(route, receivers=far), layout, segment) if far else dict
+        return lambda: {**read(), **sent()}
+
+
+class NearAndFarReceiver(GlooReceiver):
+    def receive(self, route: Route) -> dict[str, torch.Tensor]:
+        near = neighbours(self.group, route, route.sender)
+        if self.group.number in near:
+            return self._fetch.receive(replace(route, receivers=near))
+        return super().receive(replace(route, receivers=tuple(receiver for receiver in route.receivers if receiver not in near)))

@@ -1,0 +1,85 @@
+"""Weights through memory that both sides can read: on the host between processes of one machine, on a GPU between those that see it.
+
+A trainer writes a bucket into a segment, and every engine worker reads it there, without a copy of its own, while the trainer fills the
+next segment. Segments are used again once every worker has said that it is done with the bucket and that nothing of it is kept: an engine
+may hold on to tensors until the rest of a layer has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from roll_lite.distributed.weight_sync.devices import settle
+from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
+from roll_lite.distributed.weight_sync.memory import Open, Segment, Watched
+from roll_lite.distributed.weight_sync.plan import Route
+from roll_lite.distributed.weight_sync.transport import (
+    Await,
+    FlatLayout,
+    TransportReceiver,
+    TransportSender,
+    flat_layout,
+    unflatten,
+)
+
+
+def announce(group: TransferGroup, route: Route, layout: FlatLayout, segment: Segment) -> Await:
+    """To the receivers, who may read it from now on."""
+    step = group.step(route)
+    group.tell(route, step, "here", layout.announcement(segment.handle))
+
+    def done() -> Mapping[int, set[str]]:
+        return {receiver: set(said.handle.split()) for receiver, said in group.hear(route, step, "done").items()}
+
+    return done
+
+
+class FetchSender(TransportSender):
+    def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
+        return announce(self.group, route, layout, segment)
+
+
+class FetchReceiver(TransportReceiver):
+    def __init__(self, group: TransferGroup, open_segment: Open) -> None:
+        super().__init__(group)
+        self._open = open_segment
+        self._opened: dict[int, dict[str, Watched]] = {}
+        """By sender and handle."""
+        self._received: list[tuple[Route, int]] = []
+        """Since the last release."""
+
+    def receive(self, route: Route) -> dict[str, torch.Tensor]:
+        layout = flat_layout(route.tensors)
+        with self.group.exchange():
+            step = self.group.step(route)
+            heard = self.group.hear(route, step, "here")
+            self.group.compare(layout.announcement(), heard)
+            segment = self._segment(route, heard[route.sender].handle)
+            self._received.append((route, step))
+            return unflatten(segment.whole, route.tensors, layout)
+
+    def _segment(self, route: Route, handle: str) -> Watched:
+        opened = self._opened.setdefault(route.sender, {})
+        if handle not in opened:
+            try:
+                opened[handle] = Watched(self._open(handle, route.receivers.index(self.group.number)))
+            except (OSError, RuntimeError, ValueError) as error:  # of the system, of CUDA, of a GPU that is not among those seen here
+                them = self.group.membership.members[route.sender]
+                cannot = f"{self.group.name} cannot open the memory of {them}: {error}"
+                raise TransferError(f"weight transfer: {cannot}; weight_sync.transport: gloo does without") from error
+        return opened[handle]
+
+    def release(self) -> None:
+        received, self._received = self._received, []
+        with self.group.exchange():
+            for segment in (one for opened in self._opened.values() for one in opened.values()):
+                settle(segment.whole)
+            for route, step in received:
+                kept = [handle for handle, segment in self._opened[route.sender].items() if segment.is_kept()]
+                self.group.tell(route, step, "done", flat_layout(route.tensors).announcement(" ".join(kept)))
+
+    def close(self) -> None:
+        super().close()
+        self._opened.clear()

@@ -1,0 +1,116 @@
+"""Memory for buckets, and how another process comes to read it: the one thing in which transports differ whose receivers fetch.
+
+On the host a segment has no name, only a number in the process that made it, through which others open it; the last process that maps one
+takes it with it, however it ends. On a GPU a segment is exported by CUDA IPC, once for each reader, since an export counts one reader.
+"""
+
+from __future__ import annotations
+
+import base64
+import mmap
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll_lite.distributed.weight_sync.devices import local_number, uuid_of
+from roll_lite.distributed.weight_sync.group import TransferError
+
+
+class Watched:
+    """Bytes of which views are given out; it knows whether some are still there."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole = whole
+        self._users = _users(whole)
+
+    def is_kept(self) -> bool:
+        return _users(self.whole) > self._users
+
+
+def _users(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+class Segment(Watched):
+    """A sender's buffer on the host, which no other process reads."""
+
+    handle = ""
+    """How others get at it."""
+
+    def __init__(self, nbytes: int, readers: int) -> None:
+        super().__init__(torch.empty(nbytes, dtype=torch.uint8))
+
+    def close(self) -> None:
+        """Whoever has opened it keeps it."""
+
+
+class SharedSegment(Segment):
+    """On the host."""
+
+    def __init__(self, nbytes: int, readers: int) -> None:
+        descriptor = os.memfd_create("roll_lite_weights", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            Watched.__init__(self, torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8))
+        except OSError as error:
+            os.close(descriptor)
+            raise TransferError(f"weight transfer: no shared memory for a bucket of {nbytes >> 20} MB: {error}") from error
+        self._descriptor = descriptor
+        self.handle = f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class GpuSegment(Segment):
+    """On this process's GPU, for itself alone."""
+
+    def __init__(self, nbytes: int, readers: int) -> None:
+        Watched.__init__(self, torch.empty(nbytes, dtype=torch.uint8, device=GPU))
+
+
+class ExportedSegment(GpuSegment):
+    """On this process's GPU. Readers with other lists of devices find that by its UUID."""
+
+    def __init__(self, nbytes: int, readers: int) -> None:
+        super().__init__(nbytes, readers)
+        exports = [export(self.whole) for _ in range(readers)]
+        self.handle = ";".join([uuid_of(self.whole.device.index), *(base64.b64encode(pickle.dumps(one)).decode() for one in exports)])
+
+
+def export(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
+    """What one reader makes the tensor of."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return reduce_tensor(tensor)
+
+
+_DEVICE = 6
+"""Place of the GPU's number in an export: the sender's, which the receiver may know by another one."""
+
+GPU = "cuda"
+
+Open = Callable[[str, int], torch.Tensor]
+"""Handle, and place among its readers -> the segment. OSError where it cannot be reached."""
+
+
+def open_shared(handle: str, reader: int) -> torch.Tensor:
+    descriptor = os.open(handle, os.O_RDONLY)
+    try:
+        memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes into it
+        return torch.from_numpy(np.frombuffer(memory, np.uint8))
+
+
+def open_exported(handle: str, reader: int) -> torch.Tensor:
+    uuid, *exports = handle.split(";")
+    rebuild, arguments = pickle.loads(base64.b64decode(exports[reader]))
+    return rebuild(*arguments[:_DEVICE], local_number(uuid), *arguments[_DEVICE + 1 :])
