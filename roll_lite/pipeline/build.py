@@ -158,9 +158,17 @@ class Starter:
     def engines(self) -> Engines:
         role = self.config.actor_infer
         slots = self.placement.slots("actor_infer", model_parallel_size(role), role.replicas_per_device)
-        silence_s = self.config.limits.engine_silence or None
+        limits = self.config.limits
         model = self.config.model.model_copy(update={"dtype": infer_dtype(self.config)})
-        engine = EngineSpec(model, share_of_device(role), max_model_len(self.config), self.config.seed, role.threads, silence_s)
+        engine = EngineSpec(
+            model,
+            share_of_device(role),
+            max_model_len(self.config),
+            self.config.seed,
+            role.threads,
+            limits.engine_silence or None,
+            limits.engine_step,
+        )
         return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine), role)
 
     def rollouts(self) -> Cluster[RolloutWorker]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from support_models import Family
 
 from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.weight_sync.checksum import checksum
-from roll_lite.distributed.weight_sync.group import TransferError
+from roll_lite.distributed.weight_sync.group import TransferError, rendezvous_store
 
 LONG = 1500
 MANY = 2000  # tokens that fit
@@ -114,6 +115,7 @@ async def test_two_engines_live_and_die_alone_and_a_third_takes_the_place_of_the
         completion = await third.one(24)
         assert (completion.token_ids, completion.versions) == (lost.token_ids, lost.versions)
         await serves_reference(third)
+        await steps_that_end_no_more_are_noticed(third)
     finally:
         await third.stop()
 
@@ -150,6 +152,24 @@ async def hangs_noticed(engine: Harness) -> None:
     completions = await asyncio.wait_for(task, NOTICED_S)
     (error,) = {completion.error for completion in completions}
     assert error is not None and "has been stopped, as by SIGSTOP, for 2 s (limits.engine_silence)" in error
+    psutil.wait_procs(engine.processes(), timeout=NOTICED_S)
+    assert not running(engine.processes())
+
+
+async def steps_that_end_no_more_are_noticed(engine: Harness) -> None:
+    """Its loop waits in a worker for what never comes, as for a kernel that hangs; its processes live, and those around it answer."""
+    assert engine.plan is not None
+    engine.strategy._steps._limit_s = 2.0
+    _, task = await engine.started(4, LONG)
+    store = rendezvous_store("127.0.0.1")
+    membership = engine.plan.membership(9, "gloo", "127.0.0.1", store.port, 1000.0)
+    call = engine.strategy.make.call_workers("roll_lite_connect", first_member=1, membership=membership.plain())
+    waits = asyncio.create_task(call)
+    completions = await asyncio.wait_for(task, NOTICED_S)
+    (error,) = {completion.error for completion in completions}
+    with pytest.raises(EngineDead, match="no step has ended"):
+        await waits
+    assert re.fullmatch(r"no step has ended for .* s, the longest before took .* s \(limits\.engine_step\)", error or ""), error
     psutil.wait_procs(engine.processes(), timeout=NOTICED_S)
     assert not running(engine.processes())
 

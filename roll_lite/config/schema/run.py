@@ -131,6 +131,10 @@ class LimitsConfig(Section):
     engine_silence: TimeLimit = 7.0
     """The same of an engine, where the run goes on without it if there are others: its worker does not answer, or one of its own processes
     is stopped. An engine that only works for long, on a long prompt for instance, is not silent."""
+    engine_step: TimeLimit | Literal["auto"] = "auto"
+    """How long a step of an engine, one pass of its model, may take before the engine counts as hung, and the run goes on without it as
+    above: at least so long, four times the longest step so far, and forty times as long until a response has ended. auto: 7 with GPUs, 300
+    without."""
 
 
 class RunConfig(Section):

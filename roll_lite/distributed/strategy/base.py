@@ -274,6 +274,8 @@ class EngineSpec:
     """CPU threads of each of the engine's processes."""
     silence_s: float | None = None
     """How long one of them may stay stopped; None: for ever."""
+    step_s: float | Literal["auto"] | None = None
+    """How long a step of the engine may take at least; None: for ever."""
 
 
 class InferenceStrategy(ABC):

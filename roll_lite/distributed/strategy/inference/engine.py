@@ -6,9 +6,9 @@ Where the engine stands is `life.py`; what a make of engine adds is `make.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.keep_mask import keep_mask_available
@@ -25,10 +25,13 @@ from roll_lite.distributed.strategy.base import (
 from roll_lite.distributed.strategy.inference.life import EngineEvent, EngineLife, EngineState
 from roll_lite.distributed.strategy.inference.make import EngineMake
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
+from roll_lite.distributed.strategy.inference.step_watch import StepWatch, step_limit
 from roll_lite.distributed.weight_sync.group import TransferError, largest
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
 from roll_lite.distributed.weight_sync.transports import AUTO, TRANSPORTS
 from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors, checkpoint_shapes
+
+T = TypeVar("T")
 
 LIVENESS_POLL_S = 0.25
 DIED = "the engine's process died"
@@ -59,7 +62,8 @@ class EngineStrategy(InferenceStrategy):
         """Calls that change what the engine does are carried out one after the other."""
         self._halted: bool | None = False
         """The engine itself is paused. None: on the way, or nobody knows, because a call was cancelled."""
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
+        self._steps = StepWatch(make.answered, step_limit(spec.step_s))
         self._vocabulary = 0
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -79,15 +83,16 @@ class EngineStrategy(InferenceStrategy):
         try:
             self.processes.watch(await self.make.start())
             self._life.start()
-            self._watching = asyncio.create_task(self._watch())
+            self._watching.append(asyncio.create_task(self._watch()))
             await self.make.prepare(config)
+            self._watching.append(asyncio.create_task(self._watch_steps()))
         except BaseException:
             await self.shutdown()
             raise
 
     async def shutdown(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        for watch in self._watching:
+            watch.cancel()
         self._give_up("shut down")
         await self.make.stop(self.processes)
 
@@ -127,7 +132,9 @@ class EngineStrategy(InferenceStrategy):
             if one.aborted:
                 return Completion(request.request_id, finish_reason=FinishReason.ABORT)
             one.entered = True
-            return await self.make.run(request, self._life.version)
+            completion = await self.make.run(request, self._life.version)
+            self._steps.responded()
+            return completion
         except Exception as error:  # an edge of the process: whatever it was, this one request failed of it
             return Completion(request.request_id, error=self._check() or f"{type(error).__name__}: {error.__cause__ or error}")
 
@@ -220,7 +227,7 @@ class EngineStrategy(InferenceStrategy):
             self._require(EngineEvent.LOAD)
             coming = self._life.away & set(parts)
             if coming:
-                await self.make.load(coming)
+                await self._at_length(self.make.load(coming))
                 self._life.load(coming)
                 await self._settle()
 
@@ -236,7 +243,8 @@ class EngineStrategy(InferenceStrategy):
                 return
             if not self._life.away:
                 await self._halt(PauseMode.ABORT)
-            await self.make.offload(leaving, cache_stays=EngineMemory.KV_CACHE not in self._life.away | leaving)
+            cache_stays = EngineMemory.KV_CACHE not in self._life.away | leaving
+            await self._at_length(self.make.offload(leaving, cache_stays))
             self._life.offload(leaving)
 
     # ------------------------------------------------------------ weights
@@ -247,7 +255,7 @@ class EngineStrategy(InferenceStrategy):
         self._require(EngineEvent.CONNECT)
         async with self._order:
             self._require(EngineEvent.CONNECT)
-            await self.make.call_workers("roll_lite_connect", first_member=first_member, membership=membership.plain())
+            await self._call_workers("roll_lite_connect", first_member=first_member, membership=membership.plain())
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
         """Until the first bucket has arrived the old weights stay in place, and beginning again starts over."""
@@ -264,7 +272,7 @@ class EngineStrategy(InferenceStrategy):
             update = self._life.receive()
             try:
                 await self._settle()
-                await self.make.call_workers("roll_lite_load_bucket", routes=[route.plain() for route in routes])
+                await self._call_workers("roll_lite_load_bucket", routes=[route.plain() for route in routes])
             except TransferError:
                 await self._broke_off()
                 raise
@@ -276,7 +284,7 @@ class EngineStrategy(InferenceStrategy):
     async def _broke_off(self) -> None:
         """Frozen half-way the engine waits for another update, which may come once the transfer group has connected again."""
         try:
-            touched = any(await self.make.call_workers("roll_lite_weights_touched"))
+            touched = any(await self._call_workers("roll_lite_weights_touched"))
         except Exception as unknown:  # an engine that cannot say so must not go on
             self._fail(f"a weight update broke off, and the engine does not say whether its weights are whole: {unknown}")
             return
@@ -289,8 +297,8 @@ class EngineStrategy(InferenceStrategy):
             update = self._require_update()
             update.require_complete()
             try:
-                answers = await self.make.call_workers("roll_lite_put_in_place")
-                await self.make.renew(version)
+                answers = await self._call_workers("roll_lite_put_in_place")
+                await self._at_length(self.make.renew(version))
             except BaseException as error:  # a cancelled one as well: what the engine holds now is unknown
                 self._fail(self._life.failure or f"new weights could not be put in place: {error}")
                 raise
@@ -311,11 +319,19 @@ class EngineStrategy(InferenceStrategy):
             self._require(EngineEvent.READ_WEIGHTS)
             shapes = {name: list(shape) for name, shape in self._shapes.items()}
             asked = None if names is None else sorted(names)
-            answers = await self.make.call_workers("roll_lite_checksums", dtypes=self._dtypes, shapes=shapes, names=asked)
+            answers = await self._call_workers("roll_lite_checksums", dtypes=self._dtypes, shapes=shapes, names=asked)
         sums: dict[str, str] = answers[0]
         expected = shapes.keys() if names is None else set(names)
         assert sums.keys() == expected, f"held and checkpoint differ: {sorted(sums.keys() ^ expected)[:5]}"
         return sums
+
+    async def _call_workers(self, method: str, **arguments: Any) -> list[Any]:
+        return await self._at_length(self.make.call_workers(method, **arguments))
+
+    async def _at_length(self, call: Awaitable[T]) -> T:
+        """What the engine takes no steps in, and may wait for others in."""
+        with self._steps.suspended():
+            return await call
 
     # ------------------------------------------------------------ liveness
 
@@ -336,6 +352,11 @@ class EngineStrategy(InferenceStrategy):
                 self._life.die(f"{stopped} has been stopped, as by SIGSTOP, for {self._silence_s:g} s (limits.engine_silence)")
         assert self._life.failure is not None
         self._fail(self._life.failure)
+
+    async def _watch_steps(self) -> None:
+        why = await self._steps.until_stuck()
+        stopped = self.processes.stopped()
+        self._fail(f"{why}: {stopped} is stopped" if stopped else why)
 
     def _require(self, event: EngineEvent) -> None:
         self._check()

@@ -40,6 +40,10 @@ class EngineMake(Protocol):
 
     def is_dead(self) -> bool: ...
 
+    async def answered(self) -> object:
+        """Done when the loop that takes the engine's steps has answered, between two of them; also while it is paused."""
+        ...
+
     def give_up(self, why: str) -> None:
         """The engine will not answer any more: fail whatever waits for it."""
 

@@ -59,6 +59,10 @@ class Recorder:
     def is_dead(self) -> bool:
         return self.gone
 
+    async def answered(self) -> None:
+        """Its loop carries out calls as well."""
+        await self.gate.wait()
+
     def give_up(self, why: str) -> None: ...
 
     async def stop(self, processes: EngineProcesses) -> None: ...
@@ -129,8 +133,9 @@ class Recorder:
 class Engine(EngineStrategy):
     make: Recorder
 
-    def __init__(self) -> None:
-        super().__init__(Recorder(), EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(), max_model_len=100))
+    def __init__(self, step_s: float | None = None) -> None:
+        spec = EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(), max_model_len=100, step_s=step_s)
+        super().__init__(Recorder(), spec)
         self._vocabulary, self._shapes = 10, {"a": (2,), "b": (2,)}
         self._life.start()
 

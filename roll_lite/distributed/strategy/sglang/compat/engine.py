@@ -90,6 +90,9 @@ class SglangEngine:
         ended = self._listening is not None and self._listening.done()
         return ended or (self._server is not None and self._server.poll() is not None)
 
+    async def answered(self) -> object:
+        return await self._call("scheduler")
+
     def give_up(self, why: str) -> None:
         self._given_up = why
         for future in self._waiting.values():

@@ -64,6 +64,10 @@ class Manager:
     def process_ids(self) -> list[int]:
         return list(self._engine.get_all_child_pids())
 
+    async def scheduler_answers(self) -> None:
+        """SGLang's scheduler takes messages in every round of its loop."""
+        await self._manager.get_internal_state()
+
     async def freeze_gc(self) -> None:
         """SGLang collects garbage with every clearing of its cache, that is with every update: not what the imports have left."""
         await self._manager.freeze_gc()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from sglang.srt.distributed import tensor_model_parallel_all_gather
 from sglang.srt.layers import linear, vocab_parallel_embedding
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReq, GetInternalStateReqOutput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_STR, Req
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.runtime_context import get_parallel
@@ -98,6 +98,10 @@ class RolloutScheduler(Scheduler):
     def get_init_info(self) -> dict[str, Any]:
         """What the engine's first process learns of its scheduler."""
         return {**super().get_init_info(), "page_size": self.page_size}
+
+    def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
+        """Asked every second, for the answer alone: SGLang's own collects all of its settings."""
+        return GetInternalStateReqOutput(internal_state={"steps": self.forward_ct})
 
     # ------------------------------------------------------------ requests
 

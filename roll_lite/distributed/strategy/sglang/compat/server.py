@@ -85,6 +85,8 @@ class EngineServer:
                 self._start(self.abort(set(arguments[0])))
             elif command == "grown":
                 self._tell_grown(*arguments)
+            elif command == "scheduler":
+                self._start(self._answer_of_scheduler(*arguments))
             else:
                 self._start(self._reply(command, *arguments))
 
@@ -101,6 +103,11 @@ class EngineServer:
         except Exception as error:  # an edge of the process: the host raises it again
             answer = (False, f"{error}" or type(error).__name__)
         self._channel.send(("reply", call, *answer))
+
+    async def _answer_of_scheduler(self, call: int) -> None:
+        """Not in the order of commands, for which it would wait."""
+        await self._manager.scheduler_answers()
+        self._channel.send(("reply", call, True, None))
 
     # ------------------------------------------------------------ requests
 

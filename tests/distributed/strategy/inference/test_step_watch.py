@@ -1,0 +1,204 @@
+"""An engine that stands still is told from one that works for long, on the virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_local_engine import LocalEngine
+
+from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
+from roll_lite.data.samples import Completion, GenerationRequest, Sampling, Turn
+from roll_lite.distributed.strategy.base import EngineSpec, PauseMode
+from roll_lite.distributed.strategy.inference import step_watch
+from roll_lite.distributed.strategy.inference.engine import EngineStrategy
+from roll_lite.distributed.strategy.inference.step_watch import StepWatch, step_limit
+from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
+from roll_lite.scheduler.router import Router
+from roll_lite.simulator.clock import run_virtual
+from tests.distributed.strategy.inference.test_engine_order import A, B, Engine, way
+
+Answers = Callable[[float], float | None]
+"""Seconds that the rest of the step takes in which a question is asked, at a time; None: it never ends."""
+
+
+def stuck_after(answers: Answers, limit_s: float | None = 7.0, watched_s: float = 1000.0, warm: bool = True) -> tuple[float, str] | None:
+    async def main() -> tuple[float, str] | None:
+        loop = asyncio.get_running_loop()
+
+        async def ask() -> None:
+            seconds = answers(loop.time())
+            await (loop.create_future() if seconds is None else asyncio.sleep(seconds))
+
+        watch = StepWatch(ask, limit_s)
+        if warm:
+            watch.responded()
+        try:
+            async with asyncio.timeout(watched_s):
+                return await watch.until_stuck(), loop.time()
+        except TimeoutError:
+            return None
+
+    found = run_virtual(main())
+    return None if found is None else (found[1], found[0])
+
+
+def test_an_engine_whose_steps_are_short_is_given_up_within_ten_seconds_of_its_last_one() -> None:
+    """At worst it hangs just after it has answered."""
+    found = stuck_after(lambda asked: 0.05 if asked < 50.0 else None)
+    assert found is not None and found[0] - 50.0 < 10.0
+    assert found[1] == "no step has ended for 7 s, the longest before took 0.1 s (limits.engine_step)"
+
+
+def test_long_steps_are_no_hang_where_others_were_as_long() -> None:
+    """Steps of 5 s have been seen: those of 19 s are within four times as much, those of 21 s are not."""
+    assert stuck_after(lambda asked: 5.0 if asked < 100.0 else 19.0, watched_s=150.0) is None
+    found = stuck_after(lambda asked: 5.0 if asked < 100.0 else None)
+    assert found is not None and 20.0 < found[0] - 100.0 < 27.0
+    assert found[1] == "no step has ended for 20 s, the longest before took 5.0 s (limits.engine_step)"
+
+
+def test_a_prompt_that_takes_many_chunks_is_no_hang() -> None:
+    """300 s of prefill in chunks of 6 s."""
+    assert stuck_after(lambda asked: 6.0 - asked % 6.0 if 100.0 <= asked < 400.0 else 0.01) is None
+
+
+def test_until_a_response_has_ended_kernels_may_be_compiled() -> None:
+    assert stuck_after(lambda asked: 250.0 if asked < 1.0 else 0.01, warm=False) is None
+    found = stuck_after(lambda asked: None, warm=False)
+    assert found is not None and 280.0 < found[0] < 281.0 and "no response has ended yet" in found[1]
+
+
+def test_without_a_limit_it_is_waited_for() -> None:
+    assert stuck_after(lambda asked: None, limit_s=None) is None
+
+
+def test_what_it_was_asked_to_do_beside_its_steps_takes_as_long_as_it_takes() -> None:
+    async def main() -> tuple[str, float]:
+        loop = asyncio.get_running_loop()
+        watch = StepWatch(loop.create_future, 7.0)
+        watch.responded()
+        watching = asyncio.create_task(watch.until_stuck())
+        with watch.suspended():
+            await asyncio.sleep(600.0)
+            assert not watching.done()
+        ended = loop.time()
+        return await watching, loop.time() - ended
+
+    cause, seconds = run_virtual(main())
+    assert 7.0 <= seconds < 8.0 and "no step has ended for 7 s" in cause
+
+
+@pytest.mark.parametrize("what", ["a bucket", "memory", "a pause"])
+def test_of_the_calls_of_an_engine_only_a_pause_is_as_short_as_a_step(what: str) -> None:
+    """Weights are waited for, memory is copied; what hangs when it is paused has hung before."""
+
+    async def main() -> str | None:
+        engine = Engine(step_s=7.0)
+        engine._steps.responded()
+        watching = asyncio.create_task(engine._watch_steps())
+        await engine.begin_weight_update([A, B])
+        await asyncio.sleep(0.5)
+        call: asyncio.Future[Any]
+        if what == "a bucket":
+            await engine.pause(PauseMode.KEEP)
+            engine.make.gate.clear()
+            call = asyncio.ensure_future(engine.receive_bucket([way(A)]))
+        elif what == "memory":
+            await engine.offload()
+            engine.make.gate.clear()
+            call = asyncio.ensure_future(engine.load())
+        else:
+            engine.make.gate.clear()
+            call = asyncio.ensure_future(engine.pause(PauseMode.KEEP))
+        await asyncio.sleep(100.0)
+        engine.make.gate.set()
+        await asyncio.wait((call,))
+        watching.cancel()
+        return engine._life.failure
+
+    failure = run_virtual(main())
+    assert (failure is None) == (what != "a pause")
+
+
+def test_the_limit_is_wide_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_watch.torch.cuda, "is_available", lambda: False)
+    assert (step_limit("auto"), step_limit(9.0), step_limit(0.0), step_limit(None)) == (300.0, 9.0, None, None)
+    monkeypatch.setattr(step_watch.torch.cuda, "is_available", lambda: True)
+    assert step_limit("auto") == 7.0
+
+
+# ---------------------------------------------------------------- what becomes of its work
+
+
+class Scripted:
+    """A make whose processes live and answer; its loop is a script's, until it hangs."""
+
+    name = "scripted"
+    notes = ()
+
+    def __init__(self) -> None:
+        self.engine = ScriptedEngine(lambda request: Response(100, 1.0))
+        self.going = asyncio.Event()
+        self.going.set()
+
+    async def hang(self) -> None:
+        self.going.clear()
+        await self.engine.pause(PauseMode.KEEP)
+
+    async def answered(self) -> None:
+        await self.going.wait()
+
+    def is_dead(self) -> bool:
+        return False
+
+    def give_up(self, why: str) -> None: ...
+
+    async def run(self, request: GenerationRequest, version: int) -> Completion:
+        return await anext(aiter(self.engine.generate([request])))
+
+    def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
+        return self.engine.generated(request_ids)
+
+    async def grown(self, since: Mapping[str, int]) -> list[Completion]:
+        return await self.engine.grown(since)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self.going.wait()
+        await self.engine.abort(request_ids)
+
+
+class Strategy(EngineStrategy):
+    def __init__(self, make: Any) -> None:
+        super().__init__(make, EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(), max_model_len=1000, step_s=7.0))
+        self._vocabulary = 200
+        self._life.start()
+        self._steps.responded()
+
+
+def test_what_a_hanging_engine_was_generating_goes_on_elsewhere_with_its_tokens() -> None:
+    """100 tokens of a second each. It hangs after 30 s and is given up before 40; meanwhile all 30 tokens have been handed out, and the
+    other one generates the 70 that are left."""
+
+    async def main() -> tuple[list[Turn], float, str | None, int]:
+        make = Scripted()
+        strategy, other = Strategy(make), ScriptedEngine(lambda request: Response(100, 1.0))
+        watching = asyncio.create_task(strategy._watch_steps())
+        router = Router([LocalEngine("hangs", strategy), LocalEngine("works", other)], timeout_s=1e6)
+        asyncio.get_running_loop().call_later(30.0, lambda: asyncio.ensure_future(make.hang()))
+        sampling = Sampling(temperature=1.0, max_tokens=200)
+        asked = [router.generate("d", GenerationRequest(f"r{number}", (1, 2), sampling)) for number in range(2)]
+        turns = await asyncio.gather(*asked)
+        watching.cancel()
+        dead = [engine.dead for engine in router.engines]
+        return turns, asyncio.get_running_loop().time(), dead[0], sum(turn.length for turn in turns)
+
+    turns, seconds, cause, tokens = run_virtual(main())
+    assert cause == "no step has ended for 7 s, the longest before took 0.0 s (limits.engine_step)"
+    assert [turn.error for turn in turns] == [None, None] and tokens == 200
+    assert 30.0 + 7.0 + 70.0 <= seconds < 40.0 + 70.0
+    for turn in turns:
+        assert turn.tokens is not None and turn.tokens.length == 2 + 100
