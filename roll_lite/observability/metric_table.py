@@ -94,10 +94,13 @@ METRICS: dict[str, Metric] = {
     ),
     "validation/seconds": Metric(LAST, "s", "From the start of a validation to its last score."),
     # rollouts
+    "rollout/requested": Metric(SUM, "groups", "Sample groups that the batch was to have, by the domains' shares.", by="domain"),
     "rollout/groups": Metric(SUM, "groups", "Sample groups in the batch.", by="domain"),
     "rollout/admitted": Metric(SUM, "groups", "Sample groups started since the last batch.", by="domain"),
     "rollout/filtered_groups": Metric(SUM, "groups", "Sample groups that rollout.filter left out, replaced by other prompts.", by="domain"),
     "rollout/stale_groups": Metric(SUM, "groups", "Sample groups that became too old; their prompts were put back.", by="domain"),
+    "rollout/stale_unfinished": Metric(SUM, "groups", "Of these, those whose responses or scores were not done.", by="domain"),
+    "rollout/stale_surplus": Metric(SUM, "groups", "Of these, those that were done, and for which no batch had a place.", by="domain"),
     "rollout/rewards_behind_seconds": Metric(
         SUM,
         "s",
@@ -111,6 +114,9 @@ METRICS: dict[str, Metric] = {
         "Sample groups that lost a member to a time-out, a long one most likely.",
         by="domain",
     ),
+    "rollout/scored_samples": Metric(
+        SUM, "samples", "Samples that got a score since the last batch, before filters; greedy baselines among them.", by="domain"
+    ),
     "rollout/samples": Metric(SUM, "samples", "Accepted samples in the batch.", by="domain"),
     "rollout/early_samples": Metric(
         SUM, "samples", "Samples whose log-probs and values were begun before the batch was complete (rollout.stream_log_probs)."
@@ -122,7 +128,8 @@ METRICS: dict[str, Metric] = {
     "rollout/cached_tokens": Metric(
         SUM, "tokens", "Of the prompt tokens, those found in the engines' prefix caches, which updates clear.", by="domain"
     ),
-    "rollout/response_tokens": Metric(SUM, "tokens", "Generated tokens.", by="domain"),
+    "rollout/response_tokens": Metric(SUM, "tokens", "Tokens generated since the last batch, before filters.", by="domain"),
+    "rollout/batch_tokens": Metric(SUM, "tokens", "Response tokens of the accepted samples in the batch.", by="domain"),
     "rollout/response_length": Metric(MEAN, "tokens", "Response length of a sample.", by="domain"),
     "rollout/response_length_max": Metric(MAX, "tokens", "Longest response.", by="domain"),
     "rollout/response_length_min": Metric(MIN, "tokens", "Shortest response.", by="domain"),
@@ -131,8 +138,15 @@ METRICS: dict[str, Metric] = {
     "rollout/truncated": Metric(MEAN, "share", "Samples that were cut at max_tokens.", by="domain"),
     "rollout/request_seconds": Metric(MEAN, "s", "From sending a request to its completion.", by="domain"),
     "rollout/share_requested": Metric(LAST, "share", "The domain's share of the prompts as configured.", by="domain"),
-    "rollout/share_realised": Metric(LAST, "share", "The domain's share of the prompts delivered in the run so far.", by="domain"),
     "rollout/share_admitted": Metric(LAST, "share", "The domain's share of the prompts started in the run so far.", by="domain"),
+    "rollout/share_scored": Metric(
+        LAST, "share", "The domain's share of the samples scored in the run so far, before filters.", by="domain"
+    ),
+    "rollout/share_generated": Metric(
+        LAST, "share", "The domain's share of the tokens generated in the run so far, before filters.", by="domain"
+    ),
+    "rollout/share_realised": Metric(LAST, "share", "The domain's share of the prompts delivered in the run so far.", by="domain"),
+    "rollout/share_samples": Metric(LAST, "share", "The domain's share of the accepted samples of batches in the run so far.", by="domain"),
     "rollout/share_tokens": Metric(LAST, "share", "The domain's share of the response tokens of batches in the run so far.", by="domain"),
     "rollout/epoch": Metric(LAST, "epochs", "Epoch of the domain's data that the newest prompt belongs to, from 0 on.", by="domain"),
     "rollout/generation_seconds": Metric(SUM, "s", "From the start of the batch to its last completion."),

@@ -27,7 +27,7 @@ from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Tracker
 from roll_lite.pipeline.held_out import held_out_metrics
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.pipeline.weights import Pushed
-from roll_lite.scheduler.stats import RolloutStats
+from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, RolloutStats
 from roll_lite.workers.actor import CreditReport
 from roll_lite.workers.model import Update
 
@@ -116,23 +116,31 @@ class Journal:
         self._new_losses = 0
         for name, domain in stats.domains.items():
             requests = sum(domain.finish_reasons.values())
+            add("rollout/requested", domain.requested, label=name)
             add("rollout/groups", domain.delivered, label=name)
             add("rollout/admitted", domain.admitted, label=name)
             add("rollout/filtered_groups", domain.filtered_groups, label=name)
             add("rollout/stale_groups", domain.stale, label=name)
+            add("rollout/stale_unfinished", domain.stale_by_cause[UNFINISHED], label=name)
+            add("rollout/stale_surplus", domain.stale_by_cause[SURPLUS], label=name)
             add("rollout/rewards_behind_seconds", domain.behind_s, label=name)
             add("rollout/lost_groups", domain.lost_groups, label=name)
             add("rollout/timed_out_groups", domain.timed_out_groups, label=name)
+            add("rollout/scored_samples", domain.scored, label=name)
             add("rollout/samples", domain.accepted, label=name)
             add("rollout/failed", domain.failed, label=name)
             add("rollout/retries", sum(domain.retries.values()), label=name)
             add("rollout/prompt_tokens", domain.prompt_tokens, label=name)
             add("rollout/cached_tokens", domain.cached_tokens, label=name)
             add("rollout/response_tokens", domain.response_tokens, label=name)
+            add("rollout/batch_tokens", domain.batch_tokens, label=name)
             add("rollout/request_seconds", domain.generation_s, requests, label=name)
             add("rollout/share_requested", domain.requested_share, label=name)
-            add("rollout/share_realised", domain.realised_share, label=name)
             add("rollout/share_admitted", domain.admitted_share, label=name)
+            add("rollout/share_scored", domain.scored_share, label=name)
+            add("rollout/share_generated", domain.generated_share, label=name)
+            add("rollout/share_realised", domain.realised_share, label=name)
+            add("rollout/share_samples", domain.sample_share, label=name)
             add("rollout/share_tokens", domain.token_share, label=name)
             add("rollout/epoch", domain.epoch, label=name)
             add("reward/seconds", domain.reward_s, domain.scored, label=name)

@@ -13,7 +13,7 @@ from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, Sample
 from roll_lite.scheduler.filters import GroupFilter
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.runner import RewardClient, SampleRunner
-from roll_lite.scheduler.stats import Recorder, loss_of
+from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, loss_of
 
 
 class DomainFailed(RuntimeError):
@@ -298,7 +298,7 @@ class DomainScheduler:
                 self._put_back.append(live.row)
                 self.counts.stale += 1
                 self.owed += 1
-                self._recorder.domains[self.name].stale += 1
+                self._recorder.domains[self.name].stale_by_cause[UNFINISHED if live.group is None else SURPLUS] += 1
 
     def cancel(self) -> None:
         for live in self._running.values():

@@ -14,7 +14,7 @@ from roll_lite.scheduler.domain import DataExhausted, Domain, DomainScheduler
 from roll_lite.scheduler.episode import Episode, one_response
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.runner import Retries, SampleRunner, no_seeds, seeds_from
-from roll_lite.scheduler.stats import Progress, Recorder, RolloutStats
+from roll_lite.scheduler.stats import Progress, Recorder, RolloutStats, RunTotals
 from roll_lite.scheduler.supply import SYNCHRONOUS, OnSync, Pacing
 from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 
@@ -57,8 +57,7 @@ class RolloutService:
         self._time = asyncio.get_running_loop().time
         self._version = 0
         self._next_group = 0
-        self._delivered = dict.fromkeys(self._domains, 0)
-        self._delivered_tokens = dict.fromkeys(self._domains, 0)
+        self._totals = RunTotals(self._domains)
         self._ended_before = dict.fromkeys(self._domains, 0)
         """Prompts, in the run that is resumed."""
         self._recorder = Recorder(self._domains, self._time())
@@ -137,8 +136,6 @@ class RolloutService:
         groups = await self._take(quota)
         for group in groups:
             self._recorder.delivered(group)
-            self._delivered[group.domain] += 1
-            self._delivered_tokens[group.domain] += sum(sample.transcript.policy_tokens for sample in group.samples)
         done = self._progress()
         self._progress = lambda: done
         admission.finish_batch()
@@ -149,14 +146,12 @@ class RolloutService:
         return RolloutResult(groups, stats, left_out)
 
     def _tell_mix(self, stats: RolloutStats, quota: dict[str, int]) -> None:
-        delivered, tokens = sum(self._delivered.values()), sum(self._delivered_tokens.values())
+        self._totals.add(stats)
         admitted = {name: self._ended_before[name] + scheduler.counts.admitted for name, scheduler in self._schedulers.items()}
         for name, scheduler in self._schedulers.items():
             domain = stats.domains[name]
             domain.requested, domain.requested_share = quota[name], self._admission.plan.shares.get(name, 0.0)
-            domain.realised_share = self._delivered[name] / max(1, delivered)
             domain.admitted_share = admitted[name] / max(1, sum(admitted.values()))
-            domain.token_share = self._delivered_tokens[name] / max(1, tokens)
             domain.epoch = scheduler.epoch
 
     async def _take(self, quota: dict[str, int]) -> list[SampleGroup]:
@@ -247,8 +242,7 @@ class RolloutService:
             **self._admission.state_dict(),
             "next_group": self._next_group,
             "ended": {name: self._ended_before[name] + scheduler.counts.ended for name, scheduler in self._schedulers.items()},
-            "delivered": dict(self._delivered),
-            "delivered_tokens": dict(self._delivered_tokens),
+            **self._totals.state_dict(),
             "domains": {name: scheduler.state_dict() for name, scheduler in self._schedulers.items()},
         }
 
@@ -256,12 +250,8 @@ class RolloutService:
         """Domains that the state does not know start from their beginning."""
         self._admission.load_state_dict(state)
         self._next_group = state["next_group"]
-        for counts, saved in (
-            (self._ended_before, state["ended"]),
-            (self._delivered, state["delivered"]),
-            (self._delivered_tokens, state["delivered_tokens"]),
-        ):
-            counts.update({name: count for name, count in saved.items() if name in counts})
+        self._ended_before.update({name: count for name, count in state["ended"].items() if name in self._ended_before})
+        self._totals.load_state_dict(state)
         for name, domain in state["domains"].items():
             if name in self._schedulers:
                 self._schedulers[name].load_state_dict(domain)

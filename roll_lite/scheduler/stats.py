@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from roll_lite.data.samples import SampleGroup, SampleOutcome
+
+UNFINISHED, SURPLUS = "unfinished", "surplus"
+"""Why a group became too old: its responses or scores were not done, or it was, and no batch had a place for it."""
 
 
 @dataclass
@@ -20,14 +23,16 @@ class DomainStats:
     """Groups that the batch got."""
     filtered: Counter[str] = field(default_factory=Counter)
     """Groups that the filter left out, by cause, each replaced by another prompt."""
-    stale: int = 0
-    """Groups that became too old; their prompts are put back."""
+    stale_by_cause: Counter[str] = field(default_factory=Counter)
+    """Groups that became too old, by cause (UNFINISHED, SURPLUS); their prompts are put back."""
     lost_groups: int = 0
     """Groups without a surviving sample or without their greedy baseline, each replaced by another prompt."""
     timed_out_groups: int = 0
     """Groups that lost a member to a time-out, delivered or not."""
     accepted: int = 0
     """Samples of the batch that can train."""
+    batch_tokens: int = 0
+    """Their response tokens."""
     scored: int = 0
     """Samples that got a score, greedy baselines and samples of lost groups among them."""
     failed: int = 0
@@ -41,6 +46,7 @@ class DomainStats:
     cached_tokens: int = 0
     """Of the prompt tokens, those that the engines had in their prefix caches."""
     response_tokens: int = 0
+    """Generated, whatever became of them."""
     generation_s: float = 0.0
     """Sum over successful requests of the time between sending and completion."""
     reward_s: float = 0.0
@@ -49,18 +55,28 @@ class DomainStats:
     """Time in which prompts for later batches waited because its rewards were behind."""
     requested_share: float = 0.0
     """The domain's weight among all domains."""
-    realised_share: float = 0.0
-    """The domain's share of all groups delivered in the run so far."""
     admitted_share: float = 0.0
-    """Of all that were started."""
+    """Of all groups that were started in the run so far."""
+    scored_share: float = 0.0
+    """Of the samples that got a score in the run so far."""
+    generated_share: float = 0.0
+    """Of the response tokens generated in the run so far."""
+    realised_share: float = 0.0
+    """Of the groups in all batches so far."""
+    sample_share: float = 0.0
+    """Of the samples in them that can train."""
     token_share: float = 0.0
-    """Of the response tokens in all that were delivered."""
+    """Of their response tokens."""
     epoch: int = 0
     """Of the newest prompt."""
 
     @property
     def filtered_groups(self) -> int:
         return self.filtered.total()
+
+    @property
+    def stale(self) -> int:
+        return self.stale_by_cause.total()
 
 
 @dataclass
@@ -81,6 +97,47 @@ class RolloutStats:
     @property
     def response_tokens(self) -> int:
         return sum(domain.response_tokens for domain in self.domains.values())
+
+
+class RunTotals:
+    """What the mix has come to over the run, by domain: before filters, and in the batches."""
+
+    COUNTS: ClassVar = {
+        "scored_samples": "scored",
+        "generated_tokens": "response_tokens",
+        "delivered": "delivered",
+        "delivered_samples": "accepted",
+        "delivered_tokens": "batch_tokens",
+    }
+    """What they are called in checkpoints, and of which number in the statistics of a batch each is the sum."""
+
+    def __init__(self, domains: Iterable[str]) -> None:
+        names = list(domains)
+        self._sums = {name: dict.fromkeys(names, 0) for name in self.COUNTS}
+
+    def add(self, stats: RolloutStats) -> None:
+        """Of one batch; its shares become those of the run."""
+        for total, number in self.COUNTS.items():
+            for name, domain in stats.domains.items():
+                self._sums[total][name] += getattr(domain, number)
+        for name, domain in stats.domains.items():
+            domain.scored_share = self._share("scored_samples", name)
+            domain.generated_share = self._share("generated_tokens", name)
+            domain.realised_share = self._share("delivered", name)
+            domain.sample_share = self._share("delivered_samples", name)
+            domain.token_share = self._share("delivered_tokens", name)
+
+    def _share(self, total: str, name: str) -> float:
+        sums = self._sums[total]
+        return sums[name] / max(1, sum(sums.values()))
+
+    def state_dict(self) -> dict[str, dict[str, int]]:
+        return {total: dict(sums) for total, sums in self._sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Domains and counts that the state does not know begin with nothing."""
+        for total, sums in self._sums.items():
+            sums.update({name: count for name, count in state.get(total, {}).items() if name in sums})
 
 
 class Progress(NamedTuple):
@@ -141,7 +198,9 @@ class Recorder:
         """A group is in the batch."""
         domain = self.domains[group.domain]
         domain.delivered += 1
-        domain.accepted += sum(sample.outcome is SampleOutcome.ACCEPTED for sample in group.samples)
+        accepted = [sample for sample in group.samples if sample.outcome is SampleOutcome.ACCEPTED]
+        domain.accepted += len(accepted)
+        domain.batch_tokens += sum(sample.transcript.policy_tokens for sample in accepted)
 
 
 def loss_of(group: SampleGroup) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,22 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml") if path.stem != "tiny_base")
 
 
+def mixed() -> DomainStats:
+    """Every number another one."""
+    counts = {"requested": 2, "admitted": 3, "scored": 5, "response_tokens": 11, "batch_tokens": 13}
+    before = {"requested_share": 0.1, "admitted_share": 0.2, "scored_share": 0.3, "generated_share": 0.4}
+    after = {"realised_share": 0.5, "sample_share": 0.6, "token_share": 0.7}
+    return DomainStats(stale_by_cause=Counter(unfinished=17, surplus=19), **counts, **before, **after)
+
+
+MIXED = (
+    {"requested": 2, "admitted": 3, "scored_samples": 5, "response_tokens": 11, "batch_tokens": 13}
+    | {"stale_groups": 36, "stale_unfinished": 17, "stale_surplus": 19}
+    | {"share_requested": 0.1, "share_admitted": 0.2, "share_scored": 0.3, "share_generated": 0.4}
+    | {"share_realised": 0.5, "share_samples": 0.6, "share_tokens": 0.7}
+)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_empty_batch_goes_through_the_step_up_to_the_training(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -26,6 +43,7 @@ def test_an_empty_batch_goes_through_the_step_up_to_the_training(recipe: str, tm
     journal = Journal(config, tmp_path)
     journal.connect()
     stats = RolloutStats({name: DomainStats() for name in config.domains}, wall_s=1.0)
+    stats.domains["add"] = mixed()
     stats.domains["add"].filtered["accuracy not above 0"] += 7
     batch = Batch(rows_of([], {}), [tokens_of([], kept_ids=False)])
     with journal.step(1):
@@ -35,3 +53,4 @@ def test_an_empty_batch_goes_through_the_step_up_to_the_training(recipe: str, tm
     assert len(shaped.batch) == 0
     (record,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert record["rollout/filtered_groups"] == 7 and record["rollout/samples"] == 0
+    assert {name: record[f"domain/add/rollout/{name}"] for name in MIXED} == MIXED
