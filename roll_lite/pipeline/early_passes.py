@@ -11,10 +11,8 @@ from roll_lite.distributed.cluster import Cluster, Pending, gather
 from roll_lite.distributed.dataflow import Batch, Block
 from roll_lite.pipeline.clusters import Model
 from roll_lite.pipeline.journal import Journal
+from roll_lite.scheduler.settings import least_early
 from roll_lite.workers.rollout import RolloutWorker
-
-LEAST_SHARE = 4
-"""A pass over less than this part of a batch is not worth its start: a quarter."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class EarlyPasses:
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
         """`models`: those with a pass, each with the columns that it writes. Without any, nothing is done early."""
         self._models = models
-        self._least = -(-prompts_per_step // LEAST_SHARE)
+        self._least = least_early(prompts_per_step)
         self._journal = journal
         self._asked: Pending[tuple[DataProto, Block]] | None = None
         self._parts: list[Part] = []

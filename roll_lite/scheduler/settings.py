@@ -7,6 +7,14 @@ from roll_lite.data.user_function import load_function
 from roll_lite.scheduler.filters import MEASURES, GroupFilter, kept_between, kept_by
 from roll_lite.scheduler.supply import SUPPLIES, OnSync, Pacing
 
+LEAST_SHARE = 4
+"""A pass for log-probs over less than this part of a batch is not worth its start: a quarter."""
+
+
+def least_early(prompts_per_step: int) -> int:
+    """Groups of an early pass (rollout.stream_log_probs)."""
+    return -(-prompts_per_step // LEAST_SHARE)
+
 
 def pacing_of(config: RolloutConfig) -> Pacing:
     kind = SUPPLIES[config.supply]

@@ -43,6 +43,10 @@ class MeasuredRun:
     """By step."""
     samples: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """By step, as the run has written them."""
+    offloads: bool = False
+    """Its engines leave their devices between two batches."""
+    streams: bool = False
+    """Some of its log-probs were computed beside the generation."""
 
 
 def calibrated(config: RunConfig, folder: Path) -> RunConfig:
@@ -58,8 +62,8 @@ def read_run(folder: Path) -> MeasuredRun:
         settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{folder} is not the folder of a run: {error.strerror}, {Path(error.filename).name}") from error
-    metrics = {record["step"]: record for record in map(json.loads, lines)}
-    steps = {step: record for step, record in metrics.items() if "time/train" in record and "rollout/generation_seconds" in record}
+    records = [json.loads(line) for line in lines]
+    steps = {one["step"]: one for one in records if "time/train" in one and "rollout/generation_seconds" in one}
     samples = {}
     for step in steps:
         path = folder / "samples" / f"step_{step:06d}.jsonl"
@@ -75,7 +79,13 @@ def read_run(folder: Path) -> MeasuredRun:
     infer = settings["actor_infer"]
     engines = _count(infer["devices"]) // infer["strategy"].get("tensor_parallel", 1)
     return MeasuredRun(
-        max(1, engines), infer["strategy"].get("max_running_requests", 256), _count(settings["actor_train"]["devices"]), steps, samples
+        max(1, engines),
+        infer["strategy"].get("max_running_requests", 256),
+        _count(settings["actor_train"]["devices"]),
+        steps,
+        samples,
+        infer.get("offload", False),
+        settings.get("rollout", {}).get("stream_log_probs", False),
     )
 
 
@@ -90,7 +100,7 @@ def measured(run: MeasuredRun, assumed: SimulationConfig, domains: Iterable[str]
         for sample in run.samples[step]:
             if sample["outcome"] == "accepted":
                 by_domain[sample["domain"]].append(sample)
-    responses = {name: _responses(name, by_domain[name], run, usual) for name in domains if by_domain[name]}
+    responses = {name: _responses(name, by_domain[name], run, usual, _prompts(assumed, name)) for name in domains if by_domain[name]}
     slowest = max(responses, key=lambda name: responses[name].reward_s)
     tail = rounded(fmean(run.metrics[step].get("rollout/reward_tail_seconds", 0.0) for step in usual))
     if tail > responses[slowest].reward_s > 0:
@@ -98,7 +108,7 @@ def measured(run: MeasuredRun, assumed: SimulationConfig, domains: Iterable[str]
     return assumed.model_copy(
         update={
             "engine": _engine(run, usual, assumed.engine),
-            "trainer": _trainer(run, usual),
+            "trainer": _trainer(run, usual, assumed.trainer),
             "domains": assumed.domains | responses,
         }
     )
@@ -112,8 +122,11 @@ def _engine(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedEngineConf
         rows.append((passes(own, run.slots), sum(lengths) / run.engines))
         seconds.append(run.metrics[step]["rollout/generation_seconds"])
     pass_s, request_s = fit(rows, seconds)
+    elsewhere = {"offload_s": 0.0} if run.offloads else {}  # in the trainer's time
     in_these_two = {"cached_token_ns": 0.0, "prefill_tokens_per_s": None, "cached_tokens": None}
-    return assumed.model_copy(update={"pass_ms": rounded(1e3 * pass_s), "request_us": rounded(1e6 * request_s), **in_these_two})
+    return assumed.model_copy(
+        update={"pass_ms": rounded(1e3 * pass_s), "request_us": rounded(1e6 * request_s), **in_these_two, **elsewhere}
+    )
 
 
 def passes(lengths: Sequence[int], slots: int) -> int:
@@ -134,17 +147,26 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
     return float(work[:, 0] @ time / (work[:, 0] @ work[:, 0])), 0.0
 
 
-def _trainer(run: MeasuredRun, steps: Sequence[int]) -> SimulatedTrainerConfig:
+def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
     """Everything of a step that is neither generation nor the weight update grows with the tokens, as far as they say so."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
     tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]
     rate = fmean(tokens) / max(1e-9, fmean(other)) / run.trainer_devices
     sync_s = fmean(record.get("time/sync_weights", 0.0) for record in records)
-    return SimulatedTrainerConfig(overhead_s=0.0, tokens_per_device_s=rounded(rate), sync_s=rounded(sync_s))
+    passes = sum(record.get("time/log_probs", 0.0) for record in records) / max(1e-9, sum(other))
+    log_probs = assumed.log_probs if run.streams else rounded(min(1.0, passes))
+    return SimulatedTrainerConfig(overhead_s=0.0, tokens_per_device_s=rounded(rate), log_probs=log_probs, sync_s=rounded(sync_s))
 
 
-def _responses(name: str, samples: Sequence[Mapping[str, Any]], run: MeasuredRun, steps: Sequence[int]) -> SimulatedResponsesConfig:
+def _prompts(assumed: SimulationConfig, domain: str) -> int:
+    return assumed.domains.get(domain, assumed.responses).prompts
+
+
+def _responses(
+    name: str, samples: Sequence[Mapping[str, Any]], run: MeasuredRun, steps: Sequence[int], prompts: int
+) -> SimulatedResponsesConfig:
+    """`prompts`: in its data, of which the run says nothing."""
     lengths = [float(sample["response_tokens"]) for sample in samples if sample["response_tokens"]]
     groups: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for sample in samples:
@@ -152,6 +174,7 @@ def _responses(name: str, samples: Sequence[Mapping[str, Any]], run: MeasuredRun
     seconds = [run.metrics[step].get(f"domain/{name}/reward/seconds") for step in steps]
     known = [one for one in seconds if one is not None]
     return SimulatedResponsesConfig(
+        prompts=prompts,
         prompt_tokens=max(1, round(fmean(sample["prompt_tokens"] for sample in samples))),
         quantiles=[rounded(float(value)) for value in np.quantile(lengths, np.linspace(0, 1, QUANTILES))],
         reward_s=rounded(fmean(known)) if known else 0.0,

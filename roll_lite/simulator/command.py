@@ -24,6 +24,9 @@ ALTERNATIVES: tuple[dict[str, object], ...] = (
     {"supply": "async", "max_staleness": 4, "on_sync": "pause"},
     {"supply": "async", "max_staleness": 4, "on_sync": "abort"},
 )
+TAKES_TURNS = (
+    "other policies than sync generate beside training: with actor_infer.offload: false and deterministic: false they are compared as well"
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ def answer(config: RunConfig, question: Question) -> int:
     sys.stdout.write(f"{details(outcome)}\n\n")
     others = [] if not question.compare else [_simulated(one) for one in alternatives(chosen) if one != chosen]
     sys.stdout.write(f"{table([outcome, *others])}\n\n{NOTES}\n")
+    if question.compare and chosen.takes_turns:
+        sys.stdout.write(f"\n{TAKES_TURNS}\n")
     if others:
         sys.stdout.write(f"\n{advice([outcome, *others])}\n")
     if question.picture is not None:
@@ -61,9 +66,9 @@ def answer(config: RunConfig, question: Question) -> int:
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:
-    """Half the engines, as many, and twice as many, each under every policy; filters and limits stay."""
+    """Half the engines, as many, and twice as many, each under every policy that can be; filters and limits stay."""
     for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
-        for settings in ALTERNATIVES:
+        for settings in ALTERNATIVES if not chosen.takes_turns else ALTERNATIVES[:1]:
             rollout = chosen.rollout.model_copy(update={"max_staleness": None, "on_sync": None} | settings)
             yield replace(chosen, engines=count, rollout=rollout)
 

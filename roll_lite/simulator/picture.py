@@ -16,8 +16,8 @@ from roll_lite.simulator.simulation import Outcome
 
 VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a227")
 """Those of neighbouring versions differ; they come round again."""
-PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728"}
-"""Training; waiting for engines that are drained; new weights."""
+PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
+"""Training; waiting for engines that are drained; new weights; engines on their way to their devices and off them."""
 MOST_ROWS = 96
 """Slots are drawn one by one up to here; above, a row is an engine, and its colour the paler the less runs in it."""
 COLUMNS = 1400

@@ -75,7 +75,8 @@ def details(outcome: Outcome) -> str:
     lines = [f"{engines(scenario)} of {slots}, {scenario.rollout.prompts_per_step} prompts a step, {took}"]
     shares = outcome.shares
     for model in scenario.domains:
-        lines.append(f"domain {model.name}: {shares[model.name]:.1%} of the groups, {model.share / total:.1%} wanted")
+        least = f" and {model.least} in each batch at least" if model.least else ""
+        lines.append(f"domain {model.name}: {shares[model.name]:.1%} of the groups, {model.share / total:.1%} wanted{least}")
     ends = {
         "groups filtered": outcome.filtered,
         "groups lost": outcome.lost,
@@ -85,4 +86,10 @@ def details(outcome: Outcome) -> str:
         "engines that hung before they died": len(outcome.hangs),
     }
     lines += [f"{what}: {count}" for what, count in ends.items() if count]
+    if outcome.early:
+        lines.append(f"samples whose log-probs were begun before their batch was complete: {outcome.early}")
+    if outcome.behind_s:
+        lines.append(f"seconds in which domains started nothing for later batches, their rewards being behind: {outcome.behind_s:,.0f}")
+    if outcome.exhausted:
+        lines.append(f"no domain has prompts left after {len(outcome.steps)} steps of {scenario.steps} (data.epochs, simulation.*.prompts)")
     return "\n".join(lines)

@@ -23,9 +23,16 @@ class TrainerModel:
     """For each token of the batch, prompts among them: log-prob passes and updates."""
     sync_s: float = 0.0
     """New weights into all engines, which stand still for it."""
+    log_probs: float = 0.0
+    """Of the time of a token, the part of the log-prob passes."""
 
-    def seconds(self, tokens: int) -> float:
-        return self.overhead_s + tokens * self.token_s
+    def seconds(self, tokens: int, early: int = 0) -> float:
+        """`early`: of the tokens, those whose log-probs are there already."""
+        return self.overhead_s + tokens * self.token_s - self.pass_seconds(early)
+
+    def pass_seconds(self, tokens: int) -> float:
+        """Of the log-prob passes over so many tokens."""
+        return tokens * self.token_s * self.log_probs
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,15 @@ class Scenario:
     changes: Changes = Changes()
     steps: int = 16
     seed: int = 1
+    offload_s: float | None = None
+    """Engines leave their devices between two batches, which takes so long with the way back; None: they stay."""
+    deterministic: bool = False
+    """Requests go in waves, each to an engine that its id tells."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Generation and training cannot be side by side."""
+        return self.offload_s is not None or self.deterministic
 
     @property
     def mean_slots(self) -> int:
@@ -112,7 +128,7 @@ def scenario_of(config: RunConfig) -> Scenario:
         rates=rates,
         limits=EngineLimits(getattr(strategy, "max_running_requests", 256), engine.cached_tokens),
         rollout=config.rollout,
-        trainer=TrainerModel(trainer.overhead_s, 1 / (trainer.tokens_per_device_s * trained_on), trainer.sync_s),
+        trainer=TrainerModel(trainer.overhead_s, 1 / (trainer.tokens_per_device_s * trained_on), trainer.sync_s, trainer.log_probs),
         failures=Failures(
             mean_s=DAY_S / engine.failures_per_day if engine.failures_per_day else None,
             mean_hang_s=DAY_S / engine.hangs_per_day if engine.hangs_per_day else None,
@@ -121,6 +137,8 @@ def scenario_of(config: RunConfig) -> Scenario:
         ),
         steps=simulation.steps,
         seed=config.seed,
+        offload_s=engine.offload_s if config.actor_infer.offload else None,
+        deterministic=config.deterministic,
     )
 
 
@@ -139,6 +157,9 @@ def _domain(config: RunConfig, name: str, domain: DomainConfig) -> DomainModel:
         all_right=responses.all_right,
         all_wrong=responses.all_wrong,
         greedy_baseline=config.algorithm.advantage.name == "remax",
+        prompts=responses.prompts,
+        epochs=domain.data.epochs,
+        least=domain.min_prompts,
     )
 
 

@@ -10,15 +10,18 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from roll_lite.data.samples import SampleOutcome
+from roll_lite.data.samples import Sample, SampleGroup, SampleOutcome
+from roll_lite.scheduler.domain import DataExhausted
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutResult, RolloutService
-from roll_lite.scheduler.settings import filter_of, pacing_of
+from roll_lite.scheduler.settings import filter_of, least_early, pacing_of
 from roll_lite.simulator.clock import run_virtual
 from roll_lite.simulator.engine import SimulatedEngine, Span
 from roll_lite.simulator.scenario import Scenario
 from roll_lite.simulator.workload import domains, lengths, uniform
 
+LOOK_S = 1.0
+"""Between two looks at what is finished of a batch, for early passes."""
 GC_THRESHOLDS = (1_000_000, 50, 1000)
 """Hundreds of thousands of samples in flight, none of them garbage."""
 
@@ -63,6 +66,12 @@ class Outcome:
     filtered: int = 0
     """Groups."""
     lost: int = 0
+    behind_s: float = 0.0
+    """Seconds in which domains started nothing for later batches because their rewards were behind."""
+    early: int = 0
+    """Samples whose log-probs were begun before their batch was complete."""
+    exhausted: bool = False
+    """No domain has prompts left: it ended before its last step."""
 
     @property
     def steady(self) -> list[Step]:
@@ -126,6 +135,15 @@ def simulate(scenario: Scenario, spans: bool = False) -> Outcome:
         gc.set_threshold(*before)
 
 
+def accepted(group: SampleGroup) -> list[Sample]:
+    return [sample for sample in group.samples if sample.outcome is SampleOutcome.ACCEPTED]
+
+
+def tokens_of(group: SampleGroup) -> int:
+    """Prompts and responses."""
+    return sum(sample.transcript.prompt_length + sample.transcript.response_length for sample in accepted(group))
+
+
 class _Simulation:
     def __init__(self, scenario: Scenario, spans: bool) -> None:
         self.scenario = scenario
@@ -136,6 +154,9 @@ class _Simulation:
         """Those that live, by number."""
         self.gone: list[SimulatedEngine] = []
         self.slots = scenario.mean_slots
+        self.early: dict[int, int] = {}
+        """Tokens of the groups whose log-probs were begun early, by number."""
+        self.passing_until = 0.0
         self.given_up = asyncio.Event()
         """An engine has died."""
 
@@ -145,14 +166,14 @@ class _Simulation:
         self.length = lengths(scenario.domains, scenario.seed)
         self.tasks: set[asyncio.Task[None]] = set()
         first = [self.start_engine(number) for number in range(scenario.engines)]
-        self.router = Router(
-            first, rollout.request_timeout_s, engine_slots=scenario.limits.slots, engine_tokens=rollout.max_tokens_per_engine
-        )
+        limits = scenario.limits.slots, rollout.max_tokens_per_engine
+        self.router = Router(first, rollout.request_timeout_s, scenario.deterministic, *limits)
         self.service = RolloutService(
             domains(scenario.domains, scenario.seed, filter_of(rollout.filter)),
             self.router,
             rollout.retries,
             pacing=pacing_of(rollout),
+            engines_rest=scenario.offload_s is not None,
         )
         for at in scenario.changes.joining:
             self.later(self.join(at))
@@ -161,6 +182,8 @@ class _Simulation:
         try:
             for _ in range(scenario.steps):
                 await self.step()
+        except DataExhausted:
+            self.outcome.exhausted = True
         finally:
             await self.close()
         return self.outcome
@@ -178,21 +201,47 @@ class _Simulation:
     # ------------------------------------------------------------ the verbs of a step
 
     async def step(self) -> None:
+        await self.move_engines()
         await self.sync_weights()
         asked = self.clock()
-        result = await self.service.next_batch(self.scenario.rollout.prompts_per_step)
+        looking = asyncio.ensure_future(self.pass_early())
+        try:
+            result = await self.service.next_batch(self.scenario.rollout.prompts_per_step)
+        finally:
+            looking.cancel()
         ready = self.clock()
-        tokens = sum(
-            sample.transcript.prompt_length + sample.transcript.response_length
-            for group in result.groups
-            for sample in group.samples
-            if sample.outcome is SampleOutcome.ACCEPTED
-        )
-        seconds = self.scenario.trainer.seconds(tokens)
-        await asyncio.sleep(seconds)
-        self.version += 1
+        await self.train(result)
         self.outcome.phases.append(Phase("train", ready, self.clock()))
-        self.record(result, tokens, ready - asked, seconds)
+        self.record(result, ready - asked, self.clock() - ready)
+
+    async def move_engines(self) -> None:
+        """Onto their devices; what it takes to offload them again is counted here too."""
+        if self.scenario.offload_s is not None:
+            started = self.clock()
+            await asyncio.sleep(self.scenario.offload_s)
+            self.outcome.phases.append(Phase("move", started, self.clock()))
+
+    async def pass_early(self) -> None:
+        """As pipeline/early_passes.py does it: one pass at a time, over groups that are certain to be in the batch."""
+        least = least_early(self.scenario.rollout.prompts_per_step)
+        while self.scenario.rollout.stream_log_probs:
+            groups = [group for group in self.service.finished() if group.group not in self.early]
+            if len(groups) >= least:
+                self.early |= {group.group: tokens_of(group) for group in groups}
+                seconds = self.scenario.trainer.pass_seconds(sum(map(tokens_of, groups)))
+                self.passing_until = self.clock() + seconds
+                await asyncio.sleep(seconds)
+            else:
+                await asyncio.sleep(LOOK_S)
+
+    async def train(self, result: RolloutResult) -> None:
+        """A pass that is under way ends first."""
+        await asyncio.sleep(max(0.0, self.passing_until - self.clock()))
+        early = [group for group in result.groups if group.group in self.early]
+        self.outcome.early += sum(len(accepted(group)) for group in early)
+        await asyncio.sleep(self.scenario.trainer.seconds(sum(map(tokens_of, result.groups)), sum(map(tokens_of, early))))
+        self.early = {}
+        self.version += 1
 
     async def sync_weights(self) -> None:
         if self.version:
@@ -210,10 +259,10 @@ class _Simulation:
             self.outcome.phases += [Phase("hold", started, held), Phase("sync", held, self.clock())]
         self.service.set_version(self.version)
 
-    def record(self, result: RolloutResult, tokens: int, waited_s: float, trained_s: float) -> None:
+    def record(self, result: RolloutResult, waited_s: float, trained_s: float) -> None:
         version = result.stats.version
-        accepted = [sample for group in result.groups for sample in group.samples if sample.outcome is SampleOutcome.ACCEPTED]
-        staleness = [version - min(span.version for span in sample.transcript.versions) for sample in accepted]
+        samples = [sample for group in result.groups for sample in accepted(group)]
+        staleness = [version - min(span.version for span in sample.transcript.versions) for sample in samples]
         groups = dict.fromkeys((model.name for model in self.scenario.domains), 0)
         work = 0.0
         for group in result.groups:
@@ -226,15 +275,16 @@ class _Simulation:
         self.outcome.failed += sum(domain.failed for domain in result.stats.domains.values())
         self.outcome.lost += sum(domain.lost_groups for domain in result.stats.domains.values())
         self.outcome.filtered += sum(sum(domain.filtered.values()) for domain in result.stats.domains.values())
+        self.outcome.behind_s += sum(domain.behind_s for domain in result.stats.domains.values())
         self.outcome.steps.append(
             Step(
                 end=self.clock(),
                 waited_s=waited_s,
                 trained_s=trained_s,
-                tokens=tokens,
-                response_tokens=sum(sample.transcript.policy_tokens for sample in accepted),
+                tokens=sum(map(tokens_of, result.groups)),
+                response_tokens=sum(sample.transcript.policy_tokens for sample in samples),
                 work_s=work,
-                samples=len(accepted),
+                samples=len(samples),
                 groups=groups,
                 staleness=fmean(staleness) if staleness else 0.0,
                 staleness_max=max(staleness, default=0),

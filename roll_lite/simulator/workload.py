@@ -19,8 +19,6 @@ from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.filters import GroupFilter
 from roll_lite.simulator.engine import sample_of
 
-PROMPTS = 10_000
-"""Of each domain, in an epoch."""
 NORMAL = NormalDist()
 P99 = NORMAL.inv_cdf(0.99)
 
@@ -78,6 +76,11 @@ class DomainModel:
     all_wrong: float = 0.0
     """Share of those that it never solves. The others are solved with a chance that is drawn evenly."""
     greedy_baseline: bool = False
+    prompts: int = 10_000
+    epochs: int | None = None
+    """Passes over them; None: without end."""
+    least: int = 0
+    """Groups in each batch, whatever the share."""
 
 
 class SimulatedPrompts:
@@ -89,22 +92,21 @@ class SimulatedPrompts:
         self._rest = (0,) * max(0, model.prompt_tokens - 2)
 
     def __len__(self) -> int:
-        return PROMPTS
+        return self._model.prompts
 
     def __getitem__(self, index: int, /) -> Prompt:
         return Prompt(self._model.name, index, str(index), (self._number, index, *self._rest))
 
 
 class SimulatedReward:
-    """Takes its time, then scores 0 or 1; as many at a time as are there."""
-
-    capacity = math.inf
+    """Takes its time, then scores 0 or 1."""
 
     def __init__(self, model: DomainModel, seed: int) -> None:
+        self.capacity = math.inf if model.reward_workers is None else model.reward_workers
         self._model = model
         self._seed = seed
         self._free = asyncio.Semaphore(model.reward_workers) if model.reward_workers is not None else nullcontext()
-        self._chance = lru_cache(maxsize=PROMPTS)(self._chance_of)
+        self._chance = lru_cache(maxsize=model.prompts)(self._chance_of)
 
     async def score(self, item: RewardInput) -> Score:
         seconds = self._model.reward_s
@@ -141,12 +143,14 @@ def domains(models: Sequence[DomainModel], seed: int, group_filter: GroupFilter 
         Domain(
             name=model.name,
             prompts=SimulatedPrompts(model, number),
-            order=PromptOrder(PROMPTS, seed, model.name),
+            order=PromptOrder(model.prompts, seed, model.name),
             sampling=Sampling(temperature=1.0, max_tokens=model.max_tokens),
             samples_per_prompt=model.samples_per_prompt,
             share=model.share,
             rewards=SimulatedReward(model, seed),
             greedy_baseline=model.greedy_baseline,
+            epochs=model.epochs,
+            least=model.least,
             filter=group_filter,
         )
         for number, model in enumerate(models)

@@ -59,17 +59,23 @@ def test_a_run_that_the_model_has_made_is_found_again() -> None:
             "time/step": seconds + 0.5 + 0.25,
             "time/generate": seconds,
             "time/sync_weights": 0.25,
+            "time/log_probs": 0.1,
             "rollout/generation_seconds": seconds,
             "domain/add/reward/seconds": 0.5,
             "rollout/reward_tail_seconds": 0.75,
         }
         for step, seconds in generation.items()
     }
-    found = measured(MeasuredRun(2, 8, 4, metrics, samples), SimulationConfig(), ["add", "make"])
+    assumed = SimulationConfig.model_validate({"responses": {"prompts": 77}})
+    found = measured(MeasuredRun(2, 8, 4, metrics, samples), assumed, ["add", "make"])
     assert (found.engine.pass_ms, found.engine.request_us) == pytest.approx((100.0, 10_000.0))
     tokens = (4 * 6 + 40 + 4 * 6 + 50) / 2
     assert found.trainer.tokens_per_device_s == pytest.approx(tokens / 0.5 / 4, rel=1e-3)
-    assert found.trainer.sync_s == 0.25
+    assert (found.trainer.sync_s, found.trainer.log_probs) == (0.25, pytest.approx(0.1 / 0.5))
+    assert (found.domains["add"].prompts, found.engine.offload_s) == (77, assumed.engine.offload_s)
+    other = measured(MeasuredRun(2, 8, 4, metrics, samples, offloads=True, streams=True), assumed, ["add"])
+    assert other.engine.offload_s == 0, "it is in the trainer's time"
+    assert other.trainer.log_probs == assumed.trainer.log_probs, "some were computed beside the generation"
     add = found.domains["add"]
     assert (add.prompt_tokens, add.reward_s, add.reward_p99_s) == (6, 0.5, 0.75)
     assert add.quantiles is not None and (add.quantiles[0], add.quantiles[-1]) == (5, 20)
@@ -86,6 +92,13 @@ def test_the_simulation_of_a_real_run_takes_as_long_as_the_run() -> None:
     lengths = [sample["response_tokens"] for step in (2, 3, 4) for sample in run.samples[step]]
     tokens = sum(step.response_tokens for step in outcome.steps) / sum(step.samples for step in outcome.steps)
     assert tokens == pytest.approx(sum(lengths) / len(lengths), rel=0.05)
+
+
+def test_a_validation_after_a_step_takes_nothing_from_it(tmp_path: Path) -> None:
+    shutil.copytree(RUN, tmp_path, dirs_exist_ok=True)
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 3, "validation/accuracy": 0.5}\n')
+    assert read_run(tmp_path) == read_run(RUN)
 
 
 def test_a_folder_that_is_none_of_a_run_is_told(tmp_path: Path) -> None:

@@ -44,6 +44,29 @@ def test_every_policy_and_other_numbers_of_engines_stand_side_by_side(capsys: py
     assert found[0][0].strip() == "async 2"
 
 
+def test_policies_that_cannot_be_are_left_out_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--config-name", "tiny_grpo", "--compare", "actor_infer.devices=2", "deterministic=true", *SHORT]) == 0
+    printed = capsys.readouterr().out
+    assert [row[0].strip() for row in rows(printed)] == ["sync"] * 3
+    assert "with actor_infer.offload: false and deterministic: false they are compared as well" in printed
+
+
+def test_a_domains_minimum_and_its_epochs_are_those_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("add", "make", "repeat")
+    few = [f"+simulation.domains.{name}.prompts=4" for name in names] + [f"domains.{name}.data.epochs=1" for name in names]
+    assert main(["simulate", "--config-name", "tiny_grpo", *SHORT, *few, "domains.add.min_prompts=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "33.3% wanted and 2 in each batch at least" in printed
+    assert "no domain has prompts left after 2 steps of 3" in printed
+
+
+def test_offloading_and_early_passes_are_those_of_the_configuration() -> None:
+    settings = ["simulation.engine.offload_s=7", "simulation.trainer.log_probs=0.5"]
+    chosen = scenario_of(load_config("qwen2.5_7b_grpo", CONFIGS, settings, further=(), files=False))
+    assert (chosen.offload_s, chosen.trainer.log_probs, chosen.takes_turns) == (7.0, 0.5, True)
+    assert scenario_of(load_config("tiny_grpo", CONFIGS)).offload_s is None
+
+
 def test_a_measured_run_takes_the_place_of_assumptions_and_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--config-name", "tiny_grpo", "--from", str(RUN), *SHORT]) == 0
     assert "\nsimulation:\n  steps: 3\n  engine: {pass_ms: " in capsys.readouterr().out

@@ -155,6 +155,64 @@ def test_the_cache_limits_how_many_run_on_average() -> None:
     assert one.mean_slots == 64
 
 
+def test_log_probs_of_what_is_finished_begin_beside_the_generation() -> None:
+    """Three responses of 10 tokens and one of 50, prompts of 4: at 10 s the pass over 42 tokens begins, half of their 0.1 s each; at 50 s
+    that over the 54 of the other, and the training on all 96, 0.05 s each."""
+    short = replace(EQUAL, name="short", share=3.0, samples_per_prompt=1)
+    long = replace(EQUAL, name="long", lengths=LogNormal(50, 50), samples_per_prompt=1)
+    one = replace(scenario(steps=1, prompts=4), domains=(short, long), trainer=TrainerModel(token_s=0.1, log_probs=0.5))
+    early = replace(one, rollout=one.rollout.model_copy(update={"stream_log_probs": True}))
+    assert simulate(one).steps[0].end == pytest.approx(50 + 9.6)
+    outcome = simulate(early)
+    assert outcome.steps[0].waited_s == pytest.approx(50)
+    assert outcome.steps[0].end == pytest.approx(50 + 2.7 + 4.8)
+    assert outcome.early == 3
+    # With 2 s a token the pass takes until 52 or 53, for what is finished is looked at once a second.
+    slow = simulate(replace(early, trainer=TrainerModel(token_s=2.0, log_probs=0.5)))
+    assert slow.steps[0].end == pytest.approx(52.5 + 54 + 96, abs=0.6)
+
+
+def test_engines_that_rest_take_their_time_in_every_step() -> None:
+    """10 s of generation, 3 of training, 4 of moving; 2 of update before all but the first."""
+    outcome = simulate(replace(scenario(), offload_s=4.0))
+    assert [step.end for step in outcome.steps] == pytest.approx([17, 36, 55, 74])
+
+
+@pytest.mark.parametrize("rests", [True, False])
+def test_nothing_runs_in_engines_that_rest_while_the_trainer_works(rests: bool) -> None:
+    """What is under way beyond its batch goes on where they stay."""
+    one = scenario(LONG_TAIL, oversample=2.0, max_staleness=1)
+    outcome = simulate(replace(one, offload_s=4.0 if rests else None), spans=True)
+    trained = [phase for phase in outcome.phases if phase.name == "train"]
+    beside = [span for span in outcome.spans for phase in trained if span.start < phase.end - 1e-6 and span.end > phase.start + 1e-6]
+    assert (not beside) is rests
+
+
+def test_slow_rewards_hold_back_what_is_started_for_later_batches() -> None:
+    """Groups of two, two in a batch, room for three batches. With one worker groups of later batches begin until four samples, as many as a
+    batch holds, will wait beside the one that is scored: two groups that are due, and three."""
+    slow = replace(EQUAL, reward_s=LogNormal(20, 20))
+    settings = {"slots": 12, "steps": 3, "supply": "async", "max_staleness": 2}
+    begun = {}
+    for workers in (None, 1):
+        outcome = simulate(scenario(replace(slow, reward_workers=workers), **settings), spans=True)  # type: ignore[arg-type]
+        begun[workers] = sum(span.start == 0 for span in outcome.spans)
+        assert (outcome.behind_s > 0) is (workers == 1)
+    assert begun == {None: 12, 1: 10}
+
+
+def test_a_domains_minimum_is_in_every_batch_and_its_epochs_end() -> None:
+    """One of ten places by its share, two by its minimum: 20 prompts last for ten batches, and the other domain takes their places."""
+    rare = replace(EQUAL, name="rare", least=2, prompts=10, epochs=2)
+    often = replace(EQUAL, name="often", share=9.0)
+    one = replace(scenario(slots=64, steps=12, prompts=10), domains=(rare, often))
+    assert [step.groups["rare"] for step in simulate(one).steps] == [2] * 10 + [0, 0]
+    outcome = simulate(replace(one, domains=(rare, replace(often, prompts=40, epochs=1))))
+    # 40 and 20 prompts: five batches of 8 and 2, then one of what is left.
+    assert [tuple(step.groups.values()) for step in outcome.steps] == [(2, 8)] * 5 + [(10, 0)]
+    assert outcome.exhausted
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_nothing_is_lost_or_doubled(data: st.DataObject) -> None:

@@ -31,6 +31,8 @@ class SimulatedEngineConfig(Section):
     hang_s: PositiveFloat = 7.0
     """Until then. Where its processes stand still that is `limits.engine_silence`; requests may run out of `rollout.request_timeout_s`
     before."""
+    offload_s: NonNegativeFloat = 3.0
+    """What a step takes to load the engines and to offload them again, where `actor_infer.offload` is true."""
     start_s: PositiveFloat | None = 180.0
     """Until another engine has started in the place of a dead one. null: none starts."""
 
@@ -42,6 +44,8 @@ class SimulatedTrainerConfig(Section):
     """Of a step, whatever its size."""
     tokens_per_device_s: PositiveFloat = 6_000.0
     """Tokens of prompts and responses that a device of actor_train takes through log-probs and training in a second."""
+    log_probs: Share = 0.25
+    """Of that time, the part of the passes for log-probs and values, which `rollout.stream_log_probs` begins before a batch is complete."""
     sync_s: NonNegativeFloat = 3.0
     """New weights to all engines, which stand still meanwhile."""
 
@@ -49,6 +53,8 @@ class SimulatedTrainerConfig(Section):
 class SimulatedResponsesConfig(Section):
     """What a domain's prompts, responses and rewards are like."""
 
+    prompts: PositiveInt = 10_000
+    """In its data, which is what `data.epochs` counts in."""
     prompt_tokens: PositiveInt = 256
     """Of every prompt, at most the domain's max_prompt_tokens."""
     median: PositiveFloat | None = None
@@ -62,8 +68,8 @@ class SimulatedResponsesConfig(Section):
     reward_p99_s: PositiveFloat | None = None
     """99% are scored in less; all take the same where absent."""
     reward_workers: PositiveInt | None = None
-    """So many of the domain's samples are scored at a time, and the rest waits. null: all, as for times that `--from` has measured: what
-    samples waited is in them."""
+    """So many of the domain's samples are scored at a time, and the rest waits; with `rollout.supply: async` nothing is started for later
+    batches while as many wait as a batch holds. null: all, as for times that `--from` has measured: what samples waited is in them."""
     all_right: Share = 0.1
     """Share of prompts that are always solved."""
     all_wrong: Share = 0.1
