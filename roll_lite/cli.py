@@ -18,6 +18,7 @@ from roll_lite.config.checks.layout import devices_are_there
 from roll_lite.config.checks.notes import notes_on
 from roll_lite.config.compose.overrides import COMMAND_LINE, alternatives
 from roll_lite.config.loading import load_config
+from roll_lite.config.placement_picture import draw
 from roll_lite.config.problems import ConfigError, Problem, hidden
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.shipped import CONFIGS, found
@@ -77,8 +78,8 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
     _print(config)
     if parsed.cfg:
         return 0
-    notes = "".join(f"\nnote: {note}" for note in notes_on(config))
-    sys.stderr.write(f"\n{render(derive(config))}\n{notes}\n" if notes else f"\n{render(derive(config))}\n")
+    parts = [render(derive(config)), draw(config), "\n".join(f"note: {note}" for note in notes_on(config))]
+    sys.stderr.write("".join(f"\n{part}\n" for part in parts if part))
     return 0
 
 

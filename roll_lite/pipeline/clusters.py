@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from roll_lite.config.arithmetic import device_numbers
+from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, RewardModelConfig
 from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch, balanced_partition, row_costs, spread
 from roll_lite.distributed.cluster import Cluster, Pending
 from roll_lite.distributed.dataflow import Batch, BatchShard, Block
 from roll_lite.distributed.strategy.base import EngineMemory, Moved, StateGroup
-from roll_lite.pipeline.devices import loaded
+from roll_lite.pipeline.devices import engine_memory, loaded
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.critic import CriticWorker
 from roll_lite.workers.infer import InferWorker
@@ -100,9 +101,9 @@ class Engines:
     def start_offload(self, parts: Sequence[EngineMemory]) -> Pending[dict[int, None]]:
         return self.replicas.start_each(InferWorker.offload, parts)
 
-    def loaded(self, part: EngineMemory) -> AbstractContextManager[None]:
+    def loaded(self, phase: Phase, beside: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
         """With the weights alone there an update can arrive while the trainer's own still take up room."""
-        return loaded(self, (part,))
+        return loaded(self, engine_memory(phase), beside)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,4 @@
-"""What is on the devices when. A role with `offload: true` is there only while it works:
-
-| while                        | actor_train | reference | critic     | actor_infer       |
-|------------------------------|-------------|-----------|------------|-------------------|
-| weights go to the engines    | weights     |           |            | weights           |
-| engines generate             |             |           |            | weights, KV cache |
-| log-probs and values (turns) | weights     | weights   | weights    |                   |
-| training (turns)             | everything  |           | everything |                   |
-| a checkpoint (one by one)    | everything  |           | everything |                   |
-| the final model (one by one) | weights     |           | weights    |                   |
-| a new reference (one by one) | weights     | weights   |            |                   |
+"""Who is on the devices when. A role with `offload: true` is there only while it works; `config/device_phases.py` is the table of that.
 
 Reward models with `offload: true` are there while engines generate: the rollout service, which calls them, sees to that.
 Where roles take turns, those that share a device are there one after the other, and those with devices of their own side by side.
@@ -21,11 +11,25 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from roll_lite.config.device_phases import PHASES, Phase
 from roll_lite.distributed.cluster import ClusterDead, Pending, first_done, gather
-from roll_lite.distributed.strategy.base import StateGroup
+from roll_lite.distributed.strategy.base import EngineMemory, StateGroup
 
-FORWARD = (StateGroup.WEIGHTS,)
-TRAIN = (StateGroup.WEIGHTS, StateGroup.GRADIENTS, StateGroup.OPTIMIZER)
+
+def engine_memory(phase: Phase) -> tuple[EngineMemory, ...]:
+    """Of the engines in that phase."""
+    return tuple(EngineMemory(part) for part in PHASES[phase].parts["actor_infer"])
+
+
+def _states(phase: Phase) -> tuple[StateGroup, ...]:
+    """Of the models in that phase, which all need the same."""
+    (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
+    return tuple(StateGroup(part) for part in parts)
+
+
+FORWARD, TRAIN = _states(Phase.LOG_PROBS), _states(Phase.TRAIN)
+assert _states(Phase.SYNC_WEIGHTS) == _states(Phase.FINAL_MODEL) == _states(Phase.NEW_REFERENCE) == FORWARD
+assert _states(Phase.CHECKPOINT) == TRAIN
 
 R = TypeVar("R")
 
@@ -54,13 +58,15 @@ class DeviceTurn(Generic[R]):
 
 
 @contextmanager
-def loaded(role: Movable, parts: Sequence[Any]) -> Iterator[None]:
-    """The parts are on the devices inside the block, and leave them afterwards, also when the block fails."""
+def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
+    """The parts are on the devices inside the block, and leave them afterwards, also when the block fails. `beside`: who comes in at the
+    same time, because somebody in the block has them loaded, and sees to it that they leave."""
     try:
-        _load([role], parts)
+        gather(*(one.start_load(its) for one, its in [(role, parts), *beside] if one.offloads))
         yield
     except BaseException:
-        _abandon([role], parts)
+        for one, its in [(role, parts), *beside]:
+            _abandon([one], its)
         raise
     _offload([role], parts)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from roll_lite.algorithms.kl import KlController
 from roll_lite.config.arithmetic import aggregation_constant, trains, validates
+from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.minibatches import MiniBatch, cut_mini_batches
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.data.supervised import SupervisedRows
 from roll_lite.distributed.dataflow import Batch
-from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.observability.timers import phase
 from roll_lite.pipeline.agreement import Agreement
 from roll_lite.pipeline.batch_files import BatchFiles
@@ -89,9 +89,9 @@ class RLVRPipeline:
         self.source.close()
 
     def step(self) -> None:
-        with self.source.loaded(EngineMemory.WEIGHTS):
+        with self.source.loaded(Phase.SYNC_WEIGHTS, self.version):
             self.sync_weights()
-            with self.source.loaded(EngineMemory.KV_CACHE):
+            with self.source.loaded(Phase.GENERATE, self.version):
                 batch = self.generate()
         batch = self.shape_rewards(batch)
         if self.clusters.trained and len(batch) > 0:
@@ -189,9 +189,9 @@ class RLVRPipeline:
         if not validates(self.config):
             return
         self.validation.finish()
-        with self.source.loaded(EngineMemory.WEIGHTS):
+        with self.source.loaded(Phase.SYNC_WEIGHTS, self.version):
             self.source.sync(self.version)
-            with self.source.loaded(EngineMemory.KV_CACHE):
+            with self.source.loaded(Phase.GENERATE, self.version):
                 self.validation.begin(self.steps_done)
 
     @phase("validation")

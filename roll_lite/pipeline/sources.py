@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.domains import SamplingConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster, Pending
-from roll_lite.distributed.strategy.base import EngineMemory
 from roll_lite.pipeline.clusters import Engines, RewardModels
+from roll_lite.pipeline.devices import FORWARD
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.progress import shown
 from roll_lite.pipeline.weights import Pushed, WeightSync
@@ -26,8 +27,9 @@ HeldOut = tuple[DataProto, RolloutStats]
 
 
 class BatchSource(Protocol):
-    def loaded(self, part: EngineMemory) -> AbstractContextManager[None]:
-        """With that part of the engines on their devices: with the weights alone there an update can arrive."""
+    def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
+        """With what the phase needs of the engines on their devices. Where weights of this version are to be sent, the trainer's come in
+        at the same time."""
 
     def sync(self, version: int) -> Pushed | None:
         """The actor's weights to the engines; None where they are there already, or not needed."""
@@ -63,8 +65,9 @@ class LiveRollouts:
     weights: WeightSync | None = None
     """None: the model as its files have it, nothing trains it."""
 
-    def loaded(self, part: EngineMemory) -> AbstractContextManager[None]:
-        return self.engines.loaded(part)
+    def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
+        sender = self.weights.sender(version) if phase is Phase.SYNC_WEIGHTS and self.weights is not None else None
+        return self.engines.loaded(phase, beside=[] if sender is None else [(sender, FORWARD)])
 
     def sync(self, version: int) -> Pushed | None:
         if self.weights is None:
@@ -119,7 +122,7 @@ class ReplayedRollouts:
 
     reader: Cluster[ReplayWorker]
 
-    def loaded(self, part: EngineMemory) -> AbstractContextManager[None]:
+    def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def sync(self, version: int) -> None:

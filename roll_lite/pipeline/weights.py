@@ -74,6 +74,10 @@ class WeightSync:
         assert self._plan is not None
         return Pushed(version, self._plan.nbytes / 2**20, time.monotonic() - started, phases)
 
+    def sender(self, version: int) -> Model[ActorWorker] | None:
+        """Whose weights `push` will need on their devices; None where there is nothing to send."""
+        return self._model if version != self._version else None
+
     def engines_changed(self) -> None:
         """One has left or joined, or was replaced: before the next update all that are there connect again."""
         self._plan = self._version = None

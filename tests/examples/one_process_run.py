@@ -121,7 +121,7 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
     journal.connect()
     files.keep_start()
     generator = torch.Generator().manual_seed(3)
-    source: Any = SimpleNamespace(loaded=lambda part: nullcontext(), sync=lambda version: None)
+    source: Any = SimpleNamespace(loaded=lambda *_: nullcontext(), sync=lambda version: None)
     pipeline: Any = RLVRPipeline(config, clusters, source, journal, Checkpoints(config, folder), files)
     pipeline.generate = lambda: rollouts(actor.ranks.worker, list(config.domains), generator)  # type: ignore[attr-defined]
     while pipeline.steps_done < config.steps:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from roll_lite.distributed.cluster import ClusterDead
 from roll_lite.pipeline import devices as module
-from roll_lite.pipeline.devices import DeviceTurn, loaded, take_turns
+from roll_lite.pipeline.clusters import Engines
+from roll_lite.pipeline.devices import FORWARD, TRAIN, DeviceTurn, loaded, take_turns
+from roll_lite.pipeline.rlvr import RLVRPipeline
+from roll_lite.pipeline.sources import LiveRollouts
 
 
 @dataclass(eq=False)
@@ -48,6 +52,19 @@ class Role:
             return Answer(self.name, self.log)
 
         return DeviceTurn(self, start)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class Named(Role):
+    """Says what of it moves."""
+
+    def start_load(self, parts: Sequence[Any]) -> Answer:
+        self.log.append(f"{self.name} load {' '.join(parts)}")
+        return Answer(self.name, self.log)
+
+    def start_offload(self, parts: Sequence[Any]) -> Answer:
+        self.log.append(f"{self.name} offload {' '.join(parts)}")
+        return Answer(self.name, self.log)
 
 
 @dataclass
@@ -96,6 +113,67 @@ def test_a_role_that_stays_neither_moves_nor_waits(house: House) -> None:
     roles = [house.role("actor", 0), house.role("critic", 0, offloads=False)]
     take_turns([role.turn() for role in roles], ("weights",))
     assert house.log == ["actor in", "actor works", "critic works", "actor done", "actor out", "critic done"]
+
+
+def test_a_step_moves_as_the_table_says(house: House) -> None:
+    """Weights in beside the trainer's, sync, trainer out, KV cache in, generate, both out; then the trainer alone, with everything."""
+    log = house.log
+
+    class Replicas:
+        def start_each(self, method: Any, parts: Sequence[Any]) -> Answer:
+            log.append(f"engines {method.__name__} {' '.join(parts)}")
+            return Answer("engines", log)
+
+    actor = Named("actor", log)
+    weights = SimpleNamespace(sender=lambda version: actor if version == 3 else None)
+    engines = Engines(Replicas(), SimpleNamespace(offload=True))  # type: ignore[arg-type]
+    source = LiveRollouts(engines, None, None, {}, 1, None, weights)  # type: ignore[arg-type]
+
+    def sync_weights() -> None:
+        if step.version == 3:
+            with loaded(actor, FORWARD):
+                log.append("sync")
+
+    house.finish = ["actor"]
+    step: Any = SimpleNamespace(
+        source=source,
+        version=3,
+        steps_done=0,
+        clusters=SimpleNamespace(trained=["actor_train"]),
+        sync_weights=sync_weights,
+        generate=lambda: log.append("generate") or [1],
+        shape_rewards=lambda batch: batch,
+        compute_log_probs=lambda batch: take_turns([actor.turn()], FORWARD),
+        assign_credit=lambda batch: None,
+        write_batch=lambda batch: None,
+        train=lambda batch: take_turns([actor.turn()], TRAIN),
+    )
+    RLVRPipeline.step(step)
+    moves = [
+        "engines load weights",
+        "actor load weights",
+        "actor load weights",  # is there already, and is somebody's to take out from here on
+        "sync",
+        "actor offload weights",
+        "engines load weights kv_cache",
+        "generate",
+        "engines offload weights kv_cache",
+        "engines offload weights",
+        *(f"actor {what}" for what in ("load weights", "works", "done", "offload weights")),
+        *(f"actor {what}" for what in ("load weights gradients optimizer", "works", "done", "offload weights gradients optimizer")),
+    ]
+    assert log == moves
+    log.clear()
+    step.version = 4
+    RLVRPipeline.step(step)
+    assert log[:2] == ["engines load weights", "engines load weights kv_cache"], "nothing to send: the trainer stays away"
+
+
+def test_who_comes_in_beside_another_leaves_where_the_block_fails(house: House) -> None:
+    engines, actor = house.role("engines", 0), house.role("actor", 0)
+    with pytest.raises(ValueError, match="boom"), loaded(engines, ("weights",), [(actor, ("weights",))]):  # type: ignore[arg-type]
+        raise ValueError("boom")
+    assert house.log == ["engines in", "actor in", "engines out", "actor out"]
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), KeyboardInterrupt()])
