@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ from roll_lite.config.loading import load_config
 from roll_lite.config.placement_picture import LEGEND, draw
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/placement.md"
+PICTURE = r"^```\nroll-lite check --config-name (.+?)\n```\n\n```text\n(.+?)\n```$"
 SPLIT = ("placement={name: split, nodes: 4}", "actor_train.devices=16", "actor_infer.devices=16", "rollout.supply=async")
-MIXED = ("placement={name: pairs, nodes: 2}", "actor_infer.devices=[12,13,14,15]", "actor_infer.offload=false")
+MIXED = ("placement={name: pairs, nodes: 2}", "actor_infer.devices=[12,13,14,15]")
 
 PICTURES = {
     ("tiny_grpo",): """
@@ -28,21 +32,21 @@ node0: 0-7  actor_train  weights                           2. weights  1. all
             reference                                      1. weights
             critic                                         3. weights  2. all
 """,
-    ("qwen2.5_32b_grpo", *SPLIT, "actor_train.offload=false", "actor_infer.offload=false"): """
+    ("qwen2.5_32b_grpo", *SPLIT): """
 devices             role         sync weights        generate            log probs           train
 ---------------------------------------------------------------------------------------------------------------
 node0-1, each: 0-7  actor_train  all                 (all)               all                 all
 node2-3, each: 0-7  actor_infer  weights + KV cache  weights + KV cache  weights + KV cache  weights + KV cache
 """,
     ("llama3.1_8b_ppo", "critic.devices=[8,9,10,11,12,13]", *MIXED): """
-devices     role         sync weights        generate            log probs             train
------------------------------------------------------------------------------------------------------------
-node0: 0-7  actor_train  weights                                 2. weights            all
-            reference                                            1. weights
-node1: 0-3  critic                                               weights               all
-node1: 4-5  actor_infer  weights + KV cache  weights + KV cache  (weights + KV cache)  (weights + KV cache)
-            critic                                               weights               all
-node1: 6-7  actor_infer  weights + KV cache  weights + KV cache  (weights + KV cache)  (weights + KV cache)
+devices     role         sync weights  generate            log probs   train
+----------------------------------------------------------------------------
+node0: 0-7  actor_train  weights                           2. weights  all
+            reference                                      1. weights
+node1: 0-3  critic                                         weights     all
+node1: 4-5  actor_infer  weights       weights + KV cache
+            critic                                         weights     all
+node1: 6-7  actor_infer  weights       weights + KV cache
 """,
 }
 
@@ -54,3 +58,12 @@ def test_who_is_where_when(run: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
     config = load_config(name, ROOT / "examples/configs", overrides, files=False)
     lines = [line.rstrip() for line in draw(config).splitlines()]
     assert lines == [*PICTURES[run].strip().splitlines(), LEGEND]
+
+
+def test_the_pictures_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(PICTURE, PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 6
+    for command, picture in blocks:
+        name, *overrides = shlex.split(command)
+        assert draw(load_config(name, ROOT / "examples/configs", overrides)) == picture, command
