@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,12 +103,21 @@ class Optimizer:
         """Moments now instead of at the first step: memory is known from the start, and a checkpoint has something to load into."""
         for part in self.parts:
             part.init_state_fn(part.optimizer, part.config)
+            if isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
+                part.state_dict = partial(self._state_of_nobody, part)
             if self.on_host:
                 if not isinstance(part.optimizer, torch.optim.AdamW):
                     raise ValueError("optimizer.on_host: true needs torch's AdamW; Megatron-Core has taken Transformer Engine's or Apex's")
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
                 part.optimizer.step = self._host_steps[-1]  # type: ignore[assignment]
         self.settle_states()
+
+    def _state_of_nobody(self, part: Any) -> dict[str, Any]:
+        """What Megatron's state_dict would return, had it not to ask a parameter for the number of steps: a pipeline stage without experts
+        has a part for them all the same, so that checkpoints agree over stages."""
+        steps = {state["step"].item() for other in self.parts for state in other.optimizer.state.values()}
+        groups = [{key: value for key, value in group.items() if key != "params"} | {"step": max(steps)} for group in part.param_groups]
+        return {"optimizer": {"param_groups": groups}}
 
     def settle_states(self) -> None:
         """After they were made or loaded. Moments go to the host where they belong there. One step counter per parameter: for torch's

@@ -85,10 +85,9 @@ def go_on(path: Path, folder: Path, layout: dict[str, Any], dtype: str, name: st
     resumed.save_hf(folder / name, average=True)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_average_is_exported_and_saved_in_every_layout(ranks: RankPool, path: Path, tmp_path: Path, name: str) -> None:
-    dtype = "bfloat16" if name == "DP2" else "float32"
-    found = ranks(2 if LAYOUTS[name] else 1, averaged, path, tmp_path, LAYOUTS[name], dtype)
+def check_average(ranks: RankPool, path: Path, tmp_path: Path, layout: dict[str, Any], dtype: str) -> dict[str, torch.Tensor]:
+    """Its tensors after the last step."""
+    found = ranks(2 if layout else 1, averaged, path, tmp_path, layout, dtype)
     expected = {key: mean for own in found for key, mean in own.items()}
     exported, straight, resumed = (load_all(tmp_path / folder) for folder in ("average", "straight", "resumed"))
     assert exported.keys() == expected.keys() == load_file(path / "model.safetensors").keys()
@@ -101,6 +100,13 @@ def test_the_average_is_exported_and_saved_in_every_layout(ranks: RankPool, path
     in_checkpoint = load_all(tmp_path / "checkpoint" / "ema")
     for key, mean in expected.items():
         torch.testing.assert_close(in_checkpoint[key].double(), mean, rtol=1e-5, atol=1e-6)  # float32, whatever the weights are
+    return straight
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_average_is_exported_and_saved_in_every_layout(ranks: RankPool, path: Path, tmp_path: Path, name: str) -> None:
+    dtype = "bfloat16" if name == "DP2" else "float32"
+    straight = check_average(ranks, path, tmp_path, LAYOUTS[name], dtype)
     if name == "TP2":
         ranks(1, go_on, path, tmp_path, {}, dtype, "elsewhere")
         for key, one in load_all(tmp_path / "elsewhere").items():
@@ -109,6 +115,25 @@ def test_the_average_is_exported_and_saved_in_every_layout(ranks: RankPool, path
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "EP2": {"data": 2, "expert_parallel": 2},
+    "ETP2": {"expert_tensor_parallel": 2},
+    "VPP2": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_average_of_experts(ranks: RankPool, tmp_path: Path) -> None:
+    """Saved where ranks share the experts, gone on with where one has all."""
+    path = tiny(tmp_path / "model", "qwen3_moe", tied=False, layers=4)
+    for name, layout in OF_EXPERTS.items():
+        straight = check_average(ranks, path, tmp_path / name, layout, "float32")
+        ranks(1, go_on, path, tmp_path / name, {}, "float32", "elsewhere")
+        for key, one in load_all(tmp_path / name / "elsewhere").items():
+            torch.testing.assert_close(one, straight[key], rtol=0, atol=2e-5)
 
 
 def start_late(path: Path, folder: Path) -> None:

@@ -15,7 +15,7 @@ from test_megatron_state import Saved, goes_on, offload_and_go_on, save_and_resu
 from test_megatron_training import CONFIG, check_steps
 from test_megatron_values import check_values, reward_model
 from test_megatron_weights import error_of, round_trip
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
 
 from roll_lite.data.microbatch import TokenBudget
 from roll_lite.data.proto import DataProto
@@ -47,6 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "all layers": tiny(folder / "all", "qwen3_moe", tied=False),
         "one of four": tiny(folder / "some", "qwen3_moe", **some_dense),
+        "two of five": tiny(folder / "five", "qwen3_moe", tied=False, layers=5, decoder_sparse_step=2),
     }
 
 
@@ -67,6 +68,36 @@ def test_two_ranks(ranks: RankPool, models: dict[str, Path], name: str) -> None:
     if name == "PP2":
         cases += parity(models["one of four"], LAYOUTS[name])
     ranks(2, check_many, cases)
+
+
+STAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "VPP2": ("one of four", {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}),
+    "PP2, uneven": ("two of five", {"pipeline_parallel": 2}),
+    "PP2, uneven, recomputed": ("two of five", {"pipeline_parallel": 2, "recompute": "full"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", STAGES)
+def test_stages(ranks: RankPool, models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    """Interleaved, and with a last one that has a layer less: gradients, steps, what is exported, what another layout goes on with."""
+    model, layout = STAGES[name]
+    path = models[model]
+    ranks(2, check_many, [*parity(path, layout), (check_balance, path, layout, None)])
+    check_steps(ranks, path, CONFIG, layout, [CONFIG.lr] * 3)
+    ranks(2, round_trip, path, tmp_path / "exported", layout, "float32")
+    before, after = (load_all(folder) for folder in (path, tmp_path / "exported"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    ranks(2, save_and_resume, path, tmp_path / "resumed", layout, "float32", 2)
+    states = {"one rank": {}, name: layout, "EP2": LAYOUTS["EP2"] | TWO}
+    saved = Saved(ranks, tmp_path / "saved", path, states)
+    goes_on(ranks, saved, ["one rank", "EP2"], name)
+    goes_on(ranks, saved, [name], "EP2")
+
+
+def load_all(folder: Path) -> dict[str, torch.Tensor]:
+    return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
 
 
 @pytest.mark.slow
@@ -130,7 +161,7 @@ def hf_balance(path: Path, batch: DataProto) -> tuple[float, float, dict[str, to
     over layers and rows; tokens of the busiest expert; and the gradients of the whole objective."""
     model = load_hf(path)
     config, total = model.config, torch.zeros(())
-    chosen = torch.zeros(config.num_hidden_layers, config.num_experts)
+    chosen = torch.zeros(sum(isinstance(module, Qwen3MoeTopKRouter) for module in model.modules()), config.num_experts)
     for row in batch.ragged("input_ids").rows():
         for layer, logits in enumerate(model(row[None], output_router_logits=True).router_logits):
             total = total + load_balancing_loss_func((logits,), config.num_experts, config.num_experts_per_tok)
@@ -139,7 +170,7 @@ def hf_balance(path: Path, batch: DataProto) -> tuple[float, float, dict[str, to
     (hf_loss(model, batch) + COEF * mean).backward()
     gradients = by_checkpoint({name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None})
     busiest = (chosen.amax(1) / chosen.mean(1)).mean()
-    return mean.item() / config.num_hidden_layers, busiest.item(), gradients
+    return mean.item() / len(chosen), busiest.item(), gradients
 
 
 def check_balance(path: Path, layout: dict[str, Any], sizes: list[int] | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_cases import assert_same, batch_of, hf_log_probs, hf_loss, own_weights, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from support_passes import forward, train_step
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
+from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema.models import LINEAR_LAYERS, ActorRoleConfig, LoraConfig, OptimizerConfig
 from roll_lite.data.microbatch import TokenBudget
 from roll_lite.distributed.strategy.base import StateGroup
@@ -352,6 +354,39 @@ def test_checkpoints_hold_adapters_and_go_on_under_other_layouts(ranks: RankPool
         found = ranks(world_size, resume_elsewhere, *given, tmp_path / "TP2", layout)
         assert found[0][0] == pytest.approx(norms, rel=1e-5)
         assert_same({name: one for _, own in found for name, one in own.items()}, weights)
+
+
+def save_beside_steps(path: Path, adapters: Path, folder: Path, layout: dict[str, Any]) -> dict[str, FileRecord]:
+    """Two updates go over the adapters while these are written."""
+    strategy, resumed = (started(path, CONFIG, total_updates=9, lora=lora_of(adapters), **layout) for _ in range(2))
+    steps(strategy, range(2))
+    running = strategy.start_checkpoint(folder)
+    expected = steps(strategy, range(2, 4))
+    written = running.finish()
+    dist.barrier()
+    resumed.load_checkpoint(folder)
+    assert steps(resumed, range(2, 4)) == expected
+    ours, theirs = own_weights(resumed), own_weights(strategy)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    return written
+
+
+def check_written_beside(ranks: RankPool, cases: Cases, folder: Path, layout: dict[str, Any]) -> None:
+    parts = ranks(2, save_beside_steps, cases.path, cases.adapters["all"], folder, layout)
+    written = [entry for part in parts for entry in part.items()]
+    files = {str(path.relative_to(folder)): record(path) for path in folder.rglob("*") if path.is_file()}
+    assert "base.json" in files and len(written) == len(files) and dict(written) == files
+
+
+def test_adapters_are_written_beside_steps(ranks: RankPool, cases: Cases, tmp_path: Path) -> None:
+    check_written_beside(ranks, cases, tmp_path, {})
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_adapters_are_written_beside_steps_in_further_layouts(ranks: RankPool, cases: Cases, tmp_path: Path) -> None:
+    for layout in ({"tensor_parallel": 2, "sequence_parallel": True}, {"pipeline_parallel": 2}, REPLICATED):
+        check_written_beside(ranks, cases, tmp_path / "_".join(layout), layout)
 
 
 def told(path: Path, folder: Path, lora: LoraConfig | None) -> str:
