@@ -6,7 +6,9 @@ everything from gathering the first tensor to the last one in place; what an eng
 its own. The transports take turns round by round with a plain copy of the same bytes in the trainer's process.
 
 `ratio` is that of shared memory to one engine: its bytes per second / those of the copy. `growth` is the time for so many engines over that
-for one. All processes compute with one thread, so more engines than free cores have to take turns.
+for one. `phases` are the seconds of the last update of each: of the trainer gather, copy and wait, of the slowest engine receive and load.
+By gloo one engine receives, and the others on the machine read in its memory.
+All processes compute with one thread, so more engines than free cores have to take turns.
 
     .venv/bin/python bench/weight_sync.py [--rounds 3] [--engines 1 2 4] [--hidden 1024] [--layers 8] [--bucket-mb 64]
 """
@@ -136,8 +138,9 @@ class Bench:
         self.trainer, self.engines, self.export, self.port = trainer, engines, export, port
         self.epoch = 0
 
-    def measure(self, transport: str, count: int, rounds: int) -> tuple[float, float]:
-        """Seconds of an update to so many engines, and of a plain copy: medians."""
+    def measure(self, transport: str, count: int, rounds: int) -> tuple[float, float, dict[str, float]]:
+        """Seconds of an update to so many engines, and of a plain copy: medians; seconds by phase."""
+        from roll_lite.distributed.weight_sync.group import largest
         from roll_lite.distributed.weight_sync.plan import by_bucket, plan_transfers
 
         engines = self.engines[:count]
@@ -158,14 +161,14 @@ class Bench:
             for engine in engines:
                 engine.call("take", buckets)
             self.trainer.call("send")
-            for one in (self.trainer, *engines):
-                one.result()
+            phases = largest(one.result() for one in (self.trainer, *engines))
             seconds.append(time.perf_counter() - started)
         for one in (self.trainer, *engines):
             one.call("checksums")
         sent, *held = [one.result() for one in (self.trainer, *engines)]
         assert all(each == sent for each in held), f"{transport}: an engine does not hold what was sent"
-        return statistics.median(seconds[1:]), statistics.median(copies[1:])  # the first round touches all memory for the first time
+        # The first round touches all memory for the first time.
+        return statistics.median(seconds[1:]), statistics.median(copies[1:]), {name: round(value, 3) for name, value in phases.items()}
 
 
 @contextmanager
@@ -191,11 +194,12 @@ def main() -> None:
     chosen = parser.parse_args()
     found: dict[str, dict[int, float]] = {name: {} for name in TRANSPORTS}
     copies = []
+    phases: dict[str, dict[int, dict[str, float]]] = {name: {} for name in TRANSPORTS}
     with processes(chosen) as bench:
         nbytes = sum(tensor.nbytes for tensor in bench.export.tensors)
         for transport in TRANSPORTS:
             for count in chosen.engines:
-                found[transport][count], copy = bench.measure(transport, count, chosen.rounds)
+                found[transport][count], copy, phases[transport][count] = bench.measure(transport, count, chosen.rounds)
                 copies.append(copy)
                 print(f"{transport}, {count} engines: {found[transport][count]:.3f} s, a copy: {copy:.3f} s", flush=True)
     first = chosen.engines[0]
@@ -210,6 +214,7 @@ def main() -> None:
         "gloo_ratio": round(statistics.median(copies) / found["gloo"][first], 3),
         "megabytes": round(nbytes / 1e6),
         "seconds": {name: {count: round(value, 3) for count, value in of.items()} for name, of in found.items()},
+        "phases": phases,
         "growth": {name: {count: round(value / of[first], 2) for count, value in of.items()} for name, of in found.items()},
     }
     print(json.dumps(report))

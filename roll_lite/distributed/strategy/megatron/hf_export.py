@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,24 @@ class _Source:
         return self.takes_part and dist.get_rank() == self.ranks[0]
 
 
+_Described = tuple[str, tuple[int, ...], torch.dtype, int]
+"""Name, shape, dtype and owner of a tensor."""
+
+
+def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
+    buckets: list[list[_Described]] = []
+    filled = bucket_bytes
+    for tensor in tensors:
+        _, shape, dtype, _ = tensor
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if filled + size > bucket_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(tensor)
+        filled += size
+    return buckets
+
+
 class HfExporter:
     """Executes an ExportPlan on the ranks that hold the tensors: of every pipeline stage the first copy, of every expert too."""
 
@@ -78,26 +97,17 @@ class HfExporter:
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
         """Collective over all ranks. Buckets are cut per owner, in the order of the layers, experts apart; a tensor larger than a bucket
-        gets its own."""
-        mine: dict[bool, list[tuple[str, tuple[int, ...], torch.dtype, int]]] = {False: [], True: []}
+        gets its own. Owners take turns: while the engines load from one, others gather and write."""
+        mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
                 cut = self._cuts(binding.entry, self._like_group(binding.entry, binding.parameter))[number]
                 mine[binding.entry.of_experts].append((name, self._full_shape(binding.entry, cut), cut.dtype, dist.get_rank()))
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, list(mine.values()))
-        gathered = [owned for rank in everyone for owned in rank]
-        tensors: list[ExportedTensor] = []
-        bucket = -1
-        for owned in gathered:
-            filled = bucket_bytes
-            for name, shape, dtype, owner in owned:
-                size = torch.Size(shape).numel() * dtype.itemsize
-                if filled + size > bucket_bytes:
-                    bucket, filled = bucket + 1, 0
-                filled += size
-                tensors.append(ExportedTensor(name, shape, dtype, owner, bucket))
-        return ExportPlan(tuple(tensors))
+        turns = zip_longest(*(_in_buckets(owned, bucket_bytes) for rank in everyone for owned in rank))
+        buckets = enumerate(bucket for turn in turns for bucket in turn if bucket is not None)
+        return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))  # type: ignore[call-arg]
 
     def bucket(self, tensors: Sequence[ExportedTensor], read: Read = weights) -> dict[str, torch.Tensor] | None:
         """Full tensors on the owner, None elsewhere. They may lie in the model's own memory, and change when training goes on."""

@@ -52,6 +52,8 @@ def test_what_comes_out_is_what_went_in(ranks: RankPool, tmp_path: Path, layout:
             assert len(bucket) == 1 or sum(before[tensor.name].nbytes for tensor in bucket) <= 1 << 16
         owners = {tensor.owner for tensor in plans[0].tensors}
         assert owners == ({0, 1} if "pipeline_parallel" in layout else {0})
+        first = [bucket[0].owner for bucket in plans[0].buckets()][:4]
+        assert first == ([0, 1, 0, 1] if "pipeline_parallel" in layout else [0] * 4), "owners take turns"
         load_hf(tmp_path / f"{family}_out")
         assert AutoTokenizer.from_pretrained(tmp_path / f"{family}_out").encode("a1") == AutoTokenizer.from_pretrained(path).encode("a1")
 

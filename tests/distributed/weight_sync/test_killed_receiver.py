@@ -1,0 +1,131 @@
+"""An engine's worker is killed between two buckets, as by the system when memory runs out. Processes are real, models dictionaries."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+import pytest
+import torch
+
+from roll_lite.distributed.strategy.base import TrainStrategy
+from roll_lite.distributed.weight_sync.endpoints import WeightReceiver, WeightSender
+from roll_lite.distributed.weight_sync.group import TransferError, interrupt
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, by_bucket, plan_transfers
+
+HOST = "127.0.0.1"
+BUCKETS = 8
+ELEMENTS = 1 << 16
+
+
+class Trainer:
+    """One rank, whose tensors all hold the number of their version."""
+
+    version = 1
+
+    def export_plan(self, bucket_bytes: int) -> ExportPlan:
+        return ExportPlan(tuple(ExportedTensor(f"w{number}", (ELEMENTS,), torch.float32, 0, number) for number in range(BUCKETS)))
+
+    def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor]:
+        return {f"w{bucket}": torch.full((ELEMENTS,), float(self.version))}
+
+
+def work(pipe: Connection) -> None:
+    """A worker. Buckets are taken when the test says so; `versions` is what the model holds, and whether it may serve."""
+    receiver = WeightReceiver()
+    model: dict[str, torch.Tensor] = {}
+
+    def load(arrived: Any) -> None:
+        model.update((name, tensor.clone()) for name, tensor in arrived)
+
+    while True:
+        command, *arguments = pipe.recv()
+        try:
+            answer: Any = None
+            match command:
+                case "join":
+                    receiver.join(*arguments)
+                case "take":
+                    receiver.load(arguments[0], lambda again: None, load)
+                case "finish":
+                    receiver.finish(lambda: None)
+                case "versions":
+                    answer = ({float(value) for tensor in model.values() for value in tensor.unique()}, receiver.touched)
+        except TransferError as error:
+            answer = f"broke off: {error}"
+        pipe.send(answer)
+
+
+class Worker:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs,), daemon=True)
+        self.process.start()
+
+    def __call__(self, *command: Any) -> Any:
+        self._pipe.send(command)
+        return self._pipe.recv()
+
+    def update(self, plan: TransferPlan) -> str | None:
+        """Why it broke off, if it did."""
+        for routes in by_bucket(plan.routes):
+            failure: str | None = self("take", [route.plain() for route in routes])
+            if failure is not None:
+                return failure
+        self("finish")
+        return None
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("transport", "victim"),
+    [
+        ("shared_memory", 0),
+        pytest.param("gloo", 0, id="gloo-the one that spreads"),
+        pytest.param("gloo", 1, id="gloo-one that reads", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_others_hold_the_old_or_the_new_weights_or_serve_nothing(transport: str, victim: int) -> None:
+    trainer, pool = Trainer(), ThreadPoolExecutor(4)
+    workers = {0: Worker(), 1: Worker()}
+    sender = WeightSender(cast(TrainStrategy, trainer), 0)
+    export = sender.plan(1 << 20)
+    port = sender.host(HOST, 60.0)
+
+    def connect(epoch: int) -> TransferPlan:
+        plan = plan_transfers(export, dict.fromkeys(workers, 1))
+        membership = plan.membership(epoch, transport, HOST, port, 60.0)
+        joining = [pool.submit(worker, "join", membership.plain(), plan.first_member(number)) for number, worker in workers.items()]
+        sender.join(plan, membership)
+        assert [future.result(30) for future in joining] == [None] * len(workers)
+        return plan
+
+    def push(plan: TransferPlan) -> list[str | None]:
+        updating = [pool.submit(worker.update, plan) for worker in workers.values()]
+        sender.send()
+        return [future.result(30) for future in updating]
+
+    try:
+        plan = connect(1)
+        assert push(plan) == [None, None]
+        trainer.version = 2
+        lost, other = workers.pop(victim), workers[1 - victim]
+        sending, updating = pool.submit(sender.send), pool.submit(other.update, plan)
+        assert lost("take", [route.plain() for route in by_bucket(plan.routes)[0]]) is None
+        lost.process.kill()
+        lost.process.join()
+        interrupt(HOST, port, 2)  # what the driver does as soon as it knows
+        with pytest.raises(TransferError):
+            sending.result(20)
+        failure = updating.result(20)
+        assert failure is not None and failure.startswith("broke off: weight transfer: ")
+        versions, touched = other("versions")
+        assert touched or versions in ({1.0}, {2.0}), "a mixture is known to be one, and serves nothing"
+        assert push(connect(3)) == [None]
+        assert other("versions") == ({2.0}, False)
+    finally:
+        for worker in workers.values():
+            worker.process.kill()
