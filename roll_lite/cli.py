@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.command == "run" and parsed.multirun:
             return _sweep(parsed, overrides)
         imagined = parsed.command == "simulate"
-        further = {"simulate": (), "reward": CHECKS}.get(parsed.command, OF_RUNS)
+        further = {"simulate": (), "run": OF_RUNS}.get(parsed.command, CHECKS)
         config = load_config(parsed.config_name, found(parsed.config_path), overrides, further=further, files=not imagined)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
@@ -78,7 +78,9 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
     _print(config)
     if parsed.cfg:
         return 0
-    parts = [render(derive(config)), draw(config), "\n".join(f"note: {note}" for note in notes_on(config))]
+    # What is checked may be meant for another machine.
+    notes = [*notes_on(config), *(f"{problem.path}: {problem.message}" for problem in devices_are_there(config))]
+    parts = [render(derive(config)), draw(config), "\n".join(f"note: {note}" for note in notes)]
     sys.stderr.write("".join(f"\n{part}\n" for part in parts if part))
     return 0
 

@@ -15,6 +15,7 @@ import yaml
 from support_weights import tensors, write_safetensors
 
 from roll_lite.cli import main
+from roll_lite.config.checks import layout
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.pipeline import sweep
 
@@ -69,6 +70,20 @@ def test_the_gpu_example_asks_for_its_paths_and_is_right_with_them(capsys: pytes
     given = [f"model.path={tmp_path}", f"domains.math.data.train={data}", f"domains.math.data.validation={data}"]
     assert main(["check", "--config-name", QWEN, *given]) == 0
     assert "megatron: TP 2 x DP 4" in capsys.readouterr().err
+
+
+def test_gpus_that_are_not_there_end_a_run_and_are_noted_by_a_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(layout, "gpus_visible", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    given = ["--config-name", "tiny_grpo", "placement=split"]
+    message = "actor_infer.devices: device 1 is not there: this machine has 1 GPU"
+    assert main(["check", *given]) == 0
+    assert f"note: {message}" in capsys.readouterr().err
+    assert main(["run", *given]) == 2
+    assert "actor_infer.devices = [1]: device 1 is not there: this machine has 1 GPU" in capsys.readouterr().err
 
 
 def test_mistakes_go_to_stderr_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
