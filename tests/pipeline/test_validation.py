@@ -165,3 +165,13 @@ def test_without_staleness_it_is_waited_for_as_in_a_synchronous_run(tmp_path: Pa
     source = Source(looks=100)
     pipeline_of(tmp_path, source, monkeypatch, "rollout={supply: async, max_staleness: 0}").validate()
     assert source.story == ["begin 0", "end 0"]
+
+
+def test_a_resumed_run_begins_with_one_whatever_was_under_way_when_it_broke_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(looks=100)
+    pipeline = pipeline_of(tmp_path, source, monkeypatch, ASYNC)
+    state = {"steps_done": 3, "version": 3, **{name: part.state_dict() for name, part in pipeline.remembering.items()}}
+    monkeypatch.setattr(pipeline.checkpoints, "load", lambda *_: state)
+    pipeline.run()
+    assert source.story == ["weights 3", "begin 3", "step 4", "end 3", "weights 4", "begin 4", "end 4"]
+    assert told(tmp_path) == [(3, 3, 3), (4, 4, 4)]
