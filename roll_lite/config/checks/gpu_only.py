@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
-from roll_lite.config.arithmetic import generates, infer_dtype, trains
+from roll_lite.config.arithmetic import generates, infer_dtype, roles, trains
 from roll_lite.config.checks import layout
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema.models import EngineStrategyConfig, SglangStrategyConfig
+from roll_lite.config.schema.models import EngineStrategyConfig, MegatronStrategyConfig, SglangStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 
 SGLANG_FP8 = ("qwen2", "qwen3")
@@ -70,4 +71,20 @@ def _transports_between_gpus(config: RunConfig) -> Iterator[Problem]:
         yield Problem("weight_sync.transport", message, transport)
 
 
-GPU_CHECKS = (_fp8_rollouts, _fp8_of_sglang, _fp8_judges, _transports_between_gpus)
+def _transformer_engine(config: RunConfig) -> Iterator[Problem]:
+    """Ranks elsewhere tell at their start what they lack."""
+    for name, role in roles(config).items():
+        strategy = getattr(role, "strategy", None)
+        if not isinstance(strategy, MegatronStrategyConfig) or strategy.layers != "transformer_engine":
+            continue
+        path = f"{name}.strategy.layers"
+        if no_gpus(config):
+            yield Problem(path, "its kernels are for GPUs only, and none are visible here; use torch, or auto", strategy.layers)
+        elif not config.ray.address and not os.environ.get("RAY_ADDRESS") and find_spec("transformer_engine") is None:
+            yield Problem(path, "the package transformer-engine is not installed; install it (docs/gpu.md), or use auto", strategy.layers)
+        if getattr(role, "lora", None) is not None:
+            message = "it has norms inside the matrix products that adapters (lora) are put beside; use torch, or auto"
+            yield Problem(path, message, strategy.layers)
+
+
+GPU_CHECKS = (_transformer_engine, _fp8_rollouts, _fp8_of_sglang, _fp8_judges, _transports_between_gpus)

@@ -98,6 +98,9 @@ class MegatronStrategyConfig(Section):
     """Shard the optimizer state over data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
+    layers: Literal["auto", "torch", "transformer_engine"] = "auto"
+    """What layers are made of. transformer_engine: NVIDIA's kernels, norms inside matrix products, experts multiplied in one call. auto:
+    those where the package is installed, beside a GPU and without lora, else torch's."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass instead of keeping them. selective: those of recompute_modules; full: of whole layers."""
     recompute_modules: Annotated[list[Literal["mlp", "core_attn"]], Field(min_length=1)] | None = None

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -42,9 +40,7 @@ def experts_config(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-def experts_spec(expert: MLPSubmodules, balance: Balance) -> Any:
-    """Experts one after the other: Megatron's grouped matrix products need Transformer Engine."""
-    experts = ModuleSpec(module=SequentialMLP, submodules=expert)
+def experts_spec(experts: ModuleSpec, balance: Balance) -> Any:
     return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=partial(Router, balance=balance)))
 
 

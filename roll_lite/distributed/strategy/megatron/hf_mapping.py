@@ -6,17 +6,14 @@ alone. So a rank reads only its cuts, and exporting is taking the local tensor a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 
 from roll_lite.config.hf_config import HfConfig
-
-if TYPE_CHECKING:
-    from roll_lite.distributed.strategy.megatron.model import RollModel
 
 
 class Layout(Enum):
@@ -42,11 +39,20 @@ class Entry:
     """Cut along a vocabulary that is padded so that all ranks hold equally many rows."""
     only_with: Literal["qkv_bias", "qk_norm", "experts", "no experts"] | None = None
     """What a layer has no such tensor without."""
+    fused: str | None = None
+    """Name in Transformer Engine's modules, where that is another one."""
 
     @property
     def of_experts(self) -> bool:
         """There is one for each expert, cut over expert_tensor_parallel."""
         return EXPERT in self.megatron
+
+    def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
+        """The one of its names that a model's `layer` has; both numbers are this rank's own."""
+        names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
+        found = next((name for name in names if name in among), None)
+        assert found is not None, f"the Megatron model has no {' or '.join(names)}"
+        return found
 
     def present(self, hf: HfConfig, layer: int) -> bool:
         match self.only_with:
@@ -66,13 +72,20 @@ def _attention(part: str) -> tuple[str, ...]:
 
 
 LAYER = (
-    Entry("input_layernorm.weight", ("input_layernorm.weight",), cut=None),
+    Entry("input_layernorm.weight", ("input_layernorm.weight",), cut=None, fused="self_attention.linear_qkv.layer_norm_weight"),
     Entry("self_attention.linear_qkv.weight", _attention("weight"), cut=0, layout=Layout.GROUPED),
     Entry("self_attention.linear_qkv.bias", _attention("bias"), cut=0, layout=Layout.GROUPED, only_with="qkv_bias"),
     Entry("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), cut=None, only_with="qk_norm"),
     Entry("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), cut=None, only_with="qk_norm"),
     Entry("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), cut=1),
-    Entry("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), cut=None),
+    Entry(
+        "pre_mlp_layernorm.weight",
+        ("post_attention_layernorm.weight",),
+        cut=None,
+        only_with="no experts",
+        fused="mlp.linear_fc1.layer_norm_weight",
+    ),
+    Entry("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), cut=None, only_with="experts"),
     Entry(
         "mlp.linear_fc1.weight",
         ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -88,12 +101,14 @@ LAYER = (
         cut=0,
         layout=Layout.STACKED,
         only_with="experts",
+        fused=f"mlp.experts.linear_fc1.weight{EXPERT}",
     ),
     Entry(
         f"mlp.experts.local_experts.{EXPERT}.linear_fc2.weight",
         (f"mlp.experts.{EXPERT}.down_proj.weight",),
         cut=1,
         only_with="experts",
+        fused=f"mlp.experts.linear_fc2.weight{EXPERT}",
     ),
 )
 EMBEDDING = Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), cut=0, vocabulary=True)
@@ -117,8 +132,8 @@ class Binding:
     """False for copies: the tensor is exported by the stage that owns it."""
 
 
-def bind(chunks: Sequence[RollModel], hf: HfConfig) -> list[Binding]:
-    """All parameters of this rank, each exactly once, in the order of the layers."""
+def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
+    """All parameters of this rank's chunks (RollModel), each exactly once, in the order of the layers."""
     bindings: list[Binding] = []
     for chunk in chunks:
         parameters = dict(chunk.named_parameters())
@@ -128,7 +143,7 @@ def bind(chunks: Sequence[RollModel], hf: HfConfig) -> list[Binding]:
             number = layer.layer_number - 1
             for entry in filter(lambda entry: entry.present(hf, number), LAYER):
                 for place, expert in enumerate(layer.mlp.local_expert_indices if entry.of_experts else [None]):
-                    own = f"decoder.layers.{position}.{entry.megatron}".replace(EXPERT, str(place))
+                    own = entry.megatron_name(position, place, parameters)
                     bindings.append(Binding(entry, entry.hf_names(number, expert), parameters.pop(own)))
         if chunk.post_process:
             bindings.append(Binding(FINAL_NORM, FINAL_NORM.hf, parameters.pop(FINAL_NORM.megatron)))

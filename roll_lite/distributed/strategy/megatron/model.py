@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    set_tensor_model_parallel_attributes,
-)
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from roll_lite.config.arithmetic import layers_of_last_stage
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
-from roll_lite.distributed.strategy.megatron.experts import Balance, ExpertsLayer, experts_config, experts_spec
-from roll_lite.distributed.strategy.megatron.layers import SdpaAttention, TorchRMSNorm, ValueHead
+from roll_lite.distributed.strategy.megatron.experts import Balance, experts_config
+from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
+from roll_lite.distributed.strategy.megatron.layer_specs import TORCH, LayerParts, layer_spec
+from roll_lite.distributed.strategy.megatron.layers import ValueHead
 from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 
 ROTARY_STEP = 256
@@ -93,31 +84,6 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
     )
 
 
-def layer_spec(hf: HfConfig, number: int, balance: Balance) -> Any:
-    """A decoder layer, numbered from 0."""
-    head_norm = TorchRMSNorm if hf.qk_norm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
-        core_attention=SdpaAttention,
-        linear_proj=RowParallelLinear,
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
-    )
-    dense = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    has_experts = hf.has_experts(number)
-    return ModuleSpec(
-        module=ExpertsLayer if has_experts else TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=TorchRMSNorm,
-            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=TorchRMSNorm,
-            mlp=experts_spec(dense, balance) if has_experts else ModuleSpec(module=MLP, submodules=dense),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-
-
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     """Rows of the embedding: every tensor rank holds equally many. The rows added are never looked up and masked out of the softmax."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel
@@ -130,11 +96,13 @@ class RollModel(GPTModel):
     with, or [N] values. Prompt tokens and padding never reach the head, the largest matrix of a small model.
     """
 
-    def __init__(self, config: Any, hf: HfConfig, value_head: bool, balance: Balance, part: int | None = None) -> None:
+    def __init__(
+        self, config: Any, hf: HfConfig, value_head: bool, balance: Balance, part: int | None = None, parts: LayerParts = TORCH
+    ) -> None:
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=part)
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(config, hf, balance, part),
+            transformer_layer_spec=_block_spec(config, hf, balance, part, parts),
             vocab_size=padded_vocab_size(hf.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=part),
@@ -148,10 +116,10 @@ class RollModel(GPTModel):
             seq_len_interpolation_factor=hf.rope.linear_factor,
             vp_stage=part,
         )
-        _mark_weights(self)
         self.has_value_head = value_head
         if last and value_head:
             self.output_layer = ValueHead(config)
+        _mark_weights(bind([self], hf))
 
     def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
         """input_ids [1, tokens], the rows one behind the other, or what this context-parallel rank has of them; positions [N] of those
@@ -182,22 +150,22 @@ class RollModel(GPTModel):
         return weight
 
 
-def _mark_weights(model: torch.nn.Module) -> None:
+def _mark_weights(bindings: Sequence[Binding]) -> None:
     """Megatron marks weights that tensor parallelism cuts only where it also initialises the weights (perform_initialization). Without
     the mark the gradient norm counts a weight on tensor rank 0 alone, and clipping comes out wrong.
 
     Weights of experts have ranks of their own that share and sum them (allreduce False). Megatron treats them so only under expert
     parallelism: without it their gradients would miss the tokens of other tensor ranks where expert_tensor_parallel is smaller, and
     checkpoints could not be loaded under another expert_parallel."""
-    for module in model.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) and module.weight is not None:
-            set_tensor_model_parallel_attributes(module.weight, True, 1 if isinstance(module, RowParallelLinear) else 0, 1)
-        if isinstance(module, SequentialMLP):
-            for weight in module.parameters():
-                weight.allreduce = False
+    for binding in bindings:
+        weight: Any = binding.parameter
+        if binding.entry.cut is not None and not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, True, binding.entry.cut, 1)
+        if binding.entry.of_experts:
+            weight.allreduce = False
 
 
-def _block_spec(config: Any, hf: HfConfig, balance: Balance, part: int | None) -> Any:
+def _block_spec(config: Any, hf: HfConfig, balance: Balance, part: int | None, parts: LayerParts) -> Any:
     first = get_transformer_layer_offset(config, part)
-    layers = [layer_spec(hf, first + number, balance) for number in range(get_num_layers_to_build(config, part))]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm)
+    layers = [layer_spec(hf, first + number, balance, parts) for number in range(get_num_layers_to_build(config, part))]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=parts.norm)

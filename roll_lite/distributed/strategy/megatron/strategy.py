@@ -49,6 +49,7 @@ from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, save_a
 from roll_lite.distributed.strategy.megatron.hf_export import save_hf as write_hf
 from roll_lite.distributed.strategy.megatron.hf_load import load_adapters, load_weights
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
+from roll_lite.distributed.strategy.megatron.layer_specs import chosen_parts
 from roll_lite.distributed.strategy.megatron.lora import Adapters, adapter_names
 from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
 from roll_lite.distributed.strategy.megatron.model_io import KEPT, TEMPERATURE, ModelInput, check_outputs, model_inputs, outputs_of, to_host
@@ -92,7 +93,8 @@ class MegatronStrategy(TrainStrategy):
         virtual = self._config.virtual_pipeline_parallel
         self._balance = Balance(spec.balance_coef)
         parts = range(virtual) if virtual > 1 else [None]
-        chunks = [RollModel(config, self._hf, self._value_head, self._balance, part) for part in parts]
+        layers = chosen_parts(self._config.layers, spec.lora is not None)
+        chunks = [RollModel(config, self._hf, self._value_head, self._balance, part, layers) for part in parts]
         self._model = chunks[-1]
         self._bindings = bind(chunks, self._hf)
         self._load_weights(self._bindings, spec.model.path, spec.path_key)

@@ -1,0 +1,151 @@
+"""A rank on a GPU that is not there: torch's fake tensors, which have a shape, a dtype and a device and no contents.
+
+Run as a program: torch is told that there is a GPU before anything is imported, so that Megatron-Core is not rewritten for the CPU, and
+what runs is what runs on GPUs. Tensors of two devices in one operation raise, and what is left on the host by mistake is one of those.
+Only forward passes: a CPU build of torch has no backward ones for this device.
+
+    python fake_gpu.py MODEL_FOLDER '{"tensor_parallel": 2, "sequence_parallel": true}'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from roll_lite.distributed.strategy import device as own_device
+
+GPU = torch.device("cuda", 0)
+
+
+def put(tensor: torch.Tensor, index: Any, value: Any) -> None:
+    first = index[0] if isinstance(index, tuple) else index
+    if isinstance(first, torch.Tensor):
+        given = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
+        torch.ops.aten.index_put_.default(tensor, [first], given)
+    else:
+        torch.ops.aten.copy_.default(take(tensor, index), torch.as_tensor(value))
+
+
+class WithoutDevice(FakeTensorMode):
+    """Finds out by torch.cuda.is_available whether it has to do without a GPU."""
+
+    avoid_device_init = True  # type: ignore[assignment]
+
+
+def take(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """tensor[index]. torch's own switches to the tensor's device before anything else, as do the others that are replaced in pretend()."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if Ellipsis in [part for part in parts if not isinstance(part, torch.Tensor)]:
+        place = next(number for number, part in enumerate(parts) if part is Ellipsis)
+        named = sum(part is not None for part in parts) - 1
+        parts = (*parts[:place], *[slice(None)] * (tensor.dim() - named), *parts[place + 1 :])
+    dim = 0
+    for part in parts:
+        if isinstance(part, slice):
+            tensor = torch.ops.aten.slice.Tensor(tensor, dim, part.start, part.stop, part.step or 1)
+        elif part is None:
+            tensor = tensor.unsqueeze(dim)
+        elif isinstance(part, int):
+            tensor, dim = tensor.select(dim, part), dim - 1
+        else:
+            tensor = torch.ops.aten.index.Tensor(tensor, [None] * dim + [part])
+        dim += 1
+    return tensor
+
+
+def pretend() -> None:
+    """What is asked of the driver while a model is made."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = lambda: GPU  # type: ignore[assignment, return-value]  (of a number torch asks the driver)
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.manual_seed = lambda seed: None
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    own_device.current_device = own_device.take_local_device = lambda: GPU
+    torch.Tensor.__getitem__, torch.Tensor.__setitem__ = take, put  # type: ignore[method-assign, assignment]
+    torch.Tensor.__invert__ = lambda tensor: torch.ops.aten.bitwise_not.default(tensor)  # type: ignore[method-assign]
+    torch.Tensor.copy_ = lambda tensor, source, *_, **__: torch.ops.aten.copy_.default(tensor, source)  # type: ignore[method-assign, assignment]
+    torch.Tensor.contiguous = lambda tensor, **_: torch.ops.aten.clone.default(tensor)  # type: ignore[method-assign, assignment]
+    new_group = dist.new_group
+    # Megatron makes gloo groups beside those of the default backend.
+    dist.new_group = lambda *given, **options: new_group(*given, **{**options, "backend": "fake"})
+
+
+def main(folder: Path, layout: dict[str, Any]) -> None:
+    world_size = layout.get("tensor_parallel", 1) * layout.get("context_parallel", 1)
+    os.environ.update(RANK="0", WORLD_SIZE=str(world_size), LOCAL_RANK="0")
+    mode = WithoutDevice()
+    pretend()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron_cases import batch_of
+
+    from roll_lite.config.hf_config import read_hf_config
+    from roll_lite.config.schema.algorithm import MismatchCorrectionConfig
+    from roll_lite.config.schema.models import MegatronStrategyConfig
+    from roll_lite.data.microbatch import MicroBatchPlan, TokenBudget
+    from roll_lite.data.ragged import Ragged
+    from roll_lite.distributed.strategy.megatron import model_io, parallel
+    from roll_lite.distributed.strategy.megatron.experts import Balance
+    from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
+    from roll_lite.workers.objectives import ActorLoss, CriticLoss
+
+    parallel.model_parallel_cuda_manual_seed = lambda *_, **__: None  # type: ignore[assignment]
+    CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    hf, config = read_hf_config(folder), MegatronStrategyConfig(**layout)
+    parallel.join_groups(config, seed=1)
+    device = GPU
+    batch = batch_of([9, 4, 12, 2, 7, 5], vocab=hf.vocab_size)
+    lengths = batch.ragged("advantages").lengths
+    for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "values"):
+        batch = batch.with_columns(**{name: Ragged.from_rows([torch.zeros(int(length)) for length in lengths])})
+    batch = batch.with_columns(loss_weight=torch.ones(len(batch)), kept_ids=_kept(batch))
+    plan = MicroBatchPlan.of(batch.lengths, TokenBudget(20), parallel.layout_multiples(config))
+
+    def to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        own = tensor.clone()
+        with mode:
+            return mode.from_tensor(own).to(device)
+
+    with patch.object(model_io, "_to", to):
+        inputs = model_io.model_inputs(batch, plan, device)
+        ends = model_io.model_inputs(batch, plan, device, ends=True)
+    group = parallel.parallel_state.get_tensor_model_parallel_group()
+    losses = ActorLoss(mismatch_correction=MismatchCorrectionConfig(), kl_coef=0.1, entropy_coef=0.1), CriticLoss()
+    with mode, torch.no_grad():
+        for value_head, loss in zip((False, True), losses, strict=True):
+            model = RollModel(transformer_config(hf, config, torch.bfloat16, False), hf, value_head, Balance(0.01))
+            _all_on(device, dict(model.named_parameters()))
+            outputs = ("values", "final_value") if value_head else ("log_probs", "entropy", "distribution")
+            for given in ends if value_head else inputs:
+                result = model(given.input_ids, given.rows, given.positions)
+                found = model_io.outputs_of(result, None if value_head else model.output_weight, given, outputs, hf.vocab_size, group)
+                _all_on(device, {name: getattr(found, name) for name in outputs})
+                total, metrics = loss(found, given.micro_batch)
+                _all_on(device, {"loss": total, **metrics})
+    print("all on", device)
+
+
+def _kept(batch: Any) -> Any:
+    from roll_lite.data.ragged import Ragged
+
+    return Ragged.from_rows([torch.full((int(length), 3), 5, dtype=torch.int32) for length in batch.ragged("advantages").lengths])
+
+
+def _all_on(device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
+    elsewhere = [name for name, tensor in tensors.items() if tensor.device.type != device.type]
+    assert tensors and not elsewhere, f"not on {device}: {elsewhere}"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,28 @@
+"""On a GPU that is not there: Megatron-Core as it is, our model, log-probs, values and losses. Nothing is left on the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support_models import make_tiny_model
+
+TESTS = Path(__file__).resolve().parents[3]
+
+
+TP2, CP2 = {"tensor_parallel": 2, "sequence_parallel": True}, {"context_parallel": 2}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(TP2, id="TP2"), pytest.param(CP2, id="CP2", marks=pytest.mark.nightly)])
+def test_a_forward_pass_and_its_loss_stay_on_the_gpu(tmp_path: Path, layout: dict[str, Any]) -> None:
+    folder = make_tiny_model(tmp_path / "m", "qwen3", hidden=128)
+    paths = [str(TESTS.parent), str(TESTS), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fake_gpu.py")), str(folder), json.dumps(layout)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0 and done.stdout.endswith("all on cuda:0\n"), done.stdout + done.stderr
