@@ -55,7 +55,6 @@ def test_sglang_replaces_fp8_weights_of_some_families(project: Project, gpus: No
     assert len(messages) == 1 and "the model is a llama; use vllm, or none" in messages[0]
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 def test_transports_between_gpus(project: Project, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -64,7 +63,8 @@ def test_transports_between_gpus(project: Project, monkeypatch: pytest.MonkeyPat
     assert (problem.path, problem.value) == ("weight_sync.transport", transport) and "none are visible here; use auto" in problem.message
     monkeypatch.setattr(check_layout, "gpus_visible", lambda: True)
     assert project.problems_of(f"weight_sync: {{transport: {transport}}}") == []
-=======
+
+
 TE = "actor_train: {strategy: {layers: transformer_engine}}\n"
 
 
@@ -85,7 +85,6 @@ def test_layers_of_transformer_engine(project: Project, monkeypatch: pytest.Monk
     assert told(TE + "ray: {address: 'head:6379'}", gpus=False, installed=False) == []
     (message,) = told("actor_train: {lora: {}, strategy: {layers: transformer_engine}}", gpus=True, installed=True)
     assert "adapters (lora)" in message
->>>>>>> 0fd1bb2 (Two kinds of layers behind one builder (strategy.layers): Transformer Engine's beside torch's, in one table of names; a model and its losses on a GPU that is not there)
 
 
 def test_a_judge_in_fp8_without_a_gpu(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

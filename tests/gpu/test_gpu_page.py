@@ -1,0 +1,36 @@
+"""docs/gpu.md names every module whose code, comments apart, mentions CUDA or NCCL."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MENTION = re.compile("cuda|nccl|pin_memory", re.IGNORECASE)
+
+
+def mentions(source: str) -> bool:
+    """In names and strings; strings that stand alone are documentation."""
+    tree = ast.parse(source)
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    words: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            words.append(node.value)
+        words += [value for value in vars(node).values() if isinstance(value, str) and not isinstance(node, ast.Constant)]
+    return any(MENTION.search(word) for word in words)
+
+
+def test_what_counts_as_a_mention() -> None:
+    assert mentions("import torch\ntorch.cuda.synchronize()") and mentions("device = 'cuda'") and mentions("def f(on_cuda): ...")
+    assert not mentions('"""About CUDA."""\nx = 1  # cuda')
+
+
+def test_every_such_module_stands_on_the_page() -> None:
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(roll_lite/[\w/]+\.py)`", page))
+    modules = {str(file.relative_to(ROOT)): file for file in (ROOT / "roll_lite").rglob("*.py") if "examples" not in file.parts}
+    found = {name for name, file in modules.items() if mentions(file.read_text(encoding="utf-8"))}
+    assert found - named == set(), "modules that docs/gpu.md leaves out"
+    assert named <= set(modules), "modules that are not there"
