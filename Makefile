@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test test-processes test-plain test-slow test-runs test-parts test-nightly lint format docs recipes bench clean
+.PHONY: help install demo test test-processes test-plain test-slow test-runs test-parts test-nightly test-gpu lint format docs recipes bench clean
 .DEFAULT_GOAL := help
 
 help:  ## Show the targets
@@ -57,6 +57,10 @@ test-parts: $(STAMP)
 
 test-nightly: $(STAMP)  ## The same claims on every other recipe, layout, model and engine (once before a large change is done)
 	@$(VENV)/bin/python -m pytest -q -m "nightly and not gpu"
+
+# In the environment that is active: the one of the lock file has builds for CPUs (docs/gpu.md).
+test-gpu:  ## The tests that want a GPU (at most 15 minutes)
+	@python -m pytest -q -m gpu --durations=10 tests/gpu
 
 lint: $(STAMP)  ## Style and types
 	@$(VENV)/bin/ruff check .

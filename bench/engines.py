@@ -24,11 +24,20 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 BARE_SGLANG = "ROLL_LITE_BENCH_BARE_SGLANG"
 if BARE_SGLANG in os.environ:  # the bare engine's process, and those that SGLang spawns from it
     from roll_lite.distributed.strategy.sglang.compat import cpu_stubs
 
-    cpu_stubs.install()
+    if not on_gpu():
+        cpu_stubs.install()
 
 ENGINES = ("vllm", "sglang")
 MAX_MODEL_LEN = 160
@@ -39,7 +48,7 @@ Work = list[tuple[list[int], int]]
 
 
 def options(requests: int) -> dict[str, Any]:
-    return {"max_running_requests": requests, "kv_cache_mb": 512, "enforce_eager": True}
+    return {"max_running_requests": requests, "kv_cache_mb": 512, "enforce_eager": True, "gpu_memory_utilization": 0.4}
 
 
 def strategy_of(engine: str, model: Any, requests: int) -> Any:
@@ -88,17 +97,18 @@ def start_bare(engine: str, model: Any, requests: int, pipe: Connection) -> Any:
     from roll_lite.distributed.strategy.sglang.compat import settings as sglang
     from roll_lite.distributed.strategy.vllm.compat import settings as vllm
 
+    cuda = on_gpu()
     context = multiprocessing.get_context("spawn")
     if engine == "vllm":
-        arguments = vllm.engine_arguments(model, VllmStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=False)
+        arguments = vllm.engine_arguments(model, VllmStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=cuda)
         for ours in ("worker_extension_cls", "enable_log_requests"):
             arguments.pop(ours)
         process = context.Process(target=bare_engine, args=(str(model.path), arguments, pipe))
         process.start()
         return process
-    arguments = sglang.engine_arguments(model, SglangStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=False)
+    arguments = sglang.engine_arguments(model, SglangStrategyConfig(**options(requests)), MAX_MODEL_LEN, 1, cuda=cuda)
     before = dict(os.environ)
-    os.environ.update(sglang.engine_environment(1, cuda=False).variables() | {BARE_SGLANG: "1"})
+    os.environ.update(sglang.engine_environment(1, cuda=cuda).variables() | {BARE_SGLANG: "1"})
     try:
         process = context.Process(target=bare_sglang, args=(arguments, pipe))
         process.start()
@@ -111,7 +121,7 @@ def start_bare(engine: str, model: Any, requests: int, pipe: Connection) -> Any:
 async def measure(engine: str, folder: Path, rounds: int, requests: int) -> dict[str, float]:
     from roll_lite.config.schema.models import ModelConfig
 
-    model = ModelConfig(path=folder, dtype="float32")
+    model = ModelConfig(path=folder, dtype="bfloat16" if on_gpu() else "float32")
     pipe, far_end = multiprocessing.get_context("spawn").Pipe()
     bare = start_bare(engine, model, requests, far_end)
     assert pipe.recv() == "ready"

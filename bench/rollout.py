@@ -137,7 +137,7 @@ def bare_engine(model: str, arguments: dict[str, Any], pipe: Connection) -> None
     """In a process of its own: an engine inside the process, requests given to it all at once."""
     from roll_lite.distributed.strategy.vllm.compat.settings import engine_environment
 
-    os.environ.update(engine_environment(1, cuda=False).variables())
+    os.environ.update(engine_environment(1, cuda=arguments["enable_sleep_mode"]).variables())
     from vllm import LLM, SamplingParams
 
     llm = LLM(**arguments)

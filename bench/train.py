@@ -85,24 +85,27 @@ def make_model(folder: Path, hidden: int = 256, layers: int = 4, **changed: Any)
 
 @contextmanager
 def one_rank(
-    optimizer: OptimizerConfig | None, hidden: int = 256, layers: int = 4, **changed: Any
+    optimizer: OptimizerConfig | None, hidden: int = 256, layers: int = 4, dtype: str = "float32", **changed: Any
 ) -> Iterator[tuple[MegatronStrategy, Path]]:
-    """A strategy in this process with a model of make_model, in float32, and a folder that is gone afterwards."""
+    """A strategy in this process, on a GPU if there is one, with a model of make_model, and a folder that is gone afterwards."""
     torch.set_num_threads(1)
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", hidden, layers, **changed)
-        dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
         try:
-            yield make_strategy(folder / "model", MegatronStrategyConfig(), optimizer), folder
+            yield make_strategy(folder / "model", MegatronStrategyConfig(), optimizer, dtype), folder
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
 
-def make_strategy(path: Path, layout: MegatronStrategyConfig, optimizer: OptimizerConfig | None) -> MegatronStrategy:
-    strategy = MegatronStrategy(ModelSpec(ModelConfig(path=path, dtype="float32"), layout, "model.path", optimizer))
+def make_strategy(
+    path: Path, layout: MegatronStrategyConfig, optimizer: OptimizerConfig | None, dtype: Any = "float32"
+) -> MegatronStrategy:
+    strategy = MegatronStrategy(ModelSpec(ModelConfig(path=path, dtype=dtype), layout, "model.path", optimizer))
     strategy.initialize()
     return strategy
 

@@ -30,6 +30,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from roll_lite.distributed.strategy.device import current_device
+from roll_lite.distributed.weight_sync.devices import settle
+
 TRANSPORTS = ("shared_memory", "gloo")
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0
@@ -88,7 +91,8 @@ class Trainer:
 
     def join(self, plan: Any, membership: Any) -> None:
         self.sender.join(plan, membership)
-        self.source = [torch.ones(tensor.shape, dtype=tensor.dtype) for tensor in self.export.tensors]
+        device = current_device()
+        self.source = [torch.ones(tensor.shape, dtype=tensor.dtype, device=device) for tensor in self.export.tensors]
         self.copy = [torch.empty_like(tensor) for tensor in self.source]
 
     def send(self) -> dict[str, float]:
@@ -102,6 +106,7 @@ class Trainer:
         started = time.perf_counter()
         for ours, theirs in zip(self.source, self.copy, strict=True):
             theirs.copy_(ours)
+        settle(theirs)
         return time.perf_counter() - started
 
 
@@ -113,7 +118,7 @@ class Engine:
 
         torch.set_num_threads(1)
         self.receiver = WeightReceiver()
-        self.model = {tensor.name: torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in export.tensors}
+        self.model = {tensor.name: torch.zeros(tensor.shape, dtype=tensor.dtype, device=current_device()) for tensor in export.tensors}
 
     def join(self, membership: Any, number: int) -> None:
         self.receiver.join(membership, number)
