@@ -6,8 +6,8 @@
 - rollout: tokens/s of the streaming engine against the engine's own offline call (bench/engines.py);
 - step: seconds of a step of the demo's run, by phase.
 
-Parts run one after the other in processes of their own. Without a GPU it is measured on
-the CPU, which is said; without arguments then only the first two, on a small model.
+Parts run one after the other in processes of their own. Without a GPU it is measured on the CPU, which is said; without arguments
+then only the first two, on a small model.
 
     python bench/gpu.py [--parts train sync rollout step] [--hidden 2048] [--layers 16] [--tokens 16384] [--rounds 5] [--engine vllm]
 """

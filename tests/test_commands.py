@@ -117,6 +117,11 @@ def reads_dumps(words: list[str]) -> None:
     assert words[1:] == ["examples/read_dumps.py", "runs/latest"] and (ROOT / words[1]).is_file()
 
 
+def is_a_benchmark(words: list[str]) -> None:
+    """As small as it can be made: tests/examples/test_scripts.py."""
+    assert words[1].startswith("bench/") and (ROOT / words[1]).is_file()
+
+
 def starts_the_entry_point(words: list[str]) -> None:
     assert words[:2] == ["python", "examples/start_rlvr_pipeline.py"] and (ROOT / words[1]).is_file()
 
@@ -129,6 +134,7 @@ def draws_the_timelines(words: list[str]) -> None:
 ELSEWHERE = {
     "python -m roll_lite.simulator.timelines docs/images": draws_the_timelines,
     "pip check": lists_missing_packages,
+    "python bench/gpu.py": is_a_benchmark,
     'pip install ".[vllm]"': names_an_extra,
     'pip install ".[sglang]"': names_an_extra,
     "python examples/recompute.py runs/latest": recomputes_a_run,
