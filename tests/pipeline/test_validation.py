@@ -69,7 +69,7 @@ class Source:
         self.story: list[str] = []
         self.started: list[Pending] = []
 
-    def loaded(self, _: Any) -> Any:
+    def loaded(self, *_: Any) -> Any:
         return nullcontext()
 
     def sync(self, version: int) -> None:
