@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
 from engine_harness import Harness, Make, require
+from megatron_ranks import RankPool
 
 MAX_MODEL_LEN = 1024
 
@@ -32,3 +33,10 @@ async def engine(lasting_engine: Harness) -> AsyncIterator[Harness]:
     """A test that fails while it has paused the engine leaves no other one waiting."""
     yield lasting_engine
     await lasting_engine.strategy.resume()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool()
+    yield pool
+    pool.close()
