@@ -1,0 +1,78 @@
+"""From any layout of the trainer to any layout of an engine: what an engine generates and holds after updates is what Hugging Face
+generates and holds. The trainers are Megatron's, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import SHARPNESS, Harness, assert_log_probs
+from megatron_ranks import RankPool
+from support_models import by_checkpoint, load_hf, make_tiny_model
+from trainer_ranks import Trainer, nudge
+
+from roll_lite.distributed.weight_sync.checksum import checksum
+from roll_lite.distributed.weight_sync.plan import TransferPlan
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+TOKENS = 24
+
+
+def nudged(path: Path, dtype: torch.dtype) -> Any:
+    """Worked out without the trainer: every tensor of the checkpoint, changed as its ranks change their parts."""
+    model = load_hf(path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            nudge(parameter)
+    return model.to(dtype)
+
+
+async def assert_serves(engine: Harness, tolerance: float = 1e-4) -> None:
+    completion = await engine.one(TOKENS)
+    assert list(completion.token_ids) == engine.hf_greedy(TOKENS)
+    assert_log_probs(completion, engine.hf_logits(completion.token_ids), tolerance)
+
+
+async def assert_follows(
+    engine: Harness, ranks: RankPool, folder: Path, layout: dict[str, int], transport: str = "auto", **options: Any
+) -> TransferPlan:
+    """Two updates from a trainer of this layout, of another model of the engine's shape."""
+    size = layout.get("tensor_parallel", 1) * layout.get("pipeline_parallel", 1)
+    size = max(size, layout.get("expert_parallel", 1))
+    path = make_tiny_model(folder / "new", engine.family, engine.tied, seed=77, sharpness=SHARPNESS)
+    workers = engine.strategy.options.tensor_parallel
+    trainer = Trainer(ranks, size, path, folder / "trainer", workers, transport, engine.dtype, **layout, **options)
+    plan, membership = await trainer.plan()
+    await engine.strategy.connect_weights(plan.first_member(0), membership)
+    engine.version += 1
+    seconds = await engine.strategy.update_weights(plan.routes, engine.version)
+    assert seconds.keys() == {"receive", "load"} and min(seconds.values()) > 0
+    engine.reference = load_hf(path).to(engine.dtype)
+    if engine.family != "qwen3_moe":  # whose experts an engine keeps in one tensor
+        held = {name: checksum(tensor) for name, tensor in by_checkpoint(engine.reference.state_dict()).items()}
+        assert (await engine.strategy.weight_checksums()).items() <= held.items()
+    if engine.dtype == torch.float32:
+        await assert_serves(engine)
+    engine.version += 1
+    await engine.strategy.update_weights(plan.routes, engine.version)
+    await asyncio.to_thread(trainer.done.result)
+    if "lora" in options:
+        engine.reference = load_hf(folder / "trainer" / "saved")
+        weights = [model.model.layers[0].self_attn.q_proj.weight for model in (engine.reference, nudged(path, torch.float32))]
+        assert not torch.equal(*weights), "the adapters are in it"
+    else:
+        engine.reference = nudged(path, engine.dtype)
+    if engine.dtype == torch.float32:
+        await assert_serves(engine)
+    engine.plan = None  # the others' sender has to connect again
+    return plan
+
+
+async def test_an_engine_follows_a_trainer_in_two_stages(engine: Harness, ranks: RankPool, tmp_path: Path) -> None:
+    plan = await assert_follows(engine, ranks, tmp_path, {"pipeline_parallel": 2})
+    assert plan.trainers == (0, 1)
+    assert [route.sender for route in plan.routes][:4] == [0, 1, 0, 1], "the owners' buckets take turns: both send at once"
