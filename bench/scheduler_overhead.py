@@ -2,8 +2,9 @@
 
 The rollout service's own schedulers and router run in an actor; engines are actors that hold every request until all of them are in flight,
 and then answer at once. Scores are there at once. What is measured is the service's process: its CPU time from asking for the batch to
-having it, over the samples; and how much its memory has grown when all requests are in flight, over their number. `ratio` is 150
-microseconds, the aim, over the CPU per sample at the greatest number.
+having it, over the samples; and how much its memory has grown when all requests are in flight, over their number. `bounded` is the same
+as runs have it, where engines are known to take so many requests at a time: of a batch of twice as many samples the others are started as
+those before them end. `ratio` is 150 microseconds, the aim, over the CPU per sample at the greatest number, without a bound.
 
     .venv/bin/python bench/scheduler_overhead.py [--quick]
 """
@@ -34,15 +35,23 @@ class HoldingEngine:
     def __init__(self) -> None:
         self.requests: list[Any] = []
         self.open = asyncio.Event()
+        self.flows = False
+        """Requests are answered as they come."""
 
     async def submit(self, requests: list[Any], frozen: bool, kept_ids: bool) -> None:
         self.requests += requests
+        if self.flows:
+            self.open.set()
 
     async def held(self) -> int:
         return len(self.requests)
 
-    async def let_go(self) -> None:
-        self.open.set()
+    async def let_go(self, flows: bool) -> None:
+        self.flows = flows
+        if flows:
+            self.open.set()
+        else:
+            self.open.clear()
 
     async def collect(self, most_blocks: int) -> tuple[Any, ...]:
         from roll_lite.data.samples import FinishReason, TokenRow, Turn, VersionSpan
@@ -61,12 +70,15 @@ class HoldingEngine:
 
 
 class Prompts:
+    asked = 0
+
     def __len__(self) -> int:
         return 1_000_000
 
     def __getitem__(self, index: int, /) -> Any:
         from roll_lite.data.samples import Prompt
 
+        self.asked += 1
         return Prompt("toy", index, "6*7=", tuple(range(PROMPT_TOKENS)), "42")
 
 
@@ -80,21 +92,32 @@ class AllRight:
 
 
 class Service:
-    def __init__(self, engines: list[Any]) -> None:
+    """`slots`: requests that an engine takes at a time; None: as many as come."""
+
+    def __init__(self, engines: list[Any], slots: int | None) -> None:
+        from roll_lite.workers.rollout import GC_THRESHOLDS
+
+        self.engines, self.slots = engines, slots
+        self.prompts = Prompts()
+        self.service = self.made(self.prompts)
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+
+    def made(self, prompts: Prompts) -> Any:
         from roll_lite.data.prompts import PromptOrder
         from roll_lite.data.samples import Sampling
         from roll_lite.scheduler.domain import Domain
         from roll_lite.scheduler.router import Router
         from roll_lite.scheduler.service import RolloutService
         from roll_lite.workers.infer import RemoteEngine
-        from roll_lite.workers.rollout import GC_THRESHOLDS
 
-        order = PromptOrder(1_000_000, 1, "toy")
-        domain = Domain("toy", Prompts(), order, Sampling(1.0, RESPONSE_TOKENS), GROUP, 1.0, AllRight())
-        clients = [RemoteEngine(f"engine {number}", engine) for number, engine in enumerate(engines)]
-        self.service = RolloutService([domain], Router(clients, timeout_s=3600.0), retries=0)
-        gc.freeze()
-        gc.set_threshold(*GC_THRESHOLDS)
+        domain = Domain("toy", prompts, PromptOrder(1_000_000, 1, "toy"), Sampling(1.0, RESPONSE_TOKENS), GROUP, 1.0, AllRight())
+        clients = [RemoteEngine(f"engine {number}", engine) for number, engine in enumerate(self.engines)]
+        return RolloutService([domain], Router(clients, timeout_s=3600.0, engine_slots=self.slots), retries=0)
+
+    async def warm_up(self) -> None:
+        """With a service of its own: batches of one service are all of a size."""
+        await self.made(Prompts()).next_batch(ENGINES)
 
     async def next_batch(self, prompts: int) -> tuple[float, int]:
         """CPU seconds, and samples."""
@@ -102,32 +125,41 @@ class Service:
         result = await self.service.next_batch(prompts)
         return time.process_time() - before, sum(len(group.samples) for group in result.groups)
 
-    async def memory_kb(self) -> float:
+    async def memory_kb(self) -> tuple[float, int]:
+        """And samples that have been started."""
         import psutil
 
         gc.collect()
-        return float(psutil.Process().memory_info().rss) / 1024
+        return float(psutil.Process().memory_info().rss) / 1024, self.prompts.asked * GROUP
 
 
-def measure(samples: int) -> dict[str, float]:
+def measure(samples: int, bounded: bool) -> dict[str, float]:
     """With actors of their own: what one number leaves behind in memory does not count for the next."""
     import ray
 
+    from roll_lite.scheduler.router import READY_SHARE
+
+    slots = int(samples / ENGINES / (1 + READY_SHARE)) if bounded else None
     engines = [ray.remote(HoldingEngine).options(max_concurrency=64).remote() for _ in range(ENGINES)]  # type: ignore[attr-defined]
-    service = ray.remote(Service).options(max_concurrency=64).remote(engines)  # type: ignore[attr-defined]
-    warm = service.next_batch.remote(8)
-    let_go(engines, 8 * GROUP)
-    ray.get(warm)
-    before = ray.get(service.memory_kb.remote())
-    pending = service.next_batch.remote(samples // GROUP)
-    until_held(engines, samples)
-    in_flight = ray.get(service.memory_kb.remote())
-    let_go(engines, samples)
+    service = ray.remote(Service).options(max_concurrency=64).remote(engines, slots)  # type: ignore[attr-defined]
+    let_go(engines, flows=True)
+    ray.get(service.warm_up.remote())
+    let_go(engines, flows=False)
+    before, _ = ray.get(service.memory_kb.remote())
+    wanted = 2 * samples if bounded else samples
+    pending = service.next_batch.remote(wanted // GROUP)
+    until_held(engines, ENGINES * (slots + int(slots * READY_SHARE)) if slots else samples)
+    in_flight, started = ray.get(service.memory_kb.remote())
+    let_go(engines, flows=True)
     seconds, delivered = ray.get(pending)
-    assert delivered == samples
+    assert delivered == wanted and (bounded or started == samples)
     for actor in (*engines, service):
         ray.kill(actor)
-    return {"cpu_us": seconds / samples * 1e6, "kb": (in_flight - before) / samples}
+    return {"cpu_us": seconds / wanted * 1e6, "kb": (in_flight - before) / started}
+
+
+def rounded(case: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 2) for name, value in case.items()}
 
 
 def until_held(engines: list[Any], requests: int) -> None:
@@ -137,11 +169,10 @@ def until_held(engines: list[Any], requests: int) -> None:
         time.sleep(0.05)
 
 
-def let_go(engines: list[Any], requests: int) -> None:
+def let_go(engines: list[Any], flows: bool) -> None:
     import ray
 
-    until_held(engines, requests)
-    ray.get([engine.let_go.remote() for engine in engines])
+    ray.get([engine.let_go.remote(flows) for engine in engines])
 
 
 def main() -> int:
@@ -153,12 +184,12 @@ def main() -> int:
     from roll_lite.distributed.ray_session import ray_session
 
     numbers = (800,) if chosen.quick else (1_000, 10_000, 100_000)
-    cases: dict[int, dict[str, float]] = {}
+    cases: dict[int, dict[str, dict[str, float]]] = {}
     with ray_session(RayConfig(object_store_mb=200 if chosen.quick else 500), None):
         for samples in numbers:
-            cases[samples] = measure(samples)
-            print(f"{samples} in flight:", {name: round(value, 2) for name, value in cases[samples].items()}, flush=True)
-    worst = cases[numbers[-1]]
+            cases[samples] = {name: rounded(measure(samples, bounded=name == "bounded")) for name in ("unbounded", "bounded")}
+            print(f"{samples} in flight:", cases[samples], flush=True)
+    worst = cases[numbers[-1]]["unbounded"]
     report = {
         "name": "scheduler_overhead",
         "ours": round(worst["cpu_us"], 1),
@@ -168,7 +199,7 @@ def main() -> int:
         "ratio": round(AIM_US / worst["cpu_us"], 3),
         "kb_per_request_in_flight": round(worst["kb"], 2),
         "kb_aim": AIM_KB,
-        "cases": {str(samples): {name: round(value, 2) for name, value in case.items()} for samples, case in cases.items()},
+        "cases": cases,
     }
     print(json.dumps(report))
     return 0

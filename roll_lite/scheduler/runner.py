@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from roll_lite.data.samples import (
@@ -120,13 +121,11 @@ class SampleRunner:
         return Sample(sample_id, prompt, Transcript(), SampleOutcome.FAILED, failure=cause, timed_out=timed_out)
 
     def _conversation(self, sample_id: SampleId, sampling: Sampling, recorder: Recorder) -> Conversation:
-        async def ask(request: GenerationRequest) -> Turn:
-            return await self._generate(request, recorder)
-
         seed = self._seeds(sample_id)
+        ask = partial(self._generate, recorder)
         return Conversation(ask, sample_id.request_id(), sampling if seed is None else replace(sampling, seed=seed))
 
-    async def _generate(self, request: GenerationRequest, recorder: Recorder) -> Turn:
+    async def _generate(self, recorder: Recorder, request: GenerationRequest) -> Turn:
         clock = asyncio.get_running_loop().time
         sent = clock()
         turn = await self._router.generate(self._queue, request)
