@@ -96,7 +96,7 @@ def sync(chosen: argparse.Namespace) -> dict[str, float]:
     sizes = argparse.Namespace(hidden=chosen.hidden, layers=chosen.layers, bucket_mb=256, engines=[1])
     with processes(sizes) as bench:
         gigabytes = sum(tensor.nbytes for tensor in bench.export.tensors) / 1e9
-        update, copy = bench.measure("auto", 1, chosen.rounds)
+        update, copy, _ = bench.measure("auto", 1, chosen.rounds)
     return {"gigabytes_per_second": gigabytes / update, "copy_gigabytes_per_second": gigabytes / copy, "ratio": copy / update}
 
 
