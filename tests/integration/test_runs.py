@@ -426,12 +426,19 @@ def test_the_exported_model_generates_with_transformers(start: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ctrl-c", pytest.param("terminate", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "how",
+    ["ctrl-c", pytest.param("terminate", marks=pytest.mark.nightly), pytest.param("ctrl-c beside a validation", marks=pytest.mark.nightly)],
+)
 def test_an_interrupted_run_ends_within_seconds_and_leaves_no_process(start: Any, how: str) -> None:
-    run = start("tiny_grpo", *SMALL, "steps=1000")
+    if "validation" in how:
+        run = start("tiny_async", *SMALL[:2], "validation={samples_per_prompt: 32, every: 1000}", "steps=1000")
+    else:
+        run = start("tiny_grpo", *SMALL, "steps=1000")
     run.wait_for_step(2)
+    assert not (run.folder / "samples" / "validation_000000.jsonl").exists(), "it is still under way"
     processes = run.tree()
-    if how == "ctrl-c":
+    if how != "terminate":
         os.killpg(run.process.pid, signal.SIGINT)  # a terminal sends it to every process in the foreground
     else:
         run.process.terminate()
