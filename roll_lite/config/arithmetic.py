@@ -295,6 +295,11 @@ def actor_is_reference(config: RunConfig) -> bool:
     return trains(config) and config.actor_train.lora is not None and config.reference is None and bool(kl_terms(config))
 
 
+def replays_engines(config: RunConfig) -> bool:
+    """The actor's passes use the experts that the engines chose."""
+    return trains(config) and config.algorithm.routing_replay == "rollout"
+
+
 def roles(config: RunConfig) -> dict[str, Role]:
     """The roles that are configured and take part in a run of this mode, by their place in the configuration."""
     named = {"actor_train": config.actor_train, "actor_infer": config.actor_infer, "reference": config.reference, "critic": config.critic}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 TURN = "/turn"
 """Stands in a request's id between its sample's and the number of the turn, after the first one."""
 
@@ -148,6 +150,9 @@ class Completion:
     """For each response token the ids of the tokens that survived truncation, where the sampling asks for them."""
     cached_tokens: int = 0
     """Tokens of the prompt whose keys and values the engine had already, from another request."""
+    experts: np.ndarray | None = field(default=None, compare=False)
+    """[tokens, layers with experts x experts of a token] int16: where the tokens of prompt and response went, from the first on; the last
+    one has not been run. Where the engine was asked for it (EngineSpec.experts)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from roll_lite.config.arithmetic import (
     infer_dtype,
     max_model_len,
     model_parallel_size,
+    replays_engines,
     roles,
     trains,
     updates,
@@ -168,6 +169,7 @@ class Starter:
             role.threads,
             limits.engine_silence or None,
             limits.engine_step,
+            experts=replays_engines(self.config),
         )
         return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine), role)
 
@@ -190,6 +192,7 @@ class Starter:
             steps=config.steps,
             engines_rest=config.actor_infer.offload,
             engine_silence_s=config.limits.engine_silence or None,
+            experts=replays_engines(config),
         )
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)
 

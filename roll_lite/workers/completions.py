@@ -40,11 +40,14 @@ class _Ready(NamedTuple):
 class CompletionPump:
     """Keeps what finishes until it is fetched."""
 
-    def __init__(self, strategy: InferenceStrategy, fetch: Callable[[Any], Awaitable[DataProto]], linger_s: float = 0.05) -> None:
-        """`fetch`: a block by its reference."""
+    def __init__(
+        self, strategy: InferenceStrategy, fetch: Callable[[Any], Awaitable[DataProto]], linger_s: float = 0.05, experts: bool = False
+    ) -> None:
+        """`fetch`: a block by its reference. `experts`: completions say where tokens went, and blocks have that column."""
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s
+        self._experts = experts
         self._ready: deque[_Ready] = deque()
         self._tokens_waiting = 0
         self._left_over = False
@@ -213,13 +216,13 @@ class CompletionPump:
             ready = self._ready.popleft()
             completion, row = ready.completion, None
             if completion.error is None and (completion.token_ids or completion.finish_reason is not FinishReason.ABORT):
-                record = TokenRecord.joined([*ready.before, TokenRecord.chosen(completion)])
+                record = TokenRecord.joined([*ready.before, TokenRecord.chosen(completion)]).filled(completion.experts)
                 row = TokenRow(len(blocks) - 1, len(blocks[-1]), len(record))
                 blocks[-1].append(record)
                 tokens += len(record)
             self._tokens_waiting -= ready.tokens
             (parts if ready.is_part else turns).append(turn_of(completion, row))
-        return turns, parts, [token_block(records, self._kept_ids) for records in blocks if records]
+        return turns, parts, [token_block(records, self._kept_ids, self._experts) for records in blocks if records]
 
 
 def turn_of(completion: Completion, tokens: TokenRow | None) -> Turn:

@@ -55,7 +55,7 @@ class InferWorker(AsyncWorker):
         # Replicas with one seed would draw the same numbers, and samples of one prompt on two replicas could come out alike.
         self._strategy = build_engine(replace(spec, seed=derived_seed(spec.seed, "actor_infer", self.rank)))
         self._ready = asyncio.Event()
-        self._pump = CompletionPump(self._strategy, fetch_block)
+        self._pump = CompletionPump(self._strategy, fetch_block, experts=spec.experts)
 
     async def initialize(self) -> None:
         await self._strategy.initialize()
@@ -142,11 +142,18 @@ class RemoteEngine(BatchedEngine):
     fails at once. `silence_s`: how long it may answer nothing at all; None, for ever."""
 
     def __init__(
-        self, name: str, worker: Any, frozen_admission: bool = False, kept_ids: bool = False, silence_s: float | None = None
+        self,
+        name: str,
+        worker: Any,
+        frozen_admission: bool = False,
+        kept_ids: bool = False,
+        silence_s: float | None = None,
+        experts: bool = False,
     ) -> None:
         super().__init__(name, frozen_admission)
         self._worker = worker
         self._kept_ids = kept_ids
+        self._experts = experts
         self._silence_s = silence_s
         self._place: tuple[str, int] | None = None
         """Node and number of its process."""
@@ -213,7 +220,7 @@ class RemoteEngine(BatchedEngine):
 
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
         record = await joined_row(request, parts, fetch_block)
-        return TokenRow(ray.put(token_block([record], self._kept_ids)), 0, len(record))
+        return TokenRow(ray.put(token_block([record], self._kept_ids, self._experts)), 0, len(record))
 
     async def _abort(self, request_ids: list[str]) -> None:
         await self._call(self._worker.abort.remote(request_ids))

@@ -62,6 +62,8 @@ class RolloutSpec:
     """They are offloaded between two batches."""
     engine_silence_s: float | None = None
     """How long an engine's process may answer nothing; None: for ever."""
+    experts: bool = False
+    """Engines say where tokens went."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class RolloutWorker(AsyncWorker):
         the models' names. `judges`: where those that the run has started are."""
         spec = self._spec
         clients = [
-            RemoteEngine(f"actor_infer[{i}]", engine, spec.deterministic, self._kept_ids, spec.engine_silence_s)
+            RemoteEngine(f"actor_infer[{i}]", engine, spec.deterministic, self._kept_ids, spec.engine_silence_s, spec.experts)
             for i, engine in enumerate(engines)
         ]
         self._engines = Fleet("actor_infer", clients, ENGINE_POLICY, lost=RemoteEngine.lost, down=self.tell_end)
@@ -189,14 +191,17 @@ class RolloutWorker(AsyncWorker):
             writing.append(self._spec.dumps.writing(step, everyone, rows, result.stats, self._kept_ids))
         await self._write(writing)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
-        return RolloutBatch(rows, [tokens_of(trainable, self._kept_ids)], result.stats, replaced)
+        return RolloutBatch(rows, [self._tokens_of(trainable)], result.stats, replaced)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
         """Rows and tokens of groups that are finished and certain to be in the batch that is being made: of those that are not `known`, by
         number, and of none where they are fewer than `least`. Their sample numbers are not those that they will have in the batch."""
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
-        return rows_of(trainable, self._temperatures), tokens_of(trainable, self._kept_ids)
+        return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
+
+    def _tokens_of(self, groups: Sequence[SampleGroup]) -> Block:
+        return tokens_of(groups, self._kept_ids, self._spec.experts)
 
     async def lost_engines(self) -> dict[int, str]:
         """By their numbers, and why."""

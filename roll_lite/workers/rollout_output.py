@@ -21,7 +21,7 @@ from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.samples import Sample, SampleGroup
 from roll_lite.distributed.dataflow import Block
 from roll_lite.scheduler.stats import RolloutStats
-from roll_lite.workers.token_blocks import TOKEN_COLUMNS
+from roll_lite.workers.token_blocks import EXPERTS, TOKEN_COLUMNS
 
 # ---------------------------------------------------------------- for the driver
 
@@ -75,8 +75,8 @@ def _answers(group: SampleGroup) -> Iterator[int]:
         yield READS_NONE if answer is None else numbers.setdefault(answer, len(numbers)) if answer else NO_ANSWER
 
 
-def tokens_of(groups: Sequence[SampleGroup], kept_ids: bool) -> Block:
-    """Where the tokens of the same samples lie. `kept_ids`: the engines' workers have written that column."""
+def tokens_of(groups: Sequence[SampleGroup], kept_ids: bool, experts: bool = False) -> Block:
+    """Where the tokens of the same samples lie. `kept_ids`, `experts`: the engines' workers have written these columns."""
     places = [sample.transcript.tokens for group in groups for sample in group.samples]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
@@ -85,7 +85,7 @@ def tokens_of(groups: Sequence[SampleGroup], kept_ids: bool) -> Block:
         assert place is not None, f"sample {sample} has no tokens"
         objects[sample] = numbers.setdefault(place.block, len(numbers))
         rows[sample] = place.row
-    keys = (*TOKEN_COLUMNS, "kept_ids") if kept_ids else TOKEN_COLUMNS
+    keys = (*TOKEN_COLUMNS, *(["kept_ids"] if kept_ids else []), *([EXPERTS] if experts else []))
     return Block(tuple(numbers), keys, np.arange(len(places)), objects, rows)
 
 

@@ -7,7 +7,7 @@ turn of a sample, another holds the first and the second.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -22,6 +22,7 @@ BLOCK_TOKENS = 2**16
 """A block is full with so many tokens, some 850 KB: whoever reads a row fetches no more than that and the block's last row. Every block
 costs whoever passes on a reference to it 100 to 200 microseconds."""
 
+EXPERTS = "rollout_experts"
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 
 
@@ -37,15 +38,24 @@ class TokenRecord:
     """float32, of the distribution that was sampled from; 0 where the mask is 0."""
     kept_ids: np.ndarray | None = None
     """[T, K] int32: the tokens that survived truncation, then -1. None: all of them, everywhere."""
+    experts: np.ndarray | None = None
+    """[T, K] int16: where the token went in layers with experts; -1 where nobody knows. None: nobody knows anything."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def behind(self, first: int) -> TokenRecord:
         """Without so many."""
-        return TokenRecord(
-            self.ids[first:], self.mask[first:], self.log_probs[first:], None if self.kept_ids is None else self.kept_ids[first:]
-        )
+        kept, experts = (None if part is None else part[first:] for part in (self.kept_ids, self.experts))
+        return TokenRecord(self.ids[first:], self.mask[first:], self.log_probs[first:], kept, experts)
+
+    def filled(self, experts: np.ndarray | None) -> TokenRecord:
+        """With those of its tokens from the first on, where nobody knew. Those that an earlier request knew stay: the tokens that it chose
+        came of them, while an engine that went on has run the same tokens once more."""
+        if experts is None:
+            return self
+        told = _stacked([experts[: len(self)], _no_experts(max(0, len(self) - len(experts)))])
+        return replace(self, experts=told if self.experts is None else np.where(self.experts < 0, told, self.experts))
 
     @staticmethod
     def given(token_ids: Sequence[int]) -> TokenRecord:
@@ -66,8 +76,11 @@ class TokenRecord:
         kept = None
         if any(part.kept_ids is not None for part in parts):
             kept = _stacked([_all_kept(len(part)) if part.kept_ids is None else part.kept_ids for part in parts])
+        experts = None
+        if any(part.experts is not None for part in parts):
+            experts = _stacked([_no_experts(len(part)) if part.experts is None else part.experts for part in parts])
         ids, masks, log_probs = zip(*((part.ids, part.mask, part.log_probs) for part in parts), strict=True)
-        return TokenRecord(np.concatenate(ids), np.concatenate(masks), np.concatenate(log_probs), kept)
+        return TokenRecord(np.concatenate(ids), np.concatenate(masks), np.concatenate(log_probs), kept, experts)
 
     @staticmethod
     def read(block: DataProto, row: int) -> TokenRecord:
@@ -78,7 +91,8 @@ class TokenRecord:
         if "kept_ids" in block:
             entries = block.ragged("kept_ids").row(row).numpy()
             kept = np.concatenate([np.full((1, entries.shape[1]), -1, np.int32), entries])
-        return TokenRecord(ids, mask, log_probs, kept)
+        experts = block.ragged(EXPERTS).row(row).numpy() if EXPERTS in block else None
+        return TokenRecord(ids, mask, log_probs, kept, experts)
 
 
 async def joined_row(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> TokenRecord:
@@ -88,8 +102,9 @@ async def joined_row(request: GenerationRequest, parts: Sequence[TokenRow], fetc
     return TokenRecord.joined([*before, TokenRecord.given(request.prompt_ids), *new])
 
 
-def token_block(records: Sequence[TokenRecord], kept_ids: bool) -> DataProto:
-    """A row for each record. `kept_ids`: with that column, also where no record has any, so that the blocks of a batch agree."""
+def token_block(records: Sequence[TokenRecord], kept_ids: bool, experts: bool = False) -> DataProto:
+    """A row for each record. `kept_ids`, `experts`: with these columns, also where no record has any, so that the blocks of a batch
+    agree."""
     assert all(len(record) for record in records), "a sample has tokens"
     whole = TokenRecord.joined([TokenRecord.given(()), *records])
     offsets = np.concatenate([[0], np.cumsum([len(record) for record in records], dtype=np.int64)])
@@ -104,6 +119,9 @@ def token_block(records: Sequence[TokenRecord], kept_ids: bool) -> DataProto:
     if kept_ids:
         kept = _all_kept(len(whole)) if whole.kept_ids is None else whole.kept_ids
         columns["kept_ids"] = Ragged(torch.from_numpy(kept[predicted]), transitions)
+    if experts:
+        known = _no_experts(len(whole)) if whole.experts is None else whole.experts
+        columns[EXPERTS] = Ragged(torch.from_numpy(known), torch.from_numpy(offsets))
     return DataProto(columns)
 
 
@@ -121,6 +139,10 @@ def _kept_ids(completion: Completion) -> np.ndarray | None:
 
 def _all_kept(tokens: int) -> np.ndarray:
     return np.full((tokens, 1), -1, dtype=np.int32)
+
+
+def _no_experts(tokens: int) -> np.ndarray:
+    return np.full((tokens, 1), -1, dtype=np.int16)
 
 
 def _stacked(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -400,6 +400,22 @@ def test_layouts_of_experts(project: Project) -> None:
     assert problem.path == "actor_infer.strategy.tensor_parallel" and "size of 63" in problem.message
 
 
+def test_engines_that_do_not_say_where_tokens_went(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(check_layout, "gpus_visible", lambda: False)
+    make_tiny_model(project.folder / "experts", "qwen3_moe", hidden=128, vocab_size=100)
+    yaml = "model: {path: experts, dtype: float32}\nalgorithm: {routing_replay: rollout}\n"
+    assert project.problems_of(yaml + "actor_infer: {strategy: {name: sglang}}") == []
+    (problem,) = project.problems_of(yaml)
+    assert problem.path == "algorithm.routing_replay" and "vLLM on a CPU does not say which experts it used" in problem.message
+    assert project.problems_of(yaml + "ray: {address: 'head:6379'}") == [], "there may be GPUs"
+    make_tiny_model(project.folder / "mixed", "qwen3_moe", hidden=128, vocab_size=100, mlp_only_layers=[0])
+    (problem,) = project.problems_of("model: {path: mixed, dtype: float32}\nactor_infer: {strategy: {name: sglang}}")
+    assert problem.path == "actor_infer.strategy.name" and "takes every layer of the model for one with experts" in problem.message
+    problems = project.problems_of(yaml + "mode: train_only\nactor_infer: {strategy: {name: sglang}}")
+    assert [problem.message for problem in problems if "dumps of past rollouts do not say" in problem.message]
+
+
 def test_a_critics_layout_is_held_against_its_own_model(project: Project) -> None:
     project.write_model("deep", num_hidden_layers=4)
     layout = ("critic.devices=4", "critic.strategy.pipeline_parallel=4")

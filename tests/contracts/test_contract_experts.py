@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 from engine_harness import Harness, assert_log_probs, require
+from support_models import load_hf, make_tiny_model
+
+from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig
+from roll_lite.data.samples import Completion, GenerationRequest, Sampling
+from roll_lite.distributed.strategy.base import EngineSpec
+from roll_lite.distributed.strategy.engines import build_engine
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow, pytest.mark.nightly]
 
@@ -23,3 +31,44 @@ async def test_new_weights_of_experts(tmp_path: Path, make: str) -> None:
             assert_log_probs(completion, engine.hf_logits(completion.token_ids))
     finally:
         await engine.stop()
+
+
+def choices(path: Path, tokens: tuple[int, ...]) -> torch.Tensor:
+    """[tokens, layers with experts, k], sorted: those of transformers' routers."""
+    with torch.no_grad():
+        logits = load_hf(path)(torch.tensor([tokens]), output_router_logits=True).router_logits
+    return torch.stack([each.topk(2).indices.sort(1).values for each in logits], dim=1)
+
+
+async def test_the_engine_says_where_its_tokens_went(tmp_path: Path) -> None:
+    """Of prompts, also cached ones, and responses, also continued and aborted ones; all tokens but the last, which it has not run."""
+    require("sglang")
+    path = make_tiny_model(tmp_path / "model", "qwen3_moe", tied=False, sharpness=2.0, layers=3)
+    strategy = SglangStrategyConfig(kv_cache_mb=64, max_running_requests=8)
+    engine = build_engine(EngineSpec(ModelConfig(path=path, dtype="float32"), strategy, max_model_len=512, experts=True))
+    await engine.initialize()
+
+    async def checked(*requests: GenerationRequest, abort_after: float | None = None) -> list[Completion]:
+        prompts = {request.request_id: request.prompt_ids for request in requests}
+        if abort_after is not None:
+            asyncio.get_running_loop().call_later(abort_after, lambda: asyncio.ensure_future(engine.abort()))
+        found = [completion async for completion in engine.generate(requests)]
+        for completion in found:
+            assert completion.error is None and completion.experts is not None
+            tokens = (*prompts[completion.request_id], *completion.token_ids)
+            assert completion.experts.shape == (len(tokens) - 1, 3 * 2)
+            told = torch.from_numpy(completion.experts).view(-1, 3, 2).long().sort(2).values
+            assert torch.equal(told, choices(path, tokens)[:-1])
+        return found
+
+    try:
+        prompt = (20, 7, 33, 41, 8, 9, 10, 61)
+        requests = [GenerationRequest(f"r/{number}", (*prompt, 30 + number), Sampling(1.0, 24, seed=number)) for number in range(6)]
+        first, *_ = await checked(*requests)
+        before = next(request for request in requests if request.request_id == first.request_id)
+        await checked(GenerationRequest("more", (*before.prompt_ids, *first.token_ids), Sampling(1.0, 12, seed=9)))
+        await checked(
+            *(GenerationRequest(f"long/{number}", prompt, Sampling(1.0, 400, min_tokens=400)) for number in range(2)), abort_after=1
+        )
+    finally:
+        await engine.shutdown()

@@ -57,6 +57,9 @@ def _routing_replay(config: RunConfig) -> Iterator[Problem]:
     if algorithm.routing_replay == "train" and algorithm.old_log_probs != "recompute":
         message = f"replays the pass that takes the old log-probs, which old_log_probs: {algorithm.old_log_probs} leaves out; use recompute"
         yield Problem("algorithm.routing_replay", message, algorithm.routing_replay)
+    if algorithm.routing_replay == "rollout" and config.mode == "train_only":
+        message = "dumps of past rollouts do not say which experts the engine used; use train or none"
+        yield Problem("algorithm.routing_replay", message, algorithm.routing_replay)
 
 
 def _mismatch_correction(config: RunConfig) -> Iterator[Problem]:

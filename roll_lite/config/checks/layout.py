@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from roll_lite.config.arithmetic import (
     layers_of_last_stage,
     max_model_len,
     model_parallel_size,
+    replays_engines,
     requests,
     roles,
     tensor_parallel_fits,
 )
-from roll_lite.config.hf_config import ModelShape, read_model_shape
+from roll_lite.config.hf_config import ModelShape, read_hf_config, read_model_shape
 from roll_lite.config.placement import ranges, written
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import (
@@ -30,6 +32,7 @@ from roll_lite.config.schema.models import (
     MegatronStrategyConfig,
     RewardModelConfig,
     SglangStrategyConfig,
+    VllmStrategyConfig,
 )
 from roll_lite.config.schema.run import RunConfig
 
@@ -250,7 +253,35 @@ def _verified_experts(config: RunConfig) -> Iterator[Problem]:
         yield Problem("weight_sync.verify", message, config.weight_sync.verify)
 
 
-LAYOUT_CHECKS = (_verified_experts, _model_is_long_enough, _engine_knows_the_window, _deterministic_runs_on_cpu)
+def _engine_tells_of_experts(config: RunConfig) -> Iterator[Problem]:
+    if not replays_engines(config) or isinstance(config.actor_infer.strategy, SglangStrategyConfig):
+        return
+    elsewhere = config.ray.address or os.environ.get("RAY_ADDRESS") or config.placement.nodes is not None
+    if isinstance(config.actor_infer.strategy, VllmStrategyConfig) and (gpus_visible() or elsewhere):
+        return
+    engine = "vLLM on a CPU" if isinstance(config.actor_infer.strategy, VllmStrategyConfig) else "a scripted engine"
+    message = f"{engine} does not say which experts it used; use actor_infer.strategy.name: sglang, or routing_replay: train"
+    yield Problem("algorithm.routing_replay", message, "rollout")
+
+
+def _engine_knows_dense_layers(config: RunConfig) -> Iterator[Problem]:
+    if not generates(config) or not isinstance(config.actor_infer.strategy, SglangStrategyConfig):
+        return
+    with suppress(ValueError):  # the file checks report it
+        experts = read_hf_config(config.model.path).experts
+        if experts is not None and not all(experts.layers):
+            message = "SGLang takes every layer of the model for one with experts, which some are not; use vllm"
+            yield Problem("actor_infer.strategy.name", message, "sglang")
+
+
+LAYOUT_CHECKS = (
+    _verified_experts,
+    _engine_tells_of_experts,
+    _engine_knows_dense_layers,
+    _model_is_long_enough,
+    _engine_knows_the_window,
+    _deterministic_runs_on_cpu,
+)
 
 
 def devices_are_there(config: RunConfig) -> Iterator[Problem]:

@@ -393,9 +393,10 @@ class AlgorithmConfig(Section):
     old_log_probs: Literal["recompute", "current", "rollout"] = "recompute"
     """recompute: an extra forward pass of the trainer. current: the detached training forward (one update per batch only).
     rollout: the engine's own."""
-    routing_replay: Literal["none", "train"] = "none"
+    routing_replay: Literal["none", "train", "rollout"] = "none"
     """Which experts the actor's updates use, of a model with experts. none: those that its router chooses by then. train: those of the
-    pass that takes the old log-probs. The router goes on learning, through the weights that it gives them."""
+    pass that takes the old log-probs. rollout: those of the engine, in that pass as well. The router goes on learning, through the weights
+    that it gives them."""
     ppo_epochs: PositiveInt = 1
     """Passes over each batch."""
     mini_batches: PositiveInt = 1

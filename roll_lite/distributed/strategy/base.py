@@ -276,6 +276,8 @@ class EngineSpec:
     """How long one of them may stay stopped; None: for ever."""
     step_s: float | Literal["auto"] | None = None
     """How long a step of the engine may take at least; None: for ever."""
+    experts: bool = False
+    """Completions say where their tokens went (Completion.experts)."""
 
 
 class InferenceStrategy(ABC):

@@ -75,8 +75,10 @@ def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: b
         return None
     places, given = cut.places(), None
     if replayed is not None:
-        values = batch.ragged(replayed).values.view(-1, sum(experts.layers), experts.per_token)
-        given = torch.nn.functional.pad(values, (0, 0, 0, 0, 0, cut.tokens - len(values)), value=-1)[places]
+        values, width = batch.ragged(replayed).values, sum(experts.layers) * experts.per_token
+        values = values.expand(-1, width) if values.dim() == 2 else values.new_full((0, width), -1)  # one column: nobody knows any
+        whole = torch.nn.functional.pad(values, (0, 0, 0, cut.tokens - len(values)), value=-1)
+        given = whole[places].view(len(places), -1, experts.per_token)
     return Routes(places, cut.tokens, given, {} if record else None)
 
 

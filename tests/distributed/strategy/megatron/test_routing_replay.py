@@ -149,6 +149,11 @@ def check_own_choices(path: Path) -> None:
     again = batch.with_columns(old_experts=recorded["experts"])
     found = forward(strategy, again, ["log_probs"], TokenBudget(20))
     assert found is not None and found.ragged("log_probs").equals(recorded.ragged("log_probs"))
+    unknown = batch.with_columns(
+        rollout_experts=Ragged(batch.ragged("input_ids").values[:, None].short() * 0 - 1, batch.ragged("input_ids").offsets)
+    )
+    found = forward(strategy, unknown, ["log_probs"], TokenBudget(20))
+    assert found is not None and found.ragged("log_probs").equals(recorded.ragged("log_probs")), "an engine that told nothing"
     plain = train_step(strategy, batch, weighted_loss, OUTPUTS, 2)
     gradients = own_gradients(strategy)
     replayed = train_step(strategy, again, weighted_loss, OUTPUTS, 2)

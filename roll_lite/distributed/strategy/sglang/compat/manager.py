@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.schema.models import SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory
@@ -32,6 +33,7 @@ class Manager:
         self._max_model_len = start.spec.max_model_len
         self._answer = Path(start.scratch) / "answer.json"
         self._vocabulary = int(self._manager.model_config.vocab_size)
+        self._experts = read_hf_config(start.spec.model.path).experts if start.spec.experts else None
         self._version = "0"
 
     @classmethod
@@ -49,7 +51,8 @@ class Manager:
         class RolloutEngine(Engine):
             run_scheduler_process_func = staticmethod(run_scheduler)
 
-        engine = RolloutEngine(**engine_arguments(spec.model, strategy, spec.max_model_len, spec.seed, start.cuda))
+        arguments = engine_arguments(spec.model, strategy, spec.max_model_len, spec.seed, start.cuda)
+        engine = RolloutEngine(**arguments | {"enable_return_routed_experts": spec.experts})
         scheduler = engine._scheduler_init_result.scheduler_infos[0]
         cache = scheduler["max_total_num_tokens"], scheduler["page_size"]
         try:
@@ -79,9 +82,9 @@ class Manager:
 
     async def generate(self, request: GenerationRequest, rid: str, seed: int, aborted: Callable[[], bool]) -> Completion:
         """`rid` must be no prefix of another. `aborted`: whether somebody has asked for that, when it has ended."""
-        asked = generate_input(request, rid, seed, self._max_model_len, self._vocabulary)
+        asked = generate_input(request, rid, seed, self._max_model_len, self._vocabulary, self._experts is not None)
         output = await anext(self._manager.generate_request(asked, None))
-        return completion(request, output, self._manager.tokenizer, aborted())
+        return completion(request, output, self._manager.tokenizer, aborted(), self._experts)
 
     def on_dispatch(self, dispatched: Callable[[str], None]) -> None:
         """Called with the rid when SGLang hands a request to its scheduler: what is sent there afterwards finds it."""

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from roll_lite.config.hf_config import ExpertsConfig
 from roll_lite.config.keep_mask import is_truncated
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan
+from roll_lite.distributed.strategy.inference.chosen_experts import chosen_experts
 from roll_lite.distributed.strategy.inference.seam import SEAM, seam_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
 
-def generate_input(request: GenerationRequest, rid: str, seed: int, max_model_len: int, vocabulary: int) -> GenerateReqInput:
-    """`seed`: for requests without one of their own. `rid` must be no prefix of another: SGLang aborts by prefix."""
+def generate_input(
+    request: GenerationRequest, rid: str, seed: int, max_model_len: int, vocabulary: int, experts: bool = False
+) -> GenerateReqInput:
+    """`seed`: for requests without one of their own. `rid` must be no prefix of another: SGLang aborts by prefix. `experts`: it is to say
+    where tokens went."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     sampling = request.sampling
@@ -34,6 +42,7 @@ def generate_input(request: GenerationRequest, rid: str, seed: int, max_model_le
         },
         return_logprob=True,
         return_sampling_mask=reports_survivors(request),
+        return_routed_experts=experts,
         stream=False,
     )
 
@@ -76,8 +85,10 @@ def grown(request: GenerationRequest, state: Any, first: int, version: int) -> C
     return Completion(request.request_id, tuple(state.output_ids[first:end]), log_probs, versions=(VersionSpan(0, version),), kept_ids=kept)
 
 
-def completion(request: GenerationRequest, output: Mapping[str, Any], tokenizer: Any, aborted: bool) -> Completion:
-    """The final output of a request. `aborted`: somebody asked for that."""
+def completion(
+    request: GenerationRequest, output: Mapping[str, Any], tokenizer: Any, aborted: bool, experts: ExpertsConfig | None = None
+) -> Completion:
+    """The final output of a request. `aborted`: somebody asked for that. `experts`: of the model, where it says where tokens went."""
     meta = output["meta_info"]
     finish = meta["finish_reason"] or {"type": "none"}
     if finish["type"] not in {reason.value for reason in FinishReason} or (finish["type"] == FinishReason.ABORT and not aborted):
@@ -99,4 +110,13 @@ def completion(request: GenerationRequest, output: Mapping[str, Any], tokenizer:
         kept_ids=kept,
         # A request that was recomputed finds its own tokens there too.
         cached_tokens=min(int(meta.get("cached_tokens") or 0), len(request.prompt_ids)),
+        experts=None if experts is None else _experts(meta, experts),
     )
+
+
+def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | None:
+    """A request that ended before it had begun has none."""
+    if (told := meta.get("routed_experts")) is None:
+        return None
+    flat = np.frombuffer(base64.b64decode(told), dtype=np.int32)
+    return chosen_experts(flat.reshape(-1, len(experts.layers), experts.per_token), experts)

@@ -21,6 +21,7 @@ from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReq, GetInternalStateReqOutput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_STR, Req
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -205,6 +206,10 @@ def _layers() -> Layers:
     return Layers.of(linear, vocab_parallel_embedding, get_parallel().tp_group.world_size, tensor_model_parallel_all_gather)
 
 
+def _pageable(dims: tuple[int, ...], dtype: torch.dtype, **_: Any) -> torch.Tensor:
+    return torch.empty(dims, dtype=dtype)
+
+
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """The scheduler process, from its start to its end."""
     scheduler_module.Scheduler = RolloutScheduler
@@ -212,4 +217,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     SamplingBatchInfo.from_schedule_batch = _with_seeds(SamplingBatchInfo.__dict__["from_schedule_batch"])
     penaltylib.BatchedMinNewTokensPenalizer = MinTokens
     Req._check_str_based_finish = ends_with_stop_text
+    if not torch.cuda.is_available():
+        ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # routed experts lie in pinned memory, which takes a GPU
     run_scheduler_process(*args, **kwargs)

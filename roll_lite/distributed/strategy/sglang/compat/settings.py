@@ -34,6 +34,7 @@ OWN_ARGUMENTS = (
     "enable_weights_cpu_backup",
     "weight_version",
     "stream_interval",
+    "enable_return_routed_experts",
 )
 """Engine arguments that no configuration may set."""
 

@@ -77,7 +77,7 @@ class VllmEngine:
         check_engine_args("vLLM", self._strategy.engine_args, settings.OWN_ARGUMENTS, AsyncEngineArgs.__dataclass_fields__)
         spec = self._spec
         arguments = settings.engine_arguments(spec.model, self._strategy, spec.max_model_len, spec.seed, self._cuda)
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, enable_return_routed_experts=spec.experts))
 
     async def prepare(self, config: HfConfig) -> None:
         read = (self._vocabulary, self._tied)
@@ -86,6 +86,7 @@ class VllmEngine:
             raise ValueError(
                 f"vLLM has another model than {self._spec.model.path / 'config.json'}: vocabulary and tied embeddings are {read}"
             )
+        self._experts = config.experts if self._spec.experts else None
         # Once this answer is remembered, requests enter in the order of their submission.
         await self._answer(self._llm.get_supported_tasks())
         await self._set_version(0)
@@ -139,7 +140,7 @@ class VllmEngine:
         try:
             async for output in self._llm.generate(prompt_input(request.prompt_ids), params, request.request_id):
                 if output.finished:
-                    return completion(request, output, self._tokenizer, version, alternatives)
+                    return completion(request, output, self._tokenizer, version, alternatives, self._experts)
         finally:
             self._requests.pop(request.request_id, None)
         return Completion(request.request_id, error="vLLM ended the request without an output")

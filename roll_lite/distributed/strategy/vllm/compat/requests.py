@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from roll_lite.config.hf_config import ExpertsConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan, since_token
+from roll_lite.distributed.strategy.inference.chosen_experts import chosen_experts
 from roll_lite.distributed.strategy.inference.seam import SEAM, seam_tokens
 
 if TYPE_CHECKING:
@@ -48,10 +50,16 @@ def prompt_input(token_ids: tuple[int, ...]) -> Any:
 
 
 def completion(
-    request: GenerationRequest, output: RequestOutput, tokenizer: Any, version: int, alternatives: int | None = None
+    request: GenerationRequest,
+    output: RequestOutput,
+    tokenizer: Any,
+    version: int,
+    alternatives: int | None = None,
+    experts: ExpertsConfig | None = None,
 ) -> Completion:
     """The final output of a request. `version`: of the engine, for outputs that carry none. `alternatives`: as the request asked for, of
-    which those that sampling could have chosen are reported; None reports nothing."""
+    which those that sampling could have chosen are reported; None reports nothing. `experts`: of the model, where it says where tokens
+    went."""
     response = output.outputs[0]
     if response.finish_reason not in {reason.value for reason in FinishReason}:
         return Completion(output.request_id, error=f"vLLM ended the request with {response.finish_reason!r}")
@@ -69,6 +77,7 @@ def completion(
         kept_ids=None if alternatives is None else _kept_ids(response.logprobs, alternatives) if tokens else (),
         # A request that was recomputed finds its own tokens there too.
         cached_tokens=min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ())),
+        experts=None if experts is None or response.routed_experts is None else chosen_experts(response.routed_experts, experts),
     )
 
 

@@ -29,6 +29,7 @@ OWN_ARGUMENTS = (
     "max_model_len",
     "enable_sleep_mode",
     "skip_tokenizer_init",
+    "enable_return_routed_experts",
 )
 """Engine arguments that no configuration may set."""
 
