@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:  # `roll-lite check` has no time for it
+    import numpy as np
 
 TURN = "/turn"
 """Stands in a request's id between its sample's and the number of the turn, after the first one."""
