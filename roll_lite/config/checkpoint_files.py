@@ -29,7 +29,7 @@ NOT_IN_TENSORS = ("max_positions", "norm_eps", "rope", "window")
 CONFIG_FILE = "config.yaml"
 """Of a run: the configuration that it started with."""
 NAME = re.compile(r"step_(\d+)")
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ def checkpoint(run: Path, step: int, listed: bool = True) -> Path:
     folder = run / "checkpoints" / f"step_{step:06d}"
     (folder / "actor_train").mkdir(parents=True)
     (folder / "actor_train" / "weights").write_bytes(bytes(range(100)))
-    state = {"schema_version": 3, "pipeline": {"steps_done": step}, **({"listed": True} if listed else {})}
+    state = {"schema_version": 4, "pipeline": {"steps_done": step}, **({"listed": True} if listed else {})}
     (folder / "state.json").write_text(json.dumps(state))
     if listed:
         write_list(folder, {name: record(folder / name) for name in ("actor_train/weights", "state.json")})
@@ -107,9 +107,9 @@ def test_one_of_an_earlier_version_is_taken_and_said_to_be_unlisted(tmp_path: Pa
         read_state(folder)
 
 
-@pytest.mark.parametrize("state", ['{"schema_version": 4}', "{}", "[]"])
+@pytest.mark.parametrize("state", ['{"schema_version": 3}', "{}", "[]"])
 def test_another_version_is_refused(tmp_path: Path, state: str) -> None:
     folder = checkpoint(tmp_path, 2, listed=False)
     (folder / "state.json").write_text(state)
-    with pytest.raises(ValueError, match="this program reads 3"):
+    with pytest.raises(ValueError, match="this program reads 4"):
         read_state(folder)

@@ -450,7 +450,7 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
         assert problem.path == "checkpoint.resume"
     state = run / "checkpoints" / "step_000002" / "state.json"
     state.parent.mkdir(parents=True)
-    for whole in ('{"schema_version": 3}', '{"schema_version": 3, "pipeline": {}, "rollouts": {}}'):
+    for whole in ('{"schema_version": 4}', '{"schema_version": 4, "pipeline": {}, "rollouts": {}}'):
         state.write_text(whole)
         (problem,) = project.problems("checkpoint.resume=runs/latest")
         assert ("holds nothing for actor_train" if "rollouts" in whole else "has no pipeline and no rollouts") in problem.message
@@ -461,7 +461,7 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
     (problem,) = project.problems("checkpoint.resume=runs/latest")
     assert problem.path == "checkpoint.resume" and "actor_train holds another model: layers is 99 there, 6 here" in problem.message
     (state.parent / "actor_train" / "model.json").unlink()
-    state.write_text('{"schema_version": 3, "pipeline": {}, "rollouts": {}, "config": {"mode": "rollout_only"}}')
+    state.write_text('{"schema_version": 4, "pipeline": {}, "rollouts": {}, "config": {"mode": "rollout_only"}}')
     refreshed = "mode: rollout_only\nreference: {refresh: {every: 1}}\nalgorithm: {kl_in_loss: {coef: 0.1}}"
     assert project.problems_of(refreshed, f"checkpoint.resume={state.parent}") == [], "no reference where nothing trains"
     state.write_text("{")

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from roll_lite.config.schema.models import OptimizerConfig
@@ -103,11 +104,14 @@ class Optimizer:
         """Moments now instead of at the first step: memory is known from the start, and a checkpoint has something to load into."""
         for part in self.parts:
             part.init_state_fn(part.optimizer, part.config)
-            if isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
+            if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
                 part.state_dict = partial(self._state_of_nobody, part)
             if self.on_host:
                 if not isinstance(part.optimizer, torch.optim.AdamW):
-                    raise ValueError("optimizer.on_host: true needs torch's AdamW; Megatron-Core has taken Transformer Engine's or Apex's")
+                    raise ValueError(
+                        "optimizer.on_host: true needs torch's AdamW, and Megatron-Core takes Transformer Engine's or Apex's where one is "
+                        "installed; use false, or an environment without"
+                    )
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
                 part.optimizer.step = self._host_steps[-1]  # type: ignore[assignment]
         self.settle_states()

@@ -96,6 +96,12 @@ def test_stages(ranks: RankPool, models: dict[str, Path], tmp_path: Path, name: 
     goes_on(ranks, saved, [name], "EP2")
 
 
+def test_a_stage_without_experts_has_a_checkpoint_all_the_same(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    for shards, dtype in ((False, "float32"), (False, "bfloat16"), (True, "float32")):
+        layout = {"pipeline_parallel": 2, "distributed_optimizer": shards}
+        ranks(2, save_and_resume, models["one of four"], tmp_path / f"{dtype}{shards}", layout, dtype, 2)
+
+
 def load_all(folder: Path) -> dict[str, torch.Tensor]:
     return {key: tensor for file in folder.glob("*.safetensors") for key, tensor in load_file(file).items()}
 
