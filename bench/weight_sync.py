@@ -10,7 +10,7 @@ for one. `phases` are the seconds of the last update of each: of the trainer gat
 By gloo one engine receives, and the others on the machine read in its memory.
 All processes compute with one thread, so more engines than free cores have to take turns.
 
-    .venv/bin/python bench/weight_sync.py [--rounds 3] [--engines 1 2 4] [--hidden 1024] [--layers 8] [--bucket-mb 64]
+    .venv/bin/python bench/weight_sync.py [--rounds 3] [--engines 1 2 4] [--hidden 1024] [--layers 6] [--bucket-mb 64]
 """
 
 from __future__ import annotations

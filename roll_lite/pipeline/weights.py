@@ -28,6 +28,7 @@ class Pushed:
     version: int
     megabytes: float
     seconds: float
+    """From its start to the last engine's new weights."""
     phases: Mapping[str, float]
     """Seconds of the slowest rank or worker; phases overlap."""
 
@@ -62,17 +63,15 @@ class WeightSync:
         """Weights and version to every engine that is left; nothing where they are there already."""
         if version == self._version:
             return None
-        started = time.monotonic()
         with self._model.loaded(FORWARD):
-            phases = self._update(version)
-            while phases is None:  # an engine was lost on the way: the others connect again, and get all of it
-                phases = self._update(version)
+            pushed = self._update(version)
+            while pushed is None:  # an engine was lost on the way: the others connect again, and get all of it
+                pushed = self._update(version)
             if self._config.verify != "none":
                 self._verify(version)
         self._rollouts.one(RolloutWorker.set_version, version)
         self._version = version
-        assert self._plan is not None
-        return Pushed(version, self._plan.nbytes / 2**20, time.monotonic() - started, phases)
+        return pushed
 
     def sender(self, version: int) -> Model[ActorWorker] | None:
         """Whose weights `push` will need on their devices; None where there is nothing to send."""
@@ -82,7 +81,7 @@ class WeightSync:
         """One has left or joined, or was replaced: before the next update all that are there connect again."""
         self._plan = self._version = None
 
-    def _update(self, version: int) -> dict[str, float] | None:
+    def _update(self, version: int) -> Pushed | None:
         """None where an engine was lost meanwhile: others may have the old weights, the new ones, or wait frozen for more of them."""
         if self._plan is not None and list(self._plan.engines) != self._engines.left:
             self._plan = None
@@ -90,11 +89,13 @@ class WeightSync:
         if plan is None:
             return None
         self._rollouts.one(RolloutWorker.hold)
+        started = time.monotonic()
         engines = self._engines.start_each_own(InferWorker.update_weights, dict.fromkeys(plan.engines, plan.routes), version)
         phases = self._together("update_weights", engines, self._actor.start_all(ActorWorker.send_weights))
         if phases is None:
             self._plan = None
-        return phases
+            return None
+        return Pushed(version, plan.nbytes / 2**20, time.monotonic() - started, phases)
 
     def _connect(self) -> TransferPlan | None:
         """The owners of tensors and the workers of all engines join a new epoch of the transfer group. None: as above."""

@@ -100,8 +100,7 @@ class WeightSyncConfig(Section):
     """Compare checksums of what trainer and engines hold after each update: of no tensor, of every sixteenth (other ones each time, all of
     them in sixteen updates), of all."""
     timeout_s: PositiveFloat = 300.0
-    """Time after which an update counts as failed. Where several trainer ranks send (those of pipeline stages, of experts), the time of
-    one includes its waiting for those before it."""
+    """Time after which an update counts as failed."""
 
 
 class LimitsConfig(Section):

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from roll_lite.distributed.weight_sync.devices import settle
 from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender, announce
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
 from roll_lite.distributed.weight_sync.memory import GpuSegment, Segment, SharedSegment, open_shared
@@ -39,6 +38,8 @@ class Wire:
     """Buffers that it sends from."""
     device: str
     """Of the buffers that it receives into."""
+    polled: bool = False
+    """Nothing but looking again and again tells that a broadcast has ended, or that it never will: NCCL only queues it on the GPU."""
 
 
 def connect_gloo(group: TransferGroup, store: Any, rank: int, size: int) -> Any:
@@ -53,12 +54,12 @@ def connect_nccl(group: TransferGroup, store: Any, rank: int, size: int) -> Any:
     from torch.distributed import ProcessGroupNCCL  # only where torch is built with CUDA
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=group.membership.timeout_s)
+    options._timeout = timedelta(seconds=2 * group.membership.timeout_s)  # then it ends the process: we have given up long before
     return ProcessGroupNCCL(store, rank, size, options)
 
 
 GLOO = Wire(connect_gloo, Segment, "cpu")
-NCCL = Wire(connect_nccl, GpuSegment, "cuda")
+NCCL = Wire(connect_nccl, GpuSegment, "cuda", polled=True)
 
 
 class _Broadcasts:
@@ -68,6 +69,7 @@ class _Broadcasts:
         self._group = group
         self._wire = wire
         self._groups: dict[Channel, Any] = {}
+        self._closed = False
         self.nbytes = 0
         """That have left here, counted once for each receiver."""
 
@@ -89,8 +91,12 @@ class _Broadcasts:
             self._connect(route)
         try:
             # No name for the group here: the traceback would hold on to it, and its connections stay open when it is closed.
-            self._groups[route.channel].broadcast([buffer], options).wait()
-            settle(buffer)
+            work = self._groups[route.channel].broadcast([buffer], options)
+            if self._wire.polled:
+                self._group.poll(work.is_completed, f"take its part of a bucket from {self._group.membership.members[route.sender]}")
+            work.wait()
+        except TransferError:
+            raise
         except RuntimeError as error:
             them, us = self._group.membership.members[route.sender], self._group.name
             broke = f"weight transfer: the connection broke in the middle of a bucket from {them} (seen by {us}): {error}"
@@ -98,6 +104,8 @@ class _Broadcasts:
 
     def _connect(self, route: Route) -> None:
         members = [route.sender, *route.receivers]
+        if self._closed:  # while this thread was on its way here
+            raise TransferError(f"weight transfer: {self._group.name} has left the transfer group")
         store = PrefixStore(f"{self._group.membership.epoch}/broadcast/{'.'.join(map(str, members))}", self._group.store)
         try:
             self._groups[route.channel] = self._wire.connect(self._group, store, members.index(self._group.number), len(members))
@@ -106,9 +114,10 @@ class _Broadcasts:
 
     def close(self) -> None:
         """Also after a failure: members that were to get the bucket from here would wait for it until their time is up."""
+        self._closed = True
         groups, self._groups = self._groups, {}
         for group in groups.values():
-            if self._wire is NCCL:
+            if self._wire.polled:
                 group.abort()  # gloo's ends with its last reference
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -209,6 +209,21 @@ class TransferGroup:
             pause = min(2 * pause, LONGEST_PAUSE_S)
             if pause == LONGEST_PAUSE_S:
                 self._check_epoch()
+
+    def poll(self, is_done: Callable[[], bool], what: str) -> None:
+        """Of something that members do together, until it is done, another epoch begins, or the time is up."""
+        deadline = time.monotonic() + self.membership.timeout_s
+        pause = 0.0002
+        while not is_done():
+            if time.monotonic() > deadline:
+                raise TransferTimeout(
+                    f"weight transfer: somebody did not {what} within {self.membership.timeout_s:g} s ({self.name} waited)"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            if pause == LONGEST_PAUSE_S:
+                with self._rendezvous():
+                    self._check_epoch()
 
     @contextmanager
     def _rendezvous(self) -> Iterator[None]:

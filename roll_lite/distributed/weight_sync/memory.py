@@ -36,6 +36,11 @@ def _users(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+def _roomy(nbytes: int) -> int:
+    """Buckets differ in size, and use each other's segments. What nobody writes to takes no memory on the host."""
+    return 1 << (nbytes - 1).bit_length()
+
+
 class Segment(Watched):
     """A sender's buffer on the host, which no other process reads."""
 
@@ -43,7 +48,7 @@ class Segment(Watched):
     """How others get at it."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
-        super().__init__(torch.empty(nbytes, dtype=torch.uint8))
+        super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))
 
     def close(self) -> None:
         """Whoever has opened it keeps it."""
@@ -53,6 +58,7 @@ class SharedSegment(Segment):
     """On the host."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
+        nbytes = _roomy(nbytes)
         descriptor = os.memfd_create("roll_lite_weights", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, nbytes)

@@ -54,8 +54,7 @@ class Lane:
         kept = set().union(*self._kept.values())
         free = [one for one in self._segments if not (id(one) in used or one.handle in kept or one.is_kept() or len(one.whole) < nbytes)]
         if not free:
-            # Buckets differ in size. What nobody writes to takes no memory on the host.
-            free.append(self._make(1 << (nbytes - 1).bit_length(), self._readers))
+            free.append(self._make(nbytes, self._readers))
             self._segments += free
         return min(free, key=lambda segment: len(segment.whole))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from roll_lite.distributed.weight_sync import memory
 from roll_lite.distributed.weight_sync.broadcast import BroadcastReceiver, BroadcastSender, Wire, connect_gloo
 from roll_lite.distributed.weight_sync.devices import Home
 from roll_lite.distributed.weight_sync.fetch import FetchSender
-from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError
+from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, interrupt
 from roll_lite.distributed.weight_sync.memory import Segment
-from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, Transport
+from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, Transport, flat_layout
 from roll_lite.distributed.weight_sync.transports import NEAR_AND_FAR, TRANSPORTS, transport_of
 
 SENDERS_NUMBER, READERS_NUMBER = 0, 3
@@ -114,7 +115,7 @@ def test_a_gpu_that_the_reader_does_not_see_after_all(monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    wire = Wire(connect_gloo, Segment, "cpu")
+    wire = Wire(connect_gloo, Segment, "cpu", polled=True)
     monkeypatch.setitem(TRANSPORTS, "nccl", Transport(partial(BroadcastSender, wire=wire), partial(BroadcastReceiver, wire=wire)))
 
 
@@ -153,6 +154,40 @@ def test_an_owner_sends_while_another_one_has_not_begun() -> None:
     for route in mine[1:]:
         receiver.receive(route)
     second.finish()
+    members.close()
+
+
+class Lonely:
+    """A process group whose broadcasts are queued and never end: the others are lost."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+
+    def broadcast(self, *_: Any) -> Any:
+        return SimpleNamespace(is_completed=lambda: False)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_a_broadcast_that_somebody_is_lost_in_ends_with_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL says nothing of it: whoever is left would wait until the time is up."""
+    left = Lonely()
+    wire = Wire(lambda *_: left, Segment, "cpu", polled=True)
+    monkeypatch.setitem(TRANSPORTS, "nccl", Transport(partial(BroadcastSender, wire=wire), partial(BroadcastReceiver, wire=wire)))
+    plan, state = make_plan(owners=1, engines={0: 1})
+    members = Members(plan, transport="nccl", homes=on_gpus("a", "b"), timeout_s=30)
+    (sender,), (receiver,) = members.halves("trainer"), members.halves("engine")
+    route = plan.routes[0]
+    sender.send(route, state)
+    receiver.group.meet(route, flat_layout(route.tensors).announcement())  # it comes, and is lost before it takes its part
+    finishing = members.pool.submit(sender.finish)
+    with pytest.raises(TimeoutError):
+        finishing.result(0.3)
+    interrupt("127.0.0.1", members.store.port, 2)
+    with pytest.raises(StaleEpoch):
+        finishing.result(10)
+    assert left.aborted
     members.close()
 
 

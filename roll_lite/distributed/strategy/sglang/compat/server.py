@@ -106,8 +106,12 @@ class EngineServer:
 
     async def _answer_of_scheduler(self, call: int) -> None:
         """Not in the order of commands, for which it would wait."""
-        await self._manager.scheduler_answers()
-        self._channel.send(("reply", call, True, None))
+        try:
+            await self._manager.scheduler_answers()
+            answer: tuple[bool, str | None] = (True, None)
+        except Exception as error:  # an edge of the process, as above
+            answer = (False, f"{error}" or type(error).__name__)
+        self._channel.send(("reply", call, *answer))
 
     # ------------------------------------------------------------ requests
 
