@@ -69,6 +69,8 @@ class RolloutService:
         self._runners = {name: make() for name, make in runners.items()}
         self._held_out_runners = {name: make(queue=f"{name}/{VALIDATION_EPOCH}", generated=self._admit) for name, make in runners.items()}
         self._validation: Validation | None = None
+        self._draining = False
+        """New weights wait for what the engines are generating: no held-out prompts are added to that."""
         self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
         self._admission = Admission(self._domains, self._schedulers, router, self._recorder, pacing, batches)
         self._progress: Callable[[], dict[str, Progress]] = dict
@@ -89,7 +91,7 @@ class RolloutService:
         return self._next_group - 1
 
     def _admit(self) -> None:
-        if self._validation is not None:
+        if self._validation is not None and not self._draining:
             self._validation.start(self._room_for_validation())
         if self._error is None:
             self._admission.admit()
@@ -189,6 +191,7 @@ class RolloutService:
     async def hold(self) -> None:
         """New weights are about to come. What the engines are generating ends first, is interrupted, or goes on with the new weights."""
         on_sync = self._pacing.on_sync
+        self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
             while self._error is None and any(scheduler.running for scheduler in self._schedulers.values()):
                 self._changed.clear()
@@ -199,6 +202,7 @@ class RolloutService:
     def set_version(self, version: int) -> None:
         """The engines have them."""
         self._version = version
+        self._draining = False
         self._router.weights_changed()
         if not self._engines_rest:
             self._router.release()

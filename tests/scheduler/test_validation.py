@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -136,6 +137,12 @@ def test_one_step_off_starts_it_beside_a_batch_that_is_under_way() -> None:
     """All of a batch's prompts are with the router at once. It does not wait behind them."""
     seen = beside(4, 1.0, supply=OneStepOff(), on_sync=OnSync.DRAIN)
     assert seen.ended_at <= seen.batches[3]
+
+
+def test_what_drains_for_new_weights_is_not_filled_up_again() -> None:
+    """A step of 20 s takes 40 with what a validation gets, and never the time of held-out prompts that came while it drained."""
+    seen = beside(40, 1.0, steps=10, supply=OneStepOff(), on_sync=OnSync.DRAIN)
+    assert max(later - at for at, later in pairwise(seen.batches)) == pytest.approx(40)
 
 
 @pytest.mark.parametrize(
