@@ -4,7 +4,7 @@
   MFU relative to what the device was seen to do);
 - sync: bytes/s of a whole weight update to one receiver, by the transport that `auto` chooses, against a copy of the same bytes;
 - rollout: tokens/s of the streaming engine against the engine's own offline call (bench/engines.py);
-- step: seconds of a step of the demo's run, by phase.
+- step: median seconds of a step of the demo's run after its first, by phase.
 
 Parts run one after the other in processes of their own. Without a GPU it is measured on the CPU, which is said; without arguments
 then only the first two, on a small model.
@@ -112,8 +112,10 @@ def step(chosen: argparse.Namespace) -> dict[str, float]:
         run = [f"steps={steps}", "checkpoint.export_model=false", "validation.enabled=false", f"model.dtype={dtype_name()}"]
         command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", f"run_dir={folder}", *run]
         said_by([*command, f"actor_infer.strategy.name={chosen.engine}", "actor_infer.strategy.gpu_memory_utilization=0.4"])
-        summary = json.loads((Path(folder) / "latest" / "summary.json").read_text(encoding="utf-8"))
-    return {phase: seconds / steps for phase, seconds in summary["wall_s"].items()}
+        lines = (Path(folder) / "latest" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    later = [record for record in map(json.loads, lines) if "time/step" in record][1:]
+    phases = sorted({name for record in later for name in record if name.startswith("time/")})
+    return {phase: statistics.median(record[phase] for record in later if phase in record) for phase in phases}
 
 
 def said_by(command: list[str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, islice, zip_longest
 from typing import Any
 
-from roll_lite.config.arithmetic import Role, device_numbers, model_parallel_size, roles
+from roll_lite.config.arithmetic import TRAINING_ROLES, Role, device_numbers, model_parallel_size, roles
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.models import ON_A_NODE, Devices, InferRoleConfig, JudgeServerConfig
@@ -33,7 +33,8 @@ def placed(config: RunConfig) -> tuple[RunConfig, list[Problem]]:
         problems = list(_not_named(config.placement, by_role))
         if not problems:
             numbers = _numbers(config.placement, by_role)
-            config = _with(config, {name: _changes(config.placement, name, by_role, numbers) for name in by_role})
+            staying = _staying(config)
+            config = _with(config, {name: _changes(config.placement, name, by_role, numbers, name in staying) for name in by_role})
             problems = list(_impossible(config.placement, roles(config)))
     except Refused:  # a check of the schema has told it
         return config, []
@@ -69,9 +70,10 @@ def _numbers(placement: PlacementConfig, by_role: Mapping[str, Role]) -> dict[st
     listed = {name: _listed(placement, role.devices) for name, role in by_role.items() if not isinstance(role.devices, int)}
     numbers = dict(listed)
     taken = {number for one in listed.values() for number in one} if placement.name != "by_role" else set()
-    for group in _groups(placement, [name for name in by_role if name not in listed]):
+    groups = _groups(placement, [name for name in by_role if name not in listed])
+    for group in groups:
         of_group = {name: by_role[name] for name in group}
-        counts = _counts(placement, of_group, is_alone=placement.name == "colocated" and not listed)
+        counts = _counts(placement, of_group, is_alone=placement.name == "colocated" and len(groups) == 1 and not listed)
         order = _free(placement, taken, max(counts.values()), _together(of_group.values()))
         numbers |= {name: order[: counts[name]] for name in group}
         if placement.name != "by_role":
@@ -134,14 +136,22 @@ def _parts(text: str) -> tuple[int, int, int]:
 # ---------------------------------------------------------------- what becomes of the roles
 
 
-def _changes(placement: PlacementConfig, name: str, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]]) -> dict[str, Any]:
+def _staying(config: RunConfig) -> set[str]:
+    """Roles that are at work all the time, and cannot take turns with those beside them."""
+    scoring = [f"reward_models.{name}" for name in config.reward_models] if config.rollout.supply != "sync" else []
+    return {*scoring, *(TRAINING_ROLES if config.rollout.stream_log_probs else ())}
+
+
+def _changes(
+    placement: PlacementConfig, name: str, by_role: Mapping[str, Role], numbers: Mapping[str, list[int]], stays: bool
+) -> dict[str, Any]:
     role, own = by_role[name], numbers[name]
     changes: dict[str, Any] = {}
     if list(device_numbers_of(role)) != own:
         changes["devices"] = len(own) if own == list(range(len(own))) and isinstance(role.devices, int) else own
     shares = any(set(own) & set(numbers[other]) for other in by_role if other != name)
     if placement.name != "by_role" and shares and "offload" in type(role).model_fields and "offload" not in role.model_fields_set:
-        changes["offload"] = True
+        changes["offload"] = not stays
     return changes
 
 

@@ -77,7 +77,7 @@ def read_run(folder: Path) -> MeasuredRun:
             f"{folder} is a run with rollout.supply: {supply}, whose generation seconds are not those of a batch; measure a sync one"
         )
     infer = settings["actor_infer"]
-    engines = _count(infer["devices"]) // infer["strategy"].get("tensor_parallel", 1)
+    engines = _count(infer["devices"]) // infer["strategy"].get("tensor_parallel", 1) * infer.get("replicas_per_device", 1)
     return MeasuredRun(
         max(1, engines),
         infer["strategy"].get("max_running_requests", 256),

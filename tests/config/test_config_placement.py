@@ -67,6 +67,11 @@ CASES: dict[str, tuple[str, dict[str, tuple[int, ...]], set[str]]] = {
         dict.fromkeys(ALL, (0, 1, 2, 3)) | {"actor_infer": (4, 5)},
         {*ALL} - {"actor_infer"},
     ),
+    "split, where rewards are asked for all the time": (
+        "placement: split\nrollout: {supply: async}\nactor_train: {devices: 2}",
+        dict.fromkeys(ALL, (0, 1)) | {"actor_infer": (2,)},
+        {"actor_train", "reference", "critic"},
+    ),
     "pairs": (
         "placement: pairs\nactor_train: {devices: 2}\ncritic: {devices: 3}\nactor_infer: {devices: 2}",
         {"actor_train": (0, 1), "reference": (0, 1), "critic": (2, 3, 4), "reward_models.rm": (2, 3, 4), "actor_infer": (5, 6)},
@@ -167,7 +172,7 @@ IMPOSSIBLE = {
     "in turns, side by side": (
         "placement: colocated\nrollout: {supply: async}",
         "actor_infer.offload",
-        "and cannot leave their devices; use false and devices of their own, or rollout.supply: sync",
+        "and cannot leave their devices; use placement: split (or false), or rollout.supply: sync",
     ),
 }
 

@@ -43,14 +43,13 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Problem]]
 
 def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
     """Everything that is wrong with the configuration beyond the schema. `further`: checks of those who know what a section is for.
-    `files`: those that paths lead to are looked at."""
+    `files`: those that paths lead to are looked at, and what this machine has."""
     of_run = (
         *RUN_CHECKS,
         _ptx_template,
         *ALGORITHM_CHECKS,
         *LAYOUT_CHECKS,
-        *GPU_CHECKS,
-        *((*FILE_CHECKS, *LORA_FILE_CHECKS, *REPLAY_CHECKS) if files else ()),
+        *((*GPU_CHECKS, *FILE_CHECKS, *LORA_FILE_CHECKS, *REPLAY_CHECKS) if files else ()),
         *further,
     )
     found = [problem for one in of_run for problem in readable(one(config))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -18,8 +17,7 @@ SGLANG_FP8 = ("qwen2", "qwen3")
 
 
 def no_gpus(config: RunConfig) -> bool:
-    """Of a cluster that is there already this machine's devices say nothing."""
-    return not config.ray.address and not os.environ.get("RAY_ADDRESS") and not layout.gpus_visible()
+    return not layout.is_elsewhere(config) and not layout.gpus_visible()
 
 
 def _fp8_rollouts(config: RunConfig) -> Iterator[Problem]:
@@ -80,7 +78,7 @@ def _transformer_engine(config: RunConfig) -> Iterator[Problem]:
         path = f"{name}.strategy.layers"
         if no_gpus(config):
             yield Problem(path, "its kernels are for GPUs only, and none are visible here; use torch, or auto", strategy.layers)
-        elif not config.ray.address and not os.environ.get("RAY_ADDRESS") and find_spec("transformer_engine") is None:
+        elif not layout.is_elsewhere(config) and find_spec("transformer_engine") is None:
             yield Problem(path, "the package transformer-engine is not installed; install it (docs/gpu.md), or use auto", strategy.layers)
         if getattr(role, "lora", None) is not None:
             message = "it has norms inside the matrix products that adapters (lora) are put beside; use torch, or auto"

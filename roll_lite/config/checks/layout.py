@@ -256,12 +256,25 @@ def _verified_experts(config: RunConfig) -> Iterator[Problem]:
 def _engine_tells_of_experts(config: RunConfig) -> Iterator[Problem]:
     if not replays_engines(config) or isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
-    elsewhere = config.ray.address or os.environ.get("RAY_ADDRESS") or config.placement.nodes is not None
-    if isinstance(config.actor_infer.strategy, VllmStrategyConfig) and (gpus_visible() or elsewhere):
+    if isinstance(config.actor_infer.strategy, VllmStrategyConfig) and (gpus_visible() or is_elsewhere(config)):
         return
     engine = "vLLM on a CPU" if isinstance(config.actor_infer.strategy, VllmStrategyConfig) else "a scripted engine"
     message = f"{engine} does not say which experts it used; use actor_infer.strategy.name: sglang, or routing_replay: train"
     yield Problem("algorithm.routing_replay", message, "rollout")
+
+
+def _experts_over_an_update(config: RunConfig) -> Iterator[Problem]:
+    """SGLang computes a paused request's tokens once more with new weights, and tells of those experts alone."""
+    rollout, name = config.rollout, config.actor_infer.strategy.name
+    if (
+        replays_engines(config)
+        and name == "sglang"
+        and (rollout.on_sync == "pause" or (rollout.on_sync is None and rollout.supply == "async"))
+    ):
+        message = (
+            "SGLang forgets which experts the old weights used where responses go on under new ones; use rollout.on_sync: abort or drain"
+        )
+        yield Problem("algorithm.routing_replay", message, "rollout")
 
 
 def _engine_knows_dense_layers(config: RunConfig) -> Iterator[Problem]:
@@ -277,6 +290,7 @@ def _engine_knows_dense_layers(config: RunConfig) -> Iterator[Problem]:
 LAYOUT_CHECKS = (
     _verified_experts,
     _engine_tells_of_experts,
+    _experts_over_an_update,
     _engine_knows_dense_layers,
     _model_is_long_enough,
     _engine_knows_the_window,
@@ -286,7 +300,7 @@ LAYOUT_CHECKS = (
 
 def devices_are_there(config: RunConfig) -> Iterator[Problem]:
     """On this machine, where no cluster is named or told of. CPU slots are made as many as are wanted."""
-    if not gpus_visible() or config.ray.address or os.environ.get("RAY_ADDRESS") or config.placement.nodes is not None:
+    if not gpus_visible() or is_elsewhere(config):
         return
     there = gpu_count()
     for name, role in roles(config).items():
@@ -318,6 +332,11 @@ def model_folder(config: RunConfig, role: Role) -> Path:
         return role.path
     own = role.path if isinstance(role, CriticRoleConfig) and role.init != "actor" else None
     return own or config.model.path
+
+
+def is_elsewhere(config: RunConfig) -> bool:
+    """On a cluster that is named, or told of: this machine's devices say nothing about it."""
+    return bool(config.ray.address or os.environ.get("RAY_ADDRESS") or config.placement.nodes is not None)
 
 
 def gpus_visible() -> bool:

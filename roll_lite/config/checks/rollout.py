@@ -16,7 +16,7 @@ def _turns(config: RunConfig) -> Iterator[Problem]:
     ahead = rollout.supply != "sync"
     if ahead and config.actor_infer.offload:
         message = f"with rollout.supply {rollout.supply} the engines generate while the actor trains, and cannot leave their devices"
-        yield Problem("actor_infer.offload", f"{message}; use false and devices of their own, or rollout.supply: sync", True)
+        yield Problem("actor_infer.offload", f"{message}; use placement: split (or false), or rollout.supply: sync", True)
     for name in [name for name, model in config.reward_models.items() if ahead and model.offload]:
         message = f"with rollout.supply {rollout.supply} something is generated all the time: batches would wait until nothing is"
         yield Problem(f"reward_models.{name}.offload", f"{message}; use false, or rollout.supply: sync", True)

@@ -10,7 +10,7 @@ from roll_lite.config.schema.base import PositiveInt, Section, below
 class PlacementConfig(Section):
     """Which devices the roles take: `placement: colocated` names a preset. A role's `devices`, where it is a number, says how many; without
     it the role takes as many as those beside it. A list says which, whatever the preset. Roles that a preset has share devices
-    take turns on them (`offload: true`), unless their own `offload` says otherwise. Judges always have devices of their own."""
+    take turns on them (`offload: true`), unless their own `offload` says otherwise. Judges have devices of their own under every preset."""
 
     name: Literal["by_role", "colocated", "split", "pairs", "apart"] = "by_role"
     """by_role: a number n is devices 0 to n-1, `offload` is what each role says. colocated: all roles on the same devices. split: models
