@@ -60,7 +60,8 @@ async def test_stop_token(engine: Harness) -> None:
     free = await engine.one(40, min_tokens=40)
     token = free.token_ids[12]
     first = free.token_ids.index(token)
-    completion = await engine.one(40, stop_token_ids=(VOCAB_SIZE - 1, token))
+    absent = max(set(range(VOCAB_SIZE)) - set(free.token_ids))
+    completion = await engine.one(40, stop_token_ids=(absent, token))
     assert completion.finish_reason == FinishReason.STOP
     assert completion.token_ids == free.token_ids[: first + 1]
     assert free.text.startswith(completion.text)

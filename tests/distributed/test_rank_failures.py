@@ -120,7 +120,7 @@ def test_the_limit_of_a_phase_names_its_setting(ray_local: object) -> None:
         cluster.all(Service.forever)
 
 
-@pytest.mark.parametrize("worker", [Adder, Service])
+@pytest.mark.parametrize("worker", [pytest.param(Adder, marks=pytest.mark.nightly), Service])
 def test_a_stopped_rank_of_an_idle_cluster_is_noticed(ray_local: object, worker: type[Adder] | type[Service]) -> None:
     busy = start_cluster(ClusterSpec("reference", anywhere(1)), Adder)
     idle = start_cluster(ClusterSpec("actor_infer", anywhere(2)), worker)

@@ -49,7 +49,10 @@ def differences(output: str) -> dict[str, float]:
     return {name: float(largest) for name, count, largest in lines if int(count)}
 
 
-@pytest.mark.parametrize(("recipe", "settings", "compared"), [("tiny_grpo", GRPO, BOTH), ("tiny_ppo", PPO, BOTH | OF_PPO)])
+@pytest.mark.parametrize(
+    ("recipe", "settings", "compared"),
+    [pytest.param("tiny_grpo", GRPO, BOTH, marks=pytest.mark.nightly), ("tiny_ppo", PPO, BOTH | OF_PPO)],
+)
 def test_losses_and_weights_come_out_again(recipe: str, settings: list[str], compared: set[str], tmp_path: Path) -> None:
     """Of a run in one process: everything but Ray and engines. Two groups in turn have been sampled at two temperatures."""
     settings = [setting for setting in settings if "devices" not in setting]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -18,7 +20,7 @@ from roll_lite.data.samples import GenerationRequest, RewardInput, SampleGroup, 
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
 from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed
-from roll_lite.scheduler.filters import GroupFilter, kept_between
+from roll_lite.scheduler.filters import GroupFilter, kept_between, kept_by
 from roll_lite.scheduler.router import NoEngineLeft
 from roll_lite.scheduler.service import RolloutService
 from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync, Synchronous
@@ -356,6 +358,29 @@ def test_what_trains_does_not_depend_on_how_long_it_is(supply: Any) -> None:
     assert len(admitted) == 25 * 8
     everything = [drawn_length(f"x/{i}/0/{i}/{place}/0") for i in range(2000) for place in range(4)]
     assert fmean(trained) == pytest.approx(fmean(everything), rel=0.25)
+
+
+def distance(some: Sequence[int], others: Sequence[int]) -> float:
+    """Kolmogorov and Smirnov's, as a multiple of what two samples of one distribution exceed once in a hundred times (1.628)."""
+    some, others = sorted(some), sorted(others)
+    largest = max(abs(bisect_right(some, at) / len(some) - bisect_right(others, at) / len(others)) for at in {*some, *others})
+    return largest / (1.628 * math.sqrt(1 / len(some) + 1 / len(others)))
+
+
+@pytest.mark.parametrize("supply", [Synchronous(), Asynchronous(2)])
+def test_filtered_batches_have_the_lengths_of_unfiltered_ones(supply: Any) -> None:
+    """A third of the prompts do not train, whatever their answers' lengths: what takes their place is as long as everything that is drawn,
+    although short answers are scored, filtered and replaced first. Of a filter that looks at lengths the same measure tells."""
+    everything = [drawn_length(f"x/{i}/0/{i}/{place}/0") for i in range(1000) for place in range(4)]
+
+    def trained(keeps: Callable[[SampleGroup], bool]) -> list[int]:
+        domain = make_domain("a", max_tokens=400, filter=GroupFilter(kept_by(keeps, "left out")))
+        done, service = run(40, domains=[domain], prompts=8, slots=8, oversample=1.5, supply=supply, on_sync=OnSync.ABORT)
+        assert service._schedulers["a"].counts.filtered > 100
+        return [length for batch in done.batches for length in lengths(batch)]
+
+    assert distance(trained(lambda group: stable_hash("kept", group.samples[0].id.prompt_uid) % 3 > 0), everything) < 1
+    assert distance(trained(lambda group: max(lengths([group])) < 30), everything) > 2
 
 
 def test_late_groups_are_put_back_and_come_again() -> None:

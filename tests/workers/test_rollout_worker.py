@@ -169,7 +169,7 @@ def test_keep_masks_are_asked_for_where_something_is_truncated() -> None:
     assert not any(sampling_of(config).keep_mask for config in cut)
 
 
-@pytest.mark.parametrize("how", ["works", "rests", "is stopped"])
+@pytest.mark.parametrize("how", ["works", pytest.param("rests", marks=pytest.mark.nightly), "is stopped"])
 def test_the_death_of_the_last_engine_ends_the_run(model: ModelConfig, tmp_path: Path, how: str) -> None:
     """With its own role, rank and cause, although the rollout service is the one that watches over it, and fails too without an engine."""
     script = {"response_tokens": 6} if how == "rests" else {"response_tokens": 500, "seconds_per_token": 1.0}
@@ -199,7 +199,7 @@ def test_the_death_of_the_last_engine_ends_the_run(model: ModelConfig, tmp_path:
         service.shutdown()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
 def test_the_loss_of_one_of_two_engines_is_told_and_costs_no_sample(model: ModelConfig, tmp_path: Path, number: signal.Signals) -> None:
     with engines(model, 2, response_tokens=30, seconds_per_token=0.1) as infer:
         first, second = infer.all(InferWorker.process_id)
