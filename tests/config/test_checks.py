@@ -378,6 +378,11 @@ EXPERT_CHECKS = {
         "actor_train.devices",
         "expert_parallel 4 x expert_tensor_parallel 1 x pipeline_parallel 2 = 8 does not divide 6 devices; use a multiple of 8",
     ),
+    "experts that SGLang forgets": (
+        "algorithm: {routing_replay: rollout}\nrollout: {supply: async}",
+        "algorithm.routing_replay",
+        "use rollout.on_sync: abort or drain",
+    ),
     "tensor parallel alone": (
         "actor_train: {devices: 2, strategy: {tensor_parallel: 2}}",
         "actor_train.strategy.sequence_parallel",
