@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.simulation import SimulationConfig
@@ -99,6 +100,14 @@ def test_a_validation_after_a_step_takes_nothing_from_it(tmp_path: Path) -> None
     with (tmp_path / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 3, "validation/accuracy": 0.5}\n')
     assert read_run(tmp_path) == read_run(RUN)
+
+
+def test_engines_that_share_a_device_are_counted(tmp_path: Path) -> None:
+    shutil.copytree(RUN, tmp_path, dirs_exist_ok=True)
+    settings = yaml.safe_load((RUN / "config.yaml").read_text())
+    settings["actor_infer"] |= {"devices": [0, 2], "replicas_per_device": 3}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert (read_run(RUN).engines, read_run(tmp_path).engines) == (1, 6)
 
 
 def test_a_folder_that_is_none_of_a_run_is_told(tmp_path: Path) -> None:
