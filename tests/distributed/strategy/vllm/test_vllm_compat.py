@@ -170,3 +170,14 @@ async def test_what_leaves_a_gpu(parts: list[str], cache_stays: bool, calls: lis
     engine = RecordedWorkers()
     await engine.offload([EngineMemory(part) for part in parts], cache_stays)
     assert engine.calls == [("forget",), *calls]
+
+
+async def test_what_leaves_a_cpu() -> None:
+    engine = RecordedWorkers()
+    engine._cuda = False
+    await engine.offload([EngineMemory.WEIGHTS], cache_stays=True)
+    await engine.load([EngineMemory.WEIGHTS])
+    assert engine.calls == []
+    await engine.offload(list(EngineMemory), cache_stays=False)
+    await engine.load([EngineMemory.KV_CACHE])
+    assert engine.calls == [("forget",), ("roll_lite_drop_cache",), ("roll_lite_make_cache",)]

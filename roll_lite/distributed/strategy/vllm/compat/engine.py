@@ -204,8 +204,11 @@ class VllmEngine:
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
         """By the workers' own methods: vLLM's `wake_up` would resume a paused engine. It lets the cache go alone, but the weights only
-        with it."""
+        with it. On a CPU the cache is all that leaves: weights in host memory would be where they are."""
         if not self._cuda:
+            if EngineMemory.KV_CACHE in parts:
+                await self._forget()
+                await self._workers("roll_lite_drop_cache")
             return
         await self._forget()
         if EngineMemory.WEIGHTS not in parts:
@@ -218,6 +221,8 @@ class VllmEngine:
     async def load(self, parts: Collection[EngineMemory]) -> None:
         if self._cuda:
             await self._workers("wake_up", [part.value for part in parts])
+        elif EngineMemory.KV_CACHE in parts:
+            await self._workers("roll_lite_make_cache")
 
     async def _workers(self, method: str, *arguments: Any) -> None:
         await self._answer(self._llm.collective_rpc(method, args=arguments))

@@ -36,6 +36,8 @@ class WorkerExtension:
     vllm_config: Any
     model_config: Any
     get_model: Any
+    model_runner: Any
+    roll_lite_dropped: list[tuple[torch.UntypedStorage, int]]
     roll_lite_receiver: WeightReceiver | None = None
 
     def roll_lite_connect(self, first_member: int, membership: dict[str, Any]) -> None:
@@ -71,6 +73,19 @@ class WorkerExtension:
                     _pack_lm_head_again(model)
 
         return self.roll_lite_receiver.finish(put_in_place)
+
+    def roll_lite_drop_cache(self) -> None:
+        """vLLM frees nothing on a CPU. An emptied storage keeps its identity: once it has its size again, all views of it are valid."""
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self.model_runner.kv_caches}
+        self.roll_lite_dropped = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage in storages.values():
+            storage.resize_(0)
+
+    def roll_lite_make_cache(self) -> None:
+        dropped, self.roll_lite_dropped = self.roll_lite_dropped, []
+        for storage, size in dropped:
+            storage.resize_(size)
+            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # what a masked place multiplies must be a number
 
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
         """Of what the model holds, of these tensors or (None) of all, in the dtypes given. Collective, the first worker answers."""

@@ -1,0 +1,112 @@
+"""Where trainer and engine share a device, the state of one is there at a time: resident memory of a real run's processes.
+
+On a CPU what can be seen of the trainer is all that Megatron-Core has on "the device" (its copies on the host stay), and of vLLM the KV
+cache (its weights would move to where they are). Buckets of weights, which both map, are shared memory and no state: they are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+KV_CACHE_MB = 256
+STEPS = 4
+
+
+def larger_model(folder: Path) -> float:
+    """The shipped one's architecture and tokenizer, random weights. Returns their size in MB."""
+    shipped = ROOT / "examples/models/tiny"
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shipped, **sizes)).float()
+    model.save_pretrained(folder)
+    for file in shipped.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return sum(parameter.numel() for parameter in model.parameters()) * 4 / MIB
+
+
+def resident(process: psutil.Process) -> float | None:
+    """MB of the process's own."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+        return int(fields["RssAnon"].split()[0]) / 1024
+    except (OSError, KeyError):
+        return None
+
+
+def names(root: psutil.Process) -> dict[str, psutil.Process]:
+    """The trainer's rank, and the process in which vLLM computes: of those below its worker the largest."""
+    found: dict[str, psutil.Process] = {}
+    for process in root.children(recursive=True):
+        try:
+            command = " ".join(process.cmdline())
+            if "ActorWorker" in command:
+                found["trainer"] = process
+            elif "InferWorker" in command and (below := process.children(recursive=True)):
+                found["engine"] = max(below, key=lambda one: resident(one) or 0.0)
+        except psutil.Error:
+            continue
+    return found
+
+
+def rises(there: Sequence[bool]) -> int:
+    return sum(now and not before for before, now in zip([False, *there], there, strict=False))
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_trainer_and_engine_are_never_there_together(tmp_path: Path) -> None:
+    weights_mb = larger_model(tmp_path / "model")
+    assert 90 < weights_mb < 110
+    settings = [
+        "placement=colocated",
+        f"model.path={tmp_path / 'model'}",
+        f"run_dir={tmp_path / 'runs'}",
+        f"steps={STEPS}",
+        "rollout.prompts_per_step=6",
+        "rollout.samples_per_prompt=4",
+        "validation.enabled=false",
+        "checkpoint.export_model=false",
+        "algorithm.old_log_probs=recompute",
+        f"actor_infer.strategy.kv_cache_mb={KV_CACHE_MB}",
+    ]
+    command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", *settings]
+    latest = tmp_path / "runs" / "latest"
+    seen: list[tuple[float, float, float]] = []
+    first, processes, looked = latest / "samples" / "step_000001.jsonl", dict[str, psutil.Process](), 0.0
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ.copy()) as run:
+        while run.poll() is None:
+            time.sleep(0.02)
+            if time.monotonic() > looked + 2 and not first.exists():
+                processes, looked = names(psutil.Process(run.pid)), time.monotonic()
+            if len(processes) == 2:
+                trainer, engine = (resident(processes[name]) for name in ("trainer", "engine"))
+                if trainer and engine:
+                    seen.append((time.time(), trainer, engine))
+    assert run.returncode == 0, (tmp_path / "log").read_text()
+    records = [json.loads(line) for line in (latest / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "time/step" in record] == list(range(1, STEPS + 1))
+
+    # From the first samples on, when what is made once is made, to the end, where processes go one after the other.
+    last = max(file.stat().st_mtime for file in latest.glob("metrics.jsonl"))
+    of_steps = [(trainer, engine) for at, trainer, engine in seen if first.stat().st_mtime < at < last]
+    trainers, engines = zip(*of_steps, strict=True)
+    figures = f"trainer {min(trainers):.0f} to {max(trainers):.0f} MB, engine {min(engines):.0f} to {max(engines):.0f} MB"
+    assert max(trainers) > min(trainers) + 3.5 * weights_mb, f"weights, gradients, two moments: {figures}"
+    trainer_there = [rss > min(trainers) + 0.6 * weights_mb for rss in trainers]
+    engine_there = [rss > min(engines) + 0.5 * KV_CACHE_MB for rss in engines]
+    assert rises(engine_there) >= 2 and rises(trainer_there) >= 2, f"two steps: {figures}"
+    together = [sample for sample, one, other in zip(of_steps, trainer_there, engine_there, strict=True) if one and other]
+    assert not together, f"{len(together)} of {len(of_steps)} samples: {together[:5]}; {figures}"
+    print(f"{figures}, {len(of_steps)} samples")
