@@ -90,17 +90,22 @@ class _Broadcasts:
         if route.channel not in self._groups:
             self._connect(route)
         try:
-            # No name for the group here: the traceback would hold on to it, and its connections stay open when it is closed.
-            work = self._groups[route.channel].broadcast([buffer], options)
+            # No name for the group here, nor for what it returns: the traceback would hold on to them, and connections stay open when it
+            # is closed.
             if self._wire.polled:
-                self._group.poll(work.is_completed, f"take its part of a bucket from {self._group.membership.members[route.sender]}")
-            work.wait()
+                self._poll(self._groups[route.channel].broadcast([buffer], options), route)
+            else:
+                self._groups[route.channel].broadcast([buffer], options).wait()
         except TransferError:
             raise
         except RuntimeError as error:
             them, us = self._group.membership.members[route.sender], self._group.name
             broke = f"weight transfer: the connection broke in the middle of a bucket from {them} (seen by {us}): {error}"
             raise TransferError(broke) from error
+
+    def _poll(self, work: Any, route: Route) -> None:
+        self._group.poll(work.is_completed, f"take its part of a bucket from {self._group.membership.members[route.sender]}")
+        work.wait()
 
     def _connect(self, route: Route) -> None:
         members = [route.sender, *route.receivers]
