@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import ray
 
 from roll_lite.distributed.failures import ClusterDead, RankFailed, RankTimeout
-from roll_lite.distributed.pending import Call, Pending, first_done, gather
+from roll_lite.distributed.pending import Call, Pending, first_done, gather, nobody_is_left
 from roll_lite.distributed.placement import Slot
 from roll_lite.distributed.rank_group import RankGroup, log_file
 from roll_lite.distributed.strategy.base import RankLayout
@@ -126,8 +126,7 @@ class Cluster(Generic[W_co]):
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left:
-            rank = list(lost)[-1]
-            raise RankFailed(self.name, rank, self.group.phase, lost[rank])
+            nobody_is_left(self.group)
         return left
 
     @property

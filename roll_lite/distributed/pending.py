@@ -110,6 +110,16 @@ def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
     return [pending for pending in pendings if pending.done]
 
 
+def nobody_is_left(group: RankGroup) -> NoReturn:
+    """Of ranks that live alone. Where another worker has a fleet of them it knows why, which may be more than how they died, and it ends
+    with them a moment later."""
+    deaths = WATCH.deaths()
+    ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
+    _report_deaths([deaths[ref] for ref in ready])
+    rank, cause = list(group.lost.items())[-1]
+    raise RankFailed(group.name, rank, group.phase, cause)
+
+
 def _wait(
     pendings: Sequence[Pending[Any]],
     timeout_s: float | None,

@@ -10,7 +10,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, ClassVar
 
-from roll_lite.distributed.fleet import MemberLost
+import ray
+
+from roll_lite.distributed.fleet import FleetDown, MemberLost
 from roll_lite.distributed.worker import AsyncWorker, Worker
 
 if TYPE_CHECKING:
@@ -117,6 +119,14 @@ class Service(AsyncWorker):
 
     async def forever(self) -> None:
         await asyncio.Event().wait()
+
+
+class Keeper(AsyncWorker):
+    """Has a fleet, whose last member it gives up."""
+
+    async def give_up(self, member: ray.actor.ActorHandle, cause: str) -> None:
+        ray.kill(member)
+        asyncio.get_running_loop().call_later(0.5, self.tell_end, FleetDown("members", 0, cause))
 
 
 class Loner(AsyncWorker):

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from cluster_workers import Adder, Grid, Loner, MainThreadAdder, Service
+import ray
+from cluster_workers import Adder, Grid, Keeper, Loner, MainThreadAdder, Service
 
 from roll_lite.distributed.cluster import Cluster, ClusterDead, ClusterSpec, RankFailed, first_done, gather, start_cluster
 from roll_lite.distributed.placement import anywhere
@@ -153,3 +154,15 @@ def test_ranks_that_live_alone_are_left_out_once_they_are_lost(ray_local: object
     with pytest.raises(RankFailed, match="members rank 0 failed in idle: its process"):
         members.each(Loner.number)
     members.shutdown()
+
+
+def test_where_nobody_is_left_the_worker_that_gave_up_the_last_one_says_why(ray_local: object) -> None:
+    """Whoever wants something of them may notice before that worker's own end."""
+    members, keeper = start_cluster(ClusterSpec("members", anywhere(1)), Loner), start_cluster(ClusterSpec("keeper", anywhere(1)), Keeper)
+    assert members.each(Loner.number) == {0: 0}
+    keeper.one(Keeper.give_up, members.actors[0], "it said nothing for 7 s")
+    ready, _ = ray.wait(list(members.group.deaths), timeout=60)
+    assert ready
+    with pytest.raises(RankFailed, match="^members rank 0 failed in idle: it said nothing for 7 s"):
+        members.each(Loner.number)
+    keeper.shutdown()
