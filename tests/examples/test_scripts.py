@@ -48,7 +48,7 @@ FALLS_SHORT = {"examples/run_recipes.py": "tiny_raft"}
 """Scripts that end with 1 where a model has not learned, as it cannot in one step; and what they say of it."""
 
 
-DEAR = {"bench/engines.py", "bench/rollout.py", "bench/step.py", "examples/run_recipes.py"}
+DEAR = {"bench/engines.py", "bench/rollout.py", "bench/routing_replay.py", "bench/step.py", "examples/run_recipes.py"}
 """Scripts that start engines or whole runs, or make an environment of their own for a competitor."""
 
 
