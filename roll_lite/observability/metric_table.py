@@ -2,7 +2,7 @@
 
 Averages are never averaged: a mean travels as sum and count and is divided when it is read. An undeclared name is refused.
 A metric `by` domain is added under a domain and read as `domain/<domain>/<name>` beside `<name>`, which covers all of them;
-one `by` phase or role is added under that and read as `<name>/<phase>`. `docs/metrics.md` is generated from this table.
+one `by` phase, role or transport is added under that and read as `<name>/<phase>`. `docs/metrics.md` is generated from this table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Metric:
     reduction: Reduction
     unit: str
     description: str
-    by: Literal["domain", "phase", "role"] | None = None
+    by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
     """For means that come as sums from a loss: the sum that holds their count, the first of these that came along.
     Empty: the count is one optimizer step."""
@@ -251,6 +251,12 @@ METRICS: dict[str, Metric] = {
     # weights
     "sync/version": Metric(LAST, "", "Weight version of the engines."),
     "sync/megabytes": Metric(SUM, "MB", "Weights sent to the engines, once for all of them."),
+    "sync/transport_megabytes": Metric(
+        SUM,
+        "MB",
+        "What each transport took of them, once for all engines that it leads to.",
+        by="transport",
+    ),
     "sync/megabytes_per_second": Metric(LAST, "MB/s", "Of a whole update, from its start to the last engine's new weights."),
     "sync/seconds": Metric(
         SUM,

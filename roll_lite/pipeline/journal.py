@@ -93,6 +93,8 @@ class Journal:
             self._sums.add("sync/megabytes_per_second", transfer.megabytes / transfer.seconds)
             for phase, seconds in transfer.phases.items():
                 self._sums.add("sync/seconds", seconds, label=phase)
+            for name, megabytes in transfer.by_transport.items():
+                self._sums.add("sync/transport_megabytes", megabytes, label=name)
 
     def knows_lost(self, engines: Iterable[int]) -> bool:
         return self._lost_engines.issuperset(engines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ class Pushed:
     """From its start to the last engine's new weights."""
     phases: Mapping[str, float]
     """Seconds of the slowest rank or worker; phases overlap."""
+    by_transport: Mapping[str, float]
+    """Megabytes that each has taken, once for all engines that it leads to."""
 
 
 class WeightSync:
@@ -91,11 +94,15 @@ class WeightSync:
         self._rollouts.one(RolloutWorker.hold)
         started = time.monotonic()
         engines = self._engines.start_each_own(InferWorker.update_weights, dict.fromkeys(plan.engines, plan.routes), version)
-        phases = self._together("update_weights", engines, self._actor.start_all(ActorWorker.send_weights))
-        if phases is None:
+        said = self._together("update_weights", engines, self._actor.start_all(ActorWorker.send_weights))
+        if said is None:
             self._plan = None
             return None
-        return Pushed(version, plan.nbytes / 2**20, time.monotonic() - started, phases)
+        sent: Counter[str] = Counter()
+        for one in said:
+            sent.update(one.nbytes)
+        by_transport = {name: nbytes / 2**20 for name, nbytes in sent.items()}
+        return Pushed(version, plan.nbytes / 2**20, time.monotonic() - started, largest(one.seconds for one in said), by_transport)
 
     def _connect(self) -> TransferPlan | None:
         """The owners of tensors and the workers of all engines join a new epoch of the transfer group. None: as above."""
@@ -112,8 +119,8 @@ class WeightSync:
 
     def _together(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
-    ) -> dict[str, float] | None:
-        """Seconds by phase, once both sides have come through, with all engines that had been asked. Each says why, where it did not."""
+    ) -> list[Transferred] | None:
+        """Of both sides, once they have come through, with all engines that had been asked. Each says why, where it did not."""
         asked, interrupted = len(engines.calls), False
 
         def look() -> None:
@@ -131,7 +138,7 @@ class WeightSync:
         found |= {f"actor_train rank {rank}": one for rank, one in enumerate(of_trainers)}
         if failed := [f"{name}: {one.failure}" for name, one in found.items() if one.failure is not None]:
             raise RuntimeError(f"{phase} failed: {'; '.join(failed)}")
-        return largest(one.seconds for one in found.values())
+        return list(found.values())
 
     def _verify(self, version: int) -> None:
         """Tensors of every engine against the trainer's, by checksum."""

@@ -91,9 +91,9 @@ class TrackerConfig(Section):
 class WeightSyncConfig(Section):
     transport: Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"] = "auto"
     """How weights travel to the engines. shared_memory: engines read them in host memory where the trainer has written them, on one
-    machine; gloo: over TCP, once to each machine; cuda_ipc: engines read them on the trainer's GPU, which they see; nccl: from GPU to GPU,
-    none of them shared; auto: the first of cuda_ipc, nccl, shared_memory that connects all trainers and engines, else shared memory on
-    the trainer's machine and gloo to the others."""
+    machine; gloo: over TCP, once to each machine; cuda_ipc: engines read them on the trainer's GPU, which they see; nccl: from the
+    trainer's GPU to others; auto: to each engine what connects it with the trainer, several side by side in one update where they differ
+    (cuda_ipc to a GPU that sees the trainer's, nccl to other GPUs; without them shared_memory on its machine, gloo to others)."""
     bucket_mb: PositiveInt = 256
     """Size of one transfer."""
     verify: Literal["none", "sampled", "full"] = "none"

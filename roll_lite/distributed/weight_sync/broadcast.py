@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender, announce
+from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
 from roll_lite.distributed.weight_sync.memory import GpuSegment, Segment, SharedSegment, open_shared
 from roll_lite.distributed.weight_sync.plan import Channel, Route
-from roll_lite.distributed.weight_sync.transport import Await, FlatLayout, TransportReceiver, TransportSender, flat_layout, unflatten
+from roll_lite.distributed.weight_sync.transport import Await, BufferedSender, FlatLayout, TransportReceiver, flat_layout, unflatten
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-class BroadcastSender(TransportSender):
+class BroadcastSender(BufferedSender):
     def __init__(self, group: TransferGroup, wire: Wire) -> None:
         super().__init__(group, wire.make)
         self.broadcasts = _Broadcasts(group, wire)
@@ -186,8 +186,8 @@ def to_machines(group: TransferGroup, route: Route) -> Route:
 
 
 class GlooSender(BroadcastSender):
-    def __init__(self, group: TransferGroup, wire: Wire = GLOO) -> None:
-        super().__init__(group, wire)
+    def __init__(self, group: TransferGroup) -> None:
+        super().__init__(group, GLOO)
 
     def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
         return super()._dispatch(to_machines(self.group, route), layout, segment)
@@ -219,25 +219,3 @@ class GlooReceiver(BroadcastReceiver):
         super().close()
         self._spread.close()
         self._fetch.close()
-
-
-class NearAndFarSender(GlooSender):
-    """To workers on its own machine through memory, to others over TCP, both from the same buffer."""
-
-    def __init__(self, group: TransferGroup) -> None:
-        super().__init__(group, replace(GLOO, make=SharedSegment))
-
-    def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
-        near = neighbours(self.group, route, route.sender)
-        far = tuple(receiver for receiver in route.receivers if receiver not in near)
-        read = announce(self.group, replace(route, receivers=near), layout, segment) if near else dict
-        sent = super()._dispatch(replace(route, receivers=far), layout, segment) if far else dict
-        return lambda: {**read(), **sent()}
-
-
-class NearAndFarReceiver(GlooReceiver):
-    def receive(self, route: Route) -> dict[str, torch.Tensor]:
-        near = neighbours(self.group, route, route.sender)
-        if self.group.number in near:
-            return self._fetch.receive(replace(route, receivers=near))
-        return super().receive(replace(route, receivers=tuple(receiver for receiver in route.receivers if receiver not in near)))

@@ -19,7 +19,9 @@ class Home:
     device: str = ""
     """UUID of the GPU that it computes on, the same whatever number a process's list of devices gives it. Empty: the CPU."""
     visible: tuple[str, ...] = ()
-    """UUIDs of all GPUs that it may open."""
+    """UUIDs of all GPUs that it may open, and that its own reads from."""
+    process: int = 0
+    """Its number there."""
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Home:
@@ -28,9 +30,10 @@ class Home:
     @staticmethod
     def here() -> Home:
         if not torch.cuda.is_available():
-            return Home(this_machine())
-        visible = tuple(uuid_of(number) for number in range(torch.cuda.device_count()))
-        return Home(this_machine(), visible[torch.cuda.current_device()], visible)
+            return Home(this_machine(), process=os.getpid())
+        own = torch.cuda.current_device()
+        near = [one for one in range(torch.cuda.device_count()) if one == own or torch.cuda.can_device_access_peer(own, one)]
+        return Home(this_machine(), uuid_of(own), tuple(uuid_of(one) for one in near), os.getpid())
 
 
 def this_machine() -> str:

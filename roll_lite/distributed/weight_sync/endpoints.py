@@ -11,10 +11,12 @@ import torch
 
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync.checksum import checksum
+from roll_lite.distributed.weight_sync.devices import Home
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup, rendezvous_store
+from roll_lite.distributed.weight_sync.memory import Export, take_back
 from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, Route, TransferPlan, by_bucket, tensors_of
 from roll_lite.distributed.weight_sync.transport import TransportReceiver, TransportSender
-from roll_lite.distributed.weight_sync.transports import transport_of
+from roll_lite.distributed.weight_sync.transports import transport_of, ways_of
 
 T = TypeVar("T")
 
@@ -27,9 +29,13 @@ class WeightSender:
         self._rank = rank
         self._store: Any = None
         self._half: TransportSender | None = None
+        self._lent: list[tuple[Home, Export]] = []
+        """In epochs that were left."""
         self._export: ExportPlan | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Of the last update, by phase: `gather`, and what the transport's half counts."""
+        self.nbytes: dict[str, int] = {}
+        """That an update takes from here, by transport, once for all engines that it leads to."""
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
         self._export = self._strategy.export_plan(bucket_bytes)
@@ -45,8 +51,13 @@ class WeightSender:
         self.leave()
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
         if self._rank in plan.trainers:
-            group = TransferGroup(membership, plan.trainers.index(self._rank))
+            number = plan.trainers.index(self._rank)
+            group = TransferGroup(membership, number)
+            take_back(self._lent, group.homes)  # all have come, having left what they were in before: the others are dead
+            self._lent.clear()
             self._half = transport_of(group).sender(group)
+            ways = [way for route in plan.routes if route.sender == number for way in ways_of(group, route)]
+            self.nbytes = {name: sum(part.nbytes for other, part in ways if other == name) for name in dict(ways)}
 
     def send(self) -> None:
         """Gather and send one bucket after the other. Where sending fails, the rest is gathered all the same before that is raised: other
@@ -96,6 +107,7 @@ class WeightSender:
 
     def leave(self) -> None:
         if self._half is not None:
+            self._lent += self._half.lent()
             self._half.close()
             self._half = None
 

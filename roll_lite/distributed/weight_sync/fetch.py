@@ -17,9 +17,9 @@ from roll_lite.distributed.weight_sync.memory import Open, Segment, Watched
 from roll_lite.distributed.weight_sync.plan import Route
 from roll_lite.distributed.weight_sync.transport import (
     Await,
+    BufferedSender,
     FlatLayout,
     TransportReceiver,
-    TransportSender,
     flat_layout,
     unflatten,
 )
@@ -36,7 +36,7 @@ def announce(group: TransferGroup, route: Route, layout: FlatLayout, segment: Se
     return done
 
 
-class FetchSender(TransportSender):
+class FetchSender(BufferedSender):
     def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
         return announce(self.group, route, layout, segment)
 

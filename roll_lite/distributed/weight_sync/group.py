@@ -50,6 +50,8 @@ class Transferred:
     """Why it broke off: that may be another member's fault."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """By phase."""
+    nbytes: Mapping[str, int] = field(default_factory=dict)
+    """That a trainer has sent, by transport."""
 
 
 def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:

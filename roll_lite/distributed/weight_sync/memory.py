@@ -11,14 +11,17 @@ import mmap
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from roll_lite.distributed.weight_sync.devices import local_number, uuid_of
+from roll_lite.distributed.weight_sync.devices import Home, local_number, uuid_of
 from roll_lite.distributed.weight_sync.group import TransferError
+
+Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
+"""A function and its arguments, which make the tensor in another process."""
 
 
 class Watched:
@@ -46,6 +49,8 @@ class Segment(Watched):
 
     handle = ""
     """How others get at it."""
+    exports: Sequence[Export] = ()
+    """One for each reader, who has to give it back."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))
@@ -85,19 +90,47 @@ class ExportedSegment(GpuSegment):
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(nbytes, readers)
-        exports = [export(self.whole) for _ in range(readers)]
-        self.handle = ";".join([uuid_of(self.whole.device.index), *(base64.b64encode(pickle.dumps(one)).decode() for one in exports)])
+        self.exports = [export(self.whole) for _ in range(readers)]
+        self.handle = ";".join([uuid_of(self.whole.device.index), *(base64.b64encode(pickle.dumps(one)).decode() for one in self.exports)])
 
 
-def export(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], Sequence[Any]]:
+def export(tensor: torch.Tensor) -> Export:
     """What one reader makes the tensor of."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(tensor)
 
 
+def take_back(lent: Iterable[tuple[Home, Export]], homes: Collection[Home]) -> None:
+    """What was exported to readers who have died. `homes`: of all processes that are left, each of which gives back its own.
+
+    torch keeps exported memory, also when the exporter has dropped it, until every reader has counted its export down. One that is
+    killed never does.
+    """
+    abandoned = [one for home, one in lent if home not in homes]
+    for one in abandoned:
+        count_down(one)
+    if abandoned:
+        collect()
+
+
+def count_down(one: Export) -> None:
+    """As a reader does when it drops the tensor."""
+    _, arguments = one
+    arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
+
+
+def collect() -> None:
+    """torch looks which exports nobody counts any more."""
+    torch.cuda.ipc_collect()
+
+
+_STORAGE = 4
+"""Place of the storage's class in an export."""
 _DEVICE = 6
-"""Place of the GPU's number in an export: the sender's, which the receiver may know by another one."""
+"""Of the GPU's number: the sender's, which the receiver may know by another one."""
+_COUNTER = slice(11, 13)
+"""Of its counter's file and place there."""
 
 GPU = "cuda"
 

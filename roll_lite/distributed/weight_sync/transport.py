@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
-from roll_lite.distributed.weight_sync.devices import settle
+from roll_lite.distributed.weight_sync.devices import Home, settle
 from roll_lite.distributed.weight_sync.group import Announcement, TransferGroup
-from roll_lite.distributed.weight_sync.memory import Segment
+from roll_lite.distributed.weight_sync.memory import Export, Segment
 from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Route
 
 ALIGNMENT = 64  # bytes: a view of any dtype may start there
@@ -62,6 +62,11 @@ class Lane:
         self._kept.update(self.under_way[0][1]())
         self.under_way.popleft()
 
+    def exports(self, readers: Sequence[int]) -> Iterator[tuple[int, Export]]:
+        """Of each segment that was exported, one for each reader."""
+        for segment in self._segments:
+            yield from zip(readers, segment.exports, strict=False)
+
     def close(self) -> None:
         for segment in self._segments:
             segment.close()
@@ -72,16 +77,37 @@ class Lane:
 class TransportSender(ABC):
     """A trainer's half. Only ranks that own tensors have one."""
 
-    def __init__(self, group: TransferGroup, make: Callable[[int, int], Segment]) -> None:
-        """`make`: a buffer of so many bytes for so many readers."""
+    def __init__(self, group: TransferGroup) -> None:
         self.group = group
-        self._make = make
-        self._lanes: dict[Channel, Lane] = {}
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Writing buckets (`copy`), and waiting until a buffer was free or all had been received (`wait`)."""
 
+    @abstractmethod
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put the route's tensors on the way to its receivers. Returns when the tensors may be changed again."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """After the last bucket of an update: returns when every receiver has all of it."""
+
+    @abstractmethod
+    def lent(self) -> list[tuple[Home, Export]]:
+        """What readers have to give back, each its own, before memory is free; see `memory.take_back`."""
+
+    def close(self) -> None:
+        self.group.close()
+
+
+class BufferedSender(TransportSender):
+    """Sends from buffers that it writes."""
+
+    def __init__(self, group: TransferGroup, make: Callable[[int, int], Segment]) -> None:
+        """`make`: a buffer of so many bytes for so many readers."""
+        super().__init__(group)
+        self._make = make
+        self._lanes: dict[Channel, Lane] = {}
+
+    def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
         self.publish(route, lambda layout, buffer: flatten(route.tensors, tensors, layout, buffer))
 
     def publish(self, route: Route, write: Callable[[FlatLayout, torch.Tensor], None]) -> Segment:
@@ -98,11 +124,14 @@ class TransportSender(ABC):
         return segment
 
     def finish(self) -> None:
-        """After the last bucket of an update: returns when every receiver has all of it."""
         with self.group.exchange(), self._timed("wait"):
             for lane in self._lanes.values():
                 while lane.under_way:
                     lane.await_oldest()
+
+    def lent(self) -> list[tuple[Home, Export]]:
+        homes = self.group.homes
+        return [(homes[reader], export) for (_, readers), lane in self._lanes.items() for reader, export in lane.exports(readers)]
 
     @abstractmethod
     def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
@@ -117,7 +146,7 @@ class TransportSender(ABC):
             self.seconds[phase] += time.monotonic() - started
 
     def close(self) -> None:
-        self.group.close()
+        super().close()
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()

@@ -1,22 +1,21 @@
-"""The transports by name, and which of them connects the members of a transfer group."""
+"""The transports by name, and which of them connects a trainer with each engine worker."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
-from roll_lite.distributed.weight_sync.broadcast import (
-    NCCL,
-    BroadcastReceiver,
-    BroadcastSender,
-    GlooReceiver,
-    GlooSender,
-    NearAndFarReceiver,
-    NearAndFarSender,
-)
+import torch
+
+from roll_lite.distributed.weight_sync.broadcast import NCCL, BroadcastReceiver, BroadcastSender, GlooReceiver, GlooSender
+from roll_lite.distributed.weight_sync.devices import Home
 from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
-from roll_lite.distributed.weight_sync.memory import ExportedSegment, SharedSegment, open_exported, open_shared
-from roll_lite.distributed.weight_sync.transport import Transport
+from roll_lite.distributed.weight_sync.memory import Export, ExportedSegment, SharedSegment, open_exported, open_shared
+from roll_lite.distributed.weight_sync.plan import Route
+from roll_lite.distributed.weight_sync.transport import Transport, TransportReceiver, TransportSender
 
 TRANSPORTS: dict[str, Transport] = {
     "shared_memory": Transport(partial(FetchSender, make=SharedSegment), partial(FetchReceiver, open_segment=open_shared)),
@@ -24,18 +23,46 @@ TRANSPORTS: dict[str, Transport] = {
     "cuda_ipc": Transport(partial(FetchSender, make=ExportedSegment), partial(FetchReceiver, open_segment=open_exported)),
     "nccl": Transport(partial(BroadcastSender, wire=NCCL), partial(BroadcastReceiver, wire=NCCL)),
 }
-NEAR_AND_FAR = Transport(NearAndFarSender, NearAndFarReceiver)
 AUTO = "auto"
-"""The first of cuda_ipc, nccl and shared_memory that connects all members; else memory on one machine, gloo between machines."""
+"""For each trainer and engine worker what connects the two."""
 
 
 def transport_of(group: TransferGroup) -> Transport:
+    """Of a whole group."""
     wanted = group.membership.transport
-    if wanted == AUTO:
-        return next((TRANSPORTS[name] for name in ("cuda_ipc", "nccl", "shared_memory") if obstacle(name, group) is None), NEAR_AND_FAR)
-    if reason := obstacle(wanted, group):
-        raise TransferError(f"weight_sync.transport: {wanted}, but {reason}; auto finds a way")
-    return TRANSPORTS[wanted]
+    if wanted != AUTO:
+        if reason := obstacle(wanted, group):
+            raise TransferError(f"weight_sync.transport: {wanted}, but {reason}; auto finds a way")
+        return TRANSPORTS[wanted]
+    ways = [ways_of(group, Route(0, *channel, ())) for channel in group.membership.channels]
+    names = {name for parts in ways for name, _ in parts}
+    return TRANSPORTS[names.pop()] if len(names) == 1 and all(len(parts) == 1 for parts in ways) else SIDE_BY_SIDE
+
+
+def ways_of(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
+    """The parts of a route, each to other receivers, and the transports that they go by. All members come to the same."""
+    if group.membership.transport != AUTO:
+        return [(group.membership.transport, route)]
+    parts: dict[tuple[str, int], list[int]] = {}
+    neighbours: Counter[str] = Counter()
+    for receiver in route.receivers:
+        home = group.homes[receiver]
+        name, twin = link(group.homes[route.sender], home), 0
+        if name == "nccl":  # refuses two members on one GPU
+            twin, neighbours[home.device] = neighbours[home.device], neighbours[home.device] + 1
+        parts.setdefault((name, twin), []).append(receiver)
+    return [(name, replace(route, receivers=tuple(receivers))) for (name, _), receivers in parts.items()]
+
+
+def link(sender: Home, receiver: Home) -> str:
+    """The transport that connects the two."""
+    together = sender.machine == receiver.machine
+    if sender.device and receiver.device:
+        if together and sender.device in receiver.visible:
+            return "cuda_ipc"
+        if sender.device != receiver.device:
+            return "nccl"
+    return "shared_memory" if together else "gloo"
 
 
 def obstacle(name: str, group: TransferGroup) -> str | None:
@@ -50,14 +77,71 @@ def obstacle(name: str, group: TransferGroup) -> str | None:
         if elsewhere:
             them = "on another machine, in another container, or another user's"
             return f"{', '.join(elsewhere)} cannot map the memory of {names[0]}: {them}"
-    if name == "cuda_ipc":
-        for sender, receivers in group.membership.channels:
+    for sender, receivers in group.membership.channels:
+        if name == "cuda_ipc":
             blind = [names[receiver] for receiver in receivers if homes[sender].device not in homes[receiver].visible]
             if blind:
                 return f"{', '.join(blind)} does not see the GPU of {names[sender]}"
-    if name == "nccl":
-        first: dict[str, str] = {}
-        for who, home in zip(names, homes, strict=True):
-            if (other := first.setdefault(home.device, who)) != who:
-                return f"{other} and {who} share a GPU, which NCCL refuses"
+        if name == "nccl":
+            first: dict[str, str] = {}
+            for member in (sender, *receivers):
+                if (other := first.setdefault(homes[member].device, names[member])) != names[member]:
+                    return f"{other} and {names[member]} share a GPU, which NCCL refuses"
     return None
+
+
+# ------------------------------------------------------------ several at once
+
+
+class SideBySideSender(TransportSender):
+    """A bucket is gathered once, and every transport that leads to some of its receivers gets it: buffers, and who waits for whom, are
+    each one's own."""
+
+    def __init__(self, group: TransferGroup) -> None:
+        super().__init__(group)
+        self._halves: dict[str, TransportSender] = {}
+
+    def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, part in ways_of(self.group, route):
+            if name not in self._halves:
+                self._halves[name] = TRANSPORTS[name].sender(self.group)
+            self._halves[name].seconds = self.seconds
+            self._halves[name].send(part, tensors)
+
+    def finish(self) -> None:
+        for half in self._halves.values():
+            half.finish()
+
+    def lent(self) -> list[tuple[Home, Export]]:
+        return [one for half in self._halves.values() for one in half.lent()]
+
+    def close(self) -> None:
+        super().close()
+        for half in self._halves.values():
+            half.close()
+
+
+class SideBySideReceiver(TransportReceiver):
+    """Where others get a bucket by other ways, or from another trainer by another one."""
+
+    def __init__(self, group: TransferGroup) -> None:
+        super().__init__(group)
+        self._halves: dict[str, TransportReceiver] = {}
+
+    def receive(self, route: Route) -> dict[str, torch.Tensor]:
+        name, part = next(way for way in ways_of(self.group, route) if self.group.number in way[1].receivers)
+        if name not in self._halves:
+            self._halves[name] = TRANSPORTS[name].receiver(self.group)
+        return self._halves[name].receive(part)
+
+    def release(self) -> None:
+        for half in self._halves.values():
+            half.release()
+
+    def close(self) -> None:
+        super().close()
+        for half in self._halves.values():
+            half.close()
+
+
+SIDE_BY_SIDE = Transport(SideBySideSender, SideBySideReceiver)

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
-from transfer_members import Members, assert_equal, fresh, make_plan, send_all
+from transfer_members import Members, assert_equal, fresh, half, make_plan, receive_all, send_all
 
+from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync import memory
 from roll_lite.distributed.weight_sync.broadcast import BroadcastReceiver, BroadcastSender, Wire, connect_gloo
 from roll_lite.distributed.weight_sync.devices import Home
+from roll_lite.distributed.weight_sync.endpoints import WeightSender
 from roll_lite.distributed.weight_sync.fetch import FetchSender
-from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, interrupt
+from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, TransferTimeout, interrupt
 from roll_lite.distributed.weight_sync.memory import Segment
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, plan_transfers
 from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, Transport, flat_layout
-from roll_lite.distributed.weight_sync.transports import NEAR_AND_FAR, TRANSPORTS, transport_of
+from roll_lite.distributed.weight_sync.transports import SIDE_BY_SIDE, TRANSPORTS, link, transport_of
 
 SENDERS_NUMBER, READERS_NUMBER = 0, 3
 """Of one and the same GPU, in lists of devices that differ."""
 EXPORTED: dict[int, torch.Tensor] = {}
 OPENED: list[int] = []
+
+
+class Storage:
+    """In place of torch's: counters of exports that nobody reads any more."""
+
+    down: ClassVar[list[tuple[str, int, int]]] = []
+
+    @classmethod
+    def _release_ipc_counter(cls, file: str, place: int, device: int) -> None:
+        cls.down.append((file, place, device))
 
 
 def rebuild(key: int, *rest: Any) -> torch.Tensor:
@@ -39,11 +56,12 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def export(tensor: torch.Tensor) -> Any:
         key = next(keys)
-        EXPORTED[key] = tensor.view(tensor.shape)
-        return rebuild, (key, *[None] * 5, SENDERS_NUMBER, *[None] * 8)
+        memory = (ctypes.c_uint8 * len(tensor)).from_address(tensor.data_ptr())  # a storage of its own, as in another process
+        EXPORTED[key] = torch.frombuffer(memory, dtype=torch.uint8)
+        return rebuild, (key, *[None] * 3, Storage, None, SENDERS_NUMBER, *[None] * 4, "counters", key, *[None] * 2)
 
-    EXPORTED.clear()
-    OPENED.clear()
+    for one in (EXPORTED, OPENED, Storage.down):
+        one.clear()
     monkeypatch.setattr(memory, "GPU", "cpu")
     monkeypatch.setattr(memory, "export", export)
     monkeypatch.setattr(memory, "uuid_of", lambda number: "GPU-a")
@@ -60,7 +78,11 @@ def test_torchs_exports_have_the_devices_number_where_it_is_replaced() -> None:
 
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    assert list(signature(rebuild_cuda_tensor).parameters)[memory._DEVICE] == "storage_device"
+    names = list(signature(rebuild_cuda_tensor).parameters)
+    assert (names[memory._STORAGE], names[memory._DEVICE]) == ("storage_cls", "storage_device")
+    assert names[memory._COUNTER] == ["ref_counter_handle", "ref_counter_offset"]
+    released = signature(torch.TypedStorage._release_ipc_counter).parameters
+    assert [str(one) for one in released.values()] == ["*args", "device=None", "**kwargs"]
 
 
 @pytest.mark.usefixtures("exports")
@@ -111,6 +133,61 @@ def test_a_gpu_that_the_reader_does_not_see_after_all(monkeypatch: pytest.Monkey
     sender.send(plan.routes[0], state)
     with pytest.raises(TransferError, match=r"engine 0 worker 0 cannot open the memory of trainer rank 0: GPU-a is not in list"):
         receiver.receive(plan.routes[0])
+
+
+class Trainer:
+    """One rank, whose model is a dictionary."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self.state = state
+
+    def export_plan(self, bucket_bytes: int) -> ExportPlan:
+        tensors = [ExportedTensor(n, tuple(t.shape), t.dtype, 0, number // 2) for number, (n, t) in enumerate(self.state.items())]
+        return ExportPlan(tuple(tensors))
+
+    def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor]:
+        return {tensor.name: self.state[tensor.name] for tensor in plan.buckets()[bucket]}
+
+
+@pytest.mark.usefixtures("exports")
+def test_what_was_exported_to_readers_who_have_died_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch kept it to the end of the run: two buckets of GPU memory for every engine that is lost."""
+    collected: list[None] = []
+    (home,) = on_gpus("a")
+    monkeypatch.setattr(memory, "collect", lambda: collected.append(None))
+    monkeypatch.setattr(Home, "here", staticmethod(lambda: home))
+    sender = WeightSender(cast(TrainStrategy, Trainer({f"w{n}": torch.randn(9) for n in range(6)})), 0)
+    export, port = sender.plan(1 << 20), sender.host("127.0.0.1", 30.0)
+    pool = ThreadPoolExecutor(4)
+
+    def epoch(number: int, processes: dict[int, int], timeout_s: float = 30.0, absent: tuple[int, ...] = ()) -> None:
+        plan = plan_transfers(export, dict.fromkeys(processes, 1))
+        membership = plan.membership(number, "cuda_ipc", "127.0.0.1", port, timeout_s)
+        joining = [
+            pool.submit(half, membership, plan.first_member(engine), False, replace(home, process=process))
+            for engine, process in processes.items()
+            if engine not in absent
+        ]
+        sender.join(plan, membership)
+        receivers = [future.result(20) for future in joining]
+        receiving = [pool.submit(receive_all, receiver, plan) for receiver in receivers]
+        sender.send()
+        for future in receiving:
+            assert_equal(future.result(20), sender._strategy.state)  # type: ignore[attr-defined]
+
+    epoch(1, {0: 10, 1: 11, 2: 12})
+    epoch(2, {0: 10, 1: 11, 2: 12})
+    assert Storage.down == [] == collected, "who is still there gives back its own"
+    buffers = len(EXPORTED) // 6
+    with pytest.raises(TransferTimeout, match="engine 2 worker 0 did not join"):
+        epoch(3, {0: 10, 2: 12}, timeout_s=1.0, absent=(2,))
+    assert Storage.down == [], "nobody knows yet who is left"
+    epoch(4, {0: 10, 2: 22})  # engine 1 has left, and engine 2 was started anew
+    exported = range(len(EXPORTED))[3 * buffers : 6 * buffers]
+    assert sorted(Storage.down) == [("counters", key, SENDERS_NUMBER) for key in exported if key % 3 in (1, 2)]
+    assert len(collected) == 1
+    epoch(5, {0: 10, 2: 22})
+    assert len(collected) == 1, "no export is taken back twice"
 
 
 @pytest.fixture
@@ -191,7 +268,67 @@ def test_a_broadcast_that_somebody_is_lost_in_ends_with_the_epoch(monkeypatch: p
     members.close()
 
 
+FAR = [Home("other", f"GPU-{one}", ("GPU-c", "GPU-d")) for one in "cd"]
+
+
+@pytest.mark.usefixtures("exports", "nccl")
+def test_engines_beside_the_trainer_and_apart_from_it_in_one_update() -> None:
+    """As in a mixed placement: a bucket is gathered once, and goes to some by exports and to others by broadcast."""
+    plan, state = make_plan(owners=2, engines={0: 1, 1: 1, 2: 2})
+    members = Members(plan, transport="auto", homes=[*on_gpus("a", "b", "a", "b", visible="ab"), *FAR])
+    for _ in range(3):
+        received, state = {}, fresh(state)  # what was received is kept by nobody
+        received = members.update(state)
+        assert len(received) == 4
+        for copy in received.values():
+            assert_equal(copy, state)
+    senders, flat = members.halves("trainer"), [flat_layout(route.tensors).nbytes for route in plan.routes]
+    assert sum(sender._halves["nccl"].broadcasts.nbytes for sender in senders) == 3 * 2 * sum(flat)
+    assert len(OPENED) == len(set(OPENED)) == len(EXPORTED), "an export has one reader, who opens it once"
+    members.close()
+
+
+@pytest.mark.usefixtures("exports", "nccl")
+def test_a_bucket_waits_for_the_slowest_of_its_transports() -> None:
+    plan, state = make_plan(owners=1, engines={0: 1, 1: 1}, buckets=BUCKETS_AHEAD + 1)
+    members = Members(plan, transport="auto", homes=[*on_gpus("a", "a", visible="a"), FAR[0]])
+    (sender,), (near, far) = members.halves("trainer"), members.halves("engine")
+    sending = members.pool.submit(send_all, sender, plan, state)
+    assert_equal(receive_all(far, replace(plan, routes=plan.routes[:BUCKETS_AHEAD])), {f"w{n}": state[f"w{n}"] for n in range(4)})
+    with pytest.raises(TimeoutError):
+        sending.result(0.3)
+    assert_equal(receive_all(near, plan), state)
+    with pytest.raises(TimeoutError):
+        sending.result(0.3)
+    receive_all(far, replace(plan, routes=plan.routes[BUCKETS_AHEAD:]))
+    sending.result(10)
+    members.close()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_nccl_has_a_group_for_each_of_the_engines_that_share_a_gpu() -> None:
+    plan, state = make_plan(owners=1, engines={0: 1, 1: 1, 2: 1})
+    members = Members(plan, transport="auto", homes=[*on_gpus("a"), FAR[0], FAR[1], FAR[0]])
+    for copy in members.update(state).values():
+        assert_equal(copy, state)
+    (sender,) = members.halves("trainer")
+    assert set(sender._halves["nccl"].broadcasts._groups) == {(0, (1, 2)), (0, (3,))}
+    members.close()
+
+
+def test_where_a_process_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may open what it sees and what its own GPU reads from."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: {(1, 0): False, (1, 2): True}[own, other])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=f"GPU-{number}"))
+    here = Home.here()
+    assert (here.device, here.visible, here.process) == ("GPU-1", ("GPU-1", "GPU-2"), os.getpid())
+
+
 ONE, OTHER = Home("one"), Home("other")
+MIXED = None
 
 
 @pytest.mark.parametrize(
@@ -201,17 +338,37 @@ ONE, OTHER = Home("one"), Home("other")
         (on_gpus("a", "b", "c", "d", visible="abcd"), "cuda_ipc"),
         ([*on_gpus("a", visible="a"), *on_gpus("b", visible="b"), *on_gpus("c", "d", visible="cd")], "nccl"),
         ([*on_gpus("a", visible="a"), *on_gpus("b", visible="b"), *on_gpus("a", "b", visible="ab")], "cuda_ipc"),
-        ([*on_gpus("a", visible="a"), *on_gpus("b", visible="b"), *on_gpus("a", visible="a"), *on_gpus("b", visible="b")], "shared_memory"),
-        ([*on_gpus("a", "b"), ONE, ONE], None),
+        ([*on_gpus("a", "b"), *FAR], "nccl"),
+        ([*on_gpus("a", "b"), Home("one machine"), Home("one machine")], "shared_memory"),
+        ([*on_gpus("a", "b"), OTHER, OTHER], "gloo"),
         ([ONE, ONE, ONE, ONE], "shared_memory"),
-        ([ONE, ONE, ONE, OTHER], None),
-        ([*on_gpus("a", "b", visible="ab"), *(Home("other", f"GPU-{one}", ("GPU-c", "GPU-d")) for one in "cd")], "nccl"),
+        ([ONE, OTHER, OTHER, ONE], MIXED),
+        ([*on_gpus("a", "b"), *on_gpus("a"), FAR[1]], MIXED),
+        ([*on_gpus("a", visible="a"), *on_gpus("b", visible="b"), *on_gpus("a", visible="a"), *on_gpus("b", visible="b")], MIXED),
     ],
 )  # fmt: skip
-def test_auto_takes_what_connects_all(homes: list[Home], chosen: str | None) -> None:
+def test_auto_takes_what_connects_each(homes: list[Home], chosen: str | None) -> None:
     plan, _ = make_plan(owners=2, engines={0: 2})
-    halves = Joined(plan.membership(1, "auto", "", 0, 1.0), homes)
-    assert transport_of(halves) is (NEAR_AND_FAR if chosen is None else TRANSPORTS[chosen])  # type: ignore[arg-type]
+    group = Joined(plan.membership(1, "auto", "", 0, 1.0), homes)
+    assert transport_of(group) is (SIDE_BY_SIDE if chosen is MIXED else TRANSPORTS[chosen])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "chosen"),
+    [
+        (on_gpus("a", visible="a")[0], on_gpus("a", visible="a")[0], "cuda_ipc"),
+        (on_gpus("a", visible="a")[0], on_gpus("b", visible="ab")[0], "cuda_ipc"),
+        (on_gpus("a", visible="ab")[0], on_gpus("b", visible="b")[0], "nccl"),
+        (on_gpus("a")[0], FAR[0], "nccl"),
+        (on_gpus("a")[0], Home("other", "GPU-a", ("GPU-a",)), "gloo"),
+        (on_gpus("a", visible="a")[0], Home("one machine", "GPU-a"), "shared_memory"),
+        (on_gpus("a")[0], ONE, "gloo"),
+        (ONE, replace(ONE, process=2), "shared_memory"),
+        (ONE, OTHER, "gloo"),
+    ],
+)
+def test_what_connects_two(sender: Home, receiver: Home, chosen: str) -> None:
+    assert link(sender, receiver) == chosen
 
 
 class Joined:

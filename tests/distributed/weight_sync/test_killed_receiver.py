@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from roll_lite.distributed.strategy.base import TrainStrategy
+from roll_lite.distributed.weight_sync import devices
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver, WeightSender
 from roll_lite.distributed.weight_sync.group import TransferError, interrupt
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, by_bucket, plan_transfers
@@ -32,8 +33,10 @@ class Trainer:
         return {f"w{bucket}": torch.full((ELEMENTS,), float(self.version))}
 
 
-def work(pipe: Connection) -> None:
+def work(pipe: Connection, machine: str | None) -> None:
     """A worker. Buckets are taken when the test says so; `versions` is what the model holds, and whether it may serve."""
+    if machine is not None:
+        devices.this_machine = lambda: machine
     receiver = WeightReceiver()
     model: dict[str, torch.Tensor] = {}
 
@@ -59,10 +62,11 @@ def work(pipe: Connection) -> None:
 
 
 class Worker:
-    def __init__(self) -> None:
+    def __init__(self, machine: str | None) -> None:
+        """None: the one that this is."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs,), daemon=True)
+        self.process = context.Process(target=work, args=(theirs, machine), daemon=True)
         self.process.start()
 
     def __call__(self, *command: Any) -> Any:
@@ -81,16 +85,18 @@ class Worker:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("transport", "victim"),
+    ("transport", "machines", "victim"),
     [
-        ("shared_memory", 0),
-        pytest.param("gloo", 0, id="gloo-the one that spreads"),
-        pytest.param("gloo", 1, id="gloo-one that reads", marks=pytest.mark.nightly),
+        ("shared_memory", (None, None), 0),
+        pytest.param("gloo", (None, None), 0, id="gloo-the one that spreads"),
+        pytest.param("gloo", (None, None), 1, id="gloo-one that reads", marks=pytest.mark.nightly),
+        pytest.param("auto", (None, "another"), 1, id="gloo beside shared memory"),
+        pytest.param("auto", (None, "another"), 0, id="shared memory beside gloo", marks=pytest.mark.nightly),
     ],
 )
-def test_the_others_hold_the_old_or_the_new_weights_or_serve_nothing(transport: str, victim: int) -> None:
+def test_the_others_hold_the_old_or_the_new_weights_or_serve_nothing(transport: str, machines: tuple[str | None, ...], victim: int) -> None:
     trainer, pool = Trainer(), ThreadPoolExecutor(4)
-    workers = {0: Worker(), 1: Worker()}
+    workers = {number: Worker(machine) for number, machine in enumerate(machines)}
     sender = WeightSender(cast(TrainStrategy, trainer), 0)
     export = sender.plan(1 << 20)
     port = sender.host(HOST, 60.0)
@@ -111,6 +117,7 @@ def test_the_others_hold_the_old_or_the_new_weights_or_serve_nothing(transport: 
     try:
         plan = connect(1)
         assert push(plan) == [None, None]
+        assert set(sender.nbytes) == ({"shared_memory", "gloo"} if transport == "auto" else {transport})
         trainer.version = 2
         lost, other = workers.pop(victim), workers[1 - victim]
         sending, updating = pool.submit(sender.send), pool.submit(other.update, plan)

@@ -10,7 +10,7 @@ import torch
 from transfer_members import Members, assert_equal, fresh, make_plan, send_all
 
 from roll_lite.config.schema.run import WeightSyncConfig
-from roll_lite.distributed.weight_sync.broadcast import NearAndFarReceiver, NearAndFarSender
+from roll_lite.distributed.weight_sync.broadcast import GlooReceiver, GlooSender
 from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender
 from roll_lite.distributed.weight_sync.group import Announcement, TransferError, TransferTimeout
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Route, TransferPlan
@@ -113,9 +113,9 @@ def test_auto_is_shared_memory_on_one_machine() -> None:
     assert [type(half) for half in halves] == [FetchSender, FetchReceiver]
 
 
-def test_auto_is_memory_and_gloo_between_machines(machines: None) -> None:
+def test_auto_is_gloo_between_machines(machines: None) -> None:
     plan, _ = make_plan(owners=1, engines={0: 1})
-    assert [type(half) for half in Members(plan, transport="auto").halves()] == [NearAndFarSender, NearAndFarReceiver]
+    assert [type(half) for half in Members(plan, transport="auto").halves()] == [GlooSender, GlooReceiver]
 
 
 def test_shared_memory_between_machines_is_refused(machines: None) -> None:
