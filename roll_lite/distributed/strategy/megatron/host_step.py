@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 @dataclass
 class Staged:
@@ -28,11 +30,18 @@ class HostStep:
         self._device = torch.get_device_module(device)
         self._stream = self._device.Stream()
         self._staged: dict[torch.Tensor, Staged] = {}
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                optimizer.state[weight] = {name: self._zeros_like(weight) for name in MOMENTS}
+
+    def _zeros_like(self, weight: torch.Tensor) -> torch.Tensor:
+        """Never on the device, which may have no room for them."""
+        return torch.zeros(weight.shape, dtype=weight.dtype, pin_memory=self._pin)
 
     def keep_moments(self) -> None:
-        """In host memory, wherever they were made or loaded."""
+        """In host memory, wherever they were loaded."""
         for state in self._optimizer.state.values():
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in MOMENTS:
                 if not self._pin:
                     state[name] = state[name].cpu()
                 elif not state[name].is_pinned():

@@ -103,9 +103,6 @@ class Optimizer:
     def _make_states(self) -> None:
         """Moments now instead of at the first step: memory is known from the start, and a checkpoint has something to load into."""
         for part in self.parts:
-            part.init_state_fn(part.optimizer, part.config)
-            if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
-                part.state_dict = partial(self._state_of_nobody, part)
             if self.on_host:
                 if not isinstance(part.optimizer, torch.optim.AdamW):
                     raise ValueError(
@@ -114,6 +111,9 @@ class Optimizer:
                     )
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
                 part.optimizer.step = self._host_steps[-1]  # type: ignore[assignment]
+            part.init_state_fn(part.optimizer, part.config)
+            if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
+                part.state_dict = partial(self._state_of_nobody, part)
         self.settle_states()
 
     def _state_of_nobody(self, part: Any) -> dict[str, Any]:
