@@ -355,9 +355,13 @@ EXPERT_CHECKS = {
     "adapters beside a balance": (
         "actor_train: {lora: {targets: [q_proj]}, balance_coef: 0.1}",
         "actor_train.balance_coef",
-        "router and experts stay as they are",
+        "the router stays as it is",
     ),
-    "adapters of experts": ("actor_train: {lora: {}}", "actor_train.lora.targets", "leave gate_proj, up_proj, down_proj out"),
+    "adapters of experts that ranks share": (
+        "actor_train: {devices: 2, lora: {}, strategy: {tensor_parallel: 2, sequence_parallel: true, expert_tensor_parallel: 2}}",
+        "actor_train.strategy.expert_tensor_parallel",
+        "experts are adapted whole (gate_proj, up_proj, down_proj of actor_train.lora.targets); use 1, or targets of attention alone",
+    ),
     "experts of a pass that is left out": (
         "algorithm: {routing_replay: train, old_log_probs: current}",
         "algorithm.routing_replay",

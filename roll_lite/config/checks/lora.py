@@ -33,9 +33,10 @@ def _experts(config: RunConfig) -> Iterator[Problem]:
         experts = lora is not None and read_model_shape(config.model.path).experts
     except ValueError:  # the file checks report it
         return
-    if lora is not None and experts and (feed_forward := [name for name in lora.targets if name in FEED_FORWARD]):
-        message = f"experts get no adapters; leave {', '.join(feed_forward)} out"
-        yield Problem("actor_train.lora.targets", message, list(lora.targets))
+    ranks = config.actor_train.strategy.expert_tensor_parallel
+    if lora is not None and experts and ranks > 1 and (feed_forward := [name for name in lora.targets if name in FEED_FORWARD]):
+        message = f"experts are adapted whole ({', '.join(feed_forward)} of actor_train.lora.targets); use 1, or targets of attention alone"
+        yield Problem("actor_train.strategy.expert_tensor_parallel", message, ranks)
 
 
 def _adapters_to_begin_with(config: RunConfig) -> Iterator[Problem]:
@@ -49,7 +50,7 @@ def _what_needs_whole_weights(config: RunConfig) -> Iterator[Problem]:
     if lora is not None and config.actor_train.ema is not None:
         yield Problem("actor_train.ema", "is an average of all weights, of which only adapters train; remove it, or lora")
     if lora is not None and config.actor_train.balance_coef > 0:
-        message = "router and experts stay as they are where adapters train; use 0, or no lora"
+        message = "the router stays as it is where adapters train; use 0, or no lora"
         yield Problem("actor_train.balance_coef", message, config.actor_train.balance_coef)
     if lora is not None and lora.export == "adapter" and reference is not None and reference.refresh is not None:
         yield Problem("reference.refresh", "the reference takes whole weights; use actor_train.lora.export: merged, or remove this")

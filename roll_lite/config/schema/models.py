@@ -62,8 +62,8 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 32.0
     """What B A x is multiplied by, times rank."""
     targets: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: list(LINEAR_LAYERS))
-    """The linear layers that get adapters: of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. The
-    last three not in a model with experts, which get none."""
+    """The linear layers that get adapters: of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj. The last three of a layer
+    with experts are those of every expert."""
     path: UserPath | None = None
     """Folder with adapters in PEFT's format (adapter_config.json, adapter_model.safetensors) to begin with, of the same rank, alpha and
     targets."""

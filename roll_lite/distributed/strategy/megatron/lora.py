@@ -1,9 +1,12 @@
 """LoRA: low-rank matrices beside frozen layers, in PEFT's arithmetic, under every layout but that in which tensor ranks
-have a key/value head together (config/checks/lora.py).
+have a key/value head together, or the matrices of an expert (config/checks/lora.py).
 
 As in PEFT each Hugging Face projection has an A [rank, in] and a B [out, rank] of its own, and adds alpha / rank * B A x to its output,
 although a layer of Megatron's may hold several projections. Tensor parallelism cuts B where it cuts the rows of a layer (q, k, v, gate,
 up), and A where it cuts the columns (o, down); the other of the two every rank has. What crosses ranks is the product with A.
+
+Adapters of an expert are where the expert is, and whole there: tokens have come to it, and gradients are summed over the ranks that hold
+the same experts, as those of its weights would be.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -22,7 +24,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import FEED_FORWARD, LoraConfig
 from roll_lite.data.stable_hash import derived_seed
-from roll_lite.distributed.strategy.megatron.hf_mapping import LAYER, Binding, Entry, join, take_apart
+from roll_lite.distributed.strategy.megatron.hf_mapping import EXPERT, LAYER, Binding, Entry, join, take_apart
+from roll_lite.distributed.strategy.megatron.parallel import cut_group
 
 if TYPE_CHECKING:
     from roll_lite.distributed.strategy.megatron.model import RollModel
@@ -37,10 +40,11 @@ class Projection(torch.nn.Module):
         """`base`: this rank's cut of the projection's weight. A is the same whatever the layout."""
         super().__init__()
         rows, columns = base.shape
-        parts = parallel_state.get_tensor_model_parallel_world_size() if entry.cut == 1 else 1
+        group = cut_group(entry.of_experts)
+        parts = group.size() if entry.cut == 1 else 1
         whole = torch.empty(lora.rank, columns * parts)
         torch.nn.init.kaiming_uniform_(whole, math.sqrt(5), generator=torch.Generator().manual_seed(derived_seed(seed, name)))
-        own = whole.chunk(parts, dim=1)[parallel_state.get_tensor_model_parallel_rank() if parts > 1 else 0]
+        own = whole.chunk(parts, dim=1)[group.rank() if parts > 1 else 0]
         self.scale = lora.alpha / lora.rank
         self.lora_A = torch.nn.Parameter(own.to(base, copy=True, memory_format=torch.contiguous_format))
         self.lora_B = torch.nn.Parameter(base.new_zeros(rows, lora.rank))
@@ -66,15 +70,19 @@ class Adapter(torch.nn.Module):
         for name, projection in projections.values():
             self.add_module(name, projection)
             for parameter_name, parameter in projection.named_parameters():
-                # The gradient norm counts what is cut on every rank, and the rest on tensor rank 0.
-                if (axis := cut_of(parameter_name, entry)) is not None:
+                axis = cut_of(parameter_name, entry)
+                if entry.of_experts:
+                    parameter.allreduce = False  # type: ignore[attr-defined]
+                    axis = axis or 0
+                # The gradient norm counts what is cut on every rank, and the rest on tensor rank 0: what an expert has is nobody else's.
+                if axis is not None:
                     set_tensor_model_parallel_attributes(parameter, True, axis, 1)
                 else:
                     # Under sequence parallelism each rank has seen a part of the sequence: finalize_model_grads adds up what is marked.
                     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[tokens, 1, in] to [tokens, 1, out], in the arrangement of the layer's rows."""
+        """[tokens, 1, in] to [tokens, 1, out], of experts [tokens, in] to [tokens, out]; in the arrangement of the layer's rows."""
         low = torch.nn.functional.linear(inputs, torch.cat([one.lora_A for one in self._projections.values()]))
         low = self._over_tensor_ranks(low)
         lows = iter(low.chunk(len(self._projections), dim=-1))
@@ -84,10 +92,12 @@ class Adapter(torch.nn.Module):
                 outputs.append(torch.nn.functional.linear(next(lows) * one.scale, one.lora_B))
             else:
                 outputs.append(low.new_zeros(()).expand(*low.shape[:-1], rows))
-        return join(self._entry, outputs, self._hf, dim=2)
+        return join(self._entry, outputs, self._hf, dim=low.dim() - 1)
 
     def _over_tensor_ranks(self, low: torch.Tensor) -> torch.Tensor:
         """What the layer itself does with its input, or its output, done to the few numbers between A and B."""
+        if self._entry.of_experts:
+            return low
         match self._entry.cut, self._sequence_parallel:
             case 0, True:
                 return mappings.gather_from_sequence_parallel_region(low)
@@ -105,7 +115,8 @@ class Adapter(torch.nn.Module):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         own = self.state_dict(keep_vars=True)
         axes = {name: axis for name in own if (axis := cut_of(name, self._entry)) is not None}
-        return make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+        groups = {"tp_group": cut_group(self._entry.of_experts), "dp_cp_group": metadata["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
 
 
 class Adapters:
@@ -113,8 +124,10 @@ class Adapters:
 
     def __init__(self, chunks: Sequence[RollModel], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
         """Freezes the model and puts them beside its layers."""
-        if hf.experts is not None and (feed_forward := sorted(set(FEED_FORWARD) & set(lora.targets))):
-            raise ValueError(f"actor_train.lora.targets: {', '.join(feed_forward)} of experts get no adapters; leave them out")
+        feed_forward = sorted(set(FEED_FORWARD) & set(lora.targets))
+        if hf.experts is not None and feed_forward and (ranks := cut_group(of_experts=True).size()) > 1:
+            message = f"{ranks} ranks share an expert, whose {', '.join(feed_forward)} (actor_train.lora.targets) is adapted whole; use 1"
+            raise ValueError(f"actor_train.strategy.expert_tensor_parallel: {message}")
         self._all: list[Adapter] = []
         self.projections: dict[str, Projection] = {}
         """By the name of the weight that they add to."""
@@ -124,26 +137,27 @@ class Adapters:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:
                 for entry in _adaptable(hf, layer.layer_number - 1):
-                    self._adapt(layer, entry, hf, lora, seed)
+                    if any(_target(name) in lora.targets for name in entry.hf):
+                        for place, expert in enumerate(layer.mlp.local_expert_indices if entry.of_experts else [None]):
+                            self._adapt(layer, entry, (place, expert), hf, lora, seed)
 
-    def _adapt(self, layer: Any, entry: Entry, hf: HfConfig, lora: LoraConfig, seed: int) -> None:
-        chosen = {place: name for place, name in enumerate(entry.hf) if _target(name) in lora.targets}
-        if not chosen:
-            return
-        parent, _, own_name = entry.megatron.removesuffix(".weight").rpartition(".")
+    def _adapt(self, layer: Any, entry: Entry, expert: tuple[int, int | None], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
+        """`expert`: its place on this rank, and its number."""
+        names = entry.hf_names(layer.layer_number - 1, expert[1])
+        chosen = {place: name for place, name in enumerate(names) if _target(name) in lora.targets}
+        parent, _, own_name = entry.megatron.replace(EXPERT, str(expert[0])).removesuffix(".weight").rpartition(".")
         linear = layer.get_submodule(parent).get_submodule(own_name)
         # The hook needs what the weight is multiplied with: a layer that has its norm inside is given something else.
         assert isinstance(linear, ColumnParallelLinear | RowParallelLinear), type(linear)
         cuts = take_apart(entry, linear.weight.detach(), hf)
         projections = {}
         for place, name in chosen.items():
-            full = f"model.layers.{layer.layer_number - 1}.{name}"
-            projection = Projection(full, cuts[place], entry, lora, seed)
+            projection = Projection(name, cuts[place], entry, lora, seed)
             projections[place] = (str(_target(name)), projection)
-            self.projections[full] = projection
+            self.projections[name] = projection
             for matrix, parameter in projection.named_parameters():
-                peft = _peft_name(full, matrix)
-                self.bindings.append(Binding(Entry(matrix, (peft,), cut_of(matrix, entry)), (peft,), parameter))
+                peft, own = _peft_name(name, matrix), f"{EXPERT}.{matrix}" if entry.of_experts else matrix
+                self.bindings.append(Binding(Entry(own, (peft,), cut_of(matrix, entry)), (peft,), parameter))
         adapter = Adapter(layer.config, entry, [len(cut) for cut in cuts], projections, hf)
         layer.get_submodule(parent).add_module(f"{own_name}_adapter", adapter)
         linear.register_forward_hook(adapter.add)
@@ -163,18 +177,20 @@ class Adapters:
 
 def adapter_names(hf: HfConfig, targets: Collection[str]) -> set[str]:
     """PEFT's names of all adapters of a model."""
+    experts = range(hf.experts.count) if hf.experts else ()
     weights = (
-        f"model.layers.{layer}.{name}"
+        name
         for layer in range(hf.layers)
         for entry in _adaptable(hf, layer)
-        for name in entry.hf
+        for expert in (experts if entry.of_experts else (None,))
+        for name in entry.hf_names(layer, expert)
         if _target(name) in targets
     )
     return {_peft_name(weight, matrix) for weight in weights for matrix in (A, B)}
 
 
 def _adaptable(hf: HfConfig, layer: int) -> list[Entry]:
-    return [entry for entry in LAYER if entry.present(hf, layer) and not entry.of_experts]
+    return [entry for entry in LAYER if entry.present(hf, layer)]
 
 
 def cut_of(matrix: str, entry: Entry) -> int | None:

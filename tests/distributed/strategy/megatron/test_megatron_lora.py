@@ -1,7 +1,8 @@
 """LoRA: Hugging Face's model with W + alpha / rank * B A in the place of each W is the oracle, in every layout."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,20 +44,31 @@ class LowRank(torch.nn.Module):
         return weight + ALPHA / RANK * (self.b @ self.a)
 
 
-def linear_layers(model: PreTrainedModel, targets: Sequence[str]) -> Iterator[tuple[str, torch.nn.Linear]]:
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in targets:
-            yield name, module
+class OfExperts(torch.nn.Module):
+    """The same for what transformers has of a layer's experts: one tensor [experts, out, in], of one projection or several."""
+
+    def __init__(self, parts: dict[tuple[int, int], LowRank], projections: int) -> None:
+        """`parts`: by expert and projection."""
+        super().__init__()
+        self.places, self.low_ranks, self.projections = list(parts), torch.nn.ModuleList(parts.values()), projections
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        matrices = [list(expert.chunk(self.projections)) for expert in weight]
+        for (expert, number), low_rank in zip(self.places, self.low_ranks, strict=True):
+            matrices[expert][number] = low_rank(matrices[expert][number])
+        return torch.stack([torch.cat(expert) for expert in matrices])
 
 
 def make_adapters(path: Path, folder: Path, targets: Sequence[str] = LINEAR_LAYERS) -> Path:
     """Random ones, B too, in PEFT's format."""
     generator = torch.Generator().manual_seed(7)
     tensors = {}
-    for name, linear in linear_layers(load_hf(path), targets):
-        rows, columns = linear.weight.shape
-        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) / columns**0.5
-        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator) / 30
+    for name, weight in by_checkpoint(dict(load_hf(path).named_parameters())).items():
+        module, _, kind = name.rpartition(".")
+        if kind == "weight" and module.rpartition(".")[2] in targets:
+            rows, columns = weight.shape
+            tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator) / columns**0.5
+            tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, RANK, generator=generator) / 30
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(
@@ -68,12 +80,22 @@ def make_adapters(path: Path, folder: Path, targets: Sequence[str] = LINEAR_LAYE
 def hf_adapted(path: Path, adapters: Path) -> tuple[PreTrainedModel, dict[str, torch.nn.Parameter]]:
     """And the matrices that train, by PEFT's names."""
     model, stored = load_hf(path).requires_grad_(False), load_file(adapters / "adapter_model.safetensors")
-    trained = {}
-    for name in {key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in stored}:
+    trained: dict[str, torch.nn.Parameter] = {}
+    of_experts: dict[tuple[str, str], dict[tuple[int, int], LowRank]] = defaultdict(dict)
+    for name in sorted({key.removeprefix("base_model.model.").rpartition(".lora_")[0] for key in stored}):
         a, b = (f"base_model.model.{name}.lora_{matrix}.weight" for matrix in "AB")
         low_rank = LowRank(stored[a], stored[b])
-        parametrize.register_parametrization(model.get_submodule(name), "weight", low_rank)
         trained |= {a: low_rank.a, b: low_rank.b}
+        layer, experts, place = name.partition(".mlp.experts.")
+        if experts:
+            number, _, projection = place.partition(".")
+            tensor = "down_proj" if projection == "down_proj" else "gate_up_proj"
+            of_experts[f"{layer}.mlp.experts", tensor][int(number), int(projection == "up_proj")] = low_rank
+        else:
+            parametrize.register_parametrization(model.get_submodule(name), "weight", low_rank)
+    for (module, tensor), parts in of_experts.items():
+        together = OfExperts(parts, 2 if tensor == "gate_up_proj" else 1)
+        parametrize.register_parametrization(model.get_submodule(module), tensor, together)
     return model, trained
 
 
@@ -95,10 +117,10 @@ def expected_of(path: Path, adapters: Path) -> Expected:
     rows = [(batch.ragged("input_ids").row(row), batch.tensor("temperature")[row]) for row in range(len(batch))]
     with torch.no_grad():
         log_probs, base_log_probs = ([hf_log_probs(one, *row)[0] for row in rows] for one in (model, load_hf(path)))
-        merged = {name.replace(".parametrizations.weight.original", ".weight"): one for name, one in model.named_parameters()}
-        merged = {name: one.clone() for name, one in merged.items() if ".parametrizations." not in name}
-        for name, linear in linear_layers(model, LINEAR_LAYERS):
-            merged[f"{name}.weight"] = linear.weight.clone()
+        merged = {name: one.clone() for name, one in model.named_parameters() if ".parametrizations." not in name}
+        for name, module in model.named_modules():
+            if parametrize.is_parametrized(module):
+                merged |= {f"{name}.{own}": getattr(module, own).clone() for own in module.parametrizations}
     optimizer = torch.optim.AdamW(trained.values(), CONFIG.lr, CONFIG.betas, CONFIG.eps, CONFIG.weight_decay)
     norms: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
@@ -158,7 +180,8 @@ def assert_memory_of_adapters(strategy: MegatronStrategy) -> None:
     """Nothing else has gradients and moments. Buffers are padded a little."""
     assert strategy._optimizer is not None
     adapters = sum(parameter.numel() for chunk in strategy._chunks for parameter in chunk.parameters() if parameter.requires_grad)
-    gradients = sum(buffer.grad_data.numel() for chunk in strategy._chunks for buffer in chunk.buffers)
+    buffers = [buffer for chunk in strategy._chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    gradients = sum(buffer.grad_data.numel() for buffer in buffers)
     moments = sum(
         len(one.flatten()) for part in strategy._optimizer.parts for state in part.optimizer.state.values() for one in state.values()
     )
