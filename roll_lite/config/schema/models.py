@@ -19,9 +19,26 @@ class ModelConfig(Section):
     """Precision of training and inference. float32 on a CPU, bfloat16 on GPUs."""
 
 
+class MuonConfig(Section):
+    """Momentum whose singular values are made about 1 (Newton-Schulz, five steps), for the matrices of layers; AdamW for embeddings, output
+    layer, value head, norms and biases. Megatron-Core's, with the package emerging-optimizers."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """What is left of the momentum at each step; the rest is the new gradient."""
+    nesterov: bool = False
+    """Look a step ahead: orthogonalise the gradient and the momentum mixed in these parts."""
+    scale: Literal["spectral", "shape_scaling", "unit_rms_norm"] = "spectral"
+    """What an orthogonal update of n rows and m columns is multiplied by. spectral: sqrt(max(n, m)); shape_scaling: sqrt(max(1, n / m));
+    unit_rms_norm: sqrt(n / m)."""
+    factor: PositiveFloat = 0.2
+    """And by this. With spectral, 0.2 makes updates about as large as AdamW's, so that lr serves both."""
+
+
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
+    muon: MuonConfig | None = None
+    """Muon in the place of AdamW for the matrices of layers; AdamW for all where absent."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_state
 from roll_lite.config.checkpoint_files import MODEL_FILE, FileRecord, check_model
 from roll_lite.distributed.strategy.base import CheckpointWrite, RankLayout
 from roll_lite.distributed.strategy.megatron.checkpoint_writer import StagedWriter
+from roll_lite.distributed.strategy.megatron.muon import is_muon
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
 
 STATE_FOLDER = "state"
@@ -45,6 +46,7 @@ TENSORS_SUFFIX = ".distcp"
 OPTIMIZER_TENSORS = "optimizer_tensors"
 """Where they stand while they are read: apart from what else is stored of the optimizer."""
 MAIN_WEIGHTS = re.compile(r"^optimizer\.state\.(fp32_)?param\.")
+MOMENTS = re.compile(r"^optimizer\.state\.(exp_avg|momentum_buffer)\.")
 _FORMAT = {
     # The only one that can be loaded under another number of tensor and pipeline ranks.
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -102,7 +104,10 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
     wanted = _sharded_state(chunks, optimizer, loading=True)
     own = wanted.pop("optimizer", None)
     with _told(folder / STATE_FOLDER) as state_folder:
-        places = _stored_places(own, dist_checkpointing.load_tensors_metadata(state_folder))
+        stored = dist_checkpointing.load_tensors_metadata(state_folder)
+    _refuse_other_optimizer(own, stored, folder)
+    with _told(folder / STATE_FOLDER) as state_folder:
+        places = _stored_places(own, stored)
         wanted[OPTIMIZER_TENSORS] = {number: parent[key] for number, (parent, key) in enumerate(places)}
         state = dist_checkpointing.load(wanted, state_folder)
     for name, chunk in _named_chunks(chunks):
@@ -223,6 +228,19 @@ def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]
     return places
 
 
+def _refuse_other_optimizer(state: Any, stored: Collection[str], folder: Path) -> None:
+    """Of a matrix there is a momentum (Muon) or two moments (AdamW)."""
+    for _, value in _items(state):
+        name = getattr(value, "key", None) if isinstance(value, ShardedBase | ShardedTensorFactory) else None
+        if name is None:
+            _refuse_other_optimizer(value, stored, folder)
+        elif (kind := MOMENTS.match(name)) and name not in stored:
+            other = "exp_avg" if kind[1] == "momentum_buffer" else "momentum_buffer"
+            if f"optimizer.state.{other}.{name[kind.end() :]}" in stored:
+                was, remedy = ("AdamW's", "remove it") if other == "exp_avg" else ("Muon's", "set it")
+                raise ValueError(f"checkpoint.resume: {folder} holds {was} state; optimizer.muon decides what trains matrices: {remedy}")
+
+
 def _names_of(main_weight: str) -> tuple[str, str]:
     weight = MAIN_WEIGHTS.sub("", main_weight)
     return f"optimizer.state.param.{weight}", f"optimizer.state.fp32_param.{weight}"
@@ -248,7 +266,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
             part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
             for group in inner["param_groups"]:
                 group["step"] = steps
-        else:
+        elif not is_muon(part):  # which counts no steps
             inner["state"]["common_step"] = torch.tensor(steps)
     optimizer.megatron.load_state_dict(state)
     optimizer.settle_states()

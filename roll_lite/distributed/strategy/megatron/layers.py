@@ -106,6 +106,8 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device()))
+        # For AdamW alone, of Megatron's optimizers.
+        self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden] to [N] float32; the product is taken in float32, values are regressed on."""

@@ -18,6 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.device import current_device
 from roll_lite.distributed.strategy.megatron.host_step import HostStep
+from roll_lite.distributed.strategy.megatron.muon import muon_optimizer
 
 STRETCH = 4096
 """Entries whose squares are added up in float32."""
@@ -48,30 +49,14 @@ def check_schedule(config: OptimizerConfig, total_updates: int | None) -> None:
 
 
 class Optimizer:
-    """AdamW over the model's chunks."""
+    """AdamW over the model's chunks, or Muon and AdamW."""
 
     def __init__(
         self, config: OptimizerConfig, chunks: Sequence[Any], distributed: bool, dtype: torch.dtype, total_updates: int | None
     ) -> None:
         check_schedule(config, total_updates)
         self._clip_grad = config.clip_grad
-        self.megatron = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                min_lr=config.min_lr if config.decay != "constant" else config.lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.betas[0],
-                adam_beta2=config.betas[1],
-                adam_eps=config.eps,
-                clip_grad=config.clip_grad,
-                bf16=dtype == torch.bfloat16,
-                params_dtype=dtype,
-                use_distributed_optimizer=distributed,
-                log_num_zeros_in_grad=False,
-            ),
-            list(chunks),
-        )
+        self.megatron = _megatron_optimizer(config, chunks, distributed, dtype)
         self.on_host = config.on_host
         self._host_steps: list[HostStep] = []
         self._make_states()
@@ -167,6 +152,26 @@ class Optimizer:
             sums += total
         squared, broken = sums.tolist()
         return math.sqrt(squared), broken == 0
+
+
+def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distributed: bool, dtype: torch.dtype) -> Any:
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr if config.decay != "constant" else config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+        log_num_zeros_in_grad=False,
+    )
+    if config.muon is not None:
+        return muon_optimizer(config.muon, settings, chunks)
+    return get_megatron_optimizer(settings, list(chunks))
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -318,7 +318,7 @@ def test_adapters_that_do_not_fit(ranks: RankPool, cases: Cases, changed: dict[s
 def fresh(path: Path, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Adapters as they begin, which change nothing."""
     strategy = started(path, lora=LoraConfig(rank=RANK, alpha=ALPHA, targets=[*LINEAR_LAYERS]), **layout)
-    base, weights = load_hf(path).state_dict(), own_weights(strategy)
+    base, weights = by_checkpoint(load_hf(path).state_dict()), own_weights(strategy)
     assert all(torch.equal(tensor, base[name]) for name, tensor in weights.items())
     return own_adapters(strategy)
 

@@ -71,10 +71,11 @@ TP2 = {"tensor_parallel": 2, "sequence_parallel": True}
         (2, [("all", {**TP2, **REPLICATED}), ("some", TP2)]),
         (2, [("all", {**TP2, "expert_parallel": 2, **REPLICATED}), ("some", {**TP2, "expert_parallel": 2})]),
         (2, [("all", {"pipeline_parallel": 2, **REPLICATED})]),
-        (2, [("all", {"context_parallel": 2, **REPLICATED}), ("some", {"recompute": "full"})]),
+        (2, [("all", {"context_parallel": 2, **REPLICATED})]),
+        (2, [("some", {"recompute": "full"})]),
         (4, [("all", {**TP2, "expert_parallel": 2}), ("all", {**TP2, "expert_parallel": 2, **REPLICATED})]),
     ],
-    ids=["one rank", "EP2", "TP2", "TP2 EP2", "PP2", "CP2, DP2", "TP2 EP2 DP2"],
+    ids=["one rank", "EP2", "TP2", "TP2 EP2", "PP2", "CP2", "DP2", "TP2 EP2 DP2"],
 )
 def test_they_train_so_in_further_layouts(
     ranks: RankPool, cases: Cases, world_size: int, layouts: list[tuple[str, dict[str, Any]]]

@@ -1,0 +1,49 @@
+"""Muon as Megatron-Core has it: for the matrices of layers, beside AdamW for the rest, and behind a package of its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import muon as upstream
+
+from roll_lite.config.schema.models import MuonConfig
+
+PACKAGE = "emerging-optimizers"
+
+
+def check_muon() -> None:
+    """ValueError where this machine has no package for it, or one that Megatron-Core cannot call."""
+    if not upstream.HAVE_EMERGING_OPTIMIZERS:
+        raise ValueError(
+            f"optimizer.muon: the package {PACKAGE} is not installed here; install it (docs/parallelism.md), or remove the section"
+        )
+    taken = inspect.signature(upstream.OrthogonalizedOptimizer.__init__).parameters
+    gather = inspect.signature(upstream.newton_schulz_tp).parameters
+    if "use_nesterov" not in taken or "mode" not in gather:
+        message = f"{PACKAGE} is installed here in a version whose arguments are not those that Megatron-Core 0.16 gives"
+        raise ValueError(f"optimizer.muon: {message}; install an earlier one (docs/parallelism.md), or remove the section")
+
+
+def muon_optimizer(muon: MuonConfig, config: MegatronOptimizerConfig, chunks: Sequence[Any]) -> Any:
+    """`config`: what AdamW gets."""
+    check_muon()
+    settings = replace(
+        config,
+        muon_momentum=muon.momentum,
+        muon_use_nesterov=muon.nesterov,
+        muon_scale_mode=muon.scale,
+        muon_extra_scale_factor=muon.factor,
+        # Query, key and value are matrices of their own. Whole ones, also where tensor ranks share them: the layout changes no update.
+        muon_split_qkv=True,
+        muon_tp_mode="duplicated",
+    )
+    return upstream.get_megatron_muon_optimizer(settings, list(chunks))
+
+
+def is_muon(part: Any) -> bool:
+    """Of Megatron's optimizers behind the chain."""
+    return isinstance(part.optimizer, upstream.TensorParallelMuon)
