@@ -7,6 +7,8 @@ LOCK := requirements/cpu.lock
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
 export OMP_NUM_THREADS ?= 1
+# A test run starts hundreds of processes; each would compile this package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo test test-processes test-plain test-slow test-runs test-parts test-nightly test-gpu lint format docs recipes bench clean
 .DEFAULT_GOAL := help

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -11,6 +12,13 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Thousands of tests and the modules that they import stay until the end: the garbage collector need not look through them again and
+    again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
