@@ -183,7 +183,15 @@ def longest_sequence(config: RunConfig) -> int:
 
 
 def held_out_sampling(config: RunConfig, domain: DomainConfig) -> SamplingConfig:
-    return domain.sampling.model_copy(update=config.validation.sampling.model_dump(exclude_none=True))
+    of_all, own = config.validation.sampling, domain.validation_sampling
+    return domain.sampling.model_copy(update=of_all.model_dump(exclude_none=True) | own.model_dump(exclude_none=True))
+
+
+def held_out_path(config: RunConfig, name: str, key: str) -> str:
+    """Of the setting that holds for a domain's held-out prompts."""
+    domain = f"domains.{name}"
+    given = {f"{domain}.validation_sampling": config.domains[name].validation_sampling, "validation.sampling": config.validation.sampling}
+    return f"{next((path for path, one in given.items() if getattr(one, key) is not None), f'{domain}.sampling')}.{key}"
 
 
 @dataclass(frozen=True)
@@ -203,9 +211,8 @@ class LongestRequest:
 def requests(config: RunConfig) -> Iterator[LongestRequest]:
     for name, domain in config.domains.items():
         yield LongestRequest(name, domain.sampling, f"domains.{name}.sampling.max_tokens")
-        own = config.validation.sampling.max_tokens
-        if config.validation.enabled and domain.data.validation is not None and own is not None:
-            yield LongestRequest(name, held_out_sampling(config, domain), "validation.sampling.max_tokens")
+        if config.validation.enabled and domain.data.validation is not None:
+            yield LongestRequest(name, held_out_sampling(config, domain), held_out_path(config, name, "max_tokens"))
 
 
 def group_size(config: RunConfig, domain: DomainConfig) -> int:

@@ -186,3 +186,20 @@ def test_engines_have_room_for_held_out_responses(project: Project) -> None:
     given = project.problems("validation.sampling.max_tokens=31", "actor_infer.strategy.max_model_len=50")
     assert [problem.path for problem in given] == ["actor_infer.strategy.max_model_len"]
     assert "(validation.sampling.max_tokens)" in given[0].message
+
+
+def test_a_domain_may_have_its_own_held_out_sampling(project: Project) -> None:
+    """It comes before that of all domains, which comes before that of training."""
+    config = project.load(
+        "validation.sampling={temperature: 0.6, top_p: 0.9, max_tokens: 20}",
+        "domains.add.sampling={top_k: 7, top_p: 0.8}",
+        "domains.add.validation_sampling={temperature: 0, max_tokens: 31}",
+    )
+    own = held_out_sampling(config, config.domains["add"])
+    assert (own.temperature, own.top_p, own.top_k, own.max_tokens) == (0.0, 0.9, 7, 31)
+    other = held_out_sampling(config, config.domains["copy"])
+    assert (other.temperature, other.top_p, other.top_k, other.max_tokens) == (0.6, 0.9, 0, 20)
+    assert max_model_len(config) == config.domains["add"].sampling.max_prompt_tokens + 31
+    given = project.problems("domains.add.validation_sampling.max_tokens=31", "actor_infer.strategy.max_model_len=50")
+    assert [problem.path for problem in given] == ["actor_infer.strategy.max_model_len"]
+    assert "(domains.add.validation_sampling.max_tokens)" in given[0].message

@@ -58,6 +58,26 @@ CROSS_CHECKS = {
         "validation.sampling.stop_token_ids",
         "no token of the model",
     ),
+    "a domain's validation temperature": (
+        "domains: {add: {validation_sampling: {temperature: 0.001}}}",
+        "domains.add.validation_sampling.temperature",
+        "use 0.01 or 0",
+    ),
+    "a domain's validation longer than it may be": (
+        "domains: {add: {validation_sampling: {min_tokens: 5}}}\nvalidation: {sampling: {max_tokens: 3}}",
+        "domains.add.validation_sampling.min_tokens",
+        "of domain 'add' held-out responses have at least 5 tokens and at most 3",
+    ),
+    "a domain's validation token": (
+        "domains: {add: {validation_sampling: {stop_token_ids: [999999]}}}",
+        "domains.add.validation_sampling.stop_token_ids",
+        "no token of the model",
+    ),
+    "validation of nothing": (
+        "domains: {copy: {validation_sampling: {temperature: 0}}}",
+        "domains.copy.validation_sampling",
+        "no held-out prompts; set domains.copy.data.validation",
+    ),
     "validation without data": ("domains: {add: {data: {validation: null}}}", "validation.enabled", "domains.add.data.validation"),
     "trackers": ("trackers: [{type: jsonl}, {type: tensorboard}, {type: jsonl}]", "trackers.2.type", "trackers.0 is jsonl too"),
     "no such tracker": (

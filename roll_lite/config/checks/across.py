@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from roll_lite.config.arithmetic import group_size, held_out_sampling, kl_terms, requests, trains, updates, validates
+from roll_lite.config.arithmetic import group_size, held_out_path, held_out_sampling, kl_terms, requests, trains, updates, validates
 from roll_lite.config.checks.algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
 from roll_lite.config.checks.files import DOMAIN_FILE_CHECKS, FILE_CHECKS
 from roll_lite.config.checks.gpu_only import GPU_CHECKS
@@ -157,16 +157,21 @@ def _average_for_the_reference(config: RunConfig) -> Iterator[Problem]:
 
 
 def _validation_sampling(config: RunConfig) -> Iterator[Problem]:
-    own = config.validation.sampling
-    if 0 < own.temperature < LEAST_TEMPERATURE:
-        message = f"engines sample at {LEAST_TEMPERATURE:g} and above, and greedily at 0; use {LEAST_TEMPERATURE:g} or 0"
-        yield Problem("validation.sampling.temperature", message, own.temperature)
+    own = {f"domains.{name}.validation_sampling": domain.validation_sampling for name, domain in config.domains.items()}
+    for path, sampling in {"validation.sampling": config.validation.sampling, **own}.items():
+        if sampling.temperature is not None and 0 < sampling.temperature < LEAST_TEMPERATURE:
+            message = f"engines sample at {LEAST_TEMPERATURE:g} and above, and greedily at 0; use {LEAST_TEMPERATURE:g} or 0"
+            yield Problem(f"{path}.temperature", message, sampling.temperature)
     for name, domain in config.domains.items():
         used = held_out_sampling(config, domain)
         if used.min_tokens > used.max_tokens and domain.sampling.min_tokens <= domain.sampling.max_tokens:
-            key = "max_tokens" if own.min_tokens is None else "min_tokens"
+            least, most = (held_out_path(config, name, key) for key in ("min_tokens", "max_tokens"))
+            path, value = (most, used.max_tokens) if least.startswith(f"domains.{name}.sampling.") else (least, used.min_tokens)
             message = f"of domain {name!r} held-out responses have at least {used.min_tokens} tokens and at most {used.max_tokens}"
-            yield Problem(f"validation.sampling.{key}", message, getattr(own, key))
+            yield Problem(path, message, value)
+        if domain.data.validation is None and domain.validation_sampling.model_dump(exclude_none=True):
+            message = f"the domain has no held-out prompts; set domains.{name}.data.validation, or remove it"
+            yield Problem(f"domains.{name}.validation_sampling", message)
 
 
 def _validation_has_data(config: RunConfig) -> Iterator[Problem]:

@@ -268,6 +268,7 @@ def _keep_mask(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[P
 
 def _stop_tokens(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     yield from _no_tokens(config, f"{path}.sampling.stop_token_ids", domain.sampling.stop_token_ids)
+    yield from _no_tokens(config, f"{path}.validation_sampling.stop_token_ids", domain.validation_sampling.stop_token_ids or [])
 
 
 def _overlong(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:

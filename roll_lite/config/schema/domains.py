@@ -82,11 +82,11 @@ class SamplingConfig(Section):
     """Tokens that end a response, beside the model's own end of sequence; the response ends with the token."""
 
 
-class ValidationSamplingConfig(Section):
-    """How held-out prompts are answered. What is not given is as in the domain's training."""
+class HeldOutSamplingConfig(Section):
+    """How a domain's held-out prompts are answered, where not as validation.sampling says."""
 
-    temperature: Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE)] = 1.0
-    """Sampling temperature, for all domains; 0 is greedy."""
+    temperature: Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE)] | None = None
+    """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Nucleus sampling; 1 is off."""
     top_k: Annotated[int, Field(ge=0)] | None = None
@@ -101,6 +101,14 @@ class ValidationSamplingConfig(Section):
     """Texts that end a response, as part of it."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     """Tokens that end a response, beside the model's own end of sequence."""
+
+
+class ValidationSamplingConfig(HeldOutSamplingConfig):
+    """How held-out prompts are answered, where their domain's validation_sampling does not say otherwise. What neither gives is as in the
+    domain's training, but for the temperature."""
+
+    temperature: Annotated[float, Field(ge=0, le=GREATEST_TEMPERATURE)] = 1.0
+    """Sampling temperature; 0 is greedy."""
 
 
 class FormatConfig(Section):
@@ -155,6 +163,8 @@ class DomainConfig(Section):
     """How a prompt becomes the model's input."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """How responses are sampled in training."""
+    validation_sampling: HeldOutSamplingConfig = Field(default_factory=HeldOutSamplingConfig)
+    """How responses to its held-out prompts are sampled; what is not given is as in validation.sampling."""
     reward: RewardConfig
     """How responses are scored."""
     share: PositiveFloat = 1.0

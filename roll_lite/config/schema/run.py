@@ -42,7 +42,7 @@ class ValidationConfig(Section):
     samples_per_prompt: PositiveInt = 1
     """Responses sampled for each held-out prompt. With several, pass@k, best@k and maj@k are told for powers of two and for all of them."""
     sampling: ValidationSamplingConfig = Field(default_factory=ValidationSamplingConfig)
-    """How they are sampled."""
+    """How they are sampled; domains.<name>.validation_sampling comes before it."""
     enabled: bool = True
     """Validate at all."""
 
