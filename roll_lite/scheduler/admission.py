@@ -135,5 +135,9 @@ class Admission:
         return {"mix": self.plan.state_dict(), "batches": self.handed_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Once the domains know what they have left: those that had left the mix by then are not in its account."""
+        for name, scheduler in self._schedulers.items():
+            if scheduler.exhausted and name not in state["mix"]["weights"]:
+                self.plan.drop(name)
         self.plan.load_state_dict(state["mix"])
         self.asked = self.handed_out = self._resumed_at = state["batches"]

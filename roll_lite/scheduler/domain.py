@@ -152,6 +152,11 @@ class DomainScheduler:
         """It has no more prompts to start."""
         return self._domain.epochs is not None and not self._put_back and self._domain.order.next_epoch >= self._domain.epochs
 
+    @property
+    def at_end(self) -> bool:
+        """Nor will any of those that it has started be delivered."""
+        return self.exhausted and not self._running and not self._finished
+
     def start_batch(self, count: int) -> None:
         """The next batch is asked for, with so many groups of this domain."""
         self._failure_limit = max(8, 3 * count)

@@ -123,7 +123,7 @@ class RolloutService:
         admission = self._admission
         admission.asked += 1
         admission.size = prompts
-        if admission.drop_exhausted() and not admission.plan.ahead:
+        if admission.drop_exhausted() and not (admission.plan.ahead and any(not one.at_end for one in self._schedulers.values())):
             raise DataExhausted(
                 f"every domain has been through its epochs (domains.*.data.epochs) after {admission.handed_out} batches: use as many "
                 "steps, or more epochs"
@@ -190,7 +190,7 @@ class RolloutService:
 
     async def hold(self) -> None:
         """New weights are about to come. What the engines are generating ends first, is interrupted, or goes on with the new weights."""
-        on_sync = self._pacing.on_sync
+        on_sync = OnSync.ABORT if self._engines_rest else self._pacing.on_sync  # it was interrupted when the last batch was complete
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
             while self._error is None and any(scheduler.running for scheduler in self._schedulers.values()):
@@ -252,13 +252,13 @@ class RolloutService:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Domains that the state does not know start from their beginning."""
-        self._admission.load_state_dict(state)
         self._next_group = state["next_group"]
         self._ended_before.update({name: count for name, count in state["ended"].items() if name in self._ended_before})
         self._totals.load_state_dict(state)
         for name, domain in state["domains"].items():
             if name in self._schedulers:
                 self._schedulers[name].load_state_dict(domain)
+        self._admission.load_state_dict(state)
 
 
 def accepted(groups: Sequence[SampleGroup]) -> list[SampleGroup]:

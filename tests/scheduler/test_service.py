@@ -398,6 +398,27 @@ def test_a_resumed_run_continues_exactly(stop_after: int) -> None:
     assert first + second == run_virtual(whole())
 
 
+def test_a_resumed_run_knows_the_mix_without_the_domains_that_have_left_it() -> None:
+    """Among those that are left the account of shares goes on."""
+
+    def service() -> RolloutService:
+        domains = [make_domain("a", 0, prompts=4, epochs=1), make_domain("b", 1, share=3), make_domain("c", 2, share=2)]
+        return make_service(domains, seed=11, deterministic=True)[0]
+
+    async def mix(state: dict[str, Any] | None, batches: int) -> tuple[list[list[str]], dict[str, Any]]:
+        one = service()
+        if state is not None:
+            one.load_state_dict(state)
+        given = [[group.domain for group in (await one.next_batch(3)).groups] for _ in range(batches)]
+        return given, json.loads(json.dumps(one.state_dict()))
+
+    whole, _ = run_virtual(mix(None, 16))
+    assert not any("a" in batch for batch in whole[10:])
+    for stop_after in range(10, 15):
+        first, state = run_virtual(mix(None, stop_after))
+        assert first + run_virtual(mix(state, 16 - stop_after))[0] == whole
+
+
 def test_prompts_in_flight_are_taken_up_again_by_a_resumed_run() -> None:
     async def interrupted() -> tuple[dict[str, Any], set[Any]]:
         service, _, _ = make_service([make_domain("a", 0), make_domain("b", 1)], [by_tokens(10, 1.0)])

@@ -322,9 +322,12 @@ def test_when_a_domain_has_no_more_prompts_the_others_take_its_share(name: str) 
     assert done.stats[-1].domains["a"].epoch == 1
 
 
-def test_when_no_domain_has_prompts_the_run_ends_and_says_so() -> None:
-    with pytest.raises(DataExhausted, match=r"after 5 batches: use as many steps"):
-        run(domains=[make_domain("a", 0, prompts=10, epochs=2)], steps=6)
+@pytest.mark.parametrize("supply", [*SUPPLIES.values(), OneStepOff(2)], ids=str)
+def test_when_no_domain_has_prompts_the_run_ends_and_says_so(supply: Any) -> None:
+    """Also where batches were planned beyond the last prompt: none of them is empty."""
+    domains = [make_domain("a", 0, prompts=10, epochs=1), make_domain("b", 1, prompts=13, share=2, epochs=1)]
+    with pytest.raises(DataExhausted, match=r"after 6 batches: use as many steps"):
+        run(domains=domains, steps=7, supply=supply)
 
 
 def test_a_domains_minimum_is_kept_in_every_batch() -> None:
@@ -381,6 +384,16 @@ def test_filtered_batches_have_the_lengths_of_unfiltered_ones(supply: Any) -> No
 
     assert distance(trained(lambda group: stable_hash("kept", group.samples[0].id.prompt_uid) % 3 > 0), everything) < 1
     assert distance(trained(lambda group: max(lengths([group])) < 30), everything) > 2
+
+
+@pytest.mark.parametrize("on_sync", list(OnSync))
+def test_engines_that_rest_end_nothing_before_new_weights_come(on_sync: OnSync) -> None:
+    """What was under way was interrupted when the batch before was complete: waiting for its end would be waiting for ever."""
+    how = {"supply": Synchronous(1), "oversample": 2.0, "on_sync": on_sync, "engines_rest": True}
+    done, _ = run(domains=[make_domain("a", max_tokens=400)], steps=6, batches=6, **how)
+    assert [len(batch) for batch in done.batches] == [4] * 6
+    assert len(set(done.prompts)) == 24
+    assert max(done.staleness) == 1, "nothing was carried over, the test proves too little"
 
 
 def test_late_groups_are_put_back_and_come_again() -> None:
