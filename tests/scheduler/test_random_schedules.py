@@ -135,7 +135,7 @@ def houses(draw: st.DrawFn) -> House:
         retries=draw(st.integers(0, 2)),
         reward_retries=draw(st.integers(0, 1)),
         waves=waves,
-        rest=synchronous and draw(st.booleans()),
+        rest=isinstance(supply, Synchronous) and draw(st.booleans()),
         doomed=draw(st.booleans()),
     )
 
