@@ -195,7 +195,7 @@ class DomainScheduler:
         if self._domain.greedy_baseline:
             samplings.append(greedy(self._domain.sampling))
         return [
-            self._runner.start(SampleId(self.name, prompt.uid, epoch, live.number, place), prompt, sampling, self._recorder)
+            self._runner.start(SampleId(self.name, prompt.uid, epoch, live.number, place), prompt, sampling)
             for place, sampling in enumerate(samplings)
         ]
 

@@ -15,12 +15,14 @@ Ask = Callable[[GenerationRequest], Awaitable[Turn]]
 class Conversation:
     """A sample in the making. The tokens of earlier turns are not here: a request refers to them."""
 
+    __slots__ = ("_ask", "_request_id", "_sampling", "_segments", "_tokens", "_turns")
+
     def __init__(self, ask: Ask, request_id: str, sampling: Sampling) -> None:
         self._ask = ask
         self._request_id = request_id
         self._sampling = sampling
-        self._segments: list[Segment] = []
-        self._turns: list[Turn] = []
+        self._segments: tuple[Segment, ...] = ()
+        self._turns: tuple[Turn, ...] = ()
         self._tokens: TokenRow | None = None
 
     @property
@@ -45,7 +47,7 @@ class Conversation:
     def transcript(self) -> Transcript:
         """What was said so far."""
         last = self._turns[-1].finish_reason if self._turns else None
-        return Transcript(tuple(self._segments), "\n".join(turn.text for turn in self._turns), last, self._tokens)
+        return Transcript(self._segments, "\n".join(turn.text for turn in self._turns), last, self._tokens)
 
     def _request(self, token_ids: tuple[int, ...]) -> GenerationRequest:
         number = len(self._turns)
@@ -60,9 +62,9 @@ class Conversation:
 
     def _add(self, author: Author, tokens: int, turn: Turn) -> None:
         if tokens:
-            self._segments.append(Segment(author, tokens))
-        self._segments.append(Segment(Author.POLICY, turn.length, turn.versions))
-        self._turns.append(turn)
+            self._segments += (Segment(author, tokens),)
+        self._segments += (Segment(Author.POLICY, turn.length, turn.versions),)
+        self._turns += (turn,)
         self._tokens = turn.tokens
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from sys import intern
 
 from roll_lite.data.samples import TURN, GenerationRequest, Turn, VersionSpan, merged
 from roll_lite.data.stable_hash import stable_hash
@@ -61,7 +62,7 @@ class Asked:
     """What was generated of it before it was interrupted."""
     legs: int = 0
     fruitless: int = 0
-    survived: list[EngineLost] = field(default_factory=list)
+    survived: tuple[EngineLost, ...] = ()
     generating_s: float = 0.0
     """Of its time, what is used up."""
     prefix: str = ""
@@ -69,7 +70,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         first_turn = self.first.context is None
-        self.prefix = "/".join(self.first.request_id.split("/", 4)[:4]) if first_turn else self.sample
+        self.prefix = intern("/".join(self.first.request_id.split("/", 4)[:4])) if first_turn else self.sample
 
     @property
     def sample(self) -> str:

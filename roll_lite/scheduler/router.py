@@ -99,7 +99,7 @@ class Router:
             try:
                 turn = await self._ask(engine, cost, asked)
             except EngineLost as loss:
-                asked.survived.append(loss)
+                asked.survived += (loss,)
                 if loss.partial is not None:
                     asked.interrupted(loss.partial)
                 if len(asked.survived) >= DEADLY:

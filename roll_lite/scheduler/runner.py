@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 from roll_lite.data.samples import (
@@ -22,7 +21,7 @@ from roll_lite.data.samples import (
 )
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.scheduler.episode import Conversation, Episode, one_response
+from roll_lite.scheduler.episode import Ask, Conversation, Episode, one_response
 from roll_lite.scheduler.router import RequestFailed, Router
 from roll_lite.scheduler.stats import Recorder
 
@@ -71,6 +70,7 @@ class SampleRunner:
         rewards: RewardClient,
         retries: Retries,
         seeds: Seeds,
+        recorder: Recorder,
         episode: Episode = one_response,
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
@@ -84,25 +84,27 @@ class SampleRunner:
         self._rewards = rewards
         self._retries = retries
         self._seeds = seeds
+        self._recorder = recorder
+        self._ask: Ask = self._generate
         self._episode = episode
         self._queue = queue or domain
         self._generated = generated
 
-    def start(self, sample_id: SampleId, prompt: Prompt, sampling: Sampling, recorder: Recorder) -> asyncio.Task[Sample]:
-        task = asyncio.get_running_loop().create_task(self._run(sample_id, prompt, sampling, recorder))
+    def start(self, sample_id: SampleId, prompt: Prompt, sampling: Sampling) -> asyncio.Task[Sample]:
+        task = asyncio.get_running_loop().create_task(self._run(sample_id, prompt, sampling), name=self._domain)
         gate = self._router.gate
         if gate is not None:
             gate.join()
             task.add_done_callback(lambda _: gate.leave())
         return task
 
-    async def _run(self, first: SampleId, prompt: Prompt, sampling: Sampling, recorder: Recorder) -> Sample:
+    async def _run(self, first: SampleId, prompt: Prompt, sampling: Sampling) -> Sample:
         cause, timed_out = "", False
         for attempt in range(self._retries.generation + 1):
             sample_id = replace(first, attempt=attempt) if attempt else first
             if attempt:
-                recorder.domains[self._domain].retries[cause] += 1
-            conversation = self._conversation(sample_id, sampling, recorder)
+                self._recorder.domains[self._domain].retries[cause] += 1
+            conversation = self._conversation(sample_id, sampling)
             try:
                 await self._episode(prompt, conversation)
             except RequestFailed as failure:
@@ -115,18 +117,17 @@ class SampleRunner:
             self.scoring += 1
             self._generated()
             try:
-                return await self._score(sample_id, prompt, conversation.transcript(), recorder)
+                return await self._score(sample_id, prompt, conversation.transcript())
             finally:
                 self.scoring -= 1
         return Sample(sample_id, prompt, Transcript(), SampleOutcome.FAILED, failure=cause, timed_out=timed_out)
 
-    def _conversation(self, sample_id: SampleId, sampling: Sampling, recorder: Recorder) -> Conversation:
+    def _conversation(self, sample_id: SampleId, sampling: Sampling) -> Conversation:
         seed = self._seeds(sample_id)
-        ask = partial(self._generate, recorder)
-        return Conversation(ask, sample_id.request_id(), sampling if seed is None else replace(sampling, seed=seed))
+        return Conversation(self._ask, sample_id.request_id(), sampling if seed is None else replace(sampling, seed=seed))
 
-    async def _generate(self, recorder: Recorder, request: GenerationRequest) -> Turn:
-        clock = asyncio.get_running_loop().time
+    async def _generate(self, request: GenerationRequest) -> Turn:
+        recorder, clock = self._recorder, asyncio.get_running_loop().time
         sent = clock()
         turn = await self._router.generate(self._queue, request)
         recorder.last_completion = clock()
@@ -138,21 +139,22 @@ class SampleRunner:
         stats.finish_reasons[str(turn.finish_reason)] += 1
         return turn
 
-    async def _score(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript, recorder: Recorder) -> Sample:
+    async def _score(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript) -> Sample:
         item = RewardInput.of(prompt, transcript.text, str(transcript.finish_reason))
         clock = asyncio.get_running_loop().time
         cause = ""
         for attempt in range(self._retries.reward + 1):
             if attempt:
-                recorder.domains[self._domain].retries[cause] += 1
+                self._recorder.domains[self._domain].retries[cause] += 1
             asked = clock()
             try:
                 score: Score = await self._rewards.score(item)
             except RewardFailed as failure:
                 cause = failure.cause
                 continue
-            recorder.last_score = clock()
-            recorder.domains[self._domain].reward_s += recorder.last_score - asked
-            recorder.domains[self._domain].scored += 1
+            self._recorder.last_score = clock()
+            stats = self._recorder.domains[self._domain]
+            stats.reward_s += self._recorder.last_score - asked
+            stats.scored += 1
             return Sample(sample_id, prompt, transcript, SampleOutcome.ACCEPTED, score=score)
         return Sample(sample_id, prompt, transcript, SampleOutcome.FAILED, failure=cause)

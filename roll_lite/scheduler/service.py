@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from roll_lite.data.samples import SampleGroup, SampleOutcome, Sampling
@@ -61,13 +60,9 @@ class RolloutService:
         self._ended_before = dict.fromkeys(self._domains, 0)
         """Prompts, in the run that is resumed."""
         self._recorder = Recorder(self._domains, self._time())
-        seeds = no_seeds if seed is None else seeds_from(seed)
-        runners = {
-            domain.name: partial(SampleRunner, domain.name, router, domain.rewards, Retries(retries, domain.reward_retries), seeds, episode)
-            for domain in domains
-        }
-        self._runners = {name: make() for name, make in runners.items()}
-        self._held_out_runners = {name: make(queue=f"{name}/{VALIDATION_EPOCH}", generated=self._admit) for name, make in runners.items()}
+        self._retries, self._episode = retries, episode
+        self._seeds = no_seeds if seed is None else seeds_from(seed)
+        self._runners = {name: self._runner(domain, self._recorder) for name, domain in self._domains.items()}
         self._validation: Validation | None = None
         self._draining = False
         """New weights wait for what the engines are generating: no held-out prompts are added to that."""
@@ -81,6 +76,10 @@ class RolloutService:
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         router.on_room = self._admit
+
+    def _runner(self, domain: Domain, recorder: Recorder, **how: Any) -> SampleRunner:
+        retries = Retries(self._retries, domain.reward_retries)
+        return SampleRunner(domain.name, self._router, domain.rewards, retries, self._seeds, recorder, self._episode, **how)
 
     def _scheduler(self, domain: Domain) -> DomainScheduler:
         runner = self._runners[domain.name]
@@ -221,7 +220,8 @@ class RolloutService:
         assert self._validation is None, "one validation at a time"
         recorder = Recorder(self._domains, self._time())
         domains = list(self._domains.values())
-        self._validation = Validation(domains, self._held_out_runners, samples_per_prompt, sampling, recorder, self._admit)
+        runners = {one.name: self._runner(one, recorder, queue=f"{one.name}/{VALIDATION_EPOCH}", generated=self._admit) for one in domains}
+        self._validation = Validation(domains, runners, samples_per_prompt, sampling, recorder, self._admit)
         self._router.release()
         self._admit()
         try:

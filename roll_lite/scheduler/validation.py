@@ -26,7 +26,7 @@ class Validation:
         recorder: Recorder,
         ended: Callable[[], None],
     ) -> None:
-        """`samples`: of each prompt. `sampling`, `runners`: by domain; the runners are for validations alone. `ended()` is called when a
+        """`samples`: of each prompt. `sampling`, `runners`: by domain; the runners are its own. `ended()` is called when a
         group has."""
         self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
         self._runners = runners
@@ -51,7 +51,7 @@ class Validation:
             assert domain.validation is not None
             prompt = domain.validation[index]
             ids = [SampleId(name, prompt.uid, VALIDATION_EPOCH, number, place) for place in range(self._samples)]
-            samples = [self._runners[name].start(one, prompt, self._sampling[name], self._recorder) for one in ids]
+            samples = [self._runners[name].start(one, prompt, self._sampling[name]) for one in ids]
             self._unfinished += len(samples)
             for sample in samples:
                 sample.add_done_callback(self._sample_over)

@@ -26,6 +26,7 @@ from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.domain import DataExhausted, DomainFailed
 from roll_lite.scheduler.filters import GroupFilter
 from roll_lite.scheduler.router import NoEngineLeft, Router
+from roll_lite.scheduler.runner import SampleRunner
 from roll_lite.scheduler.service import RolloutService
 from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync, Pacing, Synchronous
 from roll_lite.simulator.clock import VirtualClockLoop
@@ -195,8 +196,10 @@ class RandomSchedules(RuleBasedStateMachine):
             for number, (name, plan) in enumerate(house.domains.items())
         ]
         self.service = RolloutService(domains, self.router, house.retries, seed=1, pacing=house.pacing, engines_rest=house.rest)
-        for runner in [*self.service._runners.values(), *self.service._held_out_runners.values()]:
-            runner.start = partial(self.start_sample, runner.start)  # type: ignore[method-assign]
+        for runner in self.service._runners.values():
+            self.watch(runner)
+        make = self.service._runner
+        self.service._runner = lambda *of, **how: self.watch(make(*of, **how))  # type: ignore[method-assign]
         if saved is not None:
             self.service.load_state_dict(saved[0])
         self.service.set_version(self.version)
@@ -207,6 +210,10 @@ class RandomSchedules(RuleBasedStateMachine):
         engine._life.version = self.version
         self.serving.add(name)
         self.router.add(LocalEngine(name, engine, frozen_admission=self.house.waves))
+
+    def watch(self, runner: SampleRunner) -> SampleRunner:
+        runner.start = partial(self.start_sample, runner.start)  # type: ignore[method-assign]
+        return runner
 
     def start_sample(self, start: Any, sample: SampleId, *how: Any) -> asyncio.Task[Sample]:
         if sample.epoch >= 0:
