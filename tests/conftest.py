@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # however busy it is
+settings.load_profile("any machine")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
