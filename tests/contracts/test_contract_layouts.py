@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_harness import SHARPNESS, Harness, assert_log_probs
+from engine_harness import SHARPNESS, Harness, Make, assert_log_probs, require
 from megatron_ranks import RankPool
-from support_models import by_checkpoint, load_hf, make_tiny_model
+from support_models import Family, by_checkpoint, load_hf, make_tiny_model
 from trainer_ranks import Trainer, nudge
 
+from roll_lite.config.schema.models import LoraConfig
 from roll_lite.distributed.weight_sync.checksum import checksum
-from roll_lite.distributed.weight_sync.plan import TransferPlan
+from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -76,3 +77,58 @@ async def test_an_engine_follows_a_trainer_in_two_stages(engine: Harness, ranks:
     plan = await assert_follows(engine, ranks, tmp_path, {"pipeline_parallel": 2})
     assert plan.trainers == (0, 1)
     assert [route.sender for route in plan.routes][:4] == [0, 1, 0, 1], "the owners' buckets take turns: both send at once"
+
+
+TP2, PP2, TP2_PP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2, "pipeline_parallel": 2}
+LAYOUTS = {"TP2": TP2, "PP2": PP2, "TP2 x PP2": TP2_PP2}
+LORA = LoraConfig(rank=2, alpha=4, targets=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("other", ["vllm", "sglang"])
+async def test_layouts(other: Make, workers: int, ranks: RankPool, tmp_path: Path) -> None:
+    """Tied embeddings, and untied ones; adapters that are merged; both transports of the host."""
+    require(other)
+    families: dict[str, tuple[Family, bool]] = {"tied": ("qwen3", True), "untied": ("llama", False)}
+    for name, (family, tied) in families.items():
+        engine = await Harness.start(tmp_path / name, family, tied, make=other, tensor_parallel=workers)
+        try:
+            for number, (_, layout) in enumerate(LAYOUTS.items()):
+                (tmp_path / f"{name}{number}").mkdir()
+                await assert_follows(engine, ranks, tmp_path / f"{name}{number}", layout, ("auto", "gloo")[number % 2])
+            (tmp_path / f"{name}lora").mkdir()
+            await assert_follows(engine, ranks, tmp_path / f"{name}lora", PP2, lora=LORA)
+        finally:
+            await engine.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("other", ["vllm", "sglang"])
+async def test_experts_of_several_ranks(other: Make, ranks: RankPool, tmp_path: Path) -> None:
+    require(other)
+    engine = await Harness.start(tmp_path / "model", "qwen3_moe", tied=False, make=other)
+    try:
+        for name, layout in {"EP2": {"expert_parallel": 2}, "TP2": TP2}.items():
+            (tmp_path / name).mkdir()
+            options = {"sequence_parallel": True} if name == "TP2" else {}
+            await assert_follows(engine, ranks, tmp_path / name, layout, **options)
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("other", ["vllm", "sglang"])
+async def test_a_float32_trainer_sends_bfloat16(other: Make, ranks: RankPool, tmp_path: Path) -> None:
+    """Half the bytes, and bit for bit what the engine would have made of the whole ones."""
+    require(other)
+    engine = await Harness.start(tmp_path / "model", dtype="bfloat16", make=other)
+    try:
+        plan = await assert_follows(engine, ranks, tmp_path, TP2)
+        assert plan.nbytes == plan_transfers(ExportPlan(tuple(one for route in plan.routes for one in route.tensors)), {0: 1}).nbytes
+        assert {one.dtype for route in plan.routes for one in route.tensors} == {torch.bfloat16}
+    finally:
+        await engine.stop()
