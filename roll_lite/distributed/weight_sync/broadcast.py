@@ -70,8 +70,6 @@ class _Broadcasts:
         self._wire = wire
         self._groups: dict[Channel, Any] = {}
         self._closed = False
-        self.nbytes = 0
-        """That have left here, counted once for each receiver."""
 
     def broadcast(self, route: Route, layout: FlatLayout, buffer: torch.Tensor) -> None:
         try:
@@ -81,8 +79,6 @@ class _Broadcasts:
         except TransferError:
             self.close()
             raise
-        if self._group.number == route.sender:
-            self.nbytes += layout.nbytes * len(route.receivers)
 
     def _broadcast(self, route: Route, buffer: torch.Tensor) -> None:
         options = dist.BroadcastOptions()

@@ -68,7 +68,6 @@ class Announcement:
 
     signature: str
     """Tells buckets apart, to notice members that are out of step before they exchange bytes."""
-    nbytes: int
     handle: str = ""
     """Where the bytes lie, for transports whose receivers fetch them."""
 

@@ -187,7 +187,7 @@ class FlatLayout:
     signature: str
 
     def announcement(self, handle: str = "") -> Announcement:
-        return Announcement(self.signature, self.nbytes, handle)
+        return Announcement(self.signature, handle)
 
 
 def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:

@@ -147,4 +147,4 @@ def test_each_of_two_copies_of_a_bucket_serves_an_engine_of_its_own() -> None:
 
 def test_what_is_announced_names_size_and_place() -> None:
     layout = flat_layout((ExportedTensor("a", (3,), torch.float32, 0, 0),))
-    assert layout.announcement("here") == Announcement(layout.signature, 64, "here")
+    assert layout.announcement("here") == Announcement(layout.signature, "here")

@@ -102,7 +102,7 @@ class RolloutScheduler(Scheduler):
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
         """Asked every second, for the answer alone: SGLang's own collects all of its settings."""
-        return GetInternalStateReqOutput(internal_state={"steps": self.forward_ct})
+        return GetInternalStateReqOutput(internal_state={})
 
     # ------------------------------------------------------------ requests
 
