@@ -132,8 +132,8 @@ class LimitsConfig(Section):
     is stopped. An engine that only works for long, on a long prompt for instance, is not silent."""
     engine_step: TimeLimit | Literal["auto"] = "auto"
     """How long a step of an engine, one pass of its model, may take before the engine counts as hung, and the run goes on without it as
-    above: at least so long, four times the longest step so far, and forty times as long until a response has ended. auto: 7 with GPUs, 300
-    without."""
+    above: at least so long, and four times the longest step so far; forty times as long until a response has ended. What a compiler of
+    kernels takes does not count. auto: 7 with GPUs, 300 without."""
 
 
 class RunConfig(Section):

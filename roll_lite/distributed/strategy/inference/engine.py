@@ -63,7 +63,7 @@ class EngineStrategy(InferenceStrategy):
         self._halted: bool | None = False
         """The engine itself is paused. None: on the way, or nobody knows, because a call was cancelled."""
         self._watching: list[asyncio.Task[None]] = []
-        self._steps = StepWatch(make.answered, step_limit(spec.step_s))
+        self._steps = StepWatch(make.answered, step_limit(spec.step_s), self.processes.are_compiling)
         self._vocabulary = 0
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}

@@ -21,6 +21,10 @@ _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
 
 
+COMPILERS = frozenset({"ninja", "nvcc", "cudafe++", "cicc", "ptxas", "ptxas-blackwell", "nvlink", "fatbinary"})
+"""That Triton and CUDA's own toolchain start, by the names that the system has for them."""
+
+
 class EngineProcesses:
     """An engine's process and its workers."""
 
@@ -47,6 +51,12 @@ class EngineProcesses:
         found = next((process for process in self._all if status_of(process) == psutil.STATUS_STOPPED), None)
         return f"its process {found.pid} ({name_of(found)})" if found is not None else None
 
+    def are_compiling(self) -> bool:
+        """One of them has started a compiler of kernels."""
+        own = {process.pid for process in self._all}
+        compilers = [process for process in psutil.process_iter() if name_of(process) in COMPILERS]
+        return any(not own.isdisjoint(_ancestors(compiler)) for compiler in compilers)
+
     async def end(self, ask: Callable[[], None]) -> None:
         """Ask them to leave, which must not take long, and see to it that they did."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
@@ -58,6 +68,13 @@ class EngineProcesses:
         for process in self._all:
             if is_running(process):
                 process.kill()
+
+
+def _ancestors(process: psutil.Process) -> set[int]:
+    try:
+        return {parent.pid for parent in process.parents()}
+    except psutil.Error:
+        return set()
 
 
 def cleans_up(process: psutil.Process) -> bool:

@@ -3,6 +3,10 @@
 The sign is that the engine's own loop answers a question, which both makes do between two steps only, whatever they generate. A step is
 bounded, prompts being prefilled in chunks of at most `max_batched_tokens`, so an answer that is late for much longer than any step so far
 will not come. Tokens would be a worse sign: a long prompt yields none for many steps, and an idle engine none at all.
+
+On GPUs a step may stop for a kernel that is used for the first time and has to be compiled: long at the start, where both makes also
+capture their CUDA graphs and tune, and now and then later, when a request wants something new. Compilers are processes of their own, which
+are seen.
 """
 
 from __future__ import annotations
@@ -19,8 +23,10 @@ AUTO_CPU_S = 300.0
 ASK_S = 1.0
 """Between an answer and the next question."""
 LISTEN_S = 0.25
+LATE = 0.5
+"""Share of the limit after which it is looked for a compiler: what a compilation does in the engine's own process is shorter."""
 SLOWER = 4.0
-"""A step may take so many times as long as the longest so far."""
+"""A step may take so many times as long as the longest so far, of those after the first response."""
 FIRST_STEPS = 40.0
 """So many times as long as later ones those may take that come before the first response has ended: kernels are compiled in them."""
 
@@ -36,17 +42,22 @@ def step_limit(setting: float | str | None) -> float | None:
 class StepWatch:
     """Of one engine. Time in which this process itself does not run is not the engine's."""
 
-    def __init__(self, ask: Callable[[], Awaitable[object]], limit_s: float | None) -> None:
-        """`ask`: done when the engine's loop has answered, between two steps."""
+    def __init__(
+        self, ask: Callable[[], Awaitable[object]], limit_s: float | None, is_compiling: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`ask`: done when the engine's loop has answered, between two steps. `is_compiling`: a compiler runs for it; is asked only when an
+        answer is late."""
         self._ask = ask
+        self._is_compiling = is_compiling
         self._limit_s = limit_s
         self._longest_s = 0.0
         self._has_responded = False
         self._suspended = 0
 
     def responded(self) -> None:
-        """A response has ended: every kind of step has been taken."""
-        self._has_responded = True
+        """A response has ended: every kind of step has been taken. How long the first ones took says nothing of later ones."""
+        if not self._has_responded:
+            self._has_responded, self._longest_s = True, 0.0
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -79,7 +90,11 @@ class StepWatch:
         loop = asyncio.get_running_loop()
         before = loop.time()
         await asyncio.wait((question,), timeout=LISTEN_S)
-        return 0.0 if self._suspended else waited + min(loop.time() - before, 2 * LISTEN_S)
+        if self._suspended:
+            return 0.0
+        limit = self._limit()
+        is_late = limit is not None and waited > LATE * limit and not question.done()
+        return waited if is_late and self._is_compiling() else waited + min(loop.time() - before, 2 * LISTEN_S)
 
     def _limit(self) -> float | None:
         if self._limit_s is None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support_local_engine import LocalEngine
 
@@ -15,6 +20,7 @@ from roll_lite.data.samples import Completion, GenerationRequest, Sampling, Turn
 from roll_lite.distributed.strategy.base import EngineSpec, PauseMode
 from roll_lite.distributed.strategy.inference import step_watch
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
+from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.strategy.inference.step_watch import StepWatch, step_limit
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.router import Router
@@ -25,7 +31,15 @@ Answers = Callable[[float], float | None]
 """Seconds that the rest of the step takes in which a question is asked, at a time; None: it never ends."""
 
 
-def stuck_after(answers: Answers, limit_s: float | None = 7.0, watched_s: float = 1000.0, warm: bool = True) -> tuple[float, str] | None:
+def stuck_after(
+    answers: Answers,
+    limit_s: float | None = 7.0,
+    watched_s: float = 1000.0,
+    warm: float | None = 0.0,
+    compiles: tuple[float, float] = (-1.0, -1.0),
+) -> tuple[float, str] | None:
+    """`warm`: when the first response ends. `compiles`: from when to when a compiler runs."""
+
     async def main() -> tuple[float, str] | None:
         loop = asyncio.get_running_loop()
 
@@ -33,9 +47,9 @@ def stuck_after(answers: Answers, limit_s: float | None = 7.0, watched_s: float 
             seconds = answers(loop.time())
             await (loop.create_future() if seconds is None else asyncio.sleep(seconds))
 
-        watch = StepWatch(ask, limit_s)
-        if warm:
-            watch.responded()
+        watch = StepWatch(ask, limit_s, lambda: compiles[0] <= loop.time() <= compiles[1])
+        if warm is not None:
+            loop.call_later(warm, watch.responded)
         try:
             async with asyncio.timeout(watched_s):
                 return await watch.until_stuck(), loop.time()
@@ -67,9 +81,50 @@ def test_a_prompt_that_takes_many_chunks_is_no_hang() -> None:
 
 
 def test_until_a_response_has_ended_kernels_may_be_compiled() -> None:
-    assert stuck_after(lambda asked: 250.0 if asked < 1.0 else 0.01, warm=False) is None
-    found = stuck_after(lambda asked: None, warm=False)
+    assert stuck_after(lambda asked: 250.0 if asked < 1.0 else 0.01, warm=None) is None
+    found = stuck_after(lambda asked: None, warm=None)
     assert found is not None and 280.0 < found[0] < 281.0 and "no response has ended yet" in found[1]
+
+
+def test_what_is_compiled_before_the_first_response_makes_later_limits_no_wider() -> None:
+    found = stuck_after(lambda asked: None if asked > 100.0 else 60.0 if asked < 1.0 else 0.01, warm=70.0)
+    assert found is not None and found[0] - 100.0 < 10.0
+    assert found[1] == "no step has ended for 7 s, the longest before took 0.0 s (limits.engine_step)"
+
+
+def test_while_a_compiler_runs_for_it_a_step_may_take_longer() -> None:
+    """A kernel that is used for the first time in the middle of a run. A hang behind it is found as soon as any other."""
+    compiles = (103.0, 163.0)
+    assert stuck_after(lambda asked: 65.0 if 99.0 < asked < 101.0 else 0.01, watched_s=300.0, compiles=compiles) is None
+    found = stuck_after(lambda asked: 0.01 if asked < 100.0 else None, compiles=compiles)
+    assert found is not None and found[0] - compiles[1] < 10.0
+    assert stuck_after(lambda asked: 0.01 if asked < 100.0 else None, compiles=(120.0, 160.0))[0] < 110.0  # type: ignore[index]
+
+
+def test_compilers_are_known_among_the_processes_of_an_engine(tmp_path: Path) -> None:
+    compiler = tmp_path / "ptxas"
+    shutil.copy(shutil.which("sleep") or "", compiler)
+    code = f"import subprocess; input(); subprocess.run([{str(compiler)!r}, '600']); input()"
+    engines = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True) for _ in range(2)]
+    one, other = EngineProcesses(), EngineProcesses()
+    try:
+        for watched, process in zip((one, other), engines, strict=True):
+            watched.watch([process.pid])
+        assert not one.are_compiling()
+        print(file=engines[0].stdin, flush=True)
+        while not one.are_compiling():
+            time.sleep(0.05)
+        assert not other.are_compiling(), "it is not this one's"
+        for compiling in psutil.Process(engines[0].pid).children():
+            compiling.kill()
+        while one.are_compiling():
+            time.sleep(0.05)
+    finally:
+        for process in engines:
+            for child in psutil.Process(process.pid).children():
+                child.kill()
+            process.kill()
+            process.wait()
 
 
 def test_without_a_limit_it_is_waited_for() -> None:
