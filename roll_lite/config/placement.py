@@ -92,9 +92,8 @@ def _groups(placement: PlacementConfig, names: Sequence[str]) -> list[list[str]]
 def _counts(placement: PlacementConfig, group: Mapping[str, Role], is_alone: bool) -> dict[str, int]:
     """Where a role does not say how many: as many as the others of its group, or all, where no other group needs any."""
     given = {name: role.devices for name, role in group.items() if "devices" in role.model_fields_set and isinstance(role.devices, int)}
-    everything = (placement.nodes or 0) * placement.devices_per_node
     is_judge = any(isinstance(role, JudgeServerConfig) for role in group.values())
-    default = max(given.values()) if given else everything if is_alone and everything and not is_judge else 1
+    default = max(given.values()) if given else placement.devices if is_alone and placement.devices and not is_judge else 1
     return {name: given.get(name, default) for name in group}
 
 
@@ -105,7 +104,7 @@ def _together(group: Any) -> int:
 
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
     """The next devices that nobody has; beyond the last one where there are too few, which is told afterwards."""
-    of_node, everything = placement.devices_per_node, (placement.nodes or 0) * placement.devices_per_node
+    of_node, everything = placement.devices_per_node, placement.devices
     if placement.fill == "pack" or placement.nodes is None:
         return list(islice((number for number in count() if number not in taken), wanted))
     of_nodes = [[number for number in range(first, first + of_node) if number not in taken] for first in range(0, everything, of_node)]
@@ -147,17 +146,12 @@ def _changes(
 ) -> dict[str, Any]:
     role, own = by_role[name], numbers[name]
     changes: dict[str, Any] = {}
-    if list(device_numbers_of(role)) != own:
+    if (list(range(role.devices)) if isinstance(role.devices, int) else role.devices) != own:
         changes["devices"] = len(own) if own == list(range(len(own))) and isinstance(role.devices, int) else own
     shares = any(set(own) & set(numbers[other]) for other in by_role if other != name)
     if placement.name != "by_role" and shares and "offload" in type(role).model_fields and "offload" not in role.model_fields_set:
         changes["offload"] = not stays
     return changes
-
-
-def device_numbers_of(role: Role) -> tuple[int | str, ...]:
-    """As they are written."""
-    return tuple(range(role.devices)) if isinstance(role.devices, int) else tuple(role.devices)
 
 
 def _with(config: RunConfig, changes: Mapping[str, dict[str, Any]]) -> RunConfig:
@@ -182,7 +176,7 @@ def _not_named(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Itera
     if placement.fill == "spread" and placement.nodes is None:
         yield Problem("placement.fill", "spreads over nodes; say how many there are: placement.nodes", "spread")
     for name, role in by_role.items():
-        for text in [one for one in device_numbers_of(role) if isinstance(one, str)]:
+        for text in [one for one in ([] if isinstance(role.devices, int) else role.devices) if isinstance(one, str)]:
             node, first, last = _parts(text)
             if placement.nodes is None:
                 yield Problem(f"{name}.devices", "names a node; say how many there are: placement.nodes", text)
@@ -195,13 +189,12 @@ def _not_named(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Itera
 def _impossible(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iterator[Problem]:
     if placement.nodes is None:
         return
-    there = placement.nodes * placement.devices_per_node
     for name, role in by_role.items():
         numbers = device_numbers(role.devices)
-        if beyond := [number for number in numbers if number >= there]:
+        if beyond := [number for number in numbers if number >= placement.devices]:
             wanted = f"device{'s' if len(beyond) > 1 else ''} {ranges(beyond)} {'are' if len(beyond) > 1 else 'is'} not there"
             remedy = "use fewer, or more nodes (placement.nodes)"
-            yield Problem(f"{name}.devices", f"{wanted}: the cluster has {describe(nodes_of(placement))}; {remedy}", written(role.devices))
+            yield Problem(f"{name}.devices", f"{wanted}: the cluster has {describe(nodes_of(placement))}; {remedy}", role.devices)
         elif isinstance(role, InferRoleConfig | JudgeServerConfig):
             yield from _engines_on_one_node(placement, name, role)
 
@@ -217,10 +210,5 @@ def _engines_on_one_node(placement: PlacementConfig, name: str, role: InferRoleC
         if len(nodes := sorted({number // of_node for number in own})) > 1:
             listed = " and ".join(f"node{node}" for node in nodes)
             message = f"an engine of {size} devices needs them on one node, but devices {ranges(own)} lie on {listed}"
-            yield Problem(f"{name}.devices", f"{message}; list others, or use another tensor_parallel", written(role.devices))
+            yield Problem(f"{name}.devices", f"{message}; list others, or use another tensor_parallel", role.devices)
             return
-
-
-def written(devices: Devices) -> Any:
-    """As a problem shows it."""
-    return devices if isinstance(devices, int) else list(devices)

@@ -19,6 +19,7 @@ from roll_lite.config.arithmetic import (
     trains,
     updates,
 )
+from roll_lite.config.device_phases import WHOLE
 from roll_lite.config.dump_files import FOLDER, found_dumps
 from roll_lite.config.model_files import tokenizer_checksum
 from roll_lite.config.schema.models import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig, InferRoleConfig, InferStrategyConfig
@@ -29,11 +30,10 @@ from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather, start_cluster
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
-from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
+from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, StateGroup
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Engines, Model, RewardModels
-from roll_lite.pipeline.devices import FORWARD, TRAIN
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.sources import LiveRollouts, ReplayedRollouts
@@ -91,7 +91,7 @@ def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
     for model in models:
         if model.role.offload:
             model.ranks.all(ModelWorker.initialize)
-            model.ranks.all(ModelWorker.offload, TRAIN)
+            model.ranks.all(ModelWorker.offload, tuple(StateGroup))
     if live is not None:
         start_offloaded(live)
 
@@ -100,7 +100,7 @@ def start_offloaded(live: LiveRollouts) -> None:
     """What gives its devices back, one after the other."""
     for ranks in live.reward_models.offloaded:
         ranks.all(RewardModelWorker.initialize)
-        ranks.all(RewardModelWorker.offload, FORWARD)
+        ranks.all(RewardModelWorker.offload, tuple(map(StateGroup, WHOLE["reward_models"])))
     if live.engines.offloads:
         live.engines.replicas.all(InferWorker.initialize)
         live.engines.replicas.all(InferWorker.offload, tuple(EngineMemory))

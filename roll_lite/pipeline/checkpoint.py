@@ -27,10 +27,11 @@ from roll_lite.config.checkpoint_files import (
     steps_of,
     write_list,
 )
+from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.models import RefreshConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.pipeline.clusters import Clusters, Model
-from roll_lite.pipeline.devices import FORWARD, TRAIN
+from roll_lite.pipeline.devices import states
 from roll_lite.pipeline.sources import BatchSource
 from roll_lite.workers.model import ModelWorker
 
@@ -70,7 +71,7 @@ class Checkpoints:
         models = self._stateful(clusters)
         for role, model in models.items():
             (folder / role).mkdir()
-            with model.loaded(TRAIN):
+            with model.loaded(states(Phase.CHECKPOINT)):
                 model.ranks.all(ModelWorker.start_checkpoint if asynchronous else ModelWorker.save_checkpoint, (folder / role).resolve())
             if not asynchronous:
                 files = (path for path in (folder / role).rglob("*") if path.is_file())
@@ -151,7 +152,7 @@ class Checkpoints:
             raise ValueError(f"checkpoint.resume: {folder} holds nothing for {', '.join(missing)}; was it written without?")
         self._check(clusters, folder)
         for role, model in self._stateful(clusters).items():
-            with model.loaded(TRAIN):
+            with model.loaded(states(Phase.CHECKPOINT)):
                 model.ranks.all(ModelWorker.load_checkpoint, (folder / role).resolve())
         source.load_state_dict(state["rollouts"])
         return state["pipeline"]
@@ -168,7 +169,7 @@ class Checkpoints:
     def export_model(self, clusters: Clusters) -> Path:
         """The actor as Hugging Face safetensors under `model/`, the critic under `critic/`, for `critic.init: path`."""
         for role, model in clusters.trained.items():
-            with model.loaded(FORWARD):
+            with model.loaded(states(Phase.FINAL_MODEL)):
                 model.ranks.all(ModelWorker.save_hf, (self._run_folder / EXPORTED[role]).resolve())
         if self._config.actor_train.ema is not None and "actor_train" in clusters.trained:
             self._save_actor(clusters, "model_ema", average=True)
@@ -178,13 +179,13 @@ class Checkpoints:
         """The reference becomes the actor, or the average of its weights: in bytes that may be laid out in another way."""
         folder = self._save_actor(clusters, "reference", refresh.weights == "ema")
         assert clusters.reference is not None
-        with clusters.reference.loaded(FORWARD):
+        with clusters.reference.loaded(states(Phase.NEW_REFERENCE)):
             clusters.reference.ranks.all(ModelWorker.load_hf, folder)
         shutil.rmtree(folder)
 
     def _save_actor(self, clusters: Clusters, name: str, average: bool) -> Path:
         folder = (self._run_folder / name).resolve()
-        with clusters.actor.loaded(FORWARD):
+        with clusters.actor.loaded(states(Phase.NEW_REFERENCE)):
             clusters.actor.ranks.all(ModelWorker.save_hf, folder, average)
         return folder
 

@@ -21,15 +21,11 @@ def engine_memory(phase: Phase) -> tuple[EngineMemory, ...]:
     return tuple(EngineMemory(part) for part in PHASES[phase].parts["actor_infer"])
 
 
-def _states(phase: Phase) -> tuple[StateGroup, ...]:
+def states(phase: Phase) -> tuple[StateGroup, ...]:
     """Of the models in that phase, which all need the same."""
     (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
     return tuple(StateGroup(part) for part in parts)
 
-
-FORWARD, TRAIN = _states(Phase.LOG_PROBS), _states(Phase.TRAIN)
-assert _states(Phase.SYNC_WEIGHTS) == _states(Phase.FINAL_MODEL) == _states(Phase.NEW_REFERENCE) == FORWARD
-assert _states(Phase.CHECKPOINT) == TRAIN
 
 R = TypeVar("R")
 

@@ -20,7 +20,7 @@ from roll_lite.pipeline.agreement import Agreement
 from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Model
-from roll_lite.pipeline.devices import FORWARD, TRAIN, DeviceTurn, take_turns
+from roll_lite.pipeline.devices import DeviceTurn, states, take_turns
 from roll_lite.pipeline.early_passes import EarlyPasses
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.shaping import RewardShaping
@@ -129,7 +129,7 @@ class RLVRPipeline:
         self.early.join(batch)
         left = [(model, batch.take(batch.lacking(columns)), columns) for model, columns in self.wanted()]
         turns = [DeviceTurn(model, partial(model.start_forward, rows, columns)) for model, rows, columns in left if len(rows) > 0]
-        for blocks in take_turns(turns, FORWARD):
+        for blocks in take_turns(turns, states(Phase.LOG_PROBS)):
             batch.add(block for block in blocks if block is not None)
 
     @phase("advantages")
@@ -160,7 +160,7 @@ class RLVRPipeline:
         if critic is not None:
             own = critic.shares(batch, self.critic_columns, mini_batches)
             turns["critic"] = DeviceTurn(critic, partial(critic.ranks.start_scatter, CriticWorker.train, own))
-        updates = dict(zip(turns, take_turns(list(turns.values()), TRAIN), strict=True))
+        updates = dict(zip(turns, take_turns(list(turns.values()), states(Phase.TRAIN)), strict=True))
         self.version += "actor" in updates
         self.journal.updates(self.steps_done + 1, updates, kl_coef)
         for first in self.skipped.count(self.steps_done + 1, updates):

@@ -12,7 +12,7 @@ from roll_lite.config.schema.domains import SamplingConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.cluster import Cluster, Pending
 from roll_lite.pipeline.clusters import Engines, RewardModels
-from roll_lite.pipeline.devices import FORWARD
+from roll_lite.pipeline.devices import states
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.progress import shown
 from roll_lite.pipeline.weights import Pushed, WeightSync
@@ -67,7 +67,7 @@ class LiveRollouts:
 
     def loaded(self, phase: Phase, version: int) -> AbstractContextManager[None]:
         sender = self.weights.sender(version) if phase is Phase.SYNC_WEIGHTS and self.weights is not None else None
-        return self.engines.loaded(phase, beside=[] if sender is None else [(sender, FORWARD)])
+        return self.engines.loaded(phase, beside=[] if sender is None else [(sender, states(phase))])
 
     def sync(self, version: int) -> Pushed | None:
         if self.weights is None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.run import WeightSyncConfig
 from roll_lite.distributed.cluster import Cluster, Pending, gather
 from roll_lite.distributed.weight_sync.checksum import require_equal, sample
 from roll_lite.distributed.weight_sync.group import Transferred, interrupt, largest
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
 from roll_lite.pipeline.clusters import Model
-from roll_lite.pipeline.devices import FORWARD
+from roll_lite.pipeline.devices import states
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
@@ -66,7 +67,7 @@ class WeightSync:
         """Weights and version to every engine that is left; nothing where they are there already."""
         if version == self._version:
             return None
-        with self._model.loaded(FORWARD):
+        with self._model.loaded(states(Phase.SYNC_WEIGHTS)):
             pushed = self._update(version)
             while pushed is None:  # an engine was lost on the way: the others connect again, and get all of it
                 pushed = self._update(version)

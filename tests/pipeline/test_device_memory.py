@@ -22,6 +22,7 @@ import ray
 import torch
 from support_models import make_tiny_model
 
+from roll_lite.config.device_phases import Phase
 from roll_lite.config.loading import load_config
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
@@ -30,7 +31,7 @@ from roll_lite.distributed.dataflow import Batch, put_block
 from roll_lite.distributed.placement import anywhere
 from roll_lite.observability.timers import StepTimers
 from roll_lite.pipeline.clusters import Clusters, Model
-from roll_lite.pipeline.devices import FORWARD, TRAIN, loaded
+from roll_lite.pipeline.devices import loaded, states
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.critic import CriticWorker
@@ -105,7 +106,7 @@ def pipeline(ray_local: object, tmp: Path, monkeypatch: pytest.MonkeyPatch) -> I
         settings = ModelRole(config.model.model_copy(update={"path": tmp / "model"}), role, 10, seed=1, deterministic=False)
         made = Model(start_cluster(ClusterSpec(name, anywhere(1)), worker, settings, *arguments), role, worker)
         made.ranks.all(ModelWorker.initialize)
-        made.ranks.all(ModelWorker.offload, TRAIN)
+        made.ranks.all(ModelWorker.offload, states(Phase.TRAIN))
         return made
 
     actor = model("actor_train", config.actor_train, ActorWorker, config.algorithm, 1)
@@ -133,7 +134,7 @@ def test_one_roles_state_is_there_at_a_time(pipeline: RLVRPipeline) -> None:
     step()  # what is made once is made by now
     pids = {role.ranks.name: ray.get(role.ranks.actors[0].__ray_call__.remote(lambda self: os.getpid())) for role in (actor, critic)}
     watch = Watch(pids)
-    with loaded(actor, FORWARD):
+    with loaded(actor, states(Phase.SYNC_WEIGHTS)):
         plan = actor.ranks.all(ActorWorker.export_plan, 1 << 30)[0]
     gradients = sum(np.prod(tensor.shape) for tensor in plan.tensors) * 4 / MIB
     assert gradients > 60
@@ -143,7 +144,7 @@ def test_one_roles_state_is_there_at_a_time(pipeline: RLVRPipeline) -> None:
         return {name for name, resident in seen.items() if resident > away[name] + 0.7 * gradients}
 
     assert are_there(watch.now()) == set()
-    with loaded(actor, TRAIN), loaded(critic, TRAIN):
+    with loaded(actor, states(Phase.TRAIN)), loaded(critic, states(Phase.TRAIN)):
         assert are_there(watch.now()) == set(pids), "this is what two at a time would look like"
     with watch.looking() as seen:
         step()

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from roll_lite.config.device_phases import Phase
 from roll_lite.distributed.cluster import ClusterDead
 from roll_lite.pipeline import devices as module
 from roll_lite.pipeline.clusters import Engines
-from roll_lite.pipeline.devices import FORWARD, TRAIN, DeviceTurn, loaded, take_turns
+from roll_lite.pipeline.devices import DeviceTurn, loaded, states, take_turns
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.sources import LiveRollouts
 
@@ -131,7 +132,7 @@ def test_a_step_moves_as_the_table_says(house: House) -> None:
 
     def sync_weights() -> None:
         if step.version == 3:
-            with loaded(actor, FORWARD):
+            with loaded(actor, states(Phase.SYNC_WEIGHTS)):
                 log.append("sync")
 
     house.finish = ["actor"]
@@ -143,10 +144,10 @@ def test_a_step_moves_as_the_table_says(house: House) -> None:
         sync_weights=sync_weights,
         generate=lambda: log.append("generate") or [1],
         shape_rewards=lambda batch: batch,
-        compute_log_probs=lambda batch: take_turns([actor.turn()], FORWARD),
+        compute_log_probs=lambda batch: take_turns([actor.turn()], states(Phase.LOG_PROBS)),
         assign_credit=lambda batch: None,
         write_batch=lambda batch: None,
-        train=lambda batch: take_turns([actor.turn()], TRAIN),
+        train=lambda batch: take_turns([actor.turn()], states(Phase.TRAIN)),
     )
     RLVRPipeline.step(step)
     moves = [

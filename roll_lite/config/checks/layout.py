@@ -22,7 +22,7 @@ from roll_lite.config.arithmetic import (
     tensor_parallel_fits,
 )
 from roll_lite.config.hf_config import ModelShape, read_hf_config, read_model_shape
-from roll_lite.config.placement import ranges, written
+from roll_lite.config.placement import ranges
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import (
     CriticRoleConfig,
@@ -60,7 +60,7 @@ def _parallel_sizes_divide_devices(config: RunConfig, name: str, role: Role) -> 
     yield Problem(
         f"{name}.devices",
         f"{factors} does not divide {count} devices into whole {what}; use a multiple of {size}",
-        written(role.devices),
+        role.devices,
     )
 
 
@@ -148,7 +148,7 @@ def _expert_ranks(name: str, role: Role, strategy: MegatronStrategyConfig) -> It
         parts = f"expert_parallel {strategy.expert_parallel} x expert_tensor_parallel {strategy.expert_tensor_parallel}"
         pipeline = f" x pipeline_parallel {strategy.pipeline_parallel}" if strategy.pipeline_parallel > 1 else ""
         message = f"{parts}{pipeline} = {whole} does not divide {count} devices; use a multiple of {whole}"
-        yield Problem(f"{name}.devices", message, written(role.devices))
+        yield Problem(f"{name}.devices", message, role.devices)
     stage = strategy.tensor_parallel * strategy.context_parallel
     if isinstance(role, RewardModelConfig) and stage % sharing:
         message = (
@@ -308,7 +308,7 @@ def devices_are_there(config: RunConfig) -> Iterator[Problem]:
             are = "devices {} are" if len(beyond) > 1 else "device {} is"
             message = f"{are.format(ranges(beyond))} not there: this machine has {there} GPU{'s' if there != 1 else ''}"
             remedy = "use fewer, or name the cluster (ray.address, or placement.nodes for one that is not there yet)"
-            yield Problem(f"{name}.devices", f"{message}; {remedy}", written(role.devices))
+            yield Problem(f"{name}.devices", f"{message}; {remedy}", role.devices)
 
 
 def sharing_notes(config: RunConfig) -> list[str]:

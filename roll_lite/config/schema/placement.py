@@ -24,3 +24,8 @@ class PlacementConfig(Section):
     fill: Literal["pack", "spread"] = "pack"
     """How roles take devices: pack fills a node before the next, spread takes one of each node in turn, or as many as tensor-parallel ranks
     need (needs `nodes`)."""
+
+    @property
+    def devices(self) -> int:
+        """Of all nodes; 0 where it is not told how many there are."""
+        return (self.nodes or 0) * self.devices_per_node
