@@ -92,7 +92,12 @@ def is_command(command: Command) -> bool:
 COMMANDS = commands()
 TRAININGS = [command for command in COMMANDS if command.training is not None and not re.search(r"\bwords\b|\bmode=", command.text)]
 """The run of examples/domains/words.yaml is that of tests/examples/test_domains.py, half runs are in tests/integration/test_replay.py."""
-RUN_ELSEWHERE = (["--config-name", "tiny_grpo"], ["--config-name", "tiny_grpo", "rollout.dump=true"])
+RUN_ELSEWHERE = (
+    ["--config-name", "tiny_grpo"],
+    ["--config-name", "tiny_grpo", "rollout.dump=true"],
+    ["--config-name", "tiny_grpo", "actor_train.devices=2", "actor_train.strategy.tensor_parallel=2"],
+    ["--config-name", "tiny_ppo", "steps=20"],
+)
 """By tests/integration/test_runs.py and test_replay.py."""
 
 

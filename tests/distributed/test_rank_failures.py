@@ -17,8 +17,8 @@ from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.watchdog import WATCHDOG
 
-SECONDS = 5.0
-"""Well within 'seconds'; measured below 0.2 on an idle machine."""
+SECONDS = 30.0
+"""Half of what the others would go on sleeping; measured below 0.2 on an idle machine."""
 
 
 def assert_gone(processes: list[int]) -> None:
@@ -63,7 +63,7 @@ def test_death_in_another_cluster_is_noticed_while_waiting(ray_local: object, wo
     threading.Timer(0.5, kill).start()
     with pytest.raises(RankFailed, match=f"actor_infer rank 1 failed in idle: its process {victims[1]} died"):
         waiting.result()
-    assert time.monotonic() - killed[0] < 3.0
+    assert time.monotonic() - killed[0] < SECONDS
     assert_gone(victims)
     busy.shutdown()
 
@@ -131,7 +131,7 @@ def test_a_stopped_rank_of_an_idle_cluster_is_noticed(ray_local: object, worker:
         start = time.monotonic()
         with pytest.raises(RankTimeout, match=r"(?s)actor_infer rank 1 failed in idle: nothing was heard of its process for 2 s") as caught:
             busy.all(Adder.sleep, 60.0)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < SECONDS
     assert f"its process {processes[1]} is stopped, as by SIGSTOP, and can say nothing" in str(caught.value)
     assert_gone(processes)
     busy.shutdown()
@@ -144,7 +144,7 @@ def test_ctrl_c_ends_a_wait(ray_local: object) -> None:
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         waiting.result()
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < SECONDS
     cluster.shutdown()
 
 

@@ -87,9 +87,9 @@ def test_a_run_goes_on_without_an_engine_that_is_lost(begun: Any, make: Make, ho
     for record in steps:
         assert (record["rollout/samples"], record["rollout/failed"]) == (GROUPS * SAMPLES, 0), "no sample is missing"
         assert record["actor/grad_norm"] > 0 and record["mismatch/max"] < 1e-4
-        assert record["time/step"] < NOTICED_S + 20.0
+        assert record["time/step"] < NOTICED_S + 110.0
     assert steps[-1]["sync/version"] == STEPS - 1, "the engine that is left has got every update"
-    assert until_gone(processes, 10) == []
+    assert until_gone(processes, 60) == []
 
 
 @pytest.mark.slow
@@ -103,9 +103,9 @@ def test_with_the_last_engine_the_run_ends_with_the_cause(begun: Any, make: Make
     time.sleep(5.0)
     assert run.process.poll() is None
     second.suspend()
-    code, output = run.finish(120)
+    code, output = run.finish(240)
     assert code == 1 and len(told(output)) >= 1, output
     silence = r"nothing was heard of its process for 7 s \(limits.engine_silence\)"
     assert re.search(rf"actor_infer rank \d failed in \w+: {silence}", output), output
     assert "actor_infer rank" in run.summary()["exit"]
-    assert until_gone(processes, 20) == []
+    assert until_gone(processes, 60) == []

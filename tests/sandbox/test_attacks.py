@@ -106,7 +106,7 @@ def test_endless_loop_and_sleep(sandbox: Sandbox) -> None:
     assert run(sandbox, "while True: pass").stopped in COMPUTING
     started = time.monotonic()
     assert run(sandbox, "import time; time.sleep(60)").stopped == "wall"
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 40
 
 
 def test_computing_of_children_that_nobody_waits_for(sandbox: Sandbox) -> None:

@@ -134,7 +134,7 @@ def test_it_ends_and_leaves_nothing(sandbox: Sandbox, program: str) -> None:
     before, started = descendants(), time.monotonic()
     outcome = run(sandbox, f"{LIBC}\n{ENDLESS[program]}", QUICK)
     assert outcome.stopped in ("cpu", "wall", "memory", "processes") or outcome.exit != 0, outcome
-    assert time.monotonic() - started < 12 and descendants() == before
+    assert time.monotonic() - started < 60 and descendants() == before
 
 
 TOO_MUCH = {

@@ -39,6 +39,12 @@ def slow(sample: RewardInput) -> float:
     return 1.0
 
 
+def where(sample: RewardInput) -> float:
+    """Slow, and says which process was so slow."""
+    time.sleep(0.2)
+    return float(os.getpid())
+
+
 def costly(sample: RewardInput) -> float:
     """10 ms of sleep: several fit into one call."""
     time.sleep(0.01)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import time
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -170,11 +169,9 @@ async def test_few_samples_are_shared_out_and_late_ones_join() -> None:
 
 async def test_the_copy_with_less_to_do_gets_more() -> None:
     slow, fast = ranks(2)
-    slow.seconds, fast.seconds = 0.2, 0.01
+    slow.seconds, fast.seconds = 1.0, 0.01
     async with client([slow, fast], micro_batch_size=2) as model:
-        started = time.monotonic()
         await asyncio.gather(*(model.score("x") for _ in range(24)))
-        assert time.monotonic() - started < 0.6
     assert len(fast.calls) > 5 * len(slow.calls)
 
 

@@ -31,7 +31,7 @@ def test_missing_member_is_named_while_joining() -> None:
     for waiting in ("trainer rank 0", "engine 0 worker 0"):
         with pytest.raises(TransferTimeout, match=rf"engine 1 worker 1 did not join the transfer group within 1 s \({waiting} waited\)"):
             members.halves(waiting)
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 60.0
 
 
 def test_no_rendezvous() -> None:
@@ -55,7 +55,7 @@ def test_stuck_members_are_named_on_both_sides() -> None:
     ):
         deliver(sender, route, state)
     with pytest.raises(TransferError):
-        arrived.result(5)
+        arrived.result(60)
     with pytest.raises(TransferError, match="connect again, the group failed earlier: .*engine 0 worker 0"):
         deliver(sender, route, state)
 
@@ -68,7 +68,7 @@ def test_ends_out_of_step_exchange_nothing() -> None:
     with pytest.raises(TransferError, match="out of step, trainer rank 0 is at a bucket of 2 tensors, .*, engine 0 worker 0 at one of"):
         deliver(sender, plan.routes[0], state)
     with pytest.raises(TransferError, match="out of step"):
-        receiving.result(5)
+        receiving.result(60)
 
 
 def test_rendezvous_that_goes_away_is_noticed() -> None:
@@ -81,7 +81,7 @@ def test_rendezvous_that_goes_away_is_noticed() -> None:
         receiver.receive(plan.routes[0])
     with pytest.raises(TransferError, match="lost the rendezvous"):
         deliver(sender, plan.routes[0], state)
-    assert time.monotonic() - started < 8.0
+    assert time.monotonic() - started < 60.0
 
 
 def test_ports_are_the_systems_choice() -> None:
