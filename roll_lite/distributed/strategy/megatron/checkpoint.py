@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as write_state
@@ -271,10 +272,11 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
     for number, part in enumerate(parts):
         own = state if len(parts) == 1 else state[number]
         inner = own.get("optimizer", own)
-        if hasattr(part, "_set_main_param_and_optimizer_states"):  # it is distributed
-            part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
+        if isinstance(part, DistributedOptimizer):
+            if not part.config.use_precision_aware_optimizer:
+                part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
             for group in inner["param_groups"]:
-                group["step"] = steps
+                group["step"] = int(steps)
         elif not is_muon(part):  # which counts no steps
             inner["state"]["common_step"] = torch.tensor(steps)
     optimizer.megatron.load_state_dict(state)

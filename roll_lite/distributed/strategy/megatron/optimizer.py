@@ -17,6 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.device import current_device
+from roll_lite.distributed.strategy.megatron.half_moments import half_moments, make_half_moments
 from roll_lite.distributed.strategy.megatron.host_step import HostStep
 from roll_lite.distributed.strategy.megatron.muon import muon_optimizer
 
@@ -96,6 +97,8 @@ class Optimizer:
                     )
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
                 part.optimizer.step = self._host_steps[-1]  # type: ignore[assignment]
+            if part.config.use_precision_aware_optimizer:
+                part.init_state_fn = make_half_moments
             part.init_state_fn(part.optimizer, part.config)
             if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW) and not part.optimizer.state:
                 part.state_dict = partial(self._state_of_nobody, part)
@@ -136,8 +139,8 @@ class Optimizer:
         if not (all_finite and math.isfinite(grad_norm)):
             return StepResult(grad_norm, lr, skipped=True)
         if 0 < self._clip_grad < grad_norm:
-            gradients = [parameter.grad for part in self.parts for parameter in part.get_parameters() if parameter.grad is not None]
-            torch._foreach_mul_(gradients, self._clip_grad / (grad_norm + 1e-6))
+            gradients = [_gradient(parameter) for part in self.parts for parameter in part.get_parameters()]
+            torch._foreach_mul_([one for one in gradients if one is not None], self._clip_grad / (grad_norm + 1e-6))
         self.megatron.step_with_ready_grads()
         self.scheduler.step(increment=1)
         return StepResult(grad_norm, lr, skipped=False)
@@ -168,10 +171,17 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
         log_num_zeros_in_grad=False,
+        **(half_moments() if config.moments == "float16" else {}),
     )
     if config.muon is not None:
         return muon_optimizer(config.muon, settings, chunks)
     return get_megatron_optimizer(settings, list(chunks))
+
+
+def _gradient(parameter: Any) -> torch.Tensor | None:
+    """In float32. Beside moments in float16 the parameter is the weight in bfloat16, whose `grad` could only be of its dtype."""
+    decoupled: torch.Tensor | None = getattr(parameter, "decoupled_grad", None)
+    return parameter.grad if decoupled is None else decoupled
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -1,0 +1,84 @@
+"""Muon and moments in float16 are refused where Megatron-Core has none, and without their packages."""
+
+from __future__ import annotations
+
+import pytest
+from config_project import Project
+
+from roll_lite.config.checks import layout as check_layout
+from roll_lite.config.checks import optimizers as check_optimizers
+
+REPLICATED = "strategy: {distributed_optimizer: false}"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_optimizers, "find_spec", lambda name: object())
+
+
+@pytest.mark.parametrize(
+    ("role", "path", "fragment"),
+    [
+        (f"optimizer: {{muon: {{}}}}, {REPLICATED}", None, ""),
+        ("optimizer: {muon: {}}", "strategy.distributed_optimizer", "has no distributed optimizer for Muon; use false, or no"),
+        (f"optimizer: {{muon: {{}}, on_host: true}}, {REPLICATED}", "optimizer.on_host", "is AdamW's; use false, or no optimizer.muon"),
+        (f"optimizer: {{muon: {{}}}}, lora: {{}}, {REPLICATED}", "optimizer.muon", "adapters are factors; remove it, or lora"),
+        (
+            "optimizer: {muon: {}}, devices: 8, strategy: {tensor_parallel: 8, distributed_optimizer: false}",
+            "strategy.tensor_parallel",
+            "key/value heads, which Muon's updates are cut by; use at most",
+        ),
+        (f"optimizer: {{muon: {{momentum: 1.0}}}}, {REPLICATED}", "optimizer.muon.momentum", "expected number >= 0 and < 1"),
+        (f"optimizer: {{muon: {{scale: none}}}}, {REPLICATED}", "optimizer.muon.scale", "spectral"),
+    ],
+)
+def test_what_goes_with_muon(project: Project, installed: None, role: str, path: str | None, fragment: str) -> None:
+    problems = project.problems_of(f"actor_train: {{{role}}}")
+    if path is None:
+        assert problems == []
+        return
+    assert any(fragment in problem.message for problem in problems if problem.path == f"actor_train.{path}"), problems
+
+
+def test_muon_needs_its_package(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(check_optimizers, "find_spec", lambda name: None)
+    yaml = f"actor_train: {{optimizer: {{muon: {{}}}}, {REPLICATED}}}\n"
+    (problem,) = project.problems_of(yaml)
+    assert problem.path == "actor_train.optimizer.muon"
+    assert problem.message == "the package emerging-optimizers is not installed; install it (docs/parallelism.md), or remove the section"
+    assert project.problems_of(yaml + "ray: {address: 'head:6379'}") == [], "its nodes may have it, and tell at their start"
+
+
+HALF = "model: {dtype: bfloat16}\nactor_train: {optimizer: {moments: float16}}\n"
+
+
+@pytest.mark.parametrize(
+    ("yaml", "path", "fragment"),
+    [
+        (HALF, None, ""),
+        (HALF.replace("bfloat16", "float32"), "optimizer.moments", "is for weights in bfloat16, model.dtype is float32; use float32"),
+        (HALF.replace("}}", f"}}, {REPLICATED}}}"), "strategy.distributed_optimizer", "in its distributed optimizer only; use true, or"),
+        (HALF.replace("float16}}", "float16, on_host: true}}"), "optimizer.moments", "use float32, or on_host: false"),
+        (HALF.replace("float16}}", "float16, muon: {}}}"), "optimizer.moments", "has none beside Muon; use float32, or no optimizer.muon"),
+    ],
+)
+def test_what_goes_with_half_moments(
+    project: Project, installed: None, monkeypatch: pytest.MonkeyPatch, yaml: str, path: str | None, fragment: str
+) -> None:
+    monkeypatch.setattr(check_layout, "gpus_visible", lambda: True)
+    problems = project.problems_of(yaml)
+    if path is None:
+        assert problems == []
+        return
+    assert any(fragment in problem.message for problem in problems if problem.path == f"actor_train.{path}"), problems
+
+
+def test_half_moments_need_a_gpu_and_a_package(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(check_optimizers, "find_spec", lambda name: None)
+    for gpus, fragment in ((False, "none are visible here; use float32"), (True, "the package transformer-engine is not installed")):
+        monkeypatch.setattr(check_layout, "gpus_visible", lambda gpus=gpus: gpus)
+        (problem,) = project.problems_of(HALF)
+        assert (problem.path, problem.value) == ("actor_train.optimizer.moments", "float16") and fragment in problem.message
+    assert project.problems_of(HALF + "ray: {address: 'head:6379'}") == [], "its nodes tell at their start"
