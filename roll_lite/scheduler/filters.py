@@ -38,7 +38,14 @@ def kept_between(value: str, above: float | None, below: float | None) -> Cause:
 
 def kept_by(function: Callable[[SampleGroup], bool], name: str) -> Cause:
     def cause(group: SampleGroup) -> str | None:
-        return None if function(group) else name
+        what = f"rollout.filter.type: {name}, asked for a group of domain {group.domain},"
+        try:
+            keeps = function(group)
+        except Exception as error:  # a process edge: the code is the user's
+            raise ValueError(f"{what} raised {type(error).__name__}: {error}") from error
+        if keeps not in (True, False):
+            raise ValueError(f"{what} returned {keeps!r:.80}; it has to say True (the group trains) or False")
+        return None if keeps else name
 
     return cause
 

@@ -307,6 +307,19 @@ def test_a_filter_that_raises_ends_the_run() -> None:
         run(domains=[make_domain("a", filter=GroupFilter(broken))])
 
 
+def test_the_mistakes_of_a_users_filter_are_told_with_its_name() -> None:
+    def broken(group: SampleGroup) -> bool:
+        return bool(group.samples[0].prompt.columns["level"])
+
+    mistakes: list[tuple[Any, str]] = [
+        (broken, r"rollout\.filter\.type: my\.filter, asked for a group of domain a, raised KeyError: 'level'"),
+        (lambda group: None, "returned None; it has to say True .* or False"),
+    ]
+    for function, told in mistakes:
+        with pytest.raises(ValueError, match=told):
+            run(domains=[make_domain("a", filter=GroupFilter(kept_by(function, "my.filter")))], steps=1)
+
+
 # ---------------------------------------------------------------- domains that end, and domains with a minimum
 
 
