@@ -12,7 +12,7 @@ from support_models import by_checkpoint, load_hf
 from support_passes import train_step
 from test_megatron_oracle import NO_CLIPPING, check_forward, check_gradients, check_many
 from test_megatron_state import Saved, goes_on, offload_and_go_on, save_and_resume
-from test_megatron_training import CONFIG, check_steps
+from test_megatron_training import BROKEN, CONFIG, check_steps, skip_and_go_on
 from test_megatron_values import check_values, reward_model
 from test_megatron_weights import error_of, round_trip
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
@@ -125,6 +125,21 @@ def test_three_steps_in_further_layouts(ranks: RankPool, models: dict[str, Path]
         check_steps(ranks, models["all layers"], CONFIG, layout | {"distributed_optimizer": False}, [CONFIG.lr] * 3)
     for layout in ({"data": 2}, LAYOUTS["TP2"]):
         check_steps(ranks, models["all layers"], CONFIG, layout, [CONFIG.lr] * 3)
+
+
+@pytest.mark.parametrize("name", ["EP2", "CP2 EP2"])
+def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: RankPool, models: dict[str, Path], name: str) -> None:
+    for broken in ("gradient", "weight"):
+        ranks(2, skip_and_go_on, models["all layers"], LAYOUTS[name], broken)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_what_is_not_finite_changes_nothing_on_any_of_four_ranks(ranks: RankPool, models: dict[str, Path], name: str, broken: str) -> None:
+    for options in ({}, {"distributed_optimizer": False}):
+        ranks(4, skip_and_go_on, models["all layers"], OF_FOUR[name] | options, broken)
 
 
 @pytest.mark.parametrize("name", ["EP2", "ETP2", "TP2 EP2", "PP2"])

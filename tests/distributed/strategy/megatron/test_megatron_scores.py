@@ -11,6 +11,7 @@ from megatron_cases import FAMILIES, started
 from megatron_ranks import RankPool
 from support_models import VOCAB_SIZE, hf_scores, make_tiny_reward_model
 from support_passes import forward
+from test_megatron_values import FURTHER_LAYOUTS
 
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
@@ -44,11 +45,19 @@ def check_scores(cases: list[tuple[Path, list[float]]], layout: dict[str, Any]) 
                 torch.testing.assert_close(out.tensor("final_value"), torch.tensor(expected), rtol=0, atol=1e-5)
 
 
+def scored(folder: Path, **overrides: Any) -> list[tuple[Path, list[float]]]:
+    paths = [make_tiny_reward_model(folder / family, family, **overrides) for family in FAMILIES]  # type: ignore[arg-type]
+    return [(path, hf_scores(path, rows())) for path in paths]
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, list[float]]]:
-    folder = tmp_path_factory.mktemp("rewards")
-    paths = [make_tiny_reward_model(folder / family, family) for family in FAMILIES]  # type: ignore[arg-type]
-    return [(path, hf_scores(path, rows())) for path in paths]
+    return scored(tmp_path_factory.mktemp("rewards"))
+
+
+@pytest.fixture(scope="module")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, list[float]]]:
+    return scored(tmp_path_factory.mktemp("four"), layers=4)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor_parallel": 2}], ids=["one rank", "TP2"])
@@ -58,13 +67,10 @@ def test_scores_are_transformers(ranks: RankPool, checkpoints: list[tuple[Path, 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "layout",
-    [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"context_parallel": 2}],
-    ids=["PP2", "TP2 SP", "CP2"],
-)
-def test_scores_in_further_layouts(ranks: RankPool, checkpoints: list[tuple[Path, list[float]]], layout: dict[str, Any]) -> None:
-    ranks(2, check_scores, checkpoints, layout)
+@pytest.mark.parametrize("name", FURTHER_LAYOUTS)
+def test_scores_in_further_layouts(ranks: RankPool, four_layers: list[tuple[Path, list[float]]], name: str) -> None:
+    world_size, layout = FURTHER_LAYOUTS[name]
+    ranks(world_size, check_scores, four_layers, layout)
 
 
 def refused(path: Path) -> str:

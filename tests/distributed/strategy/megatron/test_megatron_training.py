@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_cases import batch_of, hf_loss, own_weights, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from support_models import by_checkpoint, load_hf
@@ -63,8 +64,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny(tmp_path_factory.mktemp("training") / "model", "qwen2")
 
 
-def check_steps(ranks: RankPool, path: Path, config: OptimizerConfig, layout: dict[str, Any], learning_rates: list[float]) -> None:
-    world_size = 1 if not layout else 2
+def check_steps(
+    ranks: RankPool, path: Path, config: OptimizerConfig, layout: dict[str, Any], learning_rates: list[float], world_size: int | None = None
+) -> None:
+    """On two ranks unless told otherwise, on one where the layout is empty."""
+    world_size = world_size or (2 if layout else 1)
     options = {name: value for name, value in layout.items() if name != "data"}
     returned = ranks(world_size, megatron_steps, path, config, options, len(learning_rates))
     results = [result for _, result in returned]
@@ -98,6 +102,27 @@ def test_steps_equal_adamw(ranks: RankPool, path: Path, layout: dict[str, Any], 
 )
 def test_steps_equal_adamw_in_further_layouts(ranks: RankPool, path: Path, layout: dict[str, Any]) -> None:
     check_steps(ranks, path, CONFIG, layout, [CONFIG.lr] * STEPS)
+
+
+FURTHER: dict[str, tuple[int, dict[str, Any]]] = {
+    "CP2": (2, {"context_parallel": 2}),
+    "VPP2": (2, {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}),
+    "TP2 PP2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "TP2 SP PP2, recomputed": (4, {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2, "recompute": "full"}),
+    "CP2 DP2": (4, {"context_parallel": 2, "data": 2}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FURTHER)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_steps_equal_adamw_in_every_family(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
+    """Qwen3's embeddings are tied, Llama's are not."""
+    world_size, layout = FURTHER[name]
+    path = tiny(tmp_path / family, family, layers=4)
+    for distributed_optimizer in (True, False):
+        check_steps(ranks, path, CONFIG, layout | {"distributed_optimizer": distributed_optimizer}, [CONFIG.lr] * 3, world_size)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +271,13 @@ def nan_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch
     return loss - loss if len(micro_batch.mask) else loss * 0.0, metrics
 
 
-BROKEN = {"gradient": exploding_loss, "loss": infinite_loss, "both": nan_loss}
+BROKEN = {"gradient": exploding_loss, "loss": infinite_loss, "both": nan_loss, "weight": weighted_loss}
+
+
+def lose_a_gradient(strategy: MegatronStrategy) -> Any:
+    """That of one matrix of the last rank, until the hook is removed. The matrix is no other rank's where ranks share layers or experts."""
+    matrices = [parameter for name, parameter in strategy._chunks[-1].named_parameters() if "linear_fc2" in name]
+    return matrices[-1].register_hook(lambda gradient: gradient * (1.0 if dist.get_rank() < dist.get_world_size() - 1 else float("nan")))
 
 
 def moments(strategy: MegatronStrategy) -> list[torch.Tensor]:
@@ -269,9 +300,12 @@ def skip_and_go_on(path: Path, layout: dict[str, Any], broken: str) -> None:
     # Only data-parallel rank 0 has rows, so only its loss or its gradient explodes; all ranks must skip.
     batch = shard(batch_of(), strategy, [6, 0] if strategy.layout.data_size == 2 else None)
     before, state = own_weights(strategy), moments(strategy)
+    hook = lose_a_gradient(strategy) if broken == "weight" else None
     skipped = train_step(strategy, batch, BROKEN[broken], ["log_probs"], 4)
+    if hook is not None:
+        hook.remove()
     assert skipped.skipped and skipped.lr == pytest.approx(CONFIG.lr / 2)
-    assert math.isfinite(skipped.grad_norm) == (broken == "loss") and not math.isfinite(skipped.loss)
+    assert math.isfinite(skipped.grad_norm) == (broken == "loss") and math.isfinite(skipped.loss) == (broken == "weight")
     assert skipped.metrics["rows"] == 6
     assert all(torch.equal(tensor, before[name]) for name, tensor in own_weights(strategy).items())
     assert all(torch.equal(ours, earlier) for ours, earlier in zip(moments(strategy), state, strict=True))
@@ -296,6 +330,16 @@ SKIPPING: dict[str, dict[str, Any]] = {
 def test_what_is_not_finite_on_one_rank_changes_nothing_on_any(ranks: RankPool, path: Path, layout: str, broken: str) -> None:
     options = {name: size for name, size in SKIPPING[layout].items() if name != "data"}
     ranks(2 if SKIPPING[layout] else 1, skip_and_go_on, path, options, broken)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("name", ["CP2", "TP2 PP2", "CP2 DP2"])
+def test_what_is_not_finite_changes_nothing_in_further_layouts(ranks: RankPool, path: Path, name: str, broken: str) -> None:
+    world_size, layout = FURTHER[name]
+    options = {name: size for name, size in layout.items() if name != "data"}
+    ranks(world_size, skip_and_go_on, path, options, broken)
 
 
 def losses_of_rows(path: Path, layout: dict[str, Any]) -> tuple[list[Update], dict[int, float]]:

@@ -28,6 +28,20 @@ from transformers import AutoModelForSequenceClassification
 from roll_lite.config.schema.models import OptimizerConfig
 
 NO_CLIPPING = OptimizerConfig(lr=1e-30, clip_grad=0.0)
+INTERLEAVED = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
+SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
+FURTHER_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "PP2": (2, {"pipeline_parallel": 2}),
+    "TP2 SP": (2, SEQUENCE),
+    "CP2": (2, {"context_parallel": 2}),
+    "VPP2": (2, INTERLEAVED),
+    "VPP2, recomputed": (2, {**INTERLEAVED, "recompute": "full"}),
+    "TP2 SP, recomputed": (2, {**SEQUENCE, "recompute": "full"}),
+    "TP2 SP, recomputed in part": (2, {**SEQUENCE, "recompute": "selective"}),
+    "VPP2 TP2 SP, recomputed in part": (4, {**INTERLEAVED, **SEQUENCE, "recompute": "selective"}),
+    "CP2 PP2, recomputed": (4, {"context_parallel": 2, "pipeline_parallel": 2, "recompute": "full"}),
+}
+"""Of heads, with the number of ranks; four layers divide by all of them."""
 
 
 def reward_model(folder: Path, family: str, **overrides: Any) -> tuple[Path, torch.Tensor]:
@@ -73,15 +87,23 @@ def check_values_of_all(cases: list[tuple[Any, ...]]) -> None:
         check_values(*case)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path, torch.Tensor]]:
+def pairs(folder: Path, **overrides: Any) -> list[tuple[Path, Path, torch.Tensor]]:
     """Per family: a reward model, the language model with the same body, the head."""
-    folder = tmp_path_factory.mktemp("rewards")
     found = []
     for family in FAMILIES:
-        path, head = reward_model(folder / family, family)
-        found.append((path, tiny(folder / f"{family}_base", family), head))
+        path, head = reward_model(folder / family, family, **overrides)
+        found.append((path, tiny(folder / f"{family}_base", family, **overrides), head))
     return found
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path, torch.Tensor]]:
+    return pairs(tmp_path_factory.mktemp("rewards"))
+
+
+@pytest.fixture(scope="module")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path, torch.Tensor]]:
+    return pairs(tmp_path_factory.mktemp("four"), layers=4)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor_parallel": 2}, {"data": 2}], ids=["one rank", "TP2", "DP2"])
@@ -92,15 +114,10 @@ def test_values_and_gradients(ranks: RankPool, checkpoints: list[tuple[Path, Pat
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "layout",
-    [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"context_parallel": 2}],
-    ids=["PP2", "TP2 SP", "CP2"],
-)
-def test_values_and_gradients_in_further_layouts(
-    ranks: RankPool, checkpoints: list[tuple[Path, Path, torch.Tensor]], layout: dict[str, Any]
-) -> None:
-    ranks(2, check_values_of_all, [(*case, layout, "reward_model") for case in checkpoints])
+@pytest.mark.parametrize("name", FURTHER_LAYOUTS)
+def test_values_and_gradients_in_further_layouts(ranks: RankPool, four_layers: list[tuple[Path, Path, torch.Tensor]], name: str) -> None:
+    world_size, layout = FURTHER_LAYOUTS[name]
+    ranks(world_size, check_values_of_all, [(*case, layout, "reward_model") for case in four_layers])
 
 
 def fresh_critic(path: Path, target: Path) -> None:
