@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+ALIGNMENT = 64  # bytes in a buffer: a view of any dtype may start there
+
 Channel = tuple[int, tuple[int, ...]]
 """Who sends, and who receives: numbers of members."""
 
@@ -66,6 +68,11 @@ class Route:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @property
+    def aligned_nbytes(self) -> int:
+        """In a buffer."""
+        return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in self.tensors)
+
     def plain(self) -> dict[str, Any]:
         """For an engine's own remote calls, which take numbers, strings and lists only."""
         tensors = [[t.name, list(t.shape), str(t.dtype).removeprefix("torch."), t.owner] for t in self.tensors]
@@ -94,6 +101,8 @@ class Membership:
     members: tuple[str, ...]
     """What to call each in a message; the place is its number."""
     channels: tuple[Channel, ...]
+    bucket_nbytes: int = 0
+    """Of the largest bucket, those of a single large tensor apart: buffers of this size serve all of them."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -131,7 +140,8 @@ class TransferPlan:
 
     def membership(self, epoch: int, transport: str, host: str, port: int, timeout_s: float) -> Membership:
         channels = tuple(dict.fromkeys(route.channel for route in self.routes))
-        return Membership(epoch, transport, host, port, timeout_s, self.members, channels)
+        largest = max((route.aligned_nbytes for route in self.routes if len(route.tensors) > 1), default=0)
+        return Membership(epoch, transport, host, port, timeout_s, self.members, channels, largest)
 
 
 def plan_transfers(export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None) -> TransferPlan:

@@ -24,9 +24,8 @@ import torch
 from roll_lite.distributed.weight_sync.devices import Home, settle
 from roll_lite.distributed.weight_sync.group import Announcement, TransferGroup
 from roll_lite.distributed.weight_sync.memory import Export, Segment
-from roll_lite.distributed.weight_sync.plan import Channel, ExportedTensor, Route
+from roll_lite.distributed.weight_sync.plan import ALIGNMENT, Channel, ExportedTensor, Route
 
-ALIGNMENT = 64  # bytes: a view of any dtype may start there
 BUCKETS_AHEAD = 2
 """One is written while the one before is sent and read."""
 
@@ -37,8 +36,9 @@ Await = Callable[[], Mapping[int, set[str]]]
 class Lane:
     """A sender's buffers for one channel."""
 
-    def __init__(self, make: Callable[[int, int], Segment], readers: int) -> None:
+    def __init__(self, make: Callable[[int, int], Segment], readers: int, usual_nbytes: int) -> None:
         self._make = make
+        self._usual_nbytes = usual_nbytes
         self._readers = readers
         self._segments: list[Segment] = []
         self.under_way: deque[tuple[Segment, Await]] = deque()
@@ -54,7 +54,7 @@ class Lane:
         kept = set().union(*self._kept.values())
         free = [one for one in self._segments if not (id(one) in used or one.handle in kept or one.is_kept() or len(one.whole) < nbytes)]
         if not free:
-            free.append(self._make(nbytes, self._readers))
+            free.append(self._make(max(nbytes, self._usual_nbytes), self._readers))
             self._segments += free
         return min(free, key=lambda segment: len(segment.whole))
 
@@ -113,7 +113,7 @@ class BufferedSender(TransportSender):
     def publish(self, route: Route, write: Callable[[FlatLayout, torch.Tensor], None]) -> Segment:
         """Of a bucket that `write` writes."""
         layout = flat_layout(route.tensors)
-        lane = self._lanes.setdefault(route.channel, Lane(self._make, len(route.receivers)))
+        lane = self._lanes.setdefault(route.channel, Lane(self._make, len(route.receivers), self.group.membership.bucket_nbytes))
         with self.group.exchange():
             with self._timed("wait"):
                 segment = lane.segment(layout.nbytes)

@@ -99,6 +99,24 @@ def test_weights_through_exported_memory() -> None:
 
 
 @pytest.mark.usefixtures("exports")
+def test_buffers_on_a_gpu_are_two_however_much_buckets_differ_in_size() -> None:
+    """Here every one is larger than those before it; a tensor that is alone in its bucket may be of any size."""
+    plan, state = make_plan(owners=1, engines={0: 1}, buckets=6)
+    members = Members(plan, transport="cuda_ipc", homes=on_gpus("a", "a"))
+    (sender,), (receiver,) = members.halves("trainer"), members.halves("engine")
+    sending = members.pool.submit(send_all, sender, plan, state)
+    for route in plan.routes:
+        assert_equal(receiver.receive(route), {tensor.name: state[tensor.name] for tensor in route.tensors})
+        receiver.release()
+    sending.result(10)
+    (lane,) = sender._lanes.values()
+    assert [len(segment.whole) for segment in lane._segments] == [flat_layout(plan.routes[-1].tensors).nbytes] * BUCKETS_AHEAD
+    alone = replace(plan.routes[0], tensors=plan.routes[0].tensors[:1])
+    assert replace(plan, routes=(alone,)).membership(1, "auto", "", 0, 1.0).bucket_nbytes == 0
+    members.close()
+
+
+@pytest.mark.usefixtures("exports")
 def test_exported_memory_is_used_again_when_every_reader_is_done_and_keeps_nothing_of_it() -> None:
     plan, state = make_plan(owners=1, engines={0: 1, 1: 1}, buckets=BUCKETS_AHEAD + 1)
     members = Members(plan, transport="cuda_ipc", homes=on_gpus("a", "a", "a"))
