@@ -106,6 +106,8 @@ def test_steps_equal_adamw_in_further_layouts(ranks: RankPool, path: Path, layou
 
 FURTHER: dict[str, tuple[int, dict[str, Any]]] = {
     "CP2": (2, {"context_parallel": 2}),
+    "PP2": (2, {"pipeline_parallel": 2}),
+    "TP2 SP": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
     "VPP2": (2, {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}),
     "TP2 PP2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "TP2 SP PP2, recomputed": (4, {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2, "recompute": "full"}),
