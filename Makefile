@@ -45,11 +45,11 @@ test-processes: $(STAMP)
 test-plain: $(STAMP)
 	@$(VENV)/bin/python -m pytest -q -m $(FAST) $(SLOWEST) $(PROCESSES:%=--ignore=%)
 
-test-slow: $(STAMP)  ## What takes longer: whole runs, and the rest beside them (at most 35 minutes)
+test-slow: $(STAMP)  ## What takes longer: whole runs, and the rest beside them (at most 30 minutes)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-runs test-parts
 
 # About half of it.
-RUNS := $(addprefix tests/,integration/test_runs.py integration/test_recipes.py integration/test_another_model.py test_commands.py)
+RUNS := $(addprefix tests/,$(addprefix integration/,test_runs.py test_recipes.py test_another_model.py test_lost_engines.py test_judge_run.py) test_commands.py)
 
 test-runs: $(STAMP)
 	@$(VENV)/bin/python -m pytest -q -m "slow and not nightly and not gpu" $(SLOWEST) $(RUNS)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from sandbox.running import SECRET, run
+from sandbox.running import PATIENT, SECRET, run
 
 from roll_lite.sandbox.pool import Sandbox
 
@@ -30,5 +30,5 @@ def works_after(sandbox: Sandbox) -> Iterator[None]:
     assert sandbox._process is not None
     interpreter = sandbox._process.pid
     yield
-    assert run(sandbox, "print(6 * 7)").stdout == b"42\n"
+    assert run(sandbox, "print(6 * 7)", PATIENT).stdout == b"42\n"
     assert sandbox._process is not None and sandbox._process.pid == interpreter, "an attack cost the sandbox its interpreter"

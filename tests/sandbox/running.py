@@ -20,7 +20,7 @@ def run(sandbox: Sandbox, source: str, limits: Limits = LIMITS) -> Outcome:
 
 def said(sandbox: Sandbox, source: str) -> str:
     """What it printed, its errors told apart."""
-    outcome = run(sandbox, source, replace(LIMITS, cpu_s=3.0, wall_s=8.0))
+    outcome = run(sandbox, source, replace(LIMITS, cpu_s=3.0, wall_s=100.0))
     assert outcome.stopped == "", outcome
     return (outcome.stdout + outcome.stderr).decode()
 

@@ -78,6 +78,7 @@ def _serve(pipe: Connection) -> None:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+    gc.freeze()  # what has been imported stays: no need to look through it after each function
     while True:
         try:
             store, rank, world_size, function, args = pipe.recv()
