@@ -366,7 +366,8 @@ def _cluster(name: str, by_role: dict[str, Role]) -> ClusterArithmetic:
         layout = " x ".join(f"{key} {value}" for key, value in parts.items() if value > 1 or key == "DP")
     else:
         shared = f", {per_device} on each device" if per_device > 1 else ""
-        layout = f"{copies} replica{'s' if copies != 1 else ''}" + (f" of TP {size}" if size > 1 else shared)
+        experts_too = f" x EP {size}" if getattr(strategy, "expert_parallel", 1) > 1 else ""
+        layout = f"{copies} replica{'s' if copies != 1 else ''}" + (f" of TP {size}{experts_too}" if size > 1 else shared)
     return ClusterArithmetic(name, devices, size, f"{strategy.name}: {layout}", tuple(others), per_device)
 
 

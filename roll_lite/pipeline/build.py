@@ -66,7 +66,8 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     initialize(models.models, live)
     if live is not None and trains(config):
         workers, dtype = model_parallel_size(config.actor_infer), infer_dtype(config)
-        sync = WeightSync(models.actor, live.engines.replicas, live.rollouts, config.weight_sync, workers, dtype)
+        experts = getattr(config.actor_infer.strategy, "expert_parallel", 1)
+        sync = WeightSync(models.actor, live.engines.replicas, live.rollouts, config.weight_sync, workers, dtype, experts)
         source = replace(live, weights=sync)
     for line in live.notes() if live is not None else []:
         journal.console.message(line)

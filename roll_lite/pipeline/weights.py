@@ -46,8 +46,9 @@ class WeightSync:
         config: WeightSyncConfig,
         workers_per_engine: int,
         dtype: str,
+        expert_parallel: int = 1,
     ) -> None:
-        """`dtype`: the engines'."""
+        """`dtype`, `expert_parallel`: the engines'."""
         self._model = actor
         self._actor = actor.ranks
         self._engines = engines
@@ -55,6 +56,7 @@ class WeightSync:
         self._config = config
         self._workers_per_engine = workers_per_engine
         self._dtype: torch.dtype = getattr(torch, dtype)
+        self._expert_parallel = expert_parallel
         self._export: ExportPlan | None = None
         self._rendezvous: tuple[str, int] | None = None
         self._epoch = 0
@@ -111,7 +113,8 @@ class WeightSync:
         export = self._export = self._export or self._actor.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
         self._rendezvous = self._rendezvous or self._actor.one(ActorWorker.host_weight_transfer, timeout_s)
         self._epoch += 1
-        plan = plan_transfers(export, dict.fromkeys(self._engines.left, self._workers_per_engine), self._dtype)
+        engines_left = dict.fromkeys(self._engines.left, self._workers_per_engine)
+        plan = plan_transfers(export, engines_left, self._dtype, self._expert_parallel)
         membership = plan.membership(self._epoch, self._config.transport, *self._rendezvous, timeout_s)
         first_members = {engine: plan.first_member(engine) for engine in plan.engines}
         engines = self._engines.start_each_own(InferWorker.connect_weights, first_members, membership)

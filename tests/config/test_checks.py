@@ -175,6 +175,11 @@ LAYOUT_CHECKS = {
         "actor_train.strategy.expert_parallel",
         "the model has no experts; use 1",
     ),
+    "engine with experts of a dense model": (
+        "actor_infer: {devices: 2, strategy: {tensor_parallel: 2, expert_parallel: 2}}",
+        "actor_infer.strategy.expert_parallel",
+        "the model has no experts; use 1",
+    ),
     "balance of a dense model": ("actor_train: {balance_coef: 0.1}", "actor_train.balance_coef", "no experts to balance; use 0"),
     "replayed experts of a dense model": ("algorithm: {routing_replay: train}", "algorithm.routing_replay", "the model has no experts"),
     "sequence parallel": (
@@ -366,10 +371,10 @@ def test_model_files(project: Project) -> None:
 
 
 EXPERT_CHECKS = {
-    "checksums of experts": (
-        "weight_sync: {verify: sampled}",
+    "checksums of experts, perhaps on GPUs": (
+        "weight_sync: {verify: sampled}\nray: {address: 'head:6379'}",
         "weight_sync.verify",
-        "engines keep the experts of a layer in one tensor",
+        "what an engine's kernels make of experts on a GPU is not read back",
     ),
     "selective recompute": ("actor_train: {strategy: {recompute: selective}}", "actor_train.strategy.recompute", "leaves experts out"),
     "adapters beside a balance": (
@@ -426,7 +431,14 @@ def test_layouts_of_experts(project: Project) -> None:
         assert fragment in problems[0].message
     make_tiny_model(project.folder / "narrow", "qwen3_moe", hidden=128, vocab_size=100, moe_intermediate_size=63)
     (problem,) = project.problems_of("model: {path: narrow}\nactor_infer: {devices: 2, strategy: {name: sglang, tensor_parallel: 2}}")
-    assert problem.path == "actor_infer.strategy.tensor_parallel" and "size of 63" in problem.message
+    assert problem.path == "actor_infer.strategy.tensor_parallel" and "size of 63; expert_parallel leaves" in problem.message
+    whole = "{devices: 2, strategy: {name: sglang, tensor_parallel: 2, expert_parallel: 2}}"
+    assert project.problems_of(f"model: {{path: narrow}}\nactor_infer: {whole}") == []
+    make_tiny_model(project.folder / "three", "qwen3_moe", hidden=128, vocab_size=100, num_experts=3)
+    for model, fragment in (("three", "the model's 3 experts"), ("experts", "share the experts, or none; use 1 or tensor_parallel (2)")):
+        yaml = whole if model == "three" else whole.replace("expert_parallel: 2", "expert_parallel: 4")
+        (problem,) = project.problems_of(f"model: {{path: {model}}}\nactor_infer: {yaml}")
+        assert problem.path == "actor_infer.strategy.expert_parallel" and fragment in problem.message
 
 
 def test_engines_that_do_not_say_where_tokens_went(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

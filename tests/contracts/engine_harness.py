@@ -29,7 +29,7 @@ from roll_lite.distributed.strategy.base import EngineSpec, ModelSpec, PauseMode
 from roll_lite.distributed.strategy.engines import build_engine
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
 from roll_lite.distributed.weight_sync.group import TransferGroup, rendezvous_store
-from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, plan_transfers, tensors_of
+from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, by_bucket, plan_transfers, tensors_of
 from roll_lite.distributed.weight_sync.transport import TransportSender
 from roll_lite.distributed.weight_sync.transports import transport_of
 
@@ -85,10 +85,11 @@ def _serve(connection: Connection) -> None:
                 group = TransferGroup(*arguments)
                 sender = transport_of(group).sender(group)
             elif command == "send":
-                route, model = arguments
+                routes, model = arguments
                 states.setdefault(model, random_state(*model))
                 assert sender is not None
-                sender.send(route, states[model])
+                for route in routes:
+                    sender.send(route, states[model])
             connection.send(None)
         except RuntimeError as error:
             connection.send(f"{type(error).__name__}: {error}")
@@ -259,7 +260,8 @@ class Harness:
             self.sender = SenderProcess.shared()
             await self.sender.call("ping")  # it may still be starting, which is not what time-outs are about
         export = export_plan(random_state(self.family, self.tied, 0, self.dtype))
-        self.plan = plan_transfers(export, {0: self.strategy.options.tensor_parallel})
+        options = self.strategy.options
+        self.plan = plan_transfers(export, {0: options.tensor_parallel}, expert_parallel=options.expert_parallel)
         store = rendezvous_store("127.0.0.1")
         self.stores.append(store)
         membership = self.plan.membership(1, "auto", "127.0.0.1", store.port, timeout_s)
@@ -272,10 +274,11 @@ class Harness:
         return tensors_of(self.plan.routes)
 
     async def transfer(self, number: int, seed: int) -> None:
+        """Of one bucket."""
         assert self.plan is not None and self.sender is not None
-        route = self.plan.routes[number]
-        sending = self.sender.call("send", route, (self.family, self.tied, seed, self.dtype))
-        await asyncio.gather(sending, self.strategy.receive_bucket([route]))
+        routes = by_bucket(self.plan.routes)[number]
+        sending = self.sender.call("send", routes, (self.family, self.tied, seed, self.dtype))
+        await asyncio.gather(sending, self.strategy.receive_bucket(routes))
 
     async def update(self, seed: int) -> None:
         """The engine and the reference both get the random weights of this seed."""
@@ -283,7 +286,7 @@ class Harness:
             await self.connect()
         assert self.plan is not None
         await self.strategy.begin_weight_update(self.tensors)
-        for number in range(len(self.plan.routes)):
+        for number in range(len(by_bucket(self.plan.routes))):
             await self.transfer(number, seed)
         await self.finish(seed)
 

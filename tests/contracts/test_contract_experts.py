@@ -7,25 +7,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_harness import Harness, assert_log_probs, require
+from engine_harness import Harness, Make, assert_log_probs, random_state, require
 from support_models import load_hf, make_tiny_model
 
 from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineSpec
 from roll_lite.distributed.strategy.engines import build_engine
+from roll_lite.distributed.weight_sync.checksum import checksum
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow, pytest.mark.nightly]
 
 
+@pytest.mark.parametrize("layout", [{}, {"tensor_parallel": 2, "expert_parallel": 2}, {"tensor_parallel": 2}], ids=["one", "EP2", "TP2"])
 @pytest.mark.parametrize("make", ["vllm", "sglang"])
-async def test_new_weights_of_experts(tmp_path: Path, make: str) -> None:
+async def test_new_weights_of_experts(tmp_path: Path, make: Make, layout: dict[str, int]) -> None:
+    """By EP each of two workers has half of the experts, and gets no others; by TP half of every expert."""
     require(make)
-    engine = await Harness.start(tmp_path / "model", "qwen3_moe", tied=False, make=make)
+    engine = await Harness.start(tmp_path / "model", "qwen3_moe", tied=False, make=make, **layout)
     try:
         for seed in (None, 101, 102):
             if seed is not None:
                 await engine.update(seed)
+                expected = {name: checksum(tensor) for name, tensor in random_state("qwen3_moe", False, seed).items()}
+                assert await engine.strategy.weight_checksums() == expected
             completion = await engine.one(32)
             assert list(completion.token_ids) == engine.hf_greedy(32)
             assert_log_probs(completion, engine.hf_logits(completion.token_ids))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron_ranks import RankPool
 
+from roll_lite.config.schema.models import EngineStrategyConfig
 from roll_lite.distributed.weight_sync.endpoints import WeightSender
 from roll_lite.distributed.weight_sync.group import rendezvous_store
 from roll_lite.distributed.weight_sync.plan import Membership, TransferPlan, plan_transfers
@@ -24,14 +25,16 @@ def nudge(tensor: torch.Tensor) -> None:
     tensor.add_(0.05 * torch.cos(50 * tensor))
 
 
-def train(path: Path, folder: Path, workers: int, port: int, transport: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def train(
+    path: Path, folder: Path, workers: int, experts: int, port: int, transport: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
     """A rank: sends what it has loaded, changes all parameters, sends again, and saves what it has sent last."""
     from megatron_cases import started
 
     strategy = started(path, **options)
     rank = int(os.environ["RANK"])
     sender = WeightSender(strategy, rank)
-    plan = plan_transfers(sender.plan(1 << 15), {0: workers}, dtype)
+    plan = plan_transfers(sender.plan(1 << 15), {0: workers}, dtype, experts)
     if rank == 0:
         (folder / "writing").write_bytes(pickle.dumps(plan))
         (folder / "writing").rename(folder / "plan")
@@ -49,13 +52,23 @@ class Trainer:
     """Ranks that make two updates."""
 
     def __init__(
-        self, ranks: RankPool, size: int, path: Path, folder: Path, workers: int, transport: str, dtype: torch.dtype, **options: Any
+        self,
+        ranks: RankPool,
+        size: int,
+        path: Path,
+        folder: Path,
+        engine: EngineStrategyConfig,
+        transport: str,
+        dtype: torch.dtype,
+        **options: Any,
     ) -> None:
+        """`engine`: of the one that follows it."""
         folder.mkdir()
         self._store = rendezvous_store(HOST)
         self._folder = folder
         self._transport = transport
-        self.done = ThreadPoolExecutor(1).submit(ranks, size, train, path, folder, workers, self._store.port, transport, dtype, options)
+        workers = engine.tensor_parallel, engine.expert_parallel
+        self.done = ThreadPoolExecutor(1).submit(ranks, size, train, path, folder, *workers, self._store.port, transport, dtype, options)
 
     async def plan(self) -> tuple[TransferPlan, Membership]:
         file = self._folder / "plan"

@@ -159,9 +159,20 @@ def _expert_ranks(name: str, role: Role, strategy: MegatronStrategyConfig) -> It
 
 def _experts_in_engines(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
     shape, strategy = _shape(model_folder(config, role)), role.strategy
-    if shape is not None and isinstance(strategy, EngineStrategyConfig) and (shape.expert_feed_forward or 0) % strategy.tensor_parallel:
-        message = f"does not divide the experts' feed-forward size of {shape.expert_feed_forward}"
-        yield Problem(f"{name}.strategy.tensor_parallel", message, strategy.tensor_parallel)
+    if shape is None or not isinstance(strategy, EngineStrategyConfig):
+        return
+    tensor, expert, message = strategy.tensor_parallel, strategy.expert_parallel, None
+    if expert > 1 and shape.experts is None:
+        message = "the model has no experts; use 1"
+    elif expert not in (1, tensor):
+        message = f"all devices of a replica share the experts, or none; use 1 or tensor_parallel ({tensor})"
+    elif expert > 1 and (shape.experts or 0) % expert:
+        message = f"does not divide the model's {shape.experts} experts; use 1, or another tensor_parallel"
+    if message is not None:
+        yield Problem(f"{name}.strategy.expert_parallel", message, expert)
+    elif expert == 1 and (shape.expert_feed_forward or 0) % tensor:
+        message = f"does not divide the experts' feed-forward size of {shape.expert_feed_forward}; expert_parallel leaves experts whole"
+        yield Problem(f"{name}.strategy.tensor_parallel", message, tensor)
 
 
 def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
@@ -248,8 +259,8 @@ def _deterministic_runs_on_cpu(config: RunConfig) -> Iterator[Problem]:
 
 def _verified_experts(config: RunConfig) -> Iterator[Problem]:
     shape = _shape(config.model.path)
-    if config.weight_sync.verify != "none" and shape is not None and shape.experts is not None:
-        message = "engines keep the experts of a layer in one tensor, which is not read back; use none for a model with experts"
+    if config.weight_sync.verify != "none" and shape is not None and shape.experts is not None and (gpus_visible() or is_elsewhere(config)):
+        message = "what an engine's kernels make of experts on a GPU is not read back; use none for a model with experts"
         yield Problem("weight_sync.verify", message, config.weight_sync.verify)
 
 

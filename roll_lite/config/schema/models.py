@@ -134,6 +134,9 @@ class EngineStrategyConfig(Section):
     name: str
     tensor_parallel: PositiveInt = 1
     """Devices of one engine replica."""
+    expert_parallel: PositiveInt = 1
+    """Of a mixture-of-experts model: 1, every device of a replica has a part of each expert; tensor_parallel, each has some of them
+    whole."""
     max_model_len: PositiveInt | None = None
     """Longest prompt plus response in tokens; derived from the domains where absent."""
     max_running_requests: PositiveInt = 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -144,22 +145,41 @@ class TransferPlan:
         return Membership(epoch, transport, host, port, timeout_s, self.members, channels, largest)
 
 
-def plan_transfers(export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None) -> TransferPlan:
-    """Each owner sends its part of each bucket to all engine workers. `engines`: number -> workers. `dtype`: what they compute in."""
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def plan_transfers(
+    export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
+) -> TransferPlan:
+    """Each owner sends its part of each bucket to all engine workers; experts to those alone that have them. `engines`: number ->
+    workers. `dtype`: what they compute in. `expert_parallel`: workers of an engine that share the experts, in their order."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
+    assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
     assert export.tensors, "the export plan is empty"
     names = [tensor.name for tensor in export.tensors]
     assert len(set(names)) == len(names), f"exported twice: {sorted({name for name in names if names.count(name) > 1})}"
     trainers = tuple(sorted({tensor.owner for tensor in export.tensors}))
-    receivers = tuple(range(len(trainers), len(trainers) + sum(engines.values())))
+    members = range(len(trainers), len(trainers) + sum(engines.values()))
+    worker_of = _workers_of_experts(names, expert_parallel)
+    ways: dict[tuple[int, int, int | None], list[ExportedTensor]] = {}
+    for tensor in sorted(export.tensors, key=lambda one: (one.bucket, one.owner)):
+        ways.setdefault((tensor.bucket, trainers.index(tensor.owner), worker_of.get(tensor.name)), []).append(tensor.sent_as(dtype))
     routes = [
-        Route(
-            bucket[0].bucket, trainers.index(owner), receivers, tuple(tensor.sent_as(dtype) for tensor in bucket if tensor.owner == owner)
-        )
-        for bucket in export.buckets()
-        for owner in sorted({tensor.owner for tensor in bucket})
+        # Engines that share experts have as many workers as one another.
+        Route(bucket, sender, tuple(members if worker is None else members[worker::expert_parallel]), tuple(tensors))
+        for (bucket, sender, worker), tensors in ways.items()
     ]
     return TransferPlan(tuple(routes), trainers, dict(engines))
+
+
+def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
+    """Which worker of an engine has the expert of a tensor. Empty where all workers have a part of every expert."""
+    if expert_parallel == 1:
+        return {}
+    experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}
+    count, rest = divmod(max(experts.values(), default=-1) + 1, expert_parallel)
+    assert not rest, f"{expert_parallel} workers cannot share {count * expert_parallel + rest} experts"
+    return {name: expert // count for name, expert in experts.items()}
 
 
 def by_bucket(routes: Iterable[Route]) -> list[list[Route]]:

@@ -35,6 +35,24 @@ def test_a_bucket_of_several_owners_has_several_routes() -> None:
     assert [x.name for x in tensors_of(plan.routes)] == ["b", "a", "c", "d"]
 
 
+def test_experts_go_to_the_workers_that_have_them() -> None:
+    """Of every engine: members 1 and 2 are the first one's workers, 3 and 4 the other's. Of four experts each has two."""
+    experts = [tensor(f"model.layers.0.mlp.experts.{number}.up_proj.weight", 0, number // 3) for number in (2, 0, 1, 3)]
+    export = ExportPlan((tensor("model.layers.0.mlp.gate.weight", 0, 0), *experts))
+    plan = plan_transfers(export, {0: 2, 5: 2}, expert_parallel=2)
+    assert [(r.bucket, r.receivers, [one.name.removeprefix("model.layers.0.mlp.") for one in r.tensors]) for r in plan.routes] == [
+        (0, (1, 2, 3, 4), ["gate.weight"]),
+        (0, (2, 4), ["experts.2.up_proj.weight"]),
+        (0, (1, 3), ["experts.0.up_proj.weight", "experts.1.up_proj.weight"]),
+        (1, (2, 4), ["experts.3.up_proj.weight"]),
+    ]
+    assert plan.nbytes == plan_transfers(export, {0: 2, 5: 2}).nbytes == 5 * 24
+    assert {route.receivers for route in plan_transfers(export, {0: 2, 5: 2}).routes} == {(1, 2, 3, 4)}
+    for engines, count, message in (({0: 3}, 3, "3 workers cannot share 4 experts"), ({0: 2, 1: 1}, 2, "cannot share experts 2-fold")):
+        with pytest.raises(AssertionError, match=message):
+            plan_transfers(export, engines, expert_parallel=count)
+
+
 def test_members_are_trainers_first_then_the_workers_of_each_engine() -> None:
     """Engine 1 has left."""
     plan = plan_transfers(two_owners(), {0: 1, 2: 2})

@@ -20,6 +20,13 @@ _IDENTITY_ROWS = 256
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 """Where a model does not say itself what it fuses."""
 
+EXPERT = ("gate_proj", "up_proj", "down_proj")
+
+Gather = Callable[[torch.Tensor, int], torch.Tensor]
+ReadExperts = Callable[[Any], tuple[int, torch.Tensor, torch.Tensor]]
+"""Of a layer: how many experts there are, then what this worker has of them. [experts, 2 x rows, columns]: gate_proj above up_proj.
+[experts, columns, rows]: down_proj."""
+
 
 @dataclass(frozen=True)
 class Layers:
@@ -32,12 +39,16 @@ class Layers:
     qkv: type[Any]
     embedding: type[Any]
     head: type[Any]
+    experts: type[Any]
+    read_experts: ReadExperts
     workers: int
-    gather: Callable[[torch.Tensor, int], torch.Tensor]
+    gather: Gather
 
     @classmethod
-    def of(cls, linear: ModuleType, vocabulary: ModuleType, workers: int, gather: Callable[[torch.Tensor, int], torch.Tensor]) -> Layers:
-        """From an engine's modules: the classes have the same names in both."""
+    def of(
+        cls, linear: ModuleType, vocabulary: ModuleType, experts: type[Any], read_experts: ReadExperts, workers: int, gather: Gather
+    ) -> Layers:
+        """From an engine's modules: the classes have the same names in both, but for experts."""
         return cls(
             linear=linear.LinearBase,
             column_parallel=linear.ColumnParallelLinear,
@@ -46,6 +57,8 @@ class Layers:
             qkv=linear.QKVParallelLinear,
             embedding=vocabulary.VocabParallelEmbedding,
             head=vocabulary.ParallelLMHead,
+            experts=experts,
+            read_experts=read_experts,
             workers=workers,
             gather=gather,
         )
@@ -76,6 +89,11 @@ def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -
         return held, _linear(held, module, layers)
     if isinstance(module, layers.embedding):
         return [path], _embedding(path, module, model, layers)
+    if isinstance(module, layers.experts):
+        count, gate_up, down = layers.read_experts(module)
+        names = path.removesuffix(".routed_experts")
+        held = [f"{names}.{number}.{part}" for number in range(count) for part in EXPERT]
+        return held, _experts(names, count, gate_up, down, layers)
     return [path], ((f"{path}.{name}", parameter.detach()) for name, parameter in module.named_parameters(recurse=False))
 
 
@@ -92,6 +110,18 @@ def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple
             raise ValueError(f"{type(module).__name__} holds {len(sizes)} matrices, the model names {names}")
         for name, part, copy in zip(names, tensor.split(sizes), copies, strict=True):
             yield f"{name}.{kind}", layers.whole(part, 0, copy) if isinstance(module, layers.column_parallel) else part
+
+
+def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every worker has a part of each expert, or some whole ones, in the workers' order."""
+    here = len(gate_up)
+    for number in range(here):
+        for part, tensor, dim in zip(EXPERT, (*gate_up[number].chunk(2), down[number]), (0, 0, 1), strict=True):
+            if here == count:
+                yield f"{path}.{number}.{part}.weight", layers.whole(tensor, dim)
+                continue
+            for worker, whole in enumerate(layers.whole(tensor[None], 0)):
+                yield f"{path}.{worker * here + number}.{part}.weight", whole
 
 
 def _columns(module: Any) -> int:

@@ -101,6 +101,11 @@ def test_weights_in_fp8_can_be_replaced_by_one_loader_only(model: ModelConfig) -
     assert declared >= set(SGLANG_FP8) and not declared & {"llama", "mistral", "qwen3_moe"}
 
 
+def test_workers_share_experts_where_that_is_asked_for(model: ModelConfig) -> None:
+    assert arguments(model, True, tensor_parallel=2, expert_parallel=2)["ep_size"] == 2
+    assert arguments(model, True, tensor_parallel=2)["ep_size"] == 1
+
+
 def test_the_cache_holds_as_many_tokens_as_fit(model: ModelConfig) -> None:
     """Two layers, one key/value head of 32 numbers, keys and values of 4 bytes: 512 bytes a token."""
     assert arguments(model, False, kv_cache_mb=1)["max_total_tokens"] == 2048

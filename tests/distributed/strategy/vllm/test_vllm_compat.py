@@ -92,6 +92,14 @@ def test_what_only_gpus_get() -> None:
     assert "enable_chunked_prefill" not in gpu and cpu["enable_chunked_prefill"] is False
 
 
+def test_workers_share_experts_where_that_is_asked_for() -> None:
+    shared = {"tensor_parallel": 2, "expert_parallel": 2}
+    assert arguments(True, **shared)["enable_expert_parallel"] is True
+    assert arguments(True, tensor_parallel=2)["enable_expert_parallel"] is False
+    judge = JudgeServerConfig(path=Path("model"), strategy=VllmStrategyConfig(**shared))
+    assert server_arguments(judge, cuda=True)["enable_expert_parallel"] is True
+
+
 def test_weights_are_quantised_by_the_name_that_vllm_has_for_it() -> None:
     """`fp8` is that of checkpoints in fp8; vLLM refuses it for others."""
     asked = arguments(True, quantization="fp8")["quantization"]

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from sglang.srt.distributed import tensor_model_parallel_all_gather
 from sglang.srt.layers import linear, vocab_parallel_embedding
+from sglang.srt.layers.moe import fused_moe_native
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReq, GetInternalStateReqOutput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_STR, Req
@@ -203,7 +205,31 @@ def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch
 
 
 def _layers() -> Layers:
-    return Layers.of(linear, vocab_parallel_embedding, get_parallel().tp_group.world_size, tensor_model_parallel_all_gather)
+    workers = get_parallel().tp_group.world_size
+    return Layers.of(linear, vocab_parallel_embedding, FusedMoE, _read_experts, workers, tensor_model_parallel_all_gather)
+
+
+def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
+    if module.w13_weight.device.type != "cpu":  # what kernels make of them there is not known here
+        raise RuntimeError("weight_sync.verify: experts cannot be read back from SGLang on a GPU; use none")
+    return module.num_experts, module.w13_weight.detach(), module.w2_weight.detach()
+
+
+def _of_this_worker_alone(multiply: Any) -> Any:
+    """SGLang marks experts that other workers have by -1, for kernels on GPUs; its native path would take that for a place."""
+
+    def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
+        if layer.num_local_experts == layer.num_experts:
+            whole: torch.Tensor = multiply(layer, x, chosen, config)
+            return whole
+        output = torch.zeros_like(x)
+        tokens, choices = torch.nonzero(chosen.topk_ids >= 0, as_tuple=True)
+        if len(tokens):
+            weights, ids = chosen.topk_weights[tokens, choices, None], chosen.topk_ids[tokens, choices, None]
+            output.index_add_(0, tokens, multiply(layer, x[tokens], chosen._replace(topk_weights=weights, topk_ids=ids), config))
+        return output
+
+    return moe_forward_native
 
 
 def _pageable(dims: tuple[int, ...], dtype: torch.dtype, **_: Any) -> torch.Tensor:
@@ -218,5 +244,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     penaltylib.BatchedMinNewTokensPenalizer = MinTokens
     Req._check_str_based_finish = ends_with_stop_text
     if not torch.cuda.is_available():
+        fused_moe_native.moe_forward_native = _of_this_worker_alone(fused_moe_native.moe_forward_native)
         ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # routed experts lie in pinned memory, which takes a GPU
     run_scheduler_process(*args, **kwargs)

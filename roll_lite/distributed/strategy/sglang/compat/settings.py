@@ -35,6 +35,12 @@ OWN_ARGUMENTS = (
     "weight_version",
     "stream_interval",
     "enable_return_routed_experts",
+    # Which worker has which expert is what updates go by.
+    "enable_eplb",
+    "ep_num_redundant_experts",
+    "init_expert_location",
+    "elastic_ep_backend",
+    "moe_dp_size",
 )
 """Engine arguments that no configuration may set."""
 
@@ -45,6 +51,7 @@ SETTINGS = {
     "mem_fraction_static": "gpu_memory_utilization",
     "max_total_tokens": "kv_cache_mb",
     "disable_cuda_graph": "enforce_eager",
+    "ep_size": "expert_parallel",
 }
 """Engine arguments that have a key of their own beside engine_args."""
 FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
@@ -89,6 +96,7 @@ def engine_arguments(model: ModelConfig, strategy: SglangStrategyConfig, max_mod
         "device": "cuda" if cuda else "cpu",
         "random_seed": seed,
         "tp_size": strategy.tensor_parallel,
+        "ep_size": strategy.expert_parallel,
         "context_length": max_model_len + _INPUT_MARGIN,
         "max_running_requests": strategy.max_running_requests,
         "max_prefill_tokens": strategy.max_batched_tokens,

@@ -40,6 +40,7 @@ def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
         "model": str(config.path),
         "dtype": config.dtype,
         "tensor_parallel_size": strategy.tensor_parallel,
+        "enable_expert_parallel": strategy.expert_parallel > 1 or None,
         "max_model_len": longest,
         "max_num_seqs": strategy.max_running_requests,
         "max_num_batched_tokens": batched_tokens(strategy, longest, cuda),

@@ -30,6 +30,11 @@ OWN_ARGUMENTS = (
     "enable_sleep_mode",
     "skip_tokenizer_init",
     "enable_return_routed_experts",
+    # Which worker has which expert is what updates go by.
+    "enable_eplb",
+    "eplb_config",
+    "enable_elastic_ep",
+    "expert_placement_strategy",
 )
 """Engine arguments that no configuration may set."""
 
@@ -39,6 +44,7 @@ SETTINGS = {
     "gpu_memory_utilization": "gpu_memory_utilization",
     "kv_cache_memory_bytes": "kv_cache_mb",
     "enforce_eager": "enforce_eager",
+    "enable_expert_parallel": "expert_parallel",
 }
 """Engine arguments that have a key of their own beside engine_args."""
 FIELDS = (("engine/arg_utils.py", "EngineArgs"), ("engine/arg_utils.py", "AsyncEngineArgs"))
@@ -106,6 +112,7 @@ def engine_arguments(model: ModelConfig, strategy: VllmStrategyConfig, max_model
         "dtype": model.dtype,
         "seed": seed,
         "tensor_parallel_size": strategy.tensor_parallel,
+        "enable_expert_parallel": strategy.expert_parallel > 1,
         "max_model_len": max_model_len,
         "max_num_seqs": strategy.max_running_requests,
         "max_num_batched_tokens": batched_tokens(strategy, max_model_len, cuda),

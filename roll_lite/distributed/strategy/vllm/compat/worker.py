@@ -14,6 +14,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -25,7 +26,8 @@ from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
 
 
 def _layers() -> Layers:
-    return Layers.of(linear, vocab_parallel_embedding, get_tensor_model_parallel_world_size(), tensor_model_parallel_all_gather)
+    workers = get_tensor_model_parallel_world_size()
+    return Layers.of(linear, vocab_parallel_embedding, RoutedExperts, _read_experts, workers, tensor_model_parallel_all_gather)
 
 
 class WorkerExtension:
@@ -96,6 +98,24 @@ class WorkerExtension:
         return sums
 
 
+def _experts_of_this_worker_alone() -> None:
+    """vLLM's kernel for experts on a CPU takes no notice of the map from all experts to those of a worker, and would read beyond them."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    apply = CPUUnquantizedExperts.apply
+
+    def mapped(
+        self: Any, *args: Any, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, **rest: Any
+    ) -> Any:
+        if expert_map is not None:
+            local = expert_map[topk_ids.long()]
+            topk_weights = topk_weights.masked_fill(local < 0, 0.0)
+            topk_ids = local.clamp(min=0).to(topk_ids.dtype)
+        return apply(self, *args, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=None, **rest)
+
+    CPUUnquantizedExperts.apply = mapped
+
+
 def _pack_lm_head_again(model: torch.nn.Module) -> None:
     """A tied LM head gets no weights of its own, so the reload leaves the CPU's packed copy of the old embedding in place."""
     for module in model.modules():
@@ -111,10 +131,41 @@ def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
+_DIGIT = 128
+"""Numbers below are exact in every dtype."""
+
+
+def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """As they were before vLLM padded and packed them for the CPU. What other kernels make of them is not known here."""
+    if module.w13_weight.device.type != "cpu":
+        raise RuntimeError("weight_sync.verify: experts cannot be read back from vLLM on a GPU; use none")
+    rows, isa = module.moe_config.intermediate_size_per_partition_unpadded, module.quant_method.experts_cls.isa
+    gate_up, down = _unpacked(module.w13_weight.detach(), isa), _unpacked(module.w2_weight.detach(), isa)
+    gate_up = torch.cat([half[:, :rows] for half in gate_up.chunk(2, 1)], 1)
+    return module.global_num_experts, gate_up, down[:, :, :rows]
+
+
+def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
+    """Packing moves numbers about within an expert: packed row and column numbers, digit by digit, tell where each has come from."""
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    _, rows, columns = packed.shape
+    places = []
+    for number in (torch.arange(rows)[:, None].expand(rows, columns), torch.arange(columns).expand(rows, columns)):
+        digits = [(number // _DIGIT**power % _DIGIT).to(packed.dtype).contiguous() for power in range(3)]
+        moved = [cpu_prepack_moe_weight(digit[None], isa).long().flatten() for digit in digits]
+        places.append(sum(digit * _DIGIT**power for power, digit in enumerate(moved)))
+    whole = torch.empty_like(packed)
+    whole[:, places[0], places[1]] = packed.flatten(1)
+    return whole
+
+
 def _die_without_host(parent: psutil.Process | None) -> None:
     """vLLM's engine process, which stands between this one and the host, does not notice when the host is killed."""
     engine = [parent] if parent is not None and parent.pid != int(os.environ[HOST_PID]) and is_running(parent) else []
     kill_all([*engine, psutil.Process()])
 
 
+if not torch.cuda.is_available():
+    _experts_of_this_worker_alone()
 when_host_is_gone(partial(_die_without_host, psutil.Process().parent()))
