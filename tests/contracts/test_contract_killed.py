@@ -1,0 +1,115 @@
+"""Two engines that follow one trainer; one of them is killed between two buckets of an update."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+from engine_harness import Harness, Make, SenderProcess, export_plan, random_state, require
+
+from roll_lite.distributed.strategy.inference.life import EngineDead
+from roll_lite.distributed.weight_sync.checksum import checksum
+from roll_lite.distributed.weight_sync.group import TransferError, interrupt, rendezvous_store
+from roll_lite.distributed.weight_sync.plan import TransferPlan, by_bucket, plan_transfers
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
+
+HOST, TIMEOUT_S = "127.0.0.1", 60.0
+NIGHTLY = pytest.mark.nightly
+
+
+class Pair:
+    """Engines by number, and what the driver of a run does with them."""
+
+    def __init__(self, engines: dict[int, Harness]) -> None:
+        self.engines = engines
+        self.sender = SenderProcess()
+        self.store = rendezvous_store(HOST)
+        self.epoch = 0
+
+    async def connect(self, transport: str) -> TransferPlan:
+        self.epoch += 1
+        plan = plan_transfers(export_plan(random_state("qwen2", True, 0)), dict.fromkeys(self.engines, 1))
+        membership = plan.membership(self.epoch, transport, HOST, self.store.port, TIMEOUT_S)
+        joining = [one.strategy.connect_weights(plan.first_member(number), membership) for number, one in self.engines.items()]
+        await asyncio.gather(self.sender.call("join", membership, 0), *joining)
+        return plan
+
+    async def send(self, plan: TransferPlan, bucket: int, seed: int) -> None:
+        await self.sender.call("send", by_bucket(plan.routes)[bucket], ("qwen2", True, seed, self.engines[1].dtype))
+
+    async def take(self, engine: Harness, plan: TransferPlan, bucket: int) -> None:
+        await engine.strategy.receive_bucket(by_bucket(plan.routes)[bucket])
+
+    async def push(self, plan: TransferPlan, seed: int) -> None:
+        engines = list(self.engines.values())
+        for engine in engines:
+            engine.plan = plan
+            await engine.strategy.begin_weight_update(engine.tensors)
+        for bucket in range(len(by_bucket(plan.routes))):
+            await asyncio.gather(self.send(plan, bucket, seed), *(self.take(engine, plan, bucket) for engine in engines))
+        for engine in engines:
+            await engine.finish(seed)
+
+
+async def holds(engine: Harness, seed: int) -> None:
+    expected = {name: checksum(tensor) for name, tensor in random_state("qwen2", True, seed).items()}
+    assert await engine.strategy.weight_checksums() == expected
+    assert list((await engine.one(24)).token_ids) == engine.hf_greedy(24)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("make", "transport", "half_way"),
+    [
+        pytest.param("vllm", "auto", True, id="vllm-both have begun"),
+        pytest.param("vllm", "gloo", False, id="vllm-the other has not begun", marks=NIGHTLY),
+        pytest.param("sglang", "gloo", True, id="sglang-both have begun", marks=NIGHTLY),
+        pytest.param("sglang", "auto", False, id="sglang-the other has not begun", marks=NIGHTLY),
+    ],
+)
+async def test_the_other_has_the_old_or_the_new_weights(make: Make, transport: str, half_way: bool, tmp_path: Path) -> None:
+    require(make)
+    engines = [await Harness.start(tmp_path / name, make=make) for name in ("a", "b")]
+    pair = Pair(dict(enumerate(engines)))
+    lost, other = engines
+    try:
+        await pair.push(plan := await pair.connect(transport), seed=51)
+        for engine in engines:
+            await holds(engine, 51)
+            await engine.strategy.begin_weight_update(engine.tensors)
+        sending = asyncio.create_task(pair.send(plan, 0, seed=52))
+        taking = asyncio.create_task(pair.take(other, plan, 0)) if half_way else None
+        await pair.take(lost, plan, 0)
+        if taking is not None:
+            await taking
+        lost.processes()[0].kill()
+        with pytest.raises(EngineDead, match="process died"):
+            await pair.take(lost, plan, 1)
+        waiting = asyncio.create_task(other.one(24))
+        interrupt(HOST, pair.store.port, pair.epoch + 1)  # what the driver does as soon as it knows
+        with pytest.raises(TransferError, match="engines have left or joined since; connect again"):
+            await pair.take(other, plan, 1 if half_way else 0)
+        with contextlib.suppress(RuntimeError):
+            await sending
+        health = await other.strategy.health()
+        assert health.alive and health.version == other.version
+        if half_way:
+            assert health.details["state"] == "half updated" and not waiting.done(), "a mixture is known to be one, and serves nothing"
+            with pytest.raises(RuntimeError, match="broke off half-way"):
+                await other.strategy.weight_checksums()
+        else:
+            assert list((await waiting).token_ids) == other.hf_greedy(24)
+            await holds(other, 51)
+        del pair.engines[0]
+        pair.epoch += 1
+        await pair.push(await pair.connect(transport), seed=53)
+        if half_way:
+            assert list((await asyncio.wait_for(waiting, TIMEOUT_S)).token_ids) == other.hf_greedy(24)
+        await holds(other, 53)
+    finally:
+        pair.sender.stop()
+        for engine in engines:
+            await engine.stop()
