@@ -12,7 +12,7 @@ import torch
 from engine_harness import SHARPNESS, Harness, Make, assert_log_probs, require
 from megatron_ranks import RankPool
 from support_models import Family, by_checkpoint, load_hf, make_tiny_model
-from trainer_ranks import Trainer, nudge
+from trainer_ranks import Ranks, Trainer, nudge
 
 from roll_lite.config.schema.models import LoraConfig
 from roll_lite.distributed.weight_sync.checksum import checksum
@@ -39,7 +39,7 @@ async def assert_serves(engine: Harness, tolerance: float = 1e-4) -> None:
 
 
 async def assert_follows(
-    engine: Harness, ranks: RankPool, folder: Path, layout: dict[str, int], transport: str = "auto", **options: Any
+    engine: Harness, ranks: Ranks, folder: Path, layout: dict[str, int], transport: str = "auto", **options: Any
 ) -> TransferPlan:
     """Two updates from a trainer of this layout, of another model of the engine's shape."""
     size = layout.get("tensor_parallel", 1) * layout.get("pipeline_parallel", 1)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_ranks import RankPool
 
 from roll_lite.config.schema.models import EngineStrategyConfig
 from roll_lite.distributed.weight_sync.endpoints import WeightSender
 from roll_lite.distributed.weight_sync.group import rendezvous_store
 from roll_lite.distributed.weight_sync.plan import Membership, TransferPlan, plan_transfers
+
+Ranks = Callable[..., list[Any]]
+"""Of so many ranks a function, with arguments: what each returns."""
 
 HOST, TIMEOUT_S = "127.0.0.1", 60.0
 
@@ -53,7 +56,7 @@ class Trainer:
 
     def __init__(
         self,
-        ranks: RankPool,
+        ranks: Ranks,
         size: int,
         path: Path,
         folder: Path,

@@ -21,6 +21,7 @@ from gpu_checks import (
 )
 from megatron_cases import tiny
 from support_models import make_tiny_model
+from test_contract_layouts import assert_follows
 
 from roll_lite.distributed.strategy.base import EngineMemory
 
@@ -82,6 +83,36 @@ async def test_an_engine_beside_a_trainer(tmp_path: Path, make: Make) -> None:
         (trained,) = as_ranks(1, trainers_log_probs, engine.folder, "bfloat16", PROMPT, sampled.token_ids)
         mismatch = float((torch.tensor(sampled.log_probs) - trained).abs().mean())
         assert mismatch < TOLERANCES["bfloat16"][0], f"engine and trainer differ by {mismatch} nats on average"
+    finally:
+        await engine.stop()
+
+
+TWO = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs here")]
+ON_CPU = [pytest.mark.nightly, pytest.mark.skipif(CUDA, reason="the GPU computes here")]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("transport", "engines_gpu"),
+    [
+        pytest.param("cuda_ipc", "0", marks=ON_GPU),
+        pytest.param("nccl", "1", marks=TWO),
+        pytest.param("shared_memory", "", marks=ON_CPU),
+    ],
+)
+@pytest.mark.parametrize("make", ["vllm", "sglang"])
+async def test_an_engine_follows_megatron(
+    tmp_path: Path, make: Make, transport: str, engines_gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two updates from a trainer of one rank, on the first GPU: the first bit for bit, the second, which it has computed, by log-probs."""
+    require(make)
+    with monkeypatch.context() as seen:
+        if engines_gpu:
+            seen.setenv("CUDA_VISIBLE_DEVICES", engines_gpu)
+        engine = await Harness.start(tmp_path / "m", make=make, dtype="bfloat16", gpu_memory_utilization=0.3, enforce_eager=True)
+    try:
+        await assert_follows(engine, as_ranks, tmp_path, {}, transport)
+        assert engine.mean_difference(await engine.one(32)) < TOLERANCES["bfloat16"][0]
     finally:
         await engine.stop()
 
