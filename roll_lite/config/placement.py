@@ -6,7 +6,7 @@ A preset is a table of groups. Roles of a group share devices, groups have devic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, islice, zip_longest
+from itertools import count, groupby, islice, zip_longest
 from typing import Any
 
 from roll_lite.config.arithmetic import TRAINING_ROLES, Role, device_numbers, model_parallel_size, roles
@@ -196,19 +196,38 @@ def _impossible(placement: PlacementConfig, by_role: Mapping[str, Role]) -> Iter
             remedy = "use fewer, or more nodes (placement.nodes)"
             yield Problem(f"{name}.devices", f"{wanted}: the cluster has {describe(nodes_of(placement))}; {remedy}", role.devices)
         elif isinstance(role, InferRoleConfig | JudgeServerConfig):
-            yield from _engines_on_one_node(placement, name, role)
+            yield from _engines_on_nodes(placement, name, role)
 
 
-def _engines_on_one_node(placement: PlacementConfig, name: str, role: InferRoleConfig | JudgeServerConfig) -> Iterator[Problem]:
-    numbers, size, of_node = device_numbers(role.devices), model_parallel_size(role), placement.devices_per_node
-    if size > of_node:
-        message = f"an engine's devices are on one node, which has {of_node}; use at most as many"
+def _engines_on_nodes(placement: PlacementConfig, name: str, role: InferRoleConfig | JudgeServerConfig) -> Iterator[Problem]:
+    """On one node where they fit on one; others span nodes, with as many devices of each."""
+    size, of_node = model_parallel_size(role), placement.devices_per_node
+    if size > of_node and isinstance(role, JudgeServerConfig):
+        message = f"a judge's devices are on one node, which has {of_node}; use at most as many"
         yield Problem(f"{name}.strategy.tensor_parallel", message, size)
         return
-    for first in range(0, len(numbers), size):
-        own = numbers[first : first + size]
-        if len(nodes := sorted({number // of_node for number in own})) > 1:
-            listed = " and ".join(f"node{node}" for node in nodes)
-            message = f"an engine of {size} devices needs them on one node, but devices {ranges(own)} lie on {listed}"
-            yield Problem(f"{name}.devices", f"{message}; list others, or use another tensor_parallel", role.devices)
-            return
+    for own in engines(role):
+        by_node = nodes_of_engine(placement, own)
+        shares = [(part[0] // of_node, len(part)) for part in by_node]
+        one_after_the_other = len({node for node, _ in shares}) == len(shares)
+        if len(by_node) == 1 or (size > of_node and one_after_the_other and len({count for _, count in shares}) == 1):
+            continue
+        nodes = " and ".join(f"node{node}" for node in sorted({node for node, _ in shares}))
+        if size <= of_node:
+            message = f"an engine of {size} devices needs them on one node, but devices {ranges(own)} lie on {nodes}"
+        else:
+            counts = ", ".join(f"{count} of node{node}" for node, count in shares)
+            message = f"an engine of {size} devices spans nodes and needs as many of each, one node after the other, but has {counts}"
+        yield Problem(f"{name}.devices", f"{message}; list others, or use another tensor_parallel", role.devices)
+        return
+
+
+def engines(role: InferRoleConfig | JudgeServerConfig) -> list[list[int]]:
+    """Devices of each."""
+    numbers, size = device_numbers(role.devices), model_parallel_size(role)
+    return [list(numbers[first : first + size]) for first in range(0, len(numbers), size)]
+
+
+def nodes_of_engine(placement: PlacementConfig, devices: Sequence[int]) -> list[list[int]]:
+    """Its devices node by node, in the order of its ranks."""
+    return [list(own) for _, own in groupby(devices, key=lambda number: number // placement.devices_per_node)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from roll_lite.config.arithmetic import Role, actor_is_reference, device_numbers, roles
+from roll_lite.config.arithmetic import Role, actor_is_reference, device_numbers, model_parallel_size, roles
 from roll_lite.config.arithmetic_tables import table
 from roll_lite.config.device_phases import PHASES, SERVING, TRAINING, WHOLE, Phase, kind
-from roll_lite.config.placement import ranges
+from roll_lite.config.placement import engines, nodes_of_engine, ranges
 from roll_lite.config.schema.placement import PlacementConfig
 from roll_lite.config.schema.run import RunConfig
 
@@ -24,7 +24,18 @@ def draw(config: RunConfig) -> str:
     for devices, names in _blocks(config.placement, numbers):
         for place, name in enumerate(names or ["nobody"]):
             rows.append([devices if place == 0 else "", name, *(cells[phase].get(name, "") for phase in phases)])
-    return f"{table(['devices', 'role', *(phase.replace('_', ' ') for phase in phases)], rows)}\n{LEGEND}"
+    heads = ["devices", "role", *(phase.replace("_", " ") for phase in phases)]
+    return "\n".join([table(heads, rows), LEGEND, *_spanning(config)])
+
+
+def _spanning(config: RunConfig) -> list[str]:
+    """A line where engines have more devices than a node."""
+    placement, role = config.placement, config.actor_infer
+    if placement.nodes is None or model_parallel_size(role) <= placement.devices_per_node or config.mode == "train_only":
+        return []
+    of_engines = [[part[0] // placement.devices_per_node for part in nodes_of_engine(placement, own)] for own in engines(role)]
+    each = "; ".join(f"engine {number} on node{ranges(nodes)}" for number, nodes in enumerate(of_engines))
+    return [f"actor_infer spans nodes: {each}"]
 
 
 def _happens(config: RunConfig, phase: Phase) -> bool:

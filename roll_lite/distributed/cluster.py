@@ -57,15 +57,16 @@ def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args
     assert isinstance(worker_class, type) and issubclass(worker_class, Worker), "workers derive from Worker or AsyncWorker"
     actor_class, watch = _actor_class(worker_class)
     actors = [
-        actor_class.options(
-            num_cpus=0,
-            max_restarts=worker_class.max_restarts,
-            scheduling_strategy=slot.strategy,
-            runtime_env={"env_vars": _environment(spec, rank, slot)},
-        ).remote(*args, **kwargs)
-        for rank, slot in enumerate(spec.slots)
+        actor_class.options(max_restarts=worker_class.max_restarts, **actor_options(spec, rank)).remote(*args, **kwargs)
+        for rank in range(len(spec.slots))
     ]
     return Cluster(RankGroup(spec.name, actors, watch, spec.log_folder, spec.timeout_s, worker_class.lives_alone))
+
+
+def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
+    """Ray's, for the process of this rank."""
+    slot = spec.slots[rank]
+    return {"num_cpus": 0, "scheduling_strategy": slot.strategy, "runtime_env": {"env_vars": _environment(spec, rank, slot)}}
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:

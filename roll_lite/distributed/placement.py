@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import ray
@@ -73,25 +74,38 @@ class Placement:
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
         """One for each worker of the role, in rank order; a worker of several devices gets consecutive ones, and several that share a
         device follow one another."""
+        slots = self.slots_by_node(role, devices_per_worker, workers_per_device)
+        for worker, own in enumerate(slots):
+            if len(own) > 1:
+                first = worker // workers_per_device * devices_per_worker
+                raise ValueError(
+                    f"{role}.devices: a worker of {devices_per_worker} devices needs them on one node, but devices "
+                    f"{self.roles[role][first : first + devices_per_worker]} lie on {len(own)}. An engine that spans nodes needs "
+                    "placement.nodes and placement.devices_per_node"
+                )
+        return [slot for own in slots for slot in own]
+
+    def slots_by_node(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[list[Slot]]:
+        """The same of workers that may span nodes: of each a slot on every node where it has devices, as these follow one another."""
         numbers = self.roles[role]
         if len(numbers) % devices_per_worker:
             raise ValueError(f"{role}.devices: {len(numbers)} devices cannot be shared out to workers of {devices_per_worker} devices each")
         devices = [self.devices[number] for number in numbers]
-        slots = []
-        seen: dict[str, int] = {}
+        slots: list[list[Slot]] = []
+        seen: Counter[str] = Counter()
         for start in range(0, len(devices), devices_per_worker):
-            own = devices[start : start + devices_per_worker]
-            if len({device.node for device in own}) > 1:
-                raise ValueError(
-                    f"{role}.devices: a worker of {devices_per_worker} devices needs them on one node, "
-                    f"but devices {numbers[start : start + devices_per_worker]} lie on {len({device.node for device in own})}"
-                )
-            place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=own[0].bundle)
-            gpus = tuple(device.gpu for device in own if device.gpu is not None)
-            for _ in range(workers_per_device):
-                slots.append(Slot(place, 0 if gpus else seen.get(own[0].node, 0), gpus))
-                seen[own[0].node] = seen.get(own[0].node, 0) + 1
+            nodes = [list(own) for _, own in groupby(devices[start : start + devices_per_worker], key=lambda device: device.node)]
+            slots += [[self._slot(own, seen) for own in nodes] for _ in range(workers_per_device)]
         return slots
+
+    def _slot(self, devices: Sequence[Device], seen: Counter[str]) -> Slot:
+        """`seen`: workers of the role on each node so far."""
+        node = devices[0].node
+        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=devices[0].bundle)
+        gpus = tuple(device.gpu for device in devices if device.gpu is not None)
+        slot = Slot(place, 0 if gpus else seen[node], gpus)
+        seen[node] += 1
+        return slot
 
     def release(self) -> None:
         """Also ends what still runs there."""

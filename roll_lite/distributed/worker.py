@@ -149,6 +149,14 @@ def process_group_store(address: Address, world_size: int, listener: socket.sock
     )
 
 
+def reserve_port(host: str) -> socket.socket:
+    """Bound, and never listened on: the system gives the port to nobody, but a server that binds it with SO_REUSEADDR gets it."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((host, 0))
+    return holder
+
+
 def use_interface_of(host: str) -> None:
     """Gloo asks the machine's name for its address otherwise, which laptops and containers often cannot resolve."""
     for name, addresses in psutil.net_if_addrs().items():

@@ -27,7 +27,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.data.supervised import SupervisedRows
 from roll_lite.data.templates import load_tokenizer
-from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, gather, start_cluster
+from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, actor_options, gather, start_cluster
 from roll_lite.distributed.placement import Placement, Slot, beside_driver
 from roll_lite.distributed.ray_session import RaySession
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, StateGroup
@@ -159,7 +159,7 @@ class Starter:
 
     def engines(self) -> Engines:
         role = self.config.actor_infer
-        slots = self.placement.slots("actor_infer", model_parallel_size(role), role.replicas_per_device)
+        slots, parts = self.engine_slots(role)
         limits = self.config.limits
         model = self.config.model.model_copy(update={"dtype": infer_dtype(self.config)})
         engine = EngineSpec(
@@ -172,7 +172,18 @@ class Starter:
             limits.engine_step,
             experts=replays_engines(self.config),
         )
-        return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine), role)
+        return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine, parts), role)
+
+    def engine_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
+        """Where the replicas run, and where each has parts on further nodes. Which nodes those are has been checked where the configuration
+        tells of nodes."""
+        size = model_parallel_size(role)
+        if self.config.placement.nodes is None:
+            return self.placement.slots("actor_infer", size, role.replicas_per_device), []
+        by_node = self.placement.slots_by_node("actor_infer", size, role.replicas_per_device)
+        specs = [self.spec(f"actor_infer-{replica}.node", slots, role.threads) for replica, slots in enumerate(by_node)]
+        parts = [[actor_options(spec, number) for number in range(1, len(spec.slots))] for spec in specs]
+        return [slots[0] for slots in by_node], parts
 
     def rollouts(self) -> Cluster[RolloutWorker]:
         config = self.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
@@ -24,6 +24,7 @@ from roll_lite.distributed.weight_sync.plan import Membership, Route
 from roll_lite.distributed.worker import AsyncWorker
 from roll_lite.scheduler.engines import BatchedEngine, Collected
 from roll_lite.workers.completions import CompletionPump
+from roll_lite.workers.engine_parts import EngineParts
 from roll_lite.workers.token_blocks import joined_row, token_block
 
 T = TypeVar("T")
@@ -49,16 +50,24 @@ class InferWorker(AsyncWorker):
 
     lives_alone: ClassVar[bool] = True
     _watching: asyncio.Task[None] | None = None
+    _watching_parts: asyncio.Task[None] | None = None
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
+        """`parts`: of each replica, Ray's options for the actors on the further nodes that it spans."""
         super().__init__()
         # Replicas with one seed would draw the same numbers, and samples of one prompt on two replicas could come out alike.
-        self._strategy = build_engine(replace(spec, seed=derived_seed(spec.seed, "actor_infer", self.rank)))
+        spec = replace(spec, seed=derived_seed(spec.seed, "actor_infer", self.rank))
+        self._parts = EngineParts(spec, parts[self.rank]) if parts and parts[self.rank] else None
+        self._strategy = build_engine(spec if self._parts is None else self._parts.spec)
         self._ready = asyncio.Event()
         self._pump = CompletionPump(self._strategy, fetch_block, experts=spec.experts)
 
     async def initialize(self) -> None:
-        await self._strategy.initialize()
+        if self._parts is None:
+            await self._strategy.initialize()
+        else:
+            await self._parts.start(self._strategy.initialize())
+            self._watching_parts = asyncio.create_task(self._watch_parts(self._parts))
         self._watching = asyncio.create_task(self._watch())
         self._ready.set()
 
@@ -70,10 +79,18 @@ class InferWorker(AsyncWorker):
         """The engine's own processes may die while this one lives."""
         while (health := await self._strategy.health()).alive:  # noqa: ASYNC110 (processes make no events)
             await asyncio.sleep(WATCH_SECONDS)
+        cause = str(health.details.get("failure", "the engine is dead"))
+        if self._parts is not None and self._watching_parts is not None:
+            # Workers of different nodes fall together, and whose end is noticed first is chance.
+            await asyncio.wait((self._watching_parts,), timeout=WATCH_SECONDS)
+            cause = "; ".join(dict.fromkeys(text for text in (cause, self._parts.lost) if text is not None))
         # What it leaves behind goes first, for whoever hears of the end ends this process; and that is told whatever comes of it.
         with suppress(Exception):
-            await asyncio.wait_for(self._strategy.shutdown(), LAST_SECONDS)
-        self.tell_end(MemberLost(str(health.details.get("failure", "the engine is dead"))))
+            await asyncio.wait_for(self._end_engine(), LAST_SECONDS)
+        self.tell_end(MemberLost(cause))
+
+    async def _watch_parts(self, parts: EngineParts) -> None:
+        self._strategy.fail(await parts.until_lost())
 
     async def notes(self) -> list[str]:
         return list(self._strategy.notes)
@@ -117,7 +134,12 @@ class InferWorker(AsyncWorker):
     async def shutdown(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        await self._strategy.shutdown()
+        await self._end_engine()
+
+    async def _end_engine(self) -> None:
+        if self._watching_parts is not None:
+            self._watching_parts.cancel()
+        await asyncio.gather(self._strategy.shutdown(), *([self._parts.shutdown()] if self._parts is not None else []))
 
     async def _transferred(self, transfer: Awaitable[Any]) -> Transferred:
         try:

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from roll_lite.config.checks.judges import JUDGE
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.config.schema.models import JudgeServerConfig
 from roll_lite.distributed.fleet import Fleet, MemberLost, Policy
-from roll_lite.distributed.worker import AsyncWorker
+from roll_lite.distributed.worker import AsyncWorker, reserve_port
 
 POLL_SECONDS = 0.25
 HEALTH_SECONDS = 5.0
@@ -154,14 +153,6 @@ class JudgeWorker(AsyncWorker):
     async def shutdown(self) -> None:
         self._fleet.close()
         self._server.close()
-
-
-def reserve_port(host: str) -> socket.socket:
-    """Bound, and never listened on: the system gives the port to nobody, but a server that binds it with SO_REUSEADDR gets it."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind((host, 0))
-    return holder
 
 
 def fingerprint(config: JudgeServerConfig) -> str:

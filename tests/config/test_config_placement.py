@@ -11,7 +11,8 @@ from config_project import Project
 from roll_lite.config.arithmetic import derive, device_numbers, roles
 from roll_lite.config.checks import layout
 from roll_lite.config.checks.layout import devices_are_there
-from roll_lite.config.placement import describe
+from roll_lite.config.placement import describe, engines, nodes_of_engine
+from roll_lite.config.schema.placement import PlacementConfig
 from roll_lite.config.schema.run import RunConfig
 
 PPO = """
@@ -158,10 +159,21 @@ IMPOSSIBLE = {
         "actor_infer.devices",
         "an engine of 2 devices needs them on one node, but devices 2-3 lie on node0 and node1",
     ),
-    "an engine that no node has room for": (
-        "placement: {nodes: 2, devices_per_node: 2}\nactor_infer: {devices: 4, strategy: {tensor_parallel: 4}}",
-        "actor_infer.strategy.tensor_parallel",
-        "on one node, which has 2; use at most as many",
+    "an engine with more of one node than of another": (
+        "placement: {nodes: 2, devices_per_node: 3}\nactor_infer: {devices: 4, strategy: {tensor_parallel: 4}}",
+        "actor_infer.devices",
+        "spans nodes and needs as many of each, one node after the other, but has 3 of node0, 1 of node1; list others",
+    ),
+    "an engine to and fro between nodes": (
+        "placement: {nodes: 2, devices_per_node: 2}\nactor_infer: {devices: [0, 2, 1, 3], strategy: {tensor_parallel: 4}}",
+        "actor_infer.devices",
+        "one node after the other, but has 1 of node0, 1 of node1, 1 of node0, 1 of node1",
+    ),
+    "a judge that no node has room for": (
+        "placement: {nodes: 2, devices_per_node: 2}\njudges: {main: {path: model, devices: 4, strategy: {tensor_parallel: 4}}}\n"
+        "domains: {add: {reward: {type: judge, args: {server: main, api: completions}}}}",
+        "judges.main.strategy.tensor_parallel",
+        "a judge's devices are on one node, which has 2; use at most as many",
     ),
     "no such preset": ("placement: collocated", "placement.name", "did you mean 'colocated'?"),
     "replicas of several devices": (
@@ -182,6 +194,13 @@ def test_what_cannot_be_is_told_with_what_there_is(project: Project, case: tuple
     text, path, message = case
     (problem,) = project.problems_of(text)
     assert problem.path == path and message in problem.message, problem
+
+
+def test_engines_larger_than_a_node_span_nodes(ppo: Project) -> None:
+    spanning = "placement: {nodes: 4, devices_per_node: 2, fill: FILL}\nactor_infer: {devices: 8, strategy: {tensor_parallel: 4}}"
+    for fill in ("pack", "spread"):
+        role = loaded(ppo, spanning.replace("FILL", fill)).actor_infer
+        assert [nodes_of_engine(PlacementConfig(devices_per_node=2), own) for own in engines(role)] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
 def test_replicas_that_share_devices(project: Project) -> None:

@@ -49,6 +49,7 @@ node1: 4-5  actor_infer  weights       weights + KV cache
 node1: 6-7  actor_infer  weights       weights + KV cache
 """,
 }
+SPANNING = ("placement={name: split, nodes: 6, devices_per_node: 2}", "actor_train.devices=4", "actor_infer.devices=8")
 
 
 @pytest.mark.parametrize("run", PICTURES, ids=lambda run: run[0])
@@ -60,10 +61,18 @@ def test_who_is_where_when(run: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
     assert lines == [*PICTURES[run].strip().splitlines(), LEGEND]
 
 
+def test_engines_that_span_nodes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config("tiny_grpo", ROOT / "examples/configs", [*SPANNING, "actor_infer.strategy.tensor_parallel=4"], files=False)
+    assert draw(config).splitlines()[-1] == "actor_infer spans nodes: engine 0 on node2-3; engine 1 on node4-5"
+    config = load_config("tiny_grpo", ROOT / "examples/configs", [*SPANNING, "actor_infer.strategy.tensor_parallel=2"], files=False)
+    assert draw(config).splitlines()[-1] == LEGEND
+
+
 def test_the_pictures_of_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     blocks = re.findall(PICTURE, PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for command, picture in blocks:
         name, *overrides = shlex.split(command)
         assert draw(load_config(name, ROOT / "examples/configs", overrides)) == picture, command

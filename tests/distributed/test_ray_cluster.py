@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,9 @@ with ray_session(RayConfig(), None) as session:
         assert "needs them on one node" in str(error)
     else:
         raise AssertionError("an engine was spread over two nodes")
+    (spanning,) = place.slots_by_node("actor_train", devices_per_worker=4)
+    assert [slot.gpus for slot in spanning] == [("0", "1")] * 2, spanning
+    assert [slot.strategy.placement_group_bundle_index for slot in spanning] == [place.devices[n].bundle for n in (0, 2)]
     for cluster in (train, infer, critic):
         cluster.shutdown()
     across = start_cluster(ClusterSpec("across", [place.slots("actor_train")[i] for i in (0, 2)]), Collective)
@@ -80,14 +84,22 @@ print("placed")
 """
 
 
-@pytest.fixture(scope="module")
-def cluster_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Started as a user would, in a folder of its own; ended by the mark that its processes carry."""
+@contextmanager
+def two_nodes(cpus: int, gpus: int) -> Iterator[str]:
+    """Started as a user would, in a folder of its own; ended by the mark that its processes carry. Its address."""
     mark, folder = uuid.uuid4().hex, Path(f"/tmp/t-{uuid.uuid4().hex[:8]}")
     folder.mkdir()
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     environment |= {session_guard.MARK: mark, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=2", "--num-gpus=2", "--object-store-memory=100000000"]
+    ray = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        f"--num-cpus={cpus}",
+        f"--num-gpus={gpus}",
+        "--object-store-memory=100000000",
+    ]
     try:
         head = [*ray, "--head", "--port=0", f"--temp-dir={folder}", "--include-dashboard=false"]
         subprocess.run(head, env=environment, check=True, capture_output=True, text=True, timeout=120)
@@ -97,6 +109,12 @@ def cluster_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         session_guard.end_processes(mark, folder, grace_s=0.0)
         subprocess.run(["rm", "-rf", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def cluster_address() -> Iterator[str]:
+    with two_nodes(cpus=2, gpus=2) as address:
+        yield address
 
 
 def actors_alive(address: str) -> int:

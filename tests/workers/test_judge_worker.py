@@ -22,10 +22,11 @@ from roll_lite.data.samples import RewardInput
 from roll_lite.distributed.cluster import Cluster
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy
 from roll_lite.distributed.strategy.vllm.compat import judge_server
+from roll_lite.distributed.worker import reserve_port
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.registry import build_reward
 from roll_lite.workers import judge
-from roll_lite.workers.judge import JudgeAddress, JudgeServer, JudgeWorker, fingerprint, reserve_port, with_addresses
+from roll_lite.workers.judge import JudgeAddress, JudgeServer, JudgeWorker, fingerprint, with_addresses
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny"
 ARGS = {

@@ -293,7 +293,8 @@ class InferRoleConfig(Section):
     """The engines that generate."""
 
     devices: Devices = 1
-    """Number of devices, or the list of them. devices / strategy.tensor_parallel is the number of engine replicas."""
+    """Number of devices, or the list of them. devices / strategy.tensor_parallel is the number of engine replicas. Those of a replica are
+    on one node; where it has more than placement.devices_per_node, as many on each of several."""
     replicas_per_device: PositiveInt = 1
     """Engine replicas that share each device, on a GPU with equal parts of strategy.gpu_memory_utilization (needs tensor_parallel 1)."""
     strategy: InferStrategyConfig = Field(default_factory=VllmStrategyConfig)

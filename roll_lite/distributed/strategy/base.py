@@ -263,6 +263,18 @@ class EngineHealth:
 
 
 @dataclass(frozen=True)
+class EngineNode:
+    """One of the nodes that an engine spans. Node 0 takes the requests and calls the workers of all; the others only have workers."""
+
+    nodes: int
+    number: int
+    address: str
+    """Of this one."""
+    meeting: tuple[str, int]
+    """Address and port on node 0 where the workers find each other. Engines take nothing but a number for it."""
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """What an engine replica needs to know."""
 
@@ -278,6 +290,8 @@ class EngineSpec:
     """How long a step of the engine may take at least; None: for ever."""
     experts: bool = False
     """Completions say where their tokens went (Completion.experts)."""
+    node: EngineNode | None = None
+    """None: all of the engine is on one."""
 
 
 class InferenceStrategy(ABC):
@@ -357,3 +371,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def shutdown(self) -> None: ...
+
+    def fail(self, why: str) -> None:
+        """What it needs outside of this process is gone: from now on it is dead."""
+        raise NotImplementedError(f"{type(self).__name__} needs nothing outside of its process")

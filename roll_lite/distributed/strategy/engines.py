@@ -21,6 +21,7 @@ from roll_lite.distributed.strategy.vllm.compat import settings as vllm
 
 if TYPE_CHECKING:
     from roll_lite.distributed.strategy.base import EngineSpec, InferenceStrategy
+    from roll_lite.distributed.strategy.inference.make import EnginePart
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
@@ -40,6 +41,21 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
             from roll_lite.distributed.strategy.scripted import ScriptedEngine
 
             return ScriptedEngine(spec.strategy)
+
+
+def build_part(spec: EngineSpec) -> EnginePart:
+    """What an engine has on another node than its first."""
+    match spec.strategy:
+        case VllmStrategyConfig():
+            from roll_lite.distributed.strategy.vllm.compat.part import VllmPart
+
+            return VllmPart(spec)
+        case SglangStrategyConfig():
+            from roll_lite.distributed.strategy.sglang.compat.engine import SglangEngine
+
+            return SglangEngine(spec)
+        case ScriptedStrategyConfig():
+            raise AssertionError("a scripted engine has one process")
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:

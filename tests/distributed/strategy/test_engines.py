@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.distributed.strategy import engines
+from roll_lite.distributed.strategy.base import EngineNode
 from roll_lite.distributed.strategy.engines import declared_fields, engine_arguments_fit
 from roll_lite.distributed.strategy.sglang.compat import settings as sglang
 from roll_lite.distributed.strategy.vllm.compat import settings as vllm
@@ -75,6 +77,14 @@ def test_what_roll_lite_sets_itself_is_declared() -> None:
     known = declared_fields("sglang", sglang.FIELDS)
     assert known >= {*sglang.OWN_ARGUMENTS, *sglang.SETTINGS, "page_size", "attention_backend"}
     assert declared_fields("vllm", vllm.FIELDS) >= {*vllm.OWN_ARGUMENTS, *vllm.SETTINGS, "block_size"}
+
+
+@pytest.mark.parametrize("settings", [vllm, sglang])
+def test_parts_of_an_engine_differ_in_their_number_alone(settings: Any) -> None:
+    first, second = (settings.node_arguments(EngineNode(2, number, "10.0.0.7", ("10.0.0.1", 2345))) for number in range(2))
+    assert {name for name in first if first[name] != second[name]} == {"node_rank"} and first["nnodes"] == 2
+    assert set(first) <= set(settings.OWN_ARGUMENTS) and settings.node_arguments(None) == {}
+    assert {"10.0.0.1:2345"} == {":".join(str(value) for name, value in first.items() if name not in ("nnodes", "node_rank"))}
 
 
 def test_a_check_of_the_configuration_does_not_wait_for_torch() -> None:

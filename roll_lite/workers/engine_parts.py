@@ -1,0 +1,145 @@
+"""An engine that spans nodes: what it has on each but the first is held by an actor, which belongs to the engine's InferWorker."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import psutil
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from roll_lite.config.problems import first_line
+from roll_lite.distributed.fleet import MemberLost
+from roll_lite.distributed.strategy.base import EngineNode, EngineSpec
+from roll_lite.distributed.strategy.engines import build_part
+from roll_lite.distributed.strategy.inference.processes import EngineProcesses, kill_all
+from roll_lite.distributed.worker import AsyncWorker, reserve_port, use_interface_of
+
+WATCH_SECONDS = 0.25
+LAST_SECONDS = 5.0
+
+
+def own_address() -> str:
+    """That engines on other nodes reach this one at, over the interface that they are told to use."""
+    address = ray.util.get_node_ip_address()
+    use_interface_of(address)
+    return address
+
+
+class EnginePartWorker(AsyncWorker):
+    """Its methods are called by the InferWorker that has made it, with which Ray ends it, however that one ended."""
+
+    lives_alone: ClassVar[bool] = True
+    _watching: asyncio.Task[None] | None = None
+
+    def __init__(self, spec: EngineSpec, node: EngineNode) -> None:
+        super().__init__()
+        self._part = build_part(replace(spec, node=replace(node, address=own_address())))
+        self._processes = EngineProcesses()
+
+    async def start(self) -> None:
+        """Comes back when the workers of all nodes have met."""
+        self._part.check_version()
+        self._processes.watch(await self._part.start())
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while self._processes.running() and not self._part.is_dead():  # noqa: ASYNC110 (processes make no events)
+            await asyncio.sleep(WATCH_SECONDS)
+        self.tell_end(MemberLost("a process of it died"))
+
+    async def shutdown(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+        await self._part.stop(self._processes)
+
+
+class EngineParts:
+    """As the engine's first node has them."""
+
+    def __init__(self, spec: EngineSpec, options: Sequence[Mapping[str, Any]]) -> None:
+        """`options`: Ray's, for the actor on each further node."""
+        address = own_address()
+        self._meeting = reserve_port(address)
+        self._options = options
+        node = EngineNode(len(options) + 1, 0, address, (address, self._meeting.getsockname()[1]))
+        self.spec = replace(spec, node=node)
+        """Of the engine's first node."""
+        self._node = node
+        self._actors: list[Any] = []
+        self._start_is_over = threading.Event()
+        self.lost: str | None = None
+        """Why one of them is, as far as it is known."""
+
+    async def start(self, engine: Awaitable[None]) -> None:
+        """Beside the engine's first node: none of them is ready before all are."""
+        make = ray.remote(EnginePartWorker)
+        numbered = list(enumerate(self._options, start=1))
+        self._actors = [make.options(**own).remote(self.spec, replace(self._node, number=number)) for number, own in numbered]
+        started = {actor.start.remote(): number for actor, (number, _) in zip(self._actors, numbered, strict=True)}
+        threading.Thread(target=self._look_after, args=(started,), daemon=True, name="engine-parts").start()
+        try:
+            await engine
+            await asyncio.gather(*started)
+        except BaseException as error:
+            self._start_is_over.set()
+            self.kill()
+            if self.lost is not None and isinstance(error, Exception):
+                raise RuntimeError(self.lost) from error
+            raise
+        self._start_is_over.set()
+
+    def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
+        """Beside the event loop, which an engine may keep busy while it starts: it would wait for a part that is gone for ever."""
+        pending = list(started)
+        while pending and not self._start_is_over.is_set():
+            ready, pending = ray.wait(pending, timeout=1.0)
+            for reference in ready:
+                try:
+                    ray.get(reference)
+                except RayError as error:
+                    if not self._start_is_over.is_set():
+                        self.lost = _words(started[reference], error)
+                    while not self._start_is_over.wait(WATCH_SECONDS):
+                        kill_all(psutil.Process().children(recursive=True))
+                    return
+
+    async def until_lost(self) -> str:
+        """One of them; why."""
+        watches = {asyncio.ensure_future(actor.until_death.remote()): number for number, actor in enumerate(self._actors, start=1)}
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            ended = done.pop()
+            error = ended.exception()
+            assert error is not None, "until_death returned"
+            self.lost = _words(watches[ended], error)
+            return self.lost
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+    async def shutdown(self) -> None:
+        """Asked first: what they leave behind goes with them."""
+        asked = [asyncio.ensure_future(actor.shutdown.remote()) for actor in self._actors]
+        try:
+            if asked:
+                await asyncio.wait(asked, timeout=LAST_SECONDS)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        actors, self._actors = self._actors, []
+        for actor in actors:
+            ray.kill(actor)
+
+
+def _words(number: int, error: BaseException) -> str:
+    if isinstance(error, RayActorError):
+        cause = f"its process is gone: {first_line(error)}"
+    else:
+        cause = first_line(error.cause) if isinstance(error, RayTaskError) else first_line(error)
+    return f"the engine's part on its node {number}: {cause}"

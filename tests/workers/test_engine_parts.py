@@ -1,0 +1,122 @@
+"""Whose fault it is that an engine that spans nodes does not start, and what becomes of its parts. Actors are stand-ins; real ones, on two
+nodes: tests/distributed/test_spanning_engines.py."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError, RayError
+
+from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
+from roll_lite.distributed.strategy.base import EngineNode, EngineSpec
+from roll_lite.workers import engine_parts
+from roll_lite.workers.engine_parts import EngineParts
+
+SPEC = EngineSpec(ModelConfig(path=Path("model")), VllmStrategyConfig(tensor_parallel=4), 64)
+
+
+@pytest.fixture(autouse=True)
+def until_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The thread beside the event loop must not meet the real Ray."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "engine-parts":
+            thread.join(30)
+
+
+class Answer:
+    """A reference to the answer of an actor."""
+
+    def __init__(self, error: RayError | None = None, never: bool = False) -> None:
+        self.error, self.never = error, never
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from asyncio.sleep(1000 if self.never else 0).__await__()
+        if self.error is not None:
+            raise self.error
+
+
+class Rays:
+    """What of Ray the parts use; the actor of node 1 answers as it is told to."""
+
+    def __init__(self, started: Answer, death: Answer) -> None:
+        self.answers = [(started, death), (Answer(), Answer(never=True))]
+        self.made: list[tuple[dict[str, Any], EngineNode]] = []
+        self.killed: list[Any] = []
+
+    def remote(self, _: type) -> Any:
+        return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda spec, node: self.make(options, node)))
+
+    def make(self, options: dict[str, Any], node: EngineNode) -> Any:
+        started, death = self.answers[len(self.made)]
+        self.made.append((options, node))
+        return SimpleNamespace(start=SimpleNamespace(remote=lambda: started), until_death=SimpleNamespace(remote=lambda: death))
+
+    def wait(self, pending: Sequence[Answer], timeout: float) -> tuple[list[Answer], list[Answer]]:
+        time.sleep(0.01)
+        return [one for one in pending if not one.never], [one for one in pending if one.never]
+
+    def get(self, answer: Answer) -> None:
+        if answer.error is not None:
+            raise answer.error
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+
+
+def parts_of(monkeypatch: pytest.MonkeyPatch, started: Answer, death: Answer | None = None) -> tuple[EngineParts, Rays]:
+    rays = Rays(started, death or Answer(never=True))
+    monkeypatch.setattr(engine_parts, "ray", SimpleNamespace(**{name: getattr(rays, name) for name in ("remote", "wait", "get", "kill")}))
+    monkeypatch.setattr(engine_parts, "own_address", lambda: "127.0.0.1")
+    return EngineParts(SPEC, [{"num_cpus": 1}, {"num_cpus": 2}]), rays
+
+
+async def test_every_further_node_has_an_actor_that_knows_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, rays = parts_of(monkeypatch, Answer())
+    await parts.start(asyncio.sleep(0))
+    first = parts.spec.node
+    assert first is not None and (first.nodes, first.number, first.address) == (3, 0, "127.0.0.1")
+    assert [(options["num_cpus"], node.number) for options, node in rays.made] == [(1, 1), (2, 2)]
+    assert all(node.meeting == first.meeting for _, node in rays.made)
+    parts.kill()
+    assert len(rays.killed) == 2
+
+
+async def test_an_engine_that_waits_for_a_part_that_is_gone_is_ended_and_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, rays = parts_of(monkeypatch, Answer(RayError("no memory")))
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    monkeypatch.setattr(engine_parts, "kill_all", lambda _: loop.call_soon_threadsafe(ended.set))
+
+    async def engine() -> None:
+        await ended.wait()
+        raise ValueError("the engine's process ended while it started")
+
+    with pytest.raises(RuntimeError, match="the engine's part on its node 1: no memory"):
+        await asyncio.wait_for(parts.start(engine()), 30)
+    assert len(rays.killed) == 2
+
+
+async def test_an_engine_that_fails_by_itself_takes_its_parts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, rays = parts_of(monkeypatch, Answer(never=True))
+
+    async def engine() -> None:
+        raise ValueError("kv_cache_mb is too little")
+
+    with pytest.raises(ValueError, match="kv_cache_mb is too little"):
+        await parts.start(engine())
+    assert len(rays.killed) == 2
+
+
+async def test_the_loss_of_a_part_has_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Answer(RayActorError(error_msg="its node died"))
+    parts, _ = parts_of(monkeypatch, Answer(), lost)
+    await parts.start(asyncio.sleep(0))
+    assert await parts.until_lost() == parts.lost
+    assert parts.lost == "the engine's part on its node 1: its process is gone: its node died"
