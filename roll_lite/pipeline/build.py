@@ -22,7 +22,7 @@ from roll_lite.config.arithmetic import (
 from roll_lite.config.device_phases import WHOLE
 from roll_lite.config.dump_files import FOLDER, found_dumps
 from roll_lite.config.model_files import tokenizer_checksum
-from roll_lite.config.schema.models import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig, InferRoleConfig, InferStrategyConfig
+from roll_lite.config.schema.models import CriticRoleConfig, EngineStrategyConfig, ForwardRoleConfig, InferRoleConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.data.supervised import SupervisedRows
@@ -89,6 +89,8 @@ def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
     if live is not None:
         together += starting(live)
     gather(*together)
+    if live is not None and not live.engines.offloads:
+        live.engines.start_later_ones()
     for model in models:
         if model.role.offload:
             model.ranks.all(ModelWorker.initialize)
@@ -103,7 +105,8 @@ def start_offloaded(live: LiveRollouts) -> None:
         ranks.all(RewardModelWorker.initialize)
         ranks.all(RewardModelWorker.offload, tuple(map(StateGroup, WHOLE["reward_models"])))
     if live.engines.offloads:
-        live.engines.replicas.all(InferWorker.initialize)
+        live.engines.start_first_ones().result()
+        live.engines.start_later_ones()
         live.engines.replicas.all(InferWorker.offload, tuple(EngineMemory))
 
 
@@ -114,15 +117,8 @@ def starting(live: LiveRollouts) -> list[Pending[Any]]:
     addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in live.judges.items()}
     together.append(live.rollouts.start_one(RolloutWorker.initialize, live.engines.replicas.actors, live.reward_models.actors, addresses))
     if not live.engines.offloads:
-        together.append(live.engines.replicas.start_all(InferWorker.initialize))
+        together.append(live.engines.start_first_ones())
     return together
-
-
-def share_of_device(role: InferRoleConfig) -> InferStrategyConfig:
-    """The engine's settings, where several share a GPU with its part of the memory."""
-    if not isinstance(role.strategy, EngineStrategyConfig) or role.replicas_per_device == 1:
-        return role.strategy
-    return role.strategy.model_copy(update={"gpu_memory_utilization": role.strategy.gpu_memory_utilization / role.replicas_per_device})
 
 
 class Starter:
@@ -164,15 +160,17 @@ class Starter:
         model = self.config.model.model_copy(update={"dtype": infer_dtype(self.config)})
         engine = EngineSpec(
             model,
-            share_of_device(role),
+            role.strategy,
             max_model_len(self.config),
             self.config.seed,
             role.threads,
             limits.engine_silence or None,
             limits.engine_step,
             experts=replays_engines(self.config),
+            sharers=role.replicas_per_device,
         )
-        return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine, parts), role)
+        turns = role.replicas_per_device if any(slot.gpus for slot in slots) else 1
+        return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine, parts), role, turns)
 
     def engine_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
         """Where the replicas run, and where each has parts on further nodes. Which nodes those are has been checked where the configuration

@@ -86,6 +86,16 @@ class Engines:
 
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
+    turns: int = 1
+    """In which they start. An engine takes its part of a GPU by what is free while it starts: those that share one do so in turns."""
+
+    def start_first_ones(self) -> Pending[list[None]]:
+        return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
+
+    def start_later_ones(self) -> None:
+        """Once the first ones are there."""
+        for turn in range(1, self.turns):
+            self.replicas.all(InferWorker.initialize, turn, self.turns)
 
     @property
     def offloads(self) -> bool:

@@ -18,7 +18,7 @@ from roll_lite.data.stable_hash import derived_seed
 from roll_lite.distributed.fleet import MemberLost
 from roll_lite.distributed.rank_group import kill_stopped
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
-from roll_lite.distributed.strategy.engines import build_engine
+from roll_lite.distributed.strategy.engines import build_engine, share_of_device
 from roll_lite.distributed.weight_sync.group import TransferError, Transferred
 from roll_lite.distributed.weight_sync.plan import Membership, Route
 from roll_lite.distributed.worker import AsyncWorker
@@ -56,13 +56,17 @@ class InferWorker(AsyncWorker):
         """`parts`: of each replica, Ray's options for the actors on the further nodes that it spans."""
         super().__init__()
         # Replicas with one seed would draw the same numbers, and samples of one prompt on two replicas could come out alike.
-        spec = replace(spec, seed=derived_seed(spec.seed, "actor_infer", self.rank))
+        strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
+        spec = replace(spec, strategy=strategy, seed=derived_seed(spec.seed, "actor_infer", self.rank))
         self._parts = EngineParts(spec, parts[self.rank]) if parts and parts[self.rank] else None
         self._strategy = build_engine(spec if self._parts is None else self._parts.spec)
         self._ready = asyncio.Event()
         self._pump = CompletionPump(self._strategy, fetch_block, experts=spec.experts)
 
-    async def initialize(self) -> None:
+    async def initialize(self, turn: int = 0, turns: int = 1) -> None:
+        """Of so many turns the engine's own: in any other nothing is done."""
+        if self.rank % turns != turn:
+            return
         if self._parts is None:
             await self._strategy.initialize()
         else:

@@ -292,6 +292,8 @@ class EngineSpec:
     """Completions say where their tokens went (Completion.experts)."""
     node: EngineNode | None = None
     """None: all of the engine is on one."""
+    sharers: int = 1
+    """Replicas that share its device; their ranks follow one another."""
 
 
 class InferenceStrategy(ABC):

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll_lite.config.problems import Problem, or_nearest
-from roll_lite.config.schema.models import EngineStrategyConfig, ScriptedStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
+from roll_lite.config.schema.models import (
+    EngineStrategyConfig,
+    InferStrategyConfig,
+    ScriptedStrategyConfig,
+    SglangStrategyConfig,
+    VllmStrategyConfig,
+)
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.strategy.inference.settings import OWN_ARGUMENT
 from roll_lite.distributed.strategy.sglang.compat import settings as sglang
@@ -41,6 +47,16 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
             from roll_lite.distributed.strategy.scripted import ScriptedEngine
 
             return ScriptedEngine(spec.strategy)
+
+
+def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
+    """The settings of one of the engines that share a GPU, each with an equal part of what one would take. `place`: how many of them are
+    there already when it starts. vLLM's setting is a part of the GPU, SGLang's one of what is free."""
+    if not isinstance(strategy, EngineStrategyConfig):
+        return strategy
+    part = strategy.gpu_memory_utilization / sharers
+    taken = place * part if isinstance(strategy, SglangStrategyConfig) else 0.0
+    return strategy.model_copy(update={"gpu_memory_utilization": part / (1 - taken)})
 
 
 def build_part(spec: EngineSpec) -> EnginePart:

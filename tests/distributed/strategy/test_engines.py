@@ -11,9 +11,10 @@ import pytest
 
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
+from roll_lite.config.schema.models import ScriptedStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.distributed.strategy import engines
 from roll_lite.distributed.strategy.base import EngineNode
-from roll_lite.distributed.strategy.engines import declared_fields, engine_arguments_fit
+from roll_lite.distributed.strategy.engines import declared_fields, engine_arguments_fit, share_of_device
 from roll_lite.distributed.strategy.sglang.compat import settings as sglang
 from roll_lite.distributed.strategy.vllm.compat import settings as vllm
 
@@ -85,6 +86,14 @@ def test_parts_of_an_engine_differ_in_their_number_alone(settings: Any) -> None:
     assert {name for name in first if first[name] != second[name]} == {"node_rank"} and first["nnodes"] == 2
     assert set(first) <= set(settings.OWN_ARGUMENTS) and settings.node_arguments(None) == {}
     assert {"10.0.0.1:2345"} == {":".join(str(value) for name, value in first.items() if name not in ("nnodes", "node_rank"))}
+
+
+@pytest.mark.parametrize(("strategy", "told"), [(VllmStrategyConfig, [0.2, 0.2, 0.2]), (SglangStrategyConfig, [0.2, 0.25, 1 / 3])])
+def test_engines_that_share_a_gpu_have_equal_parts_of_it(strategy: Any, told: list[float]) -> None:
+    """Of 100 GB each gets 20: vLLM is told a part of the GPU; SGLang one of the 100, 80 and 60 that are free when they start."""
+    settings = strategy(gpu_memory_utilization=0.6)
+    assert [share_of_device(settings, place, 3).gpu_memory_utilization for place in range(3)] == pytest.approx(told)
+    assert share_of_device(settings, 0, 1) == settings and share_of_device(scripted := ScriptedStrategyConfig(), 1, 2) is scripted
 
 
 def test_a_check_of_the_configuration_does_not_wait_for_torch() -> None:
