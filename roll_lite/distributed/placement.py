@@ -203,7 +203,12 @@ def _in_node_order(group: PlacementGroup, count: int, gpus: bool) -> list[Device
     numbers = _gpu_numbers(group, count) if gpus else [None] * count
     order = {node.id: place for place, node in enumerate(_nodes("GPU" if gpus else "CPU"))}
     devices = [Device(bundle, placed[bundle], numbers[bundle]) for bundle in range(count)]
-    return sorted(devices, key=lambda device: (order[device.node], int(device.gpu or 0), device.bundle))
+    return sorted(devices, key=lambda device: (order[device.node], _gpu_order(device.gpu or "0"), device.bundle))
+
+
+def _gpu_order(gpu: str) -> tuple[int, str]:
+    """A number, or a UUID where the node's `CUDA_VISIBLE_DEVICES` has those."""
+    return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 
 def _gpu_numbers(group: PlacementGroup, count: int) -> list[str | None]:

@@ -37,10 +37,12 @@ class Admission:
         self._recorder = recorder
         self._pacing = pacing
         self._batches = batches
-        self._time = asyncio.get_running_loop().time
+        self._loop = asyncio.get_running_loop()
         self._behind: set[str] = set()
         """Domains that start nothing for later batches, because their rewards are behind."""
         self._looked = 0.0
+        self._announced = 0
+        """Requests of groups that were started, and whose tasks have not run yet."""
 
     def admit(self) -> None:
         """In waves replacements wait until nothing runs any more, so that which prompt follows which does not depend on timing."""
@@ -49,21 +51,32 @@ class Admission:
         if self.asked == self.handed_out and self._pacing.supply.max_staleness == 0:
             return  # it would be too old for the batch that comes next
         for scheduler in self._schedulers.values():
-            while scheduler.owed and self._router.has_room():
+            while scheduler.owed and self._router.has_room(self._announced):
                 scheduler.replace(self.asked)
+                self._announce(scheduler.name)
         most, due = self._most_places(), self._due_places()
         room = self._room_in_rewards() if self.plan.charged < most else {}
         self._note_behind({name for name, samples in room.items() if samples <= 0})
         if self._trainer_is_behind():
             most = due
-        while room and self._router.has_room() and not self.drop_exhausted():
+        while room and self._router.has_room(self._announced) and not self.drop_exhausted():
             found = self.plan.admit(self.size, {name: most if samples > 0 else due for name, samples in room.items()})
             if found is None:
                 return
             name, place = found
             self._schedulers[name].admit(self.asked)
+            self._announce(name)
             if place >= due:
                 room[name] -= self._domains[name].group_size
+
+    def _announce(self, name: str) -> None:
+        """Until the tasks of a group of this domain have run, which were made just now: then the router knows of its requests."""
+        requests = self._domains[name].group_size
+        self._announced += requests
+        self._loop.call_soon(self._have_come, requests)
+
+    def _have_come(self, requests: int) -> None:
+        self._announced -= requests
 
     def drop_exhausted(self) -> bool:
         """Domains without further prompts leave the mix; True: all have left it."""
@@ -119,7 +132,7 @@ class Admission:
     def _note_behind(self, behind: set[str]) -> None:
         """Counts the time since this was last called, for the domains that were behind by then."""
         if self._behind or behind:
-            now = self._time()
+            now = self._loop.time()
             for name in self._behind:
                 self._recorder.domains[name].behind_s += now - self._looked
             self._behind, self._looked = behind, now

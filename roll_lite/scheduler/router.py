@@ -129,11 +129,13 @@ class Router:
 
     # ------------------------------------------------------------ how much there is to do
 
-    def has_room(self) -> bool:
-        """Whether more may be asked for. Little waits here: a group's age runs from its admission."""
+    def has_room(self, announced: int = 0) -> bool:
+        """Whether more may be asked for, after so many requests that are on their way here. Little waits here: a group's age runs from its
+        admission."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
-        return self._waiting < max(1, int(self._slots * READY_SHARE * self._choice.serving))
+        will_wait = max(0.0, announced - max(0.0, self.capacity - sum(self._in_flight.values())))
+        return self._waiting + will_wait < max(1, int(self._slots * READY_SHARE * self._choice.serving))
 
     @property
     def capacity(self) -> float:
@@ -191,12 +193,18 @@ class Router:
         engine.client.abort([request_id for request_id, at in self._at_engines.items() if at is engine])
         self.engines.remove(engine)
 
+    def engine_lost(self, name: str, cause: str) -> None:
+        """Also one that nothing is asked of, by whoever watches over the engines: it would be the first choice for what comes next."""
+        for engine in self.engines:
+            if engine.client.name == name:
+                self._take_out(engine, cause)
+
     def _named(self, name: str) -> EngineLoad:
         return next(engine for engine in self.engines if engine.client.name == name)
 
-    def _take_out(self, engine: EngineLoad, loss: EngineLost) -> None:
+    def _take_out(self, engine: EngineLoad, cause: str) -> None:
         if engine.dead is None:
-            self._choice.withdraw(engine).dead = loss.cause
+            self._choice.withdraw(engine).dead = cause
             self._send_waiting()
 
     # ------------------------------------------------------------ where to
@@ -285,7 +293,7 @@ class Router:
             await flight.over
             return answer.result() if answer.done() else await self._cut_off(engine, asked, request.request_id, flight, answer)
         except EngineLost as loss:
-            self._take_out(engine, loss)
+            self._take_out(engine, loss.cause)
             raise
         finally:
             flight.close()

@@ -112,7 +112,14 @@ class RolloutWorker(AsyncWorker):
             RemoteEngine(f"actor_infer[{i}]", engine, spec.deterministic, self._kept_ids, spec.engine_silence_s, spec.experts)
             for i, engine in enumerate(engines)
         ]
-        self._engines = Fleet("actor_infer", clients, ENGINE_POLICY, lost=RemoteEngine.lost, down=self.tell_end)
+        rollout = spec.rollout
+        router = Router(clients, rollout.request_timeout_s, spec.deterministic, spec.engine_slots, rollout.max_tokens_per_engine)
+
+        def lost(engine: RemoteEngine, cause: str) -> None:
+            engine.lost(cause)
+            router.engine_lost(engine.name, cause)
+
+        self._engines = Fleet("actor_infer", clients, ENGINE_POLICY, lost=lost, down=self.tell_end)
         self._engines.tend()
         ranks = reward_models or {}
         self._reward_models = {name: RewardModelClient(name, ranks[name], config) for name, config in spec.reward_models.items()}
@@ -122,8 +129,6 @@ class RolloutWorker(AsyncWorker):
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         await starting
-        rollout = spec.rollout
-        router = Router(clients, rollout.request_timeout_s, spec.deterministic, spec.engine_slots, rollout.max_tokens_per_engine)
         self._service = RolloutService(
             domains,
             router,

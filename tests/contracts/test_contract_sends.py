@@ -14,12 +14,14 @@ from support_models import by_checkpoint, load_hf, make_tiny_model, make_tiny_re
 from trainer_ranks import Trainer, nudge
 from transformers import AutoModelForSequenceClassification
 
+from roll_lite.config.schema.models import VllmStrategyConfig
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
 from roll_lite.distributed.weight_sync.plan import TransferPlan, by_bucket
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 NIGHTLY = pytest.mark.nightly
 
+ONE_WORKER = VllmStrategyConfig()
 TP2, PP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 
 
@@ -54,19 +56,19 @@ async def assert_arrives(trainer: Trainer, model: Any, tied: bool = False) -> No
 async def test_a_value_model(layout: dict[str, int], ranks: RankPool, tmp_path: Path) -> None:
     """A critic's or reward model's body and head."""
     path = make_tiny_reward_model(tmp_path / "model", "llama")
-    trainer = Trainer(ranks, 2, path, tmp_path / "trainer", 1, "auto", torch.float32, value_init="reward_model", **layout)
+    trainer = Trainer(ranks, 2, path, tmp_path / "trainer", ONE_WORKER, "auto", torch.float32, value_init="reward_model", **layout)
     await assert_arrives(trainer, AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("layout", [pytest.param(TP2, id="TP2", marks=NIGHTLY), pytest.param(PP2, id="PP2")])
 async def test_tied_embeddings(layout: dict[str, int], ranks: RankPool, tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path / "model", "qwen2")
-    trainer = Trainer(ranks, 2, path, tmp_path / "trainer", 1, "gloo", torch.float32, **layout)
+    trainer = Trainer(ranks, 2, path, tmp_path / "trainer", ONE_WORKER, "gloo", torch.float32, **layout)
     await assert_arrives(trainer, load_hf(path), tied=True)
 
 
 @NIGHTLY
 async def test_experts_of_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path / "model", "qwen3_moe", tied=False)
-    trainer = Trainer(ranks, 2, path, tmp_path / "trainer", 1, "auto", torch.float32, expert_parallel=2)
+    trainer = Trainer(ranks, 2, path, tmp_path / "trainer", ONE_WORKER, "auto", torch.float32, expert_parallel=2)
     await assert_arrives(trainer, load_hf(path))

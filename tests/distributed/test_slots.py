@@ -10,7 +10,7 @@ import pytest
 from roll_lite.config.schema.models import InferRoleConfig, VllmStrategyConfig
 from roll_lite.config.schema.placement import PlacementConfig
 from roll_lite.distributed.cluster import ClusterSpec
-from roll_lite.distributed.placement import Device, Placement, Slot
+from roll_lite.distributed.placement import Device, Placement, Slot, _gpu_order
 from roll_lite.pipeline.build import Starter
 
 
@@ -64,3 +64,9 @@ def test_an_engines_further_nodes_are_told_to_its_worker(told: int | None, heads
     for (one,) in parts:
         variables = one["runtime_env"]["env_vars"]
         assert (variables["RANK"], variables["WORLD_SIZE"], variables["CUDA_VISIBLE_DEVICES"]) == ("1", "2", "0,1")
+
+
+def test_gpus_of_a_node_may_have_uuids_for_names() -> None:
+    """As where `CUDA_VISIBLE_DEVICES` has them."""
+    assert sorted(["10", "9", "0"], key=_gpu_order) == ["0", "9", "10"]
+    assert sorted(["GPU-b", "MIG-a", "GPU-a"], key=_gpu_order) == ["GPU-a", "GPU-b", "MIG-a"]

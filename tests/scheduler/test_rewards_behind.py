@@ -116,7 +116,7 @@ def test_other_domains_go_on() -> None:
     domains = [slow(tells=True), make_domain("b", 1, rewards=TimedReward(0.1))]
     seen = run(domains, 8, supply=Asynchronous(4))
     assert seen.batches == [{"a": 2, "b": 2}] * 8
-    assert seen.most_live["b"] == 5 * 2, "all that their staleness allows"
+    assert 8 <= seen.most_live["b"] <= 5 * 2, "what their staleness allows, as far as the engine takes it"
     assert seen.most_scoring["a"] <= 2 + 2 * 8 + 6
     assert seen.behind_s("a") > 0 and seen.behind_s("b") == 0
     assert seen.staleness <= 4
@@ -124,7 +124,7 @@ def test_other_domains_go_on() -> None:
 
 async def test_a_batch_waits_for_its_prompts_where_engines_have_no_room_for_them_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     service, router, _ = make_service([make_domain("a")], [by_tokens(1, 0.0)], engine_slots=4)
-    monkeypatch.setattr(router, "has_room", lambda: False)
+    monkeypatch.setattr(router, "has_room", lambda announced: False)
     batch = asyncio.create_task(service.next_batch(2))
     await asyncio.sleep(0.01)
     assert not batch.done()

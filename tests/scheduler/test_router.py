@@ -135,6 +135,23 @@ async def test_an_aborted_completion_is_a_failure_not_a_short_sample() -> None:
         await task
 
 
+async def test_engines_that_are_lost_while_idle_get_nothing_and_count_for_nothing() -> None:
+    """They would be the first choice, and three of them the end of a request."""
+    dead, alive = [HeldEngine(f"dead {i}") for i in range(3)], HeldEngine("alive")
+    router = Router([*dead, alive], timeout_s=60, engine_slots=4)
+    for engine in dead:
+        router.engine_lost(engine.name, "its node is gone")
+    assert router.capacity == 5
+    tasks = [asyncio.create_task(router.generate("d", request(f"r{i}"))) for i in range(2)]
+    await settle()
+    assert sorted(alive.held) == ["r0", "r1"] and not any(engine.held for engine in dead)
+    router.engine_lost("alive", "power")
+    alive.held["r0"].set_exception(EngineLost("alive", "power"))
+    with pytest.raises(NoEngineLeft, match="dead 2: its node is gone; alive: power"):
+        await tasks[0]
+    tasks[1].cancel()
+
+
 async def test_requests_of_a_dead_engine_go_elsewhere() -> None:
     dying, sound = HeldEngine("dying"), HeldEngine("sound")
     router = Router([dying, sound], timeout_s=60)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler_support import TimedReward, make_domain, make_service
+from scheduler_support import TimedReward, by_tokens, make_domain, make_service
 
 from roll_lite.data.samples import GenerationRequest, RewardInput, SampleGroup, SampleOutcome, Score
 from roll_lite.data.stable_hash import stable_hash
@@ -23,7 +23,7 @@ from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed
 from roll_lite.scheduler.filters import GroupFilter, kept_between, kept_by
 from roll_lite.scheduler.router import NoEngineLeft
 from roll_lite.scheduler.service import RolloutService
-from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync, Synchronous
+from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync, Supply, Synchronous
 from roll_lite.simulator.clock import run_virtual
 
 MOSTLY_RIGHT = GroupFilter(kept_between("accuracy", 0.5, None))
@@ -564,3 +564,31 @@ def test_what_is_finished_early_is_in_the_batch_and_stays_what_it_is(name: str, 
 
     early, sizes = run_virtual(main())
     assert sizes == [4] * 5 and sum(early) > 0
+
+
+@pytest.mark.parametrize("supply", [Synchronous(), Asynchronous(4)], ids=["sync", "async"])
+def test_what_engines_do_not_take_is_started_later(supply: Supply) -> None:
+    """An engine takes 5 requests, and one waits: a group of two that is started then is the last one, also where many are to be started
+    at once, or many responses end at the same time."""
+    most = 0
+
+    async def main() -> None:
+        nonlocal most
+        service, router, _ = make_service([make_domain("a", prompts=1000, samples=2)], [by_tokens(25)], 4, engine_slots=4, supply=supply)
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                most = max(most, router.under_way("a"))
+                await asyncio.sleep(0.01)
+
+        watching = asyncio.create_task(watch())
+        for version in range(3):
+            await service.hold()
+            service.set_version(version)
+            assert len((await service.next_batch(8)).groups) == 8
+        watching.cancel()
+        service.close()
+
+    run_virtual(main())
+    assert 5 < most <= 5 + 2

@@ -39,7 +39,7 @@ def _whole_heads(config: RunConfig) -> Iterator[Problem]:
     for name, role in _trained_by_muon(config).items():
         tensor_parallel = role.strategy.tensor_parallel
         with suppress(ValueError):  # told as the model's mistake
-            if tensor_parallel > (heads := read_model_shape(config.model.path).kv_heads):
+            if tensor_parallel > (heads := read_model_shape(layout.model_folder(config, role)).kv_heads):
                 message = f"is more than the model's {heads} key/value heads, which Muon's updates are cut by; use at most {heads}"
                 yield Problem(f"{name}.strategy.tensor_parallel", f"{message}, or no optimizer.muon", tensor_parallel)
 

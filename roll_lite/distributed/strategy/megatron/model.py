@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from roll_lite.config.arithmetic import layers_of_last_stage
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
+from roll_lite.distributed.strategy.device import current_device
 from roll_lite.distributed.strategy.megatron.experts import Balance, experts_config
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
 from roll_lite.distributed.strategy.megatron.layer_specs import TORCH, LayerParts, layer_spec
@@ -119,6 +120,7 @@ class RollModel(GPTModel):
         self.has_value_head = value_head
         if last and value_head:
             self.output_layer = ValueHead(config)
+        self.to(current_device())  # Megatron makes the routers of experts on the host, and moves them in the first pass
         _mark_weights(bind([self], hf))
 
     def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
