@@ -99,6 +99,63 @@ def test_a_dump_is_what_trained_and_replaying_it_ends_with_the_same_weights_bit_
     assert checksums(resumed) == checksums(recorded)
 
 
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "TP2": ("strategy.tensor_parallel=2",),
+    "DP2": (),
+    "PP2": ("strategy.pipeline_parallel=2",),
+    "DP2 replicated": ("strategy.distributed_optimizer=false",),
+}
+"""Of two ranks, to go on under."""
+SEVERAL_UPDATES = ("algorithm.old_log_probs=rollout", "algorithm.mini_batches=2", "algorithm.ppo_epochs=2")
+"""Four of them in a step."""
+
+
+def second_step(run: Path, role: str) -> list[dict[str, Any]]:
+    """What became of its updates."""
+    lines = [json.loads(line) for line in (run / "updates.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["step"] == 2 and line["role"] == role]
+
+
+def assert_same_updates(ours: Path, theirs: Path, role: str) -> None:
+    mine, its = second_step(ours, role), second_step(theirs, role)
+    assert len(mine) == len(its) == 4
+    for one, other in zip(mine, its, strict=True):
+        assert one[f"{role}/lr"] == other[f"{role}/lr"]
+        assert one[f"{role}/loss"] == pytest.approx(other[f"{role}/loss"], rel=1e-5, abs=1e-6)
+        assert one[f"{role}/grad_norm"] == pytest.approx(other[f"{role}/grad_norm"], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def trained_by_one_rank(recorded: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded samples, with a checkpoint after the first step."""
+    settings = ("mode=train_only", f"replay.path={recorded}", "checkpoint.every=1", *SEVERAL_UPDATES)
+    return run(tmp_path_factory.mktemp("one"), "tiny_grpo", *settings)
+
+
+@pytest.mark.timeout(590)
+@pytest.mark.parametrize("name", [name if name == "TP2" else pytest.param(name, marks=pytest.mark.nightly) for name in LAYOUTS])
+def test_a_stopped_run_goes_on_under_another_layout(recorded: Path, trained_by_one_rank: Path, tmp_path: Path, name: str) -> None:
+    halfway = trained_by_one_rank / "checkpoints" / "step_000001"
+    settings = ("mode=train_only", f"replay.path={recorded}", f"checkpoint.resume={halfway}", "actor_train.devices=2", *SEVERAL_UPDATES)
+    resumed = run(tmp_path, "tiny_grpo", *settings, *(f"actor_train.{setting}" for setting in LAYOUTS[name]))
+    assert not second_step(resumed, "critic") and [record["step"] for record in metrics(resumed)] == [2]
+    assert_same_updates(resumed, trained_by_one_rank, "actor")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(590)
+def test_a_stopped_run_with_a_critic_goes_on_under_other_layouts(recorded: Path, tmp_path: Path) -> None:
+    """From an actor of two copies and a critic on one rank to a cut actor and a critic in stages."""
+    settings = ("mode=train_only", f"replay.path={recorded}", "algorithm.critic_warmup_steps=0", *SEVERAL_UPDATES)
+    whole = run(tmp_path / "whole", "tiny_ppo", *settings, "checkpoint.every=1", "actor_train.devices=2")
+    resume = f"checkpoint.resume={whole / 'checkpoints' / 'step_000001'}"
+    actor = ("actor_train.devices=2", "actor_train.strategy.tensor_parallel=2", "actor_train.strategy.sequence_parallel=true")
+    critic = ("critic.devices=2", "critic.strategy.pipeline_parallel=2")
+    resumed = run(tmp_path / "resumed", "tiny_ppo", *settings, resume, *actor, *critic)
+    for role in ("actor", "critic"):
+        assert_same_updates(resumed, whole, role)
+
+
 @pytest.mark.timeout(590)
 def test_a_dump_trains_another_algorithm_on_another_layout(recorded: Path, tmp_path: Path) -> None:
     layout = ("actor_train.devices=2", "actor_train.strategy.tensor_parallel=2", "algorithm.mini_batches=2")
