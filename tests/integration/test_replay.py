@@ -138,7 +138,7 @@ def test_a_stopped_run_goes_on_under_another_layout(recorded: Path, trained_by_o
     halfway = trained_by_one_rank / "checkpoints" / "step_000001"
     settings = ("mode=train_only", f"replay.path={recorded}", f"checkpoint.resume={halfway}", "actor_train.devices=2", *SEVERAL_UPDATES)
     resumed = run(tmp_path, "tiny_grpo", *settings, *(f"actor_train.{setting}" for setting in LAYOUTS[name]))
-    assert not second_step(resumed, "critic") and [record["step"] for record in metrics(resumed)] == [2]
+    assert [record["step"] for record in metrics(resumed)] == [2]
     assert_same_updates(resumed, trained_by_one_rank, "actor")
 
 

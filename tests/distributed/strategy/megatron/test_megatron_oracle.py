@@ -129,13 +129,15 @@ def test_families(ranks: RankPool, models: dict[str, Path], layout: dict[str, in
 
 @pytest.mark.slow
 def test_layouts_that_come_for_free(ranks: RankPool, models: dict[str, Path]) -> None:
-    for layout in ({"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"recompute": "full"}):
+    tensor = {"tensor_parallel": 2, "sequence_parallel": True}
+    for layout in ({"pipeline_parallel": 2}, tensor, {**tensor, "recompute": "full"}):
         for family in FAMILIES:
             cases = [(check_forward, models[family], 100, layout), (check_gradients, models[family], 100, layout, None, [2, 6])]
             ranks(2, check_many, cases)
     cases = [(check_forward, models["three layers"], 100, {"pipeline_parallel": 2})]  # two in the first stage, one in the last
     ranks(2, check_many, [*cases, (check_gradients, models["three layers"], 100, {"pipeline_parallel": 2}, None, [2])])
-    selective = {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "selective"}
+    ranks(2, check_gradients, models["qwen3"], 100, {"recompute": "full"}, None, [2])
+    selective = {**tensor, "recompute": "selective"}
     for modules in (None, ["core_attn", "mlp"]):
         ranks(2, check_gradients, models["qwen3"], 100, {**selective, "recompute_modules": modules}, None, [2])
     cases = [(check_forward, models["mistral"], 100, {"tensor_parallel": 2})]
