@@ -32,6 +32,8 @@ class Admission:
         """Prompts of a batch."""
         self.asked = self.handed_out = self._resumed_at = 0
         """Batches."""
+        self.announced = 0
+        """Requests of groups that were started, and whose tasks have not run yet."""
         self._domains, self._schedulers = domains, schedulers
         self._router = router
         self._recorder = recorder
@@ -41,8 +43,6 @@ class Admission:
         self._behind: set[str] = set()
         """Domains that start nothing for later batches, because their rewards are behind."""
         self._looked = 0.0
-        self._announced = 0
-        """Requests of groups that were started, and whose tasks have not run yet."""
 
     def admit(self) -> None:
         """In waves replacements wait until nothing runs any more, so that which prompt follows which does not depend on timing."""
@@ -51,7 +51,7 @@ class Admission:
         if self.asked == self.handed_out and self._pacing.supply.max_staleness == 0:
             return  # it would be too old for the batch that comes next
         for scheduler in self._schedulers.values():
-            while scheduler.owed and self._router.has_room(self._announced):
+            while scheduler.owed and self._router.has_room(self.announced):
                 scheduler.replace(self.asked)
                 self._announce(scheduler.name)
         most, due = self._most_places(), self._due_places()
@@ -59,7 +59,7 @@ class Admission:
         self._note_behind({name for name, samples in room.items() if samples <= 0})
         if self._trainer_is_behind():
             most = due
-        while room and self._router.has_room(self._announced) and not self.drop_exhausted():
+        while room and self._router.has_room(self.announced) and not self.drop_exhausted():
             found = self.plan.admit(self.size, {name: most if samples > 0 else due for name, samples in room.items()})
             if found is None:
                 return
@@ -72,11 +72,11 @@ class Admission:
     def _announce(self, name: str) -> None:
         """Until the tasks of a group of this domain have run, which were made just now: then the router knows of its requests."""
         requests = self._domains[name].group_size
-        self._announced += requests
+        self.announced += requests
         self._loop.call_soon(self._have_come, requests)
 
     def _have_come(self, requests: int) -> None:
-        self._announced -= requests
+        self.announced -= requests
 
     def drop_exhausted(self) -> bool:
         """Domains without further prompts leave the mix; True: all have left it."""

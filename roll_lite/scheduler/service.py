@@ -90,14 +90,15 @@ class RolloutService:
         return self._next_group - 1
 
     def _admit(self) -> None:
-        if self._validation is not None and not self._draining:
-            self._validation.start(self._room_for_validation())
         if self._error is None:
             self._admission.admit()
+        if self._validation is not None and not self._draining:
+            self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
         """Samples: what training leaves free, and at least as many as one more domain would get."""
-        capacity, training = self._router.capacity, sum(self._router.under_way(name) for name in self._domains)
+        capacity = self._router.capacity
+        training = sum(self._router.under_way(name) for name in self._domains) + self._admission.announced
         return max(capacity / (1 + len(self._domains)), capacity - training)
 
     def _group_ended(self) -> None:
