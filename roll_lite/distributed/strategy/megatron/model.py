@@ -120,7 +120,9 @@ class RollModel(GPTModel):
         self.has_value_head = value_head
         if last and value_head:
             self.output_layer = ValueHead(config)
-        self.to(current_device())  # Megatron makes the routers of experts on the host, and moves them in the first pass
+        for tensor in (*self.parameters(), *self.buffers()):
+            if tensor.device.type != current_device().type:  # routers of experts, which Megatron moves in the first pass
+                tensor.data = tensor.data.to(current_device())
         _mark_weights(bind([self], hf))
 
     def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
