@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from config_project import Project
 
 from roll_lite.config.checks import layout as check_layout
 from roll_lite.config.checks import optimizers as check_optimizers
+from roll_lite.config.problems import Problem
 
 REPLICATED = "strategy: {distributed_optimizer: false}"
 
@@ -14,6 +17,14 @@ REPLICATED = "strategy: {distributed_optimizer: false}"
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_optimizers, "find_spec", lambda name: object())
+
+
+def assert_told(problems: Sequence[Problem], path: str | None, fragment: str) -> None:
+    """At this place of the actor's; None: there are none."""
+    if path is None:
+        assert problems == []
+    else:
+        assert any(fragment in problem.message for problem in problems if problem.path == f"actor_train.{path}"), problems
 
 
 @pytest.mark.parametrize(
@@ -34,10 +45,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_goes_with_muon(project: Project, installed: None, role: str, path: str | None, fragment: str) -> None:
     problems = project.problems_of(f"actor_train: {{{role}}}")
-    if path is None:
-        assert problems == []
-        return
-    assert any(fragment in problem.message for problem in problems if problem.path == f"actor_train.{path}"), problems
+    assert_told(problems, path, fragment)
 
 
 def test_muon_needs_its_package(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,10 +76,7 @@ def test_what_goes_with_half_moments(
 ) -> None:
     monkeypatch.setattr(check_layout, "gpus_visible", lambda: True)
     problems = project.problems_of(yaml)
-    if path is None:
-        assert problems == []
-        return
-    assert any(fragment in problem.message for problem in problems if problem.path == f"actor_train.{path}"), problems
+    assert_told(problems, path, fragment)
 
 
 def test_half_moments_need_a_gpu_and_a_package(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,8 @@ async def _serve(channel: PickleChannel, start: Start, engine: Any) -> None:
     pids = list(engine.get_all_child_pids())
     if start.spec.node is not None and start.spec.node.number > 0:  # the first node calls the schedulers of this one
         channel.send(("ready", pids))
-        await channel.receive()
+        await channel.receive()  # nothing comes but the end of its host
+        raise Closed
     manager = Manager(engine, start)
     await manager.freeze_gc()
     channel.send(("ready", pids))
