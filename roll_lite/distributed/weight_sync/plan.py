@@ -53,8 +53,8 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Route:
-    """The way of a bucket, or of that part of it which one trainer rank holds, to some or all engine workers. Senders and receivers are
-    numbers of members of the transfer group."""
+    """The way of a bucket, or of those experts in it which some workers have, from the trainer rank that owns it to engine workers. Senders
+    and receivers are numbers of members of the transfer group."""
 
     bucket: int
     sender: int
@@ -151,18 +151,19 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
-    """Each owner sends its part of each bucket to all engine workers; experts to those alone that have them. `engines`: number ->
-    workers. `dtype`: what they compute in. `expert_parallel`: workers of an engine that share the experts, in their order."""
+    """Owners send their buckets to all engine workers; experts to those alone that have them. `engines`: number -> workers. `dtype`: what
+    they compute in. `expert_parallel`: workers of an engine that share the experts, in their order."""
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
     assert export.tensors, "the export plan is empty"
     names = [tensor.name for tensor in export.tensors]
     assert len(set(names)) == len(names), f"exported twice: {sorted({name for name in names if names.count(name) > 1})}"
     trainers = tuple(sorted({tensor.owner for tensor in export.tensors}))
+    _require_one_owner(export)
     members = range(len(trainers), len(trainers) + sum(engines.values()))
     worker_of = _workers_of_experts(names, expert_parallel)
     ways: dict[tuple[int, int, int | None], list[ExportedTensor]] = {}
-    for tensor in sorted(export.tensors, key=lambda one: (one.bucket, one.owner)):
+    for tensor in sorted(export.tensors, key=lambda one: one.bucket):
         ways.setdefault((tensor.bucket, trainers.index(tensor.owner), worker_of.get(tensor.name)), []).append(tensor.sent_as(dtype))
     routes = [
         # Engines that share experts have as many workers as one another.
@@ -170,6 +171,14 @@ def plan_transfers(
         for (bucket, sender, worker), tensors in ways.items()
     ]
     return TransferPlan(tuple(routes), trainers, dict(engines))
+
+
+def _require_one_owner(export: ExportPlan) -> None:
+    """A worker gives a bucket back once it has all of it. By gloo one worker hands on to its neighbours what several owners send, through
+    the same two buffers: it would wait for one of them while they wait for it."""
+    for bucket in export.buckets():
+        owners = sorted({tensor.owner for tensor in bucket})
+        assert len(owners) == 1, f"bucket {bucket[0].bucket} belongs to trainer ranks {owners}; a bucket has one owner"
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:

@@ -28,13 +28,6 @@ def test_buckets_find_their_senders_and_receivers() -> None:
     assert plan.nbytes == 84
 
 
-def test_a_bucket_of_several_owners_has_several_routes() -> None:
-    plan = plan_transfers(ExportPlan((tensor("a", 4, 0), tensor("b", 0, 0), tensor("c", 4, 0), tensor("d", 4, 1))), {0: 1})
-    assert [(r.bucket, r.sender, [x.name for x in r.tensors]) for r in plan.routes] == [(0, 0, ["b"]), (0, 1, ["a", "c"]), (1, 1, ["d"])]
-    assert [[x.sender for x in bucket] for bucket in by_bucket(plan.routes)] == [[0, 1], [1]]
-    assert [x.name for x in tensors_of(plan.routes)] == ["b", "a", "c", "d"]
-
-
 def test_experts_go_to_the_workers_that_have_them() -> None:
     """Of every engine: members 1 and 2 are the first one's workers, 3 and 4 the other's. Of four experts each has two."""
     experts = [tensor(f"model.layers.0.mlp.experts.{number}.up_proj.weight", 0, number // 3) for number in (2, 0, 1, 3)]
@@ -46,6 +39,8 @@ def test_experts_go_to_the_workers_that_have_them() -> None:
         (0, (1, 3), ["experts.0.up_proj.weight", "experts.1.up_proj.weight"]),
         (1, (2, 4), ["experts.3.up_proj.weight"]),
     ]
+    assert [len(bucket) for bucket in by_bucket(plan.routes)] == [3, 1]
+    assert {one.name for one in tensors_of(plan.routes)} == {one.name for one in export.tensors}
     assert plan.nbytes == plan_transfers(export, {0: 2, 5: 2}).nbytes == 5 * 24
     assert {route.receivers for route in plan_transfers(export, {0: 2, 5: 2}).routes} == {(1, 2, 3, 4)}
     for engines, count, message in (({0: 3}, 3, "3 workers cannot share 4 experts"), ({0: 2, 1: 1}, 2, "cannot share experts 2-fold")):
@@ -74,7 +69,11 @@ def test_what_crosses_an_engines_own_calls_comes_back_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
-    [((tensor("a", 0, 0), tensor("a", 0, 1)), "exported twice: \\['a'\\]"), ((), "export plan is empty")],
+    [
+        ((tensor("a", 0, 0), tensor("a", 0, 1)), "exported twice: \\['a'\\]"),
+        ((), "export plan is empty"),
+        ((tensor("a", 0, 0), tensor("b", 4, 1), tensor("c", 0, 1)), r"bucket 1 belongs to trainer ranks \[0, 4\]; a bucket has one owner"),
+    ],
 )
 def test_broken_plans(tensors: tuple[ExportedTensor, ...], message: str) -> None:
     with pytest.raises(AssertionError, match=message):

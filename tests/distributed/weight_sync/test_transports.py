@@ -124,15 +124,6 @@ def test_shared_memory_between_machines_is_refused(machines: None) -> None:
         Members(plan, transport="shared_memory").halves()
 
 
-def test_a_bucket_of_two_owners_arrives_from_both() -> None:
-    state = {"a": torch.randn(3), "b": torch.randn(4)}
-    tensors = tuple(ExportedTensor(name, tuple(value.shape), value.dtype, owner, 0) for owner, (name, value) in enumerate(state.items()))
-    routes = tuple(Route(0, number, (2, 3), (tensor,)) for number, tensor in enumerate(tensors))
-    received = Members(TransferPlan(routes, (0, 1), {0: 1, 1: 1})).update(state)
-    for copy in received.values():
-        assert_equal(copy, state)
-
-
 def test_each_of_two_copies_of_a_bucket_serves_an_engine_of_its_own() -> None:
     """As where every trainer sends to the engine that shares its devices."""
     state = {"a": torch.randn(3)}
