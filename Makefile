@@ -60,9 +60,12 @@ test-parts: $(STAMP)
 test-nightly: $(STAMP)  ## The same claims on every other recipe, layout, model and engine (once before a large change is done)
 	@$(VENV)/bin/python -m pytest -q -m "nightly and not gpu"
 
+# By name: modules of other tests import what may not be installed there.
+ON_GPU := tests/gpu tests/distributed/strategy/megatron/test_offload.py
+
 # In the environment that is active: the one of the lock file has builds for CPUs (docs/gpu.md).
 test-gpu:  ## The tests that want a GPU (at most 15 minutes)
-	@python -m pytest -q -m gpu --durations=10 tests/gpu
+	@python -m pytest -q -m gpu --durations=10 $(ON_GPU)
 
 lint: $(STAMP)  ## Style and types
 	@$(VENV)/bin/ruff check .

@@ -1,4 +1,4 @@
-"""docs/gpu.md names every module whose code, comments apart, mentions CUDA or NCCL."""
+"""docs/gpu.md names every module whose code, comments apart, mentions CUDA or NCCL; `make test-gpu` runs every test that wants a GPU."""
 
 from __future__ import annotations
 
@@ -34,3 +34,13 @@ def test_every_such_module_stands_on_the_page() -> None:
     found = {name for name, file in modules.items() if mentions(file.read_text(encoding="utf-8"))}
     assert found - named == set(), "modules that docs/gpu.md leaves out"
     assert named <= set(modules), "modules that are not there"
+
+
+def test_the_target_runs_every_test_that_wants_a_gpu() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (targets,) = re.findall(r"^ON_GPU := (.+)$", makefile, re.MULTILINE)
+    assert re.search(r"^test-gpu:.*\n\t.*-m gpu .*\$\(ON_GPU\)$", makefile, re.MULTILINE)
+    run = [ROOT / target for target in targets.split()]
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if re.search(r"\bmark\.gpu\b", file.read_text(encoding="utf-8"))]
+    assert len(files) > 1
+    assert [str(file) for file in files if not any(file.is_relative_to(target) for target in run)] == []

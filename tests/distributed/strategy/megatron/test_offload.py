@@ -13,6 +13,7 @@ from roll_lite.distributed.strategy.megatron.offload import StateMover
 
 WEIGHTS, GRADIENTS, OPTIMIZER = StateGroup
 WIDTH = 256
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
 
 
 class Role:
@@ -48,7 +49,7 @@ class Role:
         return sum(storage.nbytes() for storage in self.mover._storages(group))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_whatever_leaves_comes_back_as_it_was(device: str) -> None:
     role, undisturbed = Role(device), Role(device)
     role.train(), undisturbed.train()
@@ -64,7 +65,7 @@ def test_whatever_leaves_comes_back_as_it_was(device: str) -> None:
         assert torch.equal(role.output(), undisturbed.output())
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 def test_only_what_was_written_to_is_copied_again_and_into_the_same_memory(device: str) -> None:
     role = Role(device)
     role.train()
@@ -91,6 +92,7 @@ def test_only_what_was_written_to_is_copied_again_and_into_the_same_memory(devic
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_a_gpus_memory_is_given_back_and_the_hosts_is_pinned() -> None:
     role = Role("cuda")
     role.train()
