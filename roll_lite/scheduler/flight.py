@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from sys import intern
@@ -22,6 +23,8 @@ REFRESH = 16
 """Lengths are sorted anew when so large a part of them has changed."""
 CLOCK_S = 1e-6
 """Timers may fire so much too early."""
+LOOK_S = 1.0
+"""While its engine stands still, it is looked after a request's time so often."""
 
 
 class ExpectedLength:
@@ -122,26 +125,52 @@ def joined(before: Turn | None, turn: Turn) -> Turn:
     )
 
 
+class EngineClock:
+    """The event loop's time, without that in which the engines stood still."""
+
+    def __init__(self) -> None:
+        self._stood_s = 0.0
+        self._stopped_at: float | None = None
+
+    def time(self) -> float:
+        now = asyncio.get_running_loop().time() if self._stopped_at is None else self._stopped_at
+        return now - self._stood_s
+
+    @property
+    def stands(self) -> bool:
+        return self._stopped_at is not None
+
+    def stop(self) -> None:
+        if self._stopped_at is None:
+            self._stopped_at = asyncio.get_running_loop().time()
+
+    def go_on(self) -> None:
+        if self._stopped_at is not None:
+            self._stood_s += asyncio.get_running_loop().time() - self._stopped_at
+            self._stopped_at = None
+
+
 class Flight:
     """The time of a request at one engine. Callbacks and a timer: a task for each would cost more than all else."""
 
-    __slots__ = ("_asked", "_begun_at", "_choice", "_cost", "_done", "_engine", "_loop", "_sent", "_timeout_s", "_timer", "over")
+    __slots__ = ("_asked", "_begun_at", "_choice", "_clock", "_cost", "_done", "_engine", "_loop", "_sent", "_timeout_s", "_timer", "over")
 
-    def __init__(self, engine: EngineLoad, asked: Asked, timeout_s: float, choice: EngineChoice, cost: float) -> None:
+    def __init__(self, engine: EngineLoad, asked: Asked, timeout_s: float, choice: EngineChoice, cost: float, clock: EngineClock) -> None:
         """`cost`: what it has added to the engine's load."""
         self._engine, self._asked, self._timeout_s = engine, asked, timeout_s
         self._choice, self._cost, self._done = choice, cost, 0.0
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = self._loop.create_future()
         """There is an answer, or the time is up."""
-        self._sent = self._loop.time()
+        self._sent = clock.time()
         self._begun_at: float | None = None
         self._timer = self._loop.call_later(timeout_s, self._look_at_engine)
 
     def answered(self, _: object) -> None:
         """The engine has said something of it, whatever it is. (What it says once the time is up, it was asked for.)"""
         if not self.over.done():
-            self._engine.last_sign = self._loop.time()
+            self._engine.last_sign = self._clock.time()
             self.over.set_result(None)
 
     @property
@@ -167,16 +196,25 @@ class Flight:
     def _begin(self) -> None:
         """Its own time runs from now on."""
         self._timer.cancel()
-        self._begun_at = self._engine.last_sign = self._loop.time()
+        self._begun_at = self._engine.last_sign = self._clock.time()
         self._engine.generating += 1
-        self._timer = self._loop.call_later(max(0.0, self._timeout_s - self._asked.generating_s), self._end_wait)
+        self._look_at_time()
+
+    def _look_at_time(self) -> None:
+        """It has begun. Has it used up its own time?"""
+        assert self._begun_at is not None
+        used = self._asked.generating_s + self._clock.time() - self._begun_at
+        self._wait_or_end(self._timeout_s - used, self._look_at_time)
 
     def _look_at_engine(self) -> None:
         """It has not begun. Has the engine stood still for as long as a request may take?"""
         since = max(self._sent, self._engine.last_sign)
-        left = self._timeout_s - (0.0 if self._engine.generating else self._loop.time() - since)
+        left = self._timeout_s - (0.0 if self._engine.generating else self._clock.time() - since)
+        self._wait_or_end(left, self._look_at_engine)
+
+    def _wait_or_end(self, left: float, look_again: Callable[[], None]) -> None:
         if left > CLOCK_S:
-            self._timer = self._loop.call_later(left, self._look_at_engine)
+            self._timer = self._loop.call_later(max(left, LOOK_S if self._clock.stands else 0.0), look_again)
         else:
             self._end_wait()
 
@@ -185,6 +223,6 @@ class Flight:
         self._timer.cancel()
         if self._begun_at is not None:
             self._report(0.0)
-            self._engine.last_sign = self._loop.time()
+            self._engine.last_sign = self._clock.time()
             self._engine.generating -= 1
             self._asked.generating_s += self._engine.last_sign - self._begun_at

@@ -12,7 +12,7 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, Turn
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import EngineClient, EngineLost
-from roll_lite.scheduler.flight import Asked, ExpectedLength, Flight, joined
+from roll_lite.scheduler.flight import Asked, EngineClock, ExpectedLength, Flight, joined
 from roll_lite.scheduler.waves import WaveGate
 
 READY_SHARE = 0.25
@@ -67,6 +67,8 @@ class Router:
     ) -> None:
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate() if deterministic else None
+        self.clock = EngineClock()
+        """Of the time that requests may take."""
         self.on_room: Callable[[], None] = lambda: None
         """Called when there may be room again."""
         self._timeout_s = timeout_s
@@ -285,7 +287,7 @@ class Router:
 
     async def _ask(self, engine: EngineLoad, cost: float, asked: Asked) -> Turn:
         request = asked.request()
-        flight = Flight(engine, asked, self._timeout_s, self._choice, cost)
+        flight = Flight(engine, asked, self._timeout_s, self._choice, cost, self.clock)
         answer = asyncio.ensure_future(engine.client.generate(request, flight.generated))
         answer.add_done_callback(flight.answered)
         self._at_engines[request.request_id] = engine

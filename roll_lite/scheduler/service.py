@@ -196,13 +196,16 @@ class RolloutService:
             while self._error is None and any(scheduler.running for scheduler in self._schedulers.values()):
                 self._changed.clear()
                 await self._changed.wait()
-        if on_sync is not OnSync.PAUSE:
+        if on_sync is OnSync.PAUSE:
+            self._router.clock.stop()
+        else:
             await self._router.hold(interrupt=on_sync is OnSync.ABORT)
 
     def set_version(self, version: int) -> None:
         """The engines have them."""
         self._version = version
         self._draining = False
+        self._router.clock.go_on()
         self._router.weights_changed()
         if not self._engines_rest:
             self._router.release()

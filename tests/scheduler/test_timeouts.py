@@ -13,10 +13,13 @@ from support_local_engine import LocalEngine
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, SampleOutcome, Sampling, Turn
 from roll_lite.data.stable_hash import stable_hash
+from roll_lite.distributed.strategy.base import PauseMode
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.engines import EngineLost, Generated
+from roll_lite.scheduler.flight import LOOK_S
 from roll_lite.scheduler.router import NoEngineLeft, RequestFailed, Router
 from roll_lite.scheduler.service import RolloutResult, accepted
+from roll_lite.scheduler.supply import Asynchronous, OnSync
 from roll_lite.simulator.clock import run_virtual
 from roll_lite.workers.rollout_output import write_samples
 
@@ -52,6 +55,44 @@ def test_waiting_inside_an_engine_that_runs_fewer_than_it_was_told_costs_nothing
 
     stats = run_virtual(main()).stats
     assert (stats.domains["a"].accepted, stats.domains["a"].failed, stats.domains["a"].timed_out_groups) == (32, 0, 0)
+
+
+@pytest.mark.parametrize("response", [Response(10, 1.0), Response(5, 1.0, delay_s=12.0)], ids=["begun", "not begun"])
+def test_the_time_in_which_engines_stand_still_for_new_weights_is_not_a_requests(response: Response) -> None:
+    """Of its 15 s a response takes 10, in the middle of which its engine stands still for 100; or it begins 12 s of the engine's after it
+    was sent."""
+
+    async def main() -> RolloutResult:
+        domains, pacing = [make_domain("a", samples=2)], {"supply": Asynchronous(1), "on_sync": OnSync.PAUSE}
+        service, _, (engine,) = make_service(domains, [lambda _: response], retries=0, timeout_s=15.0, **pacing)
+        batch = asyncio.create_task(service.next_batch(1))
+        await asyncio.sleep(5.0)
+        await service.hold()
+        await engine.pause(PauseMode.KEEP)
+        await asyncio.sleep(100.0)
+        await engine.resume()
+        service.set_version(1)
+        return await batch
+
+    result = run_virtual(main())
+    stats = result.stats.domains["a"]
+    assert (stats.accepted, stats.failed, stats.timed_out_groups) == (2, 0, 0)
+
+
+def test_a_request_gets_no_more_time_for_having_stood_still() -> None:
+    async def main() -> float:
+        engine = Held(Turn("r", finish_reason=FinishReason.ABORT))
+        router = Router([engine], 15.0)
+        asking = asyncio.create_task(router.generate("a", request("r")))
+        await asyncio.sleep(14.5)
+        router.clock.stop()
+        await asyncio.sleep(100.0)
+        router.clock.go_on()
+        with pytest.raises(RequestFailed, match="time-out"):
+            await asking
+        return asyncio.get_running_loop().time()
+
+    assert 115.0 <= run_virtual(main()) <= 115.0 + LOOK_S
 
 
 def test_what_waits_in_an_engine_that_stands_still_is_tried_again() -> None:

@@ -296,27 +296,27 @@ def lost_after(seconds: float, strategy: ScriptedEngine, *requests: GenerationRe
 
 
 def test_what_an_engine_had_handed_out_survives_it() -> None:
-    """Every 5 s; of a request that had not begun there is nothing."""
+    """Every 5 s all but the newest token; of a request that had not begun there is nothing."""
     strategy = ScriptedEngine(lambda r: Response(100, 1.0), slots=1)
     begun, queued = lost_after(12.5, strategy, request("begun"), request("queued"))
     assert isinstance(begun, EngineLost) and isinstance(queued, EngineLost)
     assert begun.partial is not None and queued.partial is None
     partial = begun.partial
-    assert (partial.request_id, partial.length, partial.finish_reason, partial.error) == ("begun", 10, FinishReason.ABORT, None)
+    assert (partial.request_id, partial.length, partial.finish_reason, partial.error) == ("begun", 9, FinishReason.ABORT, None)
     assert partial.versions == (VersionSpan(0, 0),)
-    assert partial.tokens is not None and partial.tokens.length == 12
+    assert partial.tokens is not None and partial.tokens.length == 11
     block = partial.tokens.block
     (whole,) = run_virtual(asyncio.wait_for(until_aborted(), None))
     assert block.ragged("input_ids").row(0).tolist() == whole
-    assert block.ragged("response_mask").row(0).int().tolist() == [0, 0, *[1] * 10]
-    assert block.ragged("rollout_log_probs").row(0).tolist() == [0, *[LOG_PROB] * 10]
+    assert block.ragged("response_mask").row(0).int().tolist() == [0, 0, *[1] * 9]
+    assert block.ragged("rollout_log_probs").row(0).tolist() == [0, *[LOG_PROB] * 9]
 
 
 async def until_aborted() -> list[list[int]]:
-    """The tokens of the same request, after 10 s."""
+    """The tokens of the same request, after 9 s."""
     engine = LocalEngine("e", ScriptedEngine(lambda r: Response(100, 1.0)))
     task = engine.generate(request("begun"))
-    await asyncio.sleep(10.001)
+    await asyncio.sleep(9.001)
     engine.abort(["begun"])
     tokens = (await task).tokens
     assert tokens is not None
@@ -343,10 +343,10 @@ def test_parts_of_a_later_turn_and_of_two_versions_are_joined() -> None:
         return lost.value.partial
 
     partial = run_virtual(main())
-    assert (partial.length, partial.versions) == (10, (VersionSpan(0, 0), VersionSpan(7, 1)))
+    assert (partial.length, partial.versions) == (9, (VersionSpan(0, 0), VersionSpan(7, 1)))
     assert partial.tokens is not None
     assert partial.tokens.block.ragged("input_ids").row(0)[:4].tolist() == [7, 8, 9, 50]
-    assert partial.tokens.block.ragged("response_mask").row(0).int().tolist() == [0] * 4 + [1] * 10
+    assert partial.tokens.block.ragged("response_mask").row(0).int().tolist() == [0] * 4 + [1] * 9
 
 
 def test_another_engine_goes_on_from_there() -> None:
@@ -361,5 +361,26 @@ def test_another_engine_goes_on_from_there() -> None:
 
     turn, seconds = run_virtual(main())
     assert (turn.length, turn.text, turn.finish_reason, turn.error) == (30, "30 tokens", FinishReason.STOP, None)
-    assert turn.tokens is not None and turn.tokens.length == 32 and len(second.prompts[0]) == 12
-    assert 32.0 < seconds < 33.5, "2.5 s are lost, no more"
+    assert turn.tokens is not None and turn.tokens.length == 32 and len(second.prompts[0]) == 11
+    assert 33.0 < seconds < 34.5, "3.5 s are lost, no more"
+
+
+class SlowToAnswer(ScriptedEngine):
+    """A response has had its last token for a second before it ends."""
+
+    def _finish(self, run) -> None:  # type: ignore[no-untyped-def]
+        asyncio.get_running_loop().call_later(1.0, super()._finish, run)
+
+
+def test_whoever_goes_on_does_not_go_past_the_end_and_has_the_text() -> None:
+    """The first engine is lost after the last token of a response, and before it has answered."""
+    first = SlowToAnswer(lambda r: Response(10, 1.0))
+    second = ScriptedEngine(lambda r: Response(10, 1.0))
+
+    async def main() -> Turn:
+        router = Router([LocalEngine("a", first), LocalEngine("b", second)], timeout_s=100.0)
+        asyncio.get_running_loop().call_later(10.5, first.kill, "lightning")
+        return await router.generate("domain", GenerationRequest("r", (1, 2), Sampling(temperature=1.0, max_tokens=10)))
+
+    turn = run_virtual(main())
+    assert (turn.length, turn.text, turn.tokens.length if turn.tokens else 0) == (10, "10 tokens", 12)

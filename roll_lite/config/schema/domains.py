@@ -210,7 +210,8 @@ class RolloutConfig(Section):
     samples_per_prompt: PositiveInt = 8
     """Responses sampled for each prompt."""
     request_timeout_s: PositiveFloat = 600.0
-    """Time for an engine to generate one response, from when it has begun with it: waiting in the engine does not count."""
+    """Time for an engine to generate one response, from when it has begun with it: waiting in the engine does not count, nor does standing
+    still there for new weights."""
     retries: Annotated[int, Field(ge=0)] = 2
     """How often a failed generation is tried again before the sample is reported as failed."""
     supply: Literal["sync", "one_step_off", "async"] = "sync"

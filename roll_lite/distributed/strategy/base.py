@@ -318,7 +318,8 @@ class InferenceStrategy(ABC):
     @abstractmethod
     async def grown(self, since: Mapping[str, int]) -> list[Completion]:
         """Of requests in flight what has been generated beyond so many tokens, where there is something, as far as it is known. Without
-        text and finish reason."""
+        text and finish reason, and without the newest token: it may end the response, and whoever goes on from these must not go past
+        its end."""
 
     @abstractmethod
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:

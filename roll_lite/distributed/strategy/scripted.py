@@ -187,7 +187,7 @@ class ScriptedEngine(InferenceStrategy):
         now, found = asyncio.get_running_loop().time(), []
         for request_id, before in since.items():
             run = self._running.get(request_id)
-            if run is not None and (tokens := run.produced(now)) > before:
+            if run is not None and (tokens := run.produced(now) - 1) > before:
                 ids = _token_ids(run.request, tokens)[before:]
                 found.append(Completion(request_id, ids, (LOG_PROB,) * len(ids), versions=since_token(run.versions, before, tokens)))
         return found

@@ -69,13 +69,13 @@ def reports_survivors(request: GenerationRequest) -> bool:
 
 
 def grown(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """What SGLang has reported of a request, every 50 tokens, beyond its first ones, so many; None where it is nothing. `version`: of all
-    of them."""
-    end = min(len(state.output_ids), len(state.output_token_logprobs_val))
+    """What SGLang has reported of a request, every 50 tokens, beyond its first ones, so many, and without the newest; None where it is
+    nothing. `version`: of all of them."""
+    end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:
         if reports_survivors(request):
-            end = min(end, len(state.output_token_sampling_mask))
+            end = min(end, len(state.output_token_sampling_mask) - 1)
             kept = tuple(map(tuple, state.output_token_sampling_mask[first:end]))
         else:
             kept = ((),) * max(0, end - first)

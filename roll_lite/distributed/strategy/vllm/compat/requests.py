@@ -82,10 +82,10 @@ def completion(
 
 
 def grown(request: GenerationRequest, state: RequestState, first: int, version: int, alternatives: int | None) -> Completion | None:
-    """What has come of a request beyond its first tokens, so many; None where nothing has."""
+    """What has come of a request beyond its first tokens, so many, and without the newest; None where nothing has."""
     assert state.detokenizer is not None and state.logprobs_processor is not None
     found = state.logprobs_processor.logprobs
-    end = min(state.detokenizer.num_output_tokens(), len(found) if found is not None else 0)
+    end = min(state.detokenizer.num_output_tokens(), len(found) if found is not None else 0) - 1
     if end <= first:
         return None
     new = found[first:end]
