@@ -94,6 +94,11 @@ CROSS_CHECKS = {
     ),
     "deterministic side by side": ("rollout: {supply: one_step_off}\ndeterministic: true", "deterministic", "use rollout.supply: sync"),
     "deterministic oversampling": ("rollout: {oversample: 1.5}\ndeterministic: true", "rollout.oversample", "depends on timing; use 1"),
+    "surplus that does not end before its engines rest": (
+        "rollout: {oversample: 1.5, max_staleness: 1, on_sync: drain}\nactor_infer: {offload: true}",
+        "rollout.on_sync",
+        "interrupt what oversample has left over; use abort",
+    ),
     "early passes on the engines' devices": (
         "rollout: {stream_log_probs: true}",
         "actor_train.devices",

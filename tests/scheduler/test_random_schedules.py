@@ -96,13 +96,19 @@ def length_of(request_id: str) -> int:
     return min(100, int(4 / (1.001 - draw)))
 
 
+def sample_of(request_id: str) -> str:
+    """Without its attempts and continuations."""
+    return "/".join(request_id.partition("~")[0].split("/")[:5])
+
+
 class Judge(TimedReward):
     """Fails as often as it is told to."""
 
     def __init__(self) -> None:
         super().__init__(0.5, lambda item, asked: self.fail_next())
         self.to_fail = 0
-        self.under_way = 0
+        self.under_way: list[str] = []
+        """Samples."""
 
     def fail_next(self) -> bool:
         fails = self.to_fail > 0
@@ -110,11 +116,11 @@ class Judge(TimedReward):
         return fails
 
     async def score(self, item: RewardInput) -> Score:
-        self.under_way += 1
+        self.under_way.append(sample_of(item.response))
         try:
             return await super().score(item)
         finally:
-            self.under_way -= 1
+            self.under_way.remove(sample_of(item.response))
 
 
 @st.composite
@@ -123,20 +129,21 @@ def houses(draw: st.DrawFn) -> House:
     synchronous = supply == Synchronous()
     waves = synchronous and draw(st.booleans())
     tries = draw(st.sampled_from([None, (50, True), (2, False)]))
+    rest = isinstance(supply, Synchronous) and draw(st.booleans())
     return House(
         domains={
             "a": DomainPlan(2, 3, filter=GroupFilter(lambda group: None, *tries) if tries is not None else None),
             "b": DomainPlan(1, 3, baseline=True),
             "c": DomainPlan(2, 1, prompts=5, epochs=draw(st.sampled_from([None, None, 2]))),
         },
-        pacing=Pacing(supply, draw(st.sampled_from(OnSync)), 1.0 if waves else draw(st.sampled_from([1.0, 1.5]))),
+        pacing=Pacing(supply, OnSync.ABORT if rest else draw(st.sampled_from(OnSync)), 1.0 if waves else draw(st.sampled_from([1.0, 1.5]))),
         size=draw(st.integers(1, 6)),
         engines=draw(st.integers(2, 3)),
         slots=draw(st.integers(1, 4)),
         retries=draw(st.integers(0, 2)),
         reward_retries=draw(st.integers(0, 1)),
         waves=waves,
-        rest=isinstance(supply, Synchronous) and draw(st.booleans()),
+        rest=rest,
         doomed=draw(st.booleans()),
     )
 
@@ -174,7 +181,10 @@ class RandomSchedules(RuleBasedStateMachine):
         self.model = Model(house, saved[1].copy([]) if saved is not None else None)
         self.judge = Judge()
         self.to_reject = 0
-        self.unfinished = 0
+        self.unfinished: set[str] = set()
+        """Samples."""
+        self.most_engines = 0
+        """That the router has known at a time."""
         self.router = Router([], TIMEOUT_S, house.waves, house.slots)
         for _ in range(house.engines):
             self.start_engine()
@@ -219,12 +229,14 @@ class RandomSchedules(RuleBasedStateMachine):
         if sample.epoch >= 0:
             self.tell(lambda: self.model.starts(sample))
         task: asyncio.Task[Sample] = start(sample, *how)
-        self.unfinished += 1
-        task.add_done_callback(partial(self.end_sample, self.model))
+        name = sample_of(sample.request_id())
+        self.unfinished.add(name)
+        task.add_done_callback(partial(self.end_sample, self.model, name))
         return task
 
-    def end_sample(self, model: Model, task: asyncio.Task[Sample]) -> None:
-        self.unfinished -= model is self.model
+    def end_sample(self, model: Model, name: str, task: asyncio.Task[Sample]) -> None:
+        if model is self.model:
+            self.unfinished.remove(name)
         if not task.cancelled() and task.exception() is None and task.result().id.epoch >= 0:
             self.tell(lambda: model.ends(task.result()))
 
@@ -380,7 +392,7 @@ class RandomSchedules(RuleBasedStateMachine):
             self.service.close()
 
         self.do(stop)
-        assert self.unfinished == 0
+        assert not self.unfinished
         assert not [name for name, engine in self.engines.items() if engine.holds and engine.healthy]
         self.do(lambda: [self.engines[name].kill("closed") for name in self.serving | self.leaving if self.alive(name)])
         self.drains, self.serving, self.leaving = [], set(), set()
@@ -470,17 +482,52 @@ class RandomSchedules(RuleBasedStateMachine):
 
     @invariant()
     def every_sample_is_somewhere(self) -> None:
+        """In one place: with an engine, before the engines, at the gate of waves, or with the judge."""
         if hasattr(self, "model") and not self.over:
-            at_gate = len(self.router.gate._waiting) if self.router.gate is not None else 0
-            assert self.unfinished == len(self.router._at_engines) + self.router._waiting + self.judge.under_way + at_gate
+            requests = [*self.router._at_engines, *self.queued(), *(self.router.gate._waiting if self.router.gate is not None else ())]
+            assert sorted(self.unfinished) == sorted([*map(sample_of, requests), *self.judge.under_way])
             asked = [count for (_, response), count in self.judge.asked.items() if "/-1/" not in response]  # each validation asks again
             assert max(asked, default=0) <= self.house.reward_retries + 1
+
+    def queued(self) -> list[str]:
+        queues = self.router._queues.values()
+        return [asked.first.request_id for queue in queues for asked, place in queue if not place.cancelled()]
+
+    @invariant()
+    def little_waits_for_the_engines(self) -> None:
+        """A prompt starts while less than a quarter of what engines run waits for them: so what is in flight or waits is bounded, wherever
+        engines, weights and validations send it. Second attempts follow upon failures, whatever waits."""
+        if not hasattr(self, "model"):
+            return
+        waiting, sent = self.queued(), [*self.router._at_engines]
+        assert self.router._waiting == len(waiting)
+        known = {load for load in self.router.engines if load.serves} | set(self.router._at_engines.values())
+        self.most_engines = max(self.most_engines, len(known))
+        if self.house.waves:
+            return
+        full = self.router._choice.serving == 0 or self.router._choice._least() is None
+        assert not waiting or self.router._held or full, "an engine has room for what waits"
+        ready = self.most_per_engine * self.most_engines
+        most_waiting = max(1, self.house.slots * self.most_engines // 4) - 1 + self.largest_group
+        firsts = [request.partition("~")[0].split("/") for request in (*waiting, *sent)]
+        held_out = [epoch for _, _, epoch, _, _, attempt in firsts if attempt == "0" and epoch == "-1"]
+        training = [epoch for _, _, epoch, _, _, attempt in firsts if attempt == "0" and epoch != "-1"]
+        assert len(training) <= ready + most_waiting
+        assert len(held_out) <= max(2, ready)
+
+    @property
+    def largest_group(self) -> int:
+        return max(plan.samples for plan in self.house.domains.values())
+
+    @property
+    def most_per_engine(self) -> float:
+        return math.inf if self.house.waves else self.house.slots + max(1, self.house.slots // 4)
 
     @invariant()
     def engines_have_what_they_may(self) -> None:
         if not hasattr(self, "model"):
             return
-        most = math.inf if self.house.waves else self.house.slots + max(1, self.house.slots // 4)
+        most = self.most_per_engine
         loads = {load.client.name: load for load in self.router.engines}
         for name, load in loads.items():
             engine = self.engines[name]
@@ -517,7 +564,7 @@ class RandomSchedules(RuleBasedStateMachine):
         assert all(task.done() and task.result() is None for task in self.drains)
         if not self.over:
             self.do(self.router.release, LONG_S)
-            assert self.unfinished == 0
+            assert not self.unfinished
             self.the_model_agrees()
             self.engines_have_what_they_may()
         self.close()

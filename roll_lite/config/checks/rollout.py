@@ -26,6 +26,11 @@ def _turns(config: RunConfig) -> Iterator[Problem]:
     if rollout.oversample > 1 and config.deterministic:
         message = "which groups come first depends on timing; use 1, or deterministic: false"
         yield Problem("rollout.oversample", message, rollout.oversample)
+    if config.actor_infer.offload and rollout.oversample > 1 and rollout.on_sync not in (None, "abort"):
+        message = (
+            "engines that leave their devices (actor_infer.offload) interrupt what oversample has left over; use abort, or leave it out"
+        )
+        yield Problem("rollout.on_sync", message, rollout.on_sync)
 
 
 def _staleness(config: RunConfig) -> Iterator[Problem]:
