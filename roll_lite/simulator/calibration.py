@@ -123,7 +123,7 @@ def _engine(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedEngineConf
         seconds.append(run.metrics[step]["rollout/generation_seconds"])
     pass_s, request_s = fit(rows, seconds)
     elsewhere = {"offload_s": 0.0} if run.offloads else {}  # in the trainer's time
-    in_these_two = {"cached_token_ns": 0.0, "prefill_tokens_per_s": None, "cached_tokens": None}
+    in_these_two = {"cached_token_ns": 0.0, "prefill_tokens_per_s": None}
     return assumed.model_copy(
         update={"pass_ms": rounded(1e3 * pass_s), "request_us": rounded(1e6 * request_s), **in_these_two, **elsewhere}
     )

@@ -13,7 +13,7 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 from roll_lite.scheduler.engines import EngineLost, Generated
 
 REPORT_S = 5.0
-"""Between two reports of how far everything is, as engines' workers make them."""
+"""Between two reports of how far everything is, and of the tokens up to there, as engines' workers make them: those outlive the engine."""
 HAIR = 1e-6
 """Of a token: what rounding may take away from one that is complete."""
 
@@ -90,6 +90,8 @@ class _Run:
     slot: int = -1
     since: float = 0.0
     cached: int = 0
+    reported: int = 0
+    """Tokens that its caller has, should the engine die."""
     versions: list[VersionSpan] = field(default_factory=list)
 
 
@@ -196,7 +198,7 @@ class SimulatedEngine:
         self.freeze()
 
     def kill(self, cause: str) -> None:
-        """It is gone, with everything in it."""
+        """It is gone, with everything that it has not reported."""
         self._settle()
         self.dead = cause
         for run in self._running.values():
@@ -206,7 +208,8 @@ class SimulatedEngine:
         self._ends.clear()
         for run in runs.values():
             if not run.answer.done():
-                run.answer.set_exception(EngineLost(self.name, cause))
+                partial = self._turn(run, run.reported, FinishReason.ABORT) if run.reported else None
+                run.answer.set_exception(EngineLost(self.name, cause, partial))
         if self._timer is not None:
             self._timer.cancel()
 
@@ -295,10 +298,13 @@ class SimulatedEngine:
             self._loop.call_later(REPORT_S, self._report)
 
     def _report(self) -> None:
+        if self.hangs:
+            return
         self._settle()
         for run in self._running.values():
+            run.reported = self._tokens(run)
             if run.tell is not None:
-                run.tell(self._tokens(run))
+                run.tell(run.reported)
         self._reporting = bool(self._running)
         if self._reporting:
             self._loop.call_later(REPORT_S, self._report)
@@ -309,13 +315,15 @@ class SimulatedEngine:
             self._leave(run)
         del self._runs[run.request.request_id]
         self.generated += tokens
-        if run.answer.done():
-            return
-        before = run.request.context.length if run.request.context is not None else 0
-        row = TokenRow(None, 0, before + len(run.request.prompt_ids) + tokens)
+        if not run.answer.done():
+            run.answer.set_result(self._turn(run, tokens, reason))
+
+    def _turn(self, run: _Run, tokens: int, reason: FinishReason) -> Turn:
+        """Its first tokens."""
+        row = TokenRow(None, 0, run.prompt + tokens)
         versions = tuple(span for span in run.versions if span.start < max(1, tokens))
         text = sample_of(run.request.request_id)
-        run.answer.set_result(Turn(run.request.request_id, tokens, text, reason, versions, cached_tokens=run.cached, tokens=row))
+        return Turn(run.request.request_id, tokens, text, reason, versions, cached_tokens=run.cached, tokens=row)
 
     def _leave(self, run: _Run) -> None:
         self._note(run)

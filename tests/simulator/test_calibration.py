@@ -67,13 +67,14 @@ def test_a_run_that_the_model_has_made_is_found_again() -> None:
         }
         for step, seconds in generation.items()
     }
-    assumed = SimulationConfig.model_validate({"responses": {"prompts": 77}})
+    assumed = SimulationConfig.model_validate({"responses": {"prompts": 77}, "engine": {"cached_tokens": 5000, "failures_per_day": 2}})
     found = measured(MeasuredRun(2, 8, 4, metrics, samples), assumed, ["add", "make"])
     assert (found.engine.pass_ms, found.engine.request_us) == pytest.approx((100.0, 10_000.0))
     tokens = (4 * 6 + 40 + 4 * 6 + 50) / 2
     assert found.trainer.tokens_per_device_s == pytest.approx(tokens / 0.5 / 4, rel=1e-3)
     assert (found.trainer.sync_s, found.trainer.log_probs) == (0.25, pytest.approx(0.1 / 0.5))
     assert (found.domains["add"].prompts, found.engine.offload_s) == (77, assumed.engine.offload_s)
+    assert (found.engine.cached_tokens, found.engine.failures_per_day) == (5000, 2), "what a run does not tell stays as it was assumed"
     other = measured(MeasuredRun(2, 8, 4, metrics, samples, offloads=True, streams=True), assumed, ["add"])
     assert other.engine.offload_s == 0, "it is in the trainer's time"
     assert other.trainer.log_probs == assumed.trainer.log_probs, "some were computed beside the generation"

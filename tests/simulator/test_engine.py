@@ -159,15 +159,28 @@ def test_a_prompt_that_does_not_fit_beside_the_others_waits() -> None:
     assert run_virtual(main()) == pytest.approx([4, 8])
 
 
-def test_a_dead_engine_loses_everything_and_takes_nothing() -> None:
+@pytest.mark.parametrize(("hangs_at", "kept", "versions"), [(99, 10, (0, 3)), (9, 5, (0, 3)), (5.5, 5, (0, 3)), (2, 0, ())])
+def test_what_a_dead_engine_has_reported_goes_on_elsewhere(hangs_at: float, kept: int, versions: tuple[int, ...]) -> None:
+    """Every 5 s, until it stands still: of a, which runs under version 0 and from its fourth token on under 3. b waits for its slot."""
+
     async def main() -> None:
-        engine = engine_of({"a": 9, "b": 9}, slots=1)
-        asked = [asyncio.ensure_future(finished(engine, request(name))) for name in "ab"]
-        await asyncio.sleep(2)
+        engine, other = engine_of({"a": 20, "b": 9}, slots=1), engine_of({"a": 20})
+        asked = [asyncio.ensure_future(finished(engine, request(name, prompt=6))) for name in "ab"]
+        asyncio.get_running_loop().call_later(3.5, engine.freeze)
+        asyncio.get_running_loop().call_later(3.5, engine.update, 3)
+        asyncio.get_running_loop().call_later(hangs_at, engine.hang)
+        await asyncio.sleep(14.5)
         engine.kill("power")
-        for one in asked:
-            with pytest.raises(EngineLost, match="power"):
-                await one
+        lost = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(one, EngineLost) and one.cause == "power" for one in lost)
+        partial, nothing = (one.partial for one in lost if isinstance(one, EngineLost))
+        assert nothing is None and (partial is None) == (kept == 0)
+        if partial is not None:
+            assert partial.tokens is not None
+            assert (partial.length, partial.tokens.length, partial.finish_reason) == (kept, 6 + kept, FinishReason.ABORT)
+            assert tuple(span.version for span in partial.versions) == versions
+            at, turn = await finished(other, request("a", context=6 + kept, resumed=kept))
+            assert (at, turn.length) == (pytest.approx(14.5 + 20 - kept), 20 - kept)
         with pytest.raises(EngineLost):
             await engine.generate(request("a"))
 

@@ -96,12 +96,13 @@ def test_drawn_failures_come_about_as_often_as_they_should() -> None:
 
 
 def test_what_a_hanging_engine_has_waits_until_it_is_given_up() -> None:
-    """Responses of 10 s on three engines. One hangs at 5 s and is given up at 12: what it had takes another one until 22. The update that
-    begins at 25 waits for the one that hangs at 24, until 31; it had nothing, so the next batch takes 10 s."""
-    failures = Failures(hangs=((5.0, 1), (24.0, 2)), hang_s=7.0)
+    """Responses of 10 s on three engines. One hangs at 6 s and is given up at 13: what it had goes on from the 5 tokens that it has
+    reported, until 18. The update that begins at 21 waits for the one that hangs at 20, until 27; it had nothing, so the next batch takes
+    10 s."""
+    failures = Failures(hangs=((6.0, 1), (20.0, 2)), hang_s=7.0)
     outcome = simulate(replace(scenario(engines=3, steps=2), failures=failures))
-    assert (outcome.hangs, outcome.deaths) == ([(5.0, 1), (24.0, 2)], [(12.0, 1), (31.0, 2)])
-    assert [step.end for step in outcome.steps] == pytest.approx([22 + 3, 31 + 10 + 3])
+    assert (outcome.hangs, outcome.deaths) == ([(6.0, 1), (20.0, 2)], [(13.0, 1), (27.0, 2)])
+    assert [step.end for step in outcome.steps] == pytest.approx([18 + 3, 27 + 10 + 3])
     assert outcome.failed == outcome.lost == 0
 
 
