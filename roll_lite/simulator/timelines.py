@@ -55,6 +55,7 @@ TIMELINES = (
     Timeline("one_step_off", "one_step_off, drain", {"supply": "one_step_off", "on_sync": "drain"}),
     Timeline("async_pause", "async, max_staleness 2, pause", {"supply": "async", "max_staleness": 2, "on_sync": "pause"}),
     Timeline("async_abort", "async, max_staleness 2, abort and continue", {"supply": "async", "max_staleness": 2, "on_sync": "abort"}),
+    Timeline("async_drain", "async, max_staleness 2, drain", {"supply": "async", "max_staleness": 2, "on_sync": "drain"}),
     Timeline("sync_filter", "sync, with a filter", {"supply": "sync", "filter": DYNAMIC}, HARD_AND_EASY),
     Timeline(
         "sync_oversample",

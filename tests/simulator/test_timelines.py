@@ -16,4 +16,5 @@ def test_every_picture_is_drawn_and_shown(tmp_path: Path) -> None:
         assert (ROOT / "docs" / "images" / timeline.file).is_file()
     steps = {timeline.name: outcome.step_s for timeline, outcome in zip(TIMELINES, outcomes, strict=True)}
     assert steps["async_pause"] <= steps["async_abort"] < steps["one_step_off"] < steps["sync"], "what the page says of them"
+    assert steps["async_abort"] < steps["async_drain"] < steps["sync"]
     assert steps["sync_oversample"] < steps["sync_filter"]
