@@ -8,12 +8,13 @@ of them or not at all. Where the configuration tells of nodes (`placement.nodes`
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.util.placement_group import NODE_ID_LABEL_KEY, PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -26,6 +27,8 @@ from roll_lite.config.schema.placement import PlacementConfig
 
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
+CHOOSE_AGAIN_S = 10.0
+"""How long nodes that seemed free may take to give the devices."""
 USABLE_SHARE = 0.9
 """Of a node's cores; the rest is left to services without a device."""
 
@@ -61,15 +64,9 @@ class Placement:
         self.roles = {role: list(device_numbers(devices)) for role, devices in roles.items()}
         numbers = sorted({number for devices in self.roles.values() for number in devices})
         gpus = ray.cluster_resources().get("GPU", 0) > 0
-        if layout is None or layout.nodes is None:
-            size, labels = 1.0 if gpus else _cpu_slot(len(numbers)), None
-        else:
-            on_nodes = Counter(number // layout.devices_per_node for number in numbers)
-            nodes = _nodes_of_the_run("GPU" if gpus else "CPU", layout, on_nodes, timeout_s)
-            size = 1.0 if gpus else _slot_of_nodes({nodes[node].id: count for node, count in on_nodes.items()})
-            labels = [{NODE_ID_LABEL_KEY: nodes[number // layout.devices_per_node].id} for number in numbers]
-        self.group = _reserve([{"GPU": 1.0} if gpus else {"CPU": size}] * len(numbers), labels, self.roles, timeout_s)
-        self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus), strict=True))
+        wanted = _Wanted("GPU" if gpus else "CPU", numbers, self.roles, timeout_s, time.monotonic() + timeout_s)
+        self.group, order = _anywhere(wanted) if layout is None or layout.nodes is None else _on_nodes(wanted, layout)
+        self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus, order), strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
         """One for each worker of the role, in rank order; a worker of several devices gets consecutive ones, and several that share a
@@ -124,7 +121,7 @@ def beside_driver() -> Slot:
 
 def _cpu_slot(slots: int) -> float:
     """The largest share of a core, at most one, with which all slots fit; in hundredths, rounded down."""
-    free = [cores * USABLE_SHARE for cores in _free_cores().values() if cores > 0]
+    free = [cores * USABLE_SHARE for cores in _free("CPU").values() if cores > 0]
     sizes = sorted({min(LARGEST_SLOT, math.floor(100 * cores / n) / 100) for cores in free for n in range(1, slots + 1)}, reverse=True)
     for size in sizes:
         if size >= SMALLEST_SLOT and sum(math.floor(cores / size + 1e-9) for cores in free) >= slots:
@@ -134,16 +131,17 @@ def _cpu_slot(slots: int) -> float:
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
     """The same where it is known which node has how many of them."""
-    free = _free_cores()
+    free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
 
 
-def _free_cores() -> dict[str, float]:
+def _free(kind: str) -> dict[str, float]:
+    """GPUs or cores, by node."""
     # Ray has no public call for what is free on each node.
     from ray._private.state import available_resources_per_node
 
-    return {node: resources.get("CPU", 0.0) for node, resources in available_resources_per_node().items()}
+    return {node: resources.get(kind, 0.0) for node, resources in available_resources_per_node().items()}
 
 
 @dataclass(frozen=True)
@@ -161,49 +159,102 @@ def _nodes(kind: str) -> list[Node]:
     return sorted((node for node in alive if node.devices > 0), key=lambda node: (node.id != here, node.address, node.id))
 
 
-def _nodes_of_the_run(kind: str, layout: PlacementConfig, wanted: Mapping[int, int], timeout_s: float) -> list[Node]:
-    """The nodes that the configuration tells of. One may still be on its way."""
-    deadline = time.monotonic() + timeout_s
+@dataclass(frozen=True)
+class _Wanted:
+    kind: str
+    """GPU or CPU."""
+    numbers: Sequence[int]
+    """Of the run's devices."""
+    roles: Mapping[str, Sequence[int]]
+    timeout_s: float
+    deadline: float
+
+
+def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
+    """The devices, and the order of their nodes."""
+    size = 1.0 if wanted.kind == "GPU" else _cpu_slot(len(wanted.numbers))
+    group = _reserve(wanted, size, None, wanted.timeout_s)
+    return group or _no_room(wanted, size), [node.id for node in _nodes(wanted.kind)]
+
+
+def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup, list[str]]:
+    """The same where the configuration tells of nodes. Others are chosen where what was free is not any more."""
+    counts = Counter(number // layout.devices_per_node for number in wanted.numbers)
+    while True:
+        nodes = _nodes_of_the_run(wanted, layout, counts)
+        size = 1.0 if wanted.kind == "GPU" else _slot_of_nodes({nodes[node].id: count for node, count in counts.items()})
+        labels = [{NODE_ID_LABEL_KEY: nodes[number // layout.devices_per_node].id} for number in wanted.numbers]
+        if (group := _reserve(wanted, size, labels, min(CHOOSE_AGAIN_S, wanted.timeout_s))) is not None:
+            return group, [nodes[node].id for node in sorted(counts)]
+        if time.monotonic() > wanted.deadline:
+            _no_room(wanted, size)
+
+
+def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[int, int]) -> dict[int, Node]:
+    """The nodes that the configuration tells of, by their numbers there. One may still be on its way, or busy with another job. `counts`:
+    devices of each."""
     assert layout.nodes is not None
     while True:
-        nodes = _nodes(kind)
-        fits = len(nodes) >= layout.nodes and (kind == "CPU" or all(nodes[node].devices >= count for node, count in wanted.items()))
-        if fits:
-            return nodes
-        if time.monotonic() > deadline:
-            told, there = describe(nodes_of(layout)), describe([(node.address, int(node.devices)) for node in nodes], _words(kind))
-            raise PlacementTimeout(f"placement.nodes: the run wants {told}; after {timeout_s:g} s the cluster has {there}")
-        time.sleep(min(1.0, timeout_s))
+        nodes, free = _nodes(wanted.kind), _free(wanted.kind)
+        for size in (1.0,) if wanted.kind == "GPU" else (LARGEST_SLOT / USABLE_SHARE, SMALLEST_SLOT / USABLE_SHARE):
+            found = _assign([(node, free.get(node.id, 0.0) / size) for node in nodes], counts)
+            if found is not None and len(nodes) >= layout.nodes:
+                return found
+        if time.monotonic() > wanted.deadline:
+            told, there = describe(nodes_of(layout)), describe([(node.address, int(node.devices)) for node in nodes], _words(wanted.kind))
+            unused = f"{sum(free.values()):g} of them free ({', '.join(f'{node.address}: {free.get(node.id, 0.0):g}' for node in nodes)})"
+            waited = f"after {wanted.timeout_s:g} s the cluster has {there}, {unused}"
+            raise PlacementTimeout(f"placement.nodes: the run wants {told}; {waited}")
+        time.sleep(min(1.0, wanted.timeout_s))
+
+
+def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
+    """To each number the first node that has room for as many devices and leaves room for the other numbers. None: there is no way."""
+    found: dict[int, Node] = {}
+    left = list(room)
+    for number in sorted(wanted):
+        needs = sorted((count for other, count in wanted.items() if other > number), reverse=True)
+        for one in left:
+            others = sorted((devices for node, devices in left if node is not one[0]), reverse=True)
+            if one[1] >= wanted[number] and len(others) >= len(needs) and all(map(operator.ge, others, needs)):
+                break
+        else:
+            return None
+        found[number] = one[0]
+        left.remove(one)
+    return found
 
 
 def _words(kind: str) -> str:
     return "GPUs" if kind == "GPU" else "cores"
 
 
-def _reserve(
-    bundles: list[dict[str, float]], labels: list[dict[str, str]] | None, roles: Mapping[str, Sequence[int]], timeout_s: float
-) -> PlacementGroup:
-    group = placement_group(bundles, strategy="PACK", bundle_label_selector=labels)
+def _reserve(wanted: _Wanted, size: float, labels: list[dict[str, str]] | None, timeout_s: float) -> PlacementGroup | None:
+    """`size`: of each device. None: not within that time."""
+    group = placement_group([{wanted.kind: size}] * len(wanted.numbers), strategy="PACK", bundle_label_selector=labels)
     if group.wait(timeout_s):
         return group
-    kind, size = next(iter(bundles[0].items()))
-    free = ray.available_resources().get(kind, 0)
-    has = describe([(node.address, int(node.devices)) for node in _nodes(kind)], _words(kind))
     remove_placement_group(group)
-    wanted = "; ".join(f"{role}: {ranges(devices)}" for role, devices in roles.items())
+    return None
+
+
+def _no_room(wanted: _Wanted, size: float) -> NoReturn:
+    free = ray.available_resources().get(wanted.kind, 0)
+    has = describe([(node.address, int(node.devices)) for node in _nodes(wanted.kind)], _words(wanted.kind))
+    roles = "; ".join(f"{role}: {ranges(devices)}" for role, devices in wanted.roles.items())
+    devices = f"{len(wanted.numbers)} of {size:g} {wanted.kind} each ({roles})"
     raise PlacementTimeout(
-        f"no room for the run's devices after {timeout_s:g} s. Wanted: {len(bundles)} of {size:g} {kind} each ({wanted}). "
+        f"no room for the run's devices after {wanted.timeout_s:g} s. Wanted: {devices}. "
         f"The cluster has {has}, {free:g} of them free. Use fewer devices, wait for other jobs, or raise ray.placement_timeout_s."
     )
 
 
-def _in_node_order(group: PlacementGroup, count: int, gpus: bool) -> list[Device]:
-    """Bundles sorted by node, the driver's first, and by GPU: consecutive device numbers lie on the same node."""
+def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequence[str]) -> list[Device]:
+    """Bundles sorted by node, in this order, and by GPU: consecutive device numbers lie on the same node."""
     placed = placement_group_table(group)["bundles_to_node_id"]
     numbers = _gpu_numbers(group, count) if gpus else [None] * count
-    order = {node.id: place for place, node in enumerate(_nodes("GPU" if gpus else "CPU"))}
     devices = [Device(bundle, placed[bundle], numbers[bundle]) for bundle in range(count)]
-    return sorted(devices, key=lambda device: (order[device.node], _gpu_order(device.gpu or "0"), device.bundle))
+    return sorted(devices, key=lambda device: (order.index(device.node), _gpu_order(device.gpu or "0"), device.bundle))
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:

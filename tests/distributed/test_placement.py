@@ -11,7 +11,7 @@ from cluster_workers import Adder
 from roll_lite.config.schema.placement import PlacementConfig
 from roll_lite.distributed import placement
 from roll_lite.distributed.cluster import ClusterSpec, start_cluster
-from roll_lite.distributed.placement import Placement, PlacementTimeout
+from roll_lite.distributed.placement import Node, Placement, PlacementTimeout
 
 
 def bundles(place: Placement, role: str) -> list[int]:
@@ -93,5 +93,24 @@ def test_no_room_says_what_was_wanted_and_what_there_is(ray_local: object, monke
     ],
 )
 def test_size_of_a_cpu_slot(monkeypatch: pytest.MonkeyPatch, cores: dict[str, float], slots: int, size: float) -> None:
-    monkeypatch.setattr(placement, "_free_cores", lambda: cores)
+    monkeypatch.setattr(placement, "_free", lambda kind: cores)
     assert placement._cpu_slot(slots) == pytest.approx(size)
+
+
+@pytest.mark.parametrize(
+    ("free", "wanted", "chosen"),
+    [
+        ([8, 8, 8], {0: 8, 1: 8}, "ab"),
+        ([0, 8, 8], {0: 8, 1: 8}, "bc"),  # another job has all of the driver's node
+        ([7, 8, 3], {0: 4, 1: 3}, "ab"),
+        ([8, 4, 0], {0: 4, 1: 8}, "ba"),  # the first would do for either, and only it for the second
+        ([8, 4, 2], {0: 2, 1: 4, 2: 8}, "cba"),
+        ([8, 0], {1: 8}, "a"),  # nobody wants devices of node0
+        ([8, 7], {0: 8, 1: 8}, None),
+        ([8], {0: 1, 1: 1}, None),
+    ],
+)
+def test_nodes_where_the_devices_are_free(free: list[int], wanted: dict[int, int], chosen: str | None) -> None:
+    room = [(Node(name, name, 8.0), float(devices)) for name, devices in zip("abc", free, strict=False)]
+    found = placement._assign(room, wanted)
+    assert (found and [found[number].id for number in sorted(found)]) == (chosen and list(chosen))

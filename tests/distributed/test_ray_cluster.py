@@ -80,6 +80,19 @@ with ray_session(RayConfig(), None) as session:
             assert "the run wants" in str(error) and "the cluster has 2 nodes with 4 GPUs" in str(error), error
         else:
             raise AssertionError("a node was found that is not there")
+    told = PlacementConfig(nodes=1, devices_per_node=2)
+    place = Placement({"actor_train": 2}, timeout_s=30, layout=told)
+    beside = Placement({"actor_train": 2}, timeout_s=30, layout=told)
+    (node,), (other,) = ({device.node for device in one.devices.values()} for one in (place, beside))
+    assert node != other, "both GPUs of the first node are busy"
+    try:
+        Placement({"actor_train": 1}, timeout_s=1, layout=told)
+    except PlacementTimeout as error:
+        assert "the cluster has 2 nodes with 4 GPUs" in str(error) and ", 0 of them free (" in str(error), error
+    else:
+        raise AssertionError("a fifth GPU was found")
+    place.release()
+    beside.release()
 print("placed")
 """
 

@@ -17,8 +17,8 @@ class PlacementConfig(Section):
     that train or score on some, engines on others. pairs: actor and reference, critic and reward models, engines. apart: every role on
     its own."""
     nodes: Annotated[PositiveInt, below(4097, "more than a cluster has")] | None = None
-    """Nodes of the cluster that have devices, the driver's first, then by address. A start holds the cluster against it. Absent: the first
-    nodes with room, none of which can be named."""
+    """Nodes of the cluster that have devices: of those where the run's are free, the driver's first, then by address. A start holds the
+    cluster against it. Absent: the first nodes with room, none of which can be named."""
     devices_per_node: Annotated[PositiveInt, below(1025, "more than a node has")] = 8
     """Devices of each of the `nodes`: node n has n * devices_per_node and those that follow."""
     fill: Literal["pack", "spread"] = "pack"
