@@ -203,10 +203,11 @@ class Harness:
         max_model_len: int = 512,
         dtype: Literal["float32", "bfloat16"] = "float32",
         make: Make = "vllm",
+        layers: int = 2,
         **options: Any,
     ) -> Harness:
         torch_dtype = getattr(torch, dtype)
-        make_tiny_model(folder, family, tied, sharpness=SHARPNESS, dtype=torch_dtype)
+        make_tiny_model(folder, family, tied, layers=layers, sharpness=SHARPNESS, dtype=torch_dtype)
         strategy = make_strategy(make, ModelConfig(path=folder, dtype=dtype), max_model_len, **options)
         await strategy.initialize()
         return cls(strategy, make, folder, family, tied, load_hf(folder, torch_dtype), torch_dtype)

@@ -4,6 +4,7 @@ generates and holds. The trainers are Megatron's, in processes of their own."""
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,26 @@ async def assert_serves(engine: Harness, tolerance: float = 1e-4) -> None:
     assert_log_probs(completion, engine.hf_logits(completion.token_ids), tolerance)
 
 
+def ranks_of(
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    virtual_pipeline_parallel: int = 1,
+    context_parallel: int = 1,
+    expert_parallel: int = 1,
+    expert_tensor_parallel: int = 1,
+) -> int:
+    """The smallest number of ranks that such a layout takes."""
+    return pipeline_parallel * math.lcm(tensor_parallel * context_parallel, expert_parallel * expert_tensor_parallel)
+
+
 async def assert_follows(
     engine: Harness, ranks: Ranks, folder: Path, layout: dict[str, int], transport: str = "auto", **options: Any
 ) -> TransferPlan:
     """Two updates from a trainer of this layout, of another model of the engine's shape."""
-    size = layout.get("tensor_parallel", 1) * layout.get("pipeline_parallel", 1)
-    size = max(size, layout.get("expert_parallel", 1))
-    path = make_tiny_model(folder / "new", engine.family, engine.tied, seed=77, sharpness=SHARPNESS)
-    trainer = Trainer(ranks, size, path, folder / "trainer", engine.strategy.options, transport, engine.dtype, **layout, **options)
+    layers = engine.reference.config.num_hidden_layers
+    path = make_tiny_model(folder / "new", engine.family, engine.tied, layers=layers, seed=77, sharpness=SHARPNESS)
+    size, options = ranks_of(**layout), layout | options
+    trainer = Trainer(ranks, size, path, folder / "trainer", engine.strategy.options, transport, engine.dtype, **options)
     plan, membership = await trainer.plan()
     await engine.strategy.connect_weights(plan.first_member(0), membership)
     engine.version += 1
@@ -102,19 +115,49 @@ async def test_layouts(other: Make, workers: int, ranks: RankPool, tmp_path: Pat
             await engine.stop()
 
 
+VPP2 = PP2 | {"virtual_pipeline_parallel": 2}
+CP2 = {"context_parallel": 2}
+WIDE_LAYOUTS = {"PP2 x VPP2": VPP2, "CP2": CP2, "TP2 x PP2 x VPP2": TP2 | VPP2, "PP2 x VPP2 x CP2": VPP2 | CP2}
+
+
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("llama", False)])
 @pytest.mark.parametrize("other", ["vllm", "sglang"])
-async def test_experts_of_several_ranks(other: Make, workers: int, ranks: RankPool, tmp_path: Path) -> None:
-    """To an engine of one worker, and to two of which each has half of the experts."""
+async def test_interleaved_stages_and_ranks_that_share_tokens(
+    other: Make, family: Family, tied: bool, workers: int, ranks: RankPool, tmp_path: Path
+) -> None:
+    """A rank's layers do not follow one another, and ranks have copies of what another one sends."""
     require(other)
-    engine = await Harness.start(tmp_path / "model", "qwen3_moe", tied=False, make=other, tensor_parallel=workers, expert_parallel=workers)
+    engine = await Harness.start(tmp_path / "model", family, tied, make=other, layers=4, tensor_parallel=workers)
     try:
-        for number, (name, layout) in enumerate({"EP2": {"expert_parallel": 2}, "TP2": TP2}.items()):
+        for number, (name, layout) in enumerate(WIDE_LAYOUTS.items()):
             (tmp_path / name).mkdir()
-            options = {"sequence_parallel": True} if name == "TP2" else {}
-            await assert_follows(engine, ranks, tmp_path / name, layout, ("auto", "gloo")[number], **options)
+            plan = await assert_follows(engine, ranks, tmp_path / name, layout, ("auto", "gloo")[number % 2])
+            assert len(plan.trainers) == layout.get("pipeline_parallel", 1), "one of the ranks that hold a tensor sends it"
+    finally:
+        await engine.stop()
+
+
+EP2 = {"expert_parallel": 2}
+EXPERT_LAYOUTS = {"EP2": EP2, "TP2": TP2, "PP2 x VPP2 x EP2": VPP2 | EP2, "TP2 x EP2": TP2 | EP2, "CP2 x EP2": CP2 | EP2}
+EXPERT_LAYOUTS |= {"EP2 x ETP2": EP2 | {"expert_tensor_parallel": 2}}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine_layout", [{}, TP2, TP2 | EP2], ids=["one", "TP2", "EP2"])
+@pytest.mark.parametrize("other", ["vllm", "sglang"])
+async def test_experts_of_several_ranks(other: Make, engine_layout: dict[str, int], ranks: RankPool, tmp_path: Path) -> None:
+    """To an engine of one worker, to two of which each has half of every expert, and to two of which each has half of the experts."""
+    require(other)
+    engine = await Harness.start(tmp_path / "model", "qwen3_moe", tied=False, make=other, layers=4, **engine_layout)
+    try:
+        for number, (name, layout) in enumerate(EXPERT_LAYOUTS.items()):
+            (tmp_path / name).mkdir()
+            options = {"sequence_parallel": True} if "tensor_parallel" in layout else {}
+            await assert_follows(engine, ranks, tmp_path / name, layout, ("auto", "gloo")[number % 2], **options)
     finally:
         await engine.stop()
 
