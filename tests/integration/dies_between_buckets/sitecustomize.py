@@ -1,0 +1,74 @@
+"""Python runs this in every process that finds it on its path: one engine of a run dies in the middle of an update of weights.
+
+It does so with the third bucket in its hands: then every engine has loaded the first, and none has got the last. Importing torch takes
+seconds, which processes without an engine do not need: what is changed is changed when somebody imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+MARK, UPDATES, VICTIM = "DIES_MARK", "DIES_AFTER_UPDATES", "DIES_VICTIM"
+"""Variables: a file, which the first to die makes; updates that come through before; who is killed, the engine or its host."""
+BUCKETS = 3
+
+
+class _WhenImported(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "roll_lite.distributed.weight_sync.endpoints":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: ModuleType) -> None:
+            execute(module)
+            _change(module.WeightReceiver)
+
+        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def _change(receiver: Any) -> None:
+    load, finish = receiver.load, receiver.finish
+    updates = buckets = 0
+
+    def load_or_die(self: Any, routes: Any, begin: Any, into_model: Callable[[Any], object]) -> None:
+        def into_model_or_die(arrived: Any) -> None:
+            nonlocal buckets
+            buckets += 1
+            if (updates, buckets) == (int(os.environ[UPDATES]), BUCKETS):
+                _die_if_first()
+            into_model(arrived)
+
+        load(self, routes, begin, into_model_or_die)
+
+    def counted_finish(self: Any, put_in_place: Any) -> Any:
+        nonlocal updates, buckets
+        updates, buckets = updates + 1, 0
+        return finish(self, put_in_place)
+
+    receiver.load, receiver.finish = load_or_die, counted_finish
+
+
+def _die_if_first() -> None:
+    try:
+        Path(os.environ[MARK]).touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(int(os.environ["ROLL_LITE_ENGINE_HOST_PID"]) if os.environ[VICTIM] == "host" else os.getpid(), signal.SIGKILL)
+    signal.pause()  # nothing of it goes on until the host's end has ended it
+
+
+if MARK in os.environ:
+    sys.meta_path.insert(0, _WhenImported())

@@ -1,0 +1,56 @@
+"""Whole runs in which an engine dies in the middle of an update of weights: the other one gets all of it, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from engine_harness import Make, require
+
+from tests.integration.test_lost_engines import GROUPS, SAMPLES, SETTINGS, told
+from tests.integration.test_runs import Run, until_gone
+
+DIES = Path(__file__).parent / "dies_between_buckets"
+STEPS = 4
+UPDATES = 2
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("make", "transport", "victim"),
+    [
+        pytest.param("vllm", "auto", "engine", id="vllm-it is killed"),
+        pytest.param("vllm", "gloo", "host", id="vllm-its host is killed"),
+        pytest.param("sglang", "auto", "host", id="sglang-its host is killed"),
+        pytest.param("sglang", "gloo", "engine", id="sglang-it is killed"),
+    ],
+)
+def test_the_other_engine_gets_all_of_the_update(make: Make, transport: str, victim: str, tmp_path: Path) -> None:
+    require(make)
+    path = os.pathsep.join([str(DIES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    died = {"DIES_MARK": str(tmp_path / "died"), "DIES_AFTER_UPDATES": str(UPDATES), "DIES_VICTIM": victim, "PYTHONPATH": path}
+    sync = [f"weight_sync.transport={transport}", "weight_sync.bucket_mb=1", f"actor_infer.strategy={make}", f"steps={STEPS}"]
+    run = Run(tmp_path, "tiny_grpo", *SETTINGS, *sync, environment=died)
+    try:
+        run.wait_for_step(1)
+        processes = run.tree()
+        code, output = run.finish(400)
+    finally:
+        if run.process.poll() is None:
+            run.process.terminate()
+            run.process.communicate(timeout=60)
+    assert code == 0, output
+    assert (tmp_path / "died").exists(), "the engine was killed where this test wants it"
+    (line,) = told(output)
+    assert line.endswith("1 of 2 engines are left") and re.search("died|gone", line), line
+    steps = [record for record in run.metrics() if "time/step" in record]
+    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+    assert [record["rollout/engines_lost"] for record in steps] == [0, 0, 1, 0]
+    for record in steps:
+        assert (record["rollout/samples"], record["rollout/failed"]) == (GROUPS * SAMPLES, 0), "no sample is missing"
+        assert record["mismatch/max"] < 1e-4, "the engine that is left computes with the trainer's weights"
+    assert steps[-1]["sync/version"] == STEPS - 1
+    assert until_gone(processes, 60) == []
