@@ -181,6 +181,9 @@ def to_machines(group: TransferGroup, route: Route) -> Route:
     return replace(route, receivers=tuple(dict.fromkeys(neighbours(group, route, one)[0] for one in route.receivers)))
 
 
+ALONE = "by gloo the engine workers of a machine read what the first of them has received: a machine with one does without"
+
+
 class GlooSender(BroadcastSender):
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)
@@ -195,7 +198,7 @@ class GlooReceiver(BroadcastReceiver):
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)
         self._spread = FetchSender(group, SharedSegment)
-        self._fetch = FetchReceiver(group, open_shared)
+        self._fetch = FetchReceiver(group, open_shared, ALONE)
 
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
         first, *others = neighbours(self.group, route, self.group.number)

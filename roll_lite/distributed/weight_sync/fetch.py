@@ -42,9 +42,11 @@ class FetchSender(BufferedSender):
 
 
 class FetchReceiver(TransportReceiver):
-    def __init__(self, group: TransferGroup, open_segment: Open) -> None:
+    def __init__(self, group: TransferGroup, open_segment: Open, otherwise: str = "weight_sync.transport: gloo does without") -> None:
+        """`otherwise`: what to do where a sender's memory cannot be opened."""
         super().__init__(group)
         self._open = open_segment
+        self._otherwise = otherwise
         self._opened: dict[int, dict[str, Watched]] = {}
         """By sender and handle."""
         self._received: list[tuple[Route, int]] = []
@@ -68,7 +70,7 @@ class FetchReceiver(TransportReceiver):
             except (OSError, RuntimeError, ValueError) as error:  # of the system, of CUDA, of a GPU that is not among those seen here
                 them = self.group.membership.members[route.sender]
                 cannot = f"{self.group.name} cannot open the memory of {them}: {error}"
-                raise TransferError(f"weight transfer: {cannot}; weight_sync.transport: gloo does without") from error
+                raise TransferError(f"weight transfer: {cannot}; {self._otherwise}") from error
         return opened[handle]
 
     def release(self) -> None:

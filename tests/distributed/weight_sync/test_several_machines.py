@@ -9,6 +9,7 @@ import pytest
 from transfer_members import Members, assert_equal, fresh, make_plan
 
 from roll_lite.distributed.weight_sync.devices import Home
+from roll_lite.distributed.weight_sync.group import TransferError
 from roll_lite.distributed.weight_sync.plan import TransferPlan
 from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, flat_layout
 
@@ -79,4 +80,18 @@ def test_what_the_first_of_a_machine_keeps_stays_as_it_is() -> None:
         del received
     for sent, copies in kept:
         assert all((copy == sent["w3"]).all() for copy in copies)
+    members.close()
+
+
+def test_memory_of_the_first_of_a_machine_that_cannot_be_opened() -> None:
+    plan, state = make_plan(owners=1, engines={0: 2})
+    members = Members(plan, transport="gloo", homes=homes("abb"))
+    (sender,), (first, second) = members.halves("trainer"), members.halves("engine")
+    sending = members.pool.submit(sender.send, plan.routes[0], state)
+    first.receive(plan.routes[0])
+    sending.result(10)
+    first.close()
+    refused = r"engine 0 worker 1 cannot open the memory of engine 0 worker 0: .*; by gloo .* a machine with one does without"
+    with pytest.raises(TransferError, match=refused):
+        second.receive(plan.routes[0])
     members.close()
