@@ -52,8 +52,8 @@ class Admission:
             return  # it would be too old for the batch that comes next
         for scheduler in self._schedulers.values():
             while scheduler.owed and self._router.has_room(self.announced):
-                scheduler.replace(self.asked)
-                self._announce(scheduler.name)
+                if scheduler.replace(self.asked):
+                    self._announce(scheduler.name)
         most, due = self._most_places(), self._due_places()
         room = self._room_in_rewards() if self.plan.charged < most else {}
         self._note_behind({name for name, samples in room.items() if samples <= 0})
@@ -64,10 +64,10 @@ class Admission:
             if found is None:
                 return
             name, place = found
-            self._schedulers[name].admit(self.asked)
-            self._announce(name)
-            if place >= due:
-                room[name] -= self._domains[name].group_size
+            if self._schedulers[name].admit(self.asked):
+                self._announce(name)
+                if place >= due:
+                    room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
         """Until the tasks of a group of this domain have run, which were made just now: then the router knows of its requests."""

@@ -165,21 +165,20 @@ class DomainScheduler:
 
     # ------------------------------------------------------------ admission
 
-    def admit(self, clock: int) -> None:
-        """Start a prompt for one more place."""
+    def admit(self, clock: int) -> bool:
+        """Start a prompt for one more place. False: there is none, and the place stays empty."""
         self._tries_left += self._further_tries
-        self._start(clock)
+        return self._start(clock)
 
-    def replace(self, clock: int) -> None:
-        """Start a prompt for a place whose group ended without being delivered."""
+    def replace(self, clock: int) -> bool:
+        """Start a prompt for a place whose group ended without being delivered. False: as for `admit`."""
         self.owed -= 1
-        self._start(clock)
+        return self._start(clock)
 
-    def _start(self, clock: int) -> None:
-        """The next prompt; those that were put back, or in flight in a run that is resumed, come first. Where there is none, the place
-        stays empty."""
+    def _start(self, clock: int) -> bool:
+        """The next prompt; those that were put back, or in flight in a run that is resumed, come first."""
         if self.exhausted:
-            return
+            return False
         row = self._put_back.popleft() if self._put_back else self._domain.order.next()
         self.epoch = max(self.epoch, row[0])
         live = _Live(self._group_numbers(), row, clock)
@@ -187,6 +186,7 @@ class DomainScheduler:
         self.counts.admitted += 1
         self._recorder.domains[self.name].admitted += 1
         live.task = asyncio.get_running_loop().create_task(self._run_group(live, self._start_samples(live)))
+        return True
 
     def _start_samples(self, live: _Live) -> list[asyncio.Task[Sample]]:
         epoch, index = live.row

@@ -133,7 +133,7 @@ def houses(draw: st.DrawFn) -> House:
     return House(
         domains={
             "a": DomainPlan(2, 3, filter=GroupFilter(lambda group: None, *tries) if tries is not None else None),
-            "b": DomainPlan(1, 3, baseline=True),
+            "b": DomainPlan(1, 3, baseline=True, least=draw(st.sampled_from([0, 0, 1]))),
             "c": DomainPlan(2, 1, prompts=5, epochs=draw(st.sampled_from([None, None, 2]))),
         },
         pacing=Pacing(supply, OnSync.ABORT if rest else draw(st.sampled_from(OnSync)), 1.0 if waves else draw(st.sampled_from([1.0, 1.5]))),
@@ -199,6 +199,7 @@ class RandomSchedules(RuleBasedStateMachine):
                 reward_retries=house.reward_retries,
                 greedy_baseline=plan.baseline,
                 epochs=plan.epochs,
+                least=plan.least,
                 filter=replace(plan.filter, cause=self.cause) if plan.filter is not None else None,
                 validation=Prompts(name, number, 2) if name == "b" else None,
                 max_tokens=200,

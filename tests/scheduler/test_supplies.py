@@ -335,6 +335,17 @@ def test_when_a_domain_has_no_more_prompts_the_others_take_its_share(name: str) 
     assert done.stats[-1].domains["a"].epoch == 1
 
 
+@pytest.mark.parametrize("name", SUPPLIES)
+def test_places_that_stay_empty_take_no_room_from_others(name: str) -> None:
+    """Most of a batch is of a domain that has ended, and one group is more than the engine takes."""
+    domains = [
+        make_domain("a", 0, prompts=3, share=9, samples=16, epochs=1, max_tokens=400),
+        make_domain("b", 1, samples=16, max_tokens=400),
+    ]
+    done, _ = run(domains=domains, supply=SUPPLIES[name], engines=1, slots=1, prompts=10, steps=6)
+    assert [Counter(group.domain for group in batch)["b"] for batch in done.batches][-2:] == [10, 10]
+
+
 @pytest.mark.parametrize("supply", [*SUPPLIES.values(), OneStepOff(2)], ids=str)
 def test_when_no_domain_has_prompts_the_run_ends_and_says_so(supply: Any) -> None:
     """Also where batches were planned beyond the last prompt: none of them is empty."""
