@@ -124,7 +124,9 @@ METRICS: dict[str, Metric] = {
     "rollout/failed": Metric(SUM, "samples", "Samples that failed for good; they do not train.", by="domain"),
     "rollout/engines_lost": Metric(SUM, "engines", "Engines that died or hung. What they were generating went on in the others."),
     "rollout/retries": Metric(SUM, "attempts", "Attempts that failed and were repeated.", by="domain"),
-    "rollout/prompt_tokens": Metric(SUM, "tokens", "Prompt tokens of completed requests.", by="domain"),
+    "rollout/prompt_tokens": Metric(
+        SUM, "tokens", "Prompt tokens of completed requests; in a later turn of a sample all that was said before.", by="domain"
+    ),
     "rollout/cached_tokens": Metric(
         SUM, "tokens", "Of the prompt tokens, those found in the engines' prefix caches, which updates clear.", by="domain"
     ),

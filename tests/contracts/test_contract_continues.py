@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_harness import PROMPT, Harness, log_probs_of
+from engine_harness import BLOCK, PROMPT, Harness, log_probs_of
 from support_local_engine import collect, fetch_block
 from support_models import EOS_ID
 
@@ -83,6 +83,9 @@ async def test_greedy_equals_the_uninterrupted_response_twice_interrupted(engine
     last = rest_of(rest, second, part=2)
     third = (await turns(pump, last))[last.request_id]
     assert first.length + second.length + third.length == LONG and third.finish_reason is FinishReason.LENGTH
+    spoken = GenerationRequest(f"{request.request_id}/turn1", (5, 6), replace(request.sampling, max_tokens=4, min_tokens=0), third.tokens)
+    turn = (await turns(pump, spoken))[spoken.request_id]
+    assert len(PROMPT) + LONG - 2 * BLOCK < turn.cached_tokens <= len(PROMPT) + LONG, "a later turn finds what was said in the cache"
     record = whole(third)
     assert record.ids[len(PROMPT) :].tolist() == list(uninterrupted.token_ids)
     assert third.text == uninterrupted.text and uninterrupted.text.startswith(second.text) and second.text.startswith(first.text)

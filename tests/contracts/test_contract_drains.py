@@ -1,4 +1,5 @@
-"""Two real engines behind one router, one of which leaves in the middle of a step: the other goes on with what it had begun."""
+"""Two engines behind one router, one of which leaves in the middle of a step: the other goes on with what it had begun, or, where there is
+time, it ends that by itself."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from engine_harness import PROMPT, Harness, Make, require
-from scheduler_support import make_domain, tokens_of
+from scheduler_support import by_tokens, make_domain, tokens_of
 from support_local_engine import LocalEngine
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, Prompt, Sample, SampleOutcome, Sampling, VersionSpan
+from roll_lite.distributed.strategy.base import PauseMode
+from roll_lite.distributed.strategy.scripted import ScriptedEngine
 from roll_lite.scheduler.router import Router
 from roll_lite.scheduler.service import RolloutService
 
@@ -37,6 +40,33 @@ async def test_an_engine_that_leaves_in_the_middle_of_a_step_costs_no_token(make
         await take_turns(leaving, staying)
     finally:
         await asyncio.gather(leaving.stop(), staying.stop())
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_an_engine_that_is_drained_ends_what_it_has_and_gets_nothing_new(engine: Harness) -> None:
+    """In the middle of a step, beside one whose responses have 8 tokens. It stands still while others are asked for, so that it has not
+    ended anything by then."""
+    clients = [LocalEngine("drained", engine.strategy), LocalEngine("other", ScriptedEngine(by_tokens(8)))]
+    router = Router(clients, 120.0, engine_slots=COUNT)
+    sampling = Sampling(temperature=0.0, max_tokens=LENGTH, min_tokens=LENGTH)
+    domain = replace(make_domain("a", prompts=2 * COUNT, samples=1), prompts=Questions(), sampling=sampling)
+    service = RolloutService([domain], router, retries=0)
+    step = asyncio.create_task(service.next_batch(COUNT))
+    kept = await begun_at("drained", router, engine)
+    await engine.strategy.pause(PauseMode.KEEP)
+    draining = asyncio.create_task(router.drain("drained"))
+    later = [GenerationRequest(f"a/{number}/1/{COUNT + number}/0/0", PROMPT, sampling) for number in range(COUNT)]
+    assert [turn.length for turn in await asyncio.gather(*(router.generate("a", one) for one in later))] == [8] * COUNT
+    assert not draining.done() and not step.done() and {load.client.name for load in router.engines} == {"drained", "other"}
+    await engine.strategy.resume()
+    groups = (await step).groups
+    await draining
+    assert [load.client.name for load in router.engines] == ["other"]
+    ended = {sample.id.request_id(): sample.transcript for group in groups for sample in group.samples}
+    assert kept and {name for name, transcript in ended.items() if transcript.policy_tokens == LENGTH} == set(kept)
+    assert {ended[name].finish_reason for name in kept} == {FinishReason.LENGTH}
+    assert {ended[name].versions for name in kept} == {(VersionSpan(0, engine.version),)}
+    service.close()
 
 
 async def take_turns(leaving: Harness, staying: Harness) -> None:

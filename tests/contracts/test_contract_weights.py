@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from engine_harness import Harness, assert_greedy, assert_log_probs, log_probs_of, random_state
+from engine_harness import BLOCK, Harness, assert_greedy, assert_log_probs, log_probs_of, random_state
 from support_models import EOS_ID
 
 from roll_lite.data.samples import Completion, FinishReason, VersionSpan
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 LONG = 600
 LONGEST = 960
 """On a busy machine the engine is far into it when the test goes on."""
-BLOCK = 128  # tokens in a block of vLLM's key/value cache on a CPU: shorter prefixes are not cached
 
 
 async def assert_serves_reference(engine: Harness) -> None:

@@ -83,7 +83,7 @@ def test_segments_and_masks_by_hand() -> None:
     columns = {name: batch.tensor(name).tolist() for name in ("prompt_length", "response_length", "policy_tokens", "score")}
     assert columns == {"prompt_length": [3, 3], "response_length": [7, 5], "policy_tokens": [5, 3], "score": [1.0, 0.0]}
     stats = result.stats.domains["toy"]
-    assert (stats.response_tokens, stats.prompt_tokens) == (8, 10)
+    assert (stats.response_tokens, stats.prompt_tokens) == (8, 2 * (3 + 7)), "a later turn begins with all that was said"
 
 
 def test_the_gradient_is_that_of_the_policys_tokens() -> None:
