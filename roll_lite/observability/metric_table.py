@@ -123,6 +123,9 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/failed": Metric(SUM, "samples", "Samples that failed for good; they do not train.", by="domain"),
     "rollout/engines_lost": Metric(SUM, "engines", "Engines that died or hung. What they were generating went on in the others."),
+    "rollout/engine_silent_seconds": Metric(
+        MAX, "s", "From the last answer of the process of an engine that was lost to its being taken out: the longest since the last batch."
+    ),
     "rollout/retries": Metric(SUM, "attempts", "Attempts that failed and were repeated.", by="domain"),
     "rollout/prompt_tokens": Metric(
         SUM, "tokens", "Prompt tokens of completed requests; in a later turn of a sample all that was said before.", by="domain"

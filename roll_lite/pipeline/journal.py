@@ -107,8 +107,11 @@ class Journal:
             left = engines - len(self._lost_engines)
             self.console.message(f"actor_infer[{number}] is lost: {causes[number].splitlines()[0]}; {left} of {engines} engines are left")
 
-    def rollouts(self, rows: DataProto, stats: RolloutStats, version: int, replaced: Mapping[str, int]) -> None:
-        """`replaced`: reward workers that died or hung since the last batch, by domain."""
+    def rollouts(
+        self, rows: DataProto, stats: RolloutStats, version: int, replaced: Mapping[str, int], silences: Iterable[float] = ()
+    ) -> None:
+        """`replaced`: reward workers that died or hung since the last batch, by domain. `silences`: of engines that were lost since then,
+        seconds."""
         for name, count in replaced.items():
             self._sums.add("reward/workers_replaced", count, label=name)
             if count:
@@ -116,6 +119,8 @@ class Journal:
         add = self._sums.add
         add("rollout/engines_lost", self._new_losses)
         self._new_losses = 0
+        for seconds in silences:
+            add("rollout/engine_silent_seconds", seconds)
         for name, domain in stats.domains.items():
             requests = sum(domain.finish_reasons.values())
             add("rollout/requested", domain.requested, label=name)

@@ -112,7 +112,7 @@ class RLVRPipeline:
     def generate(self) -> Batch:
         """The next finished groups, new or of a past run: rows come here, tokens stay in the object store."""
         rollouts = self.source.next_batch(self.steps_done + 1, self.early.begin())
-        self.journal.rollouts(rollouts.rows, rollouts.stats, self.version, rollouts.replaced)
+        self.journal.rollouts(rollouts.rows, rollouts.stats, self.version, rollouts.replaced, rollouts.silences)
         return Batch(rollouts.rows, rollouts.blocks)
 
     @phase("advantages")

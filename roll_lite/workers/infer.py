@@ -181,6 +181,9 @@ class RemoteEngine(BatchedEngine):
         self._kept_ids = kept_ids
         self._experts = experts
         self._silence_s = silence_s
+        self.silent_s = 0.0
+        """Since it last answered; once it is lost, by then. Not while this process is itself stopped."""
+        self._listened_at: float | None = None
         self._place: tuple[str, int] | None = None
         """Node and number of its process."""
         self._blocks = 1
@@ -210,20 +213,34 @@ class RemoteEngine(BatchedEngine):
 
     async def _until_silent(self) -> str:
         """Its event loop answers while the engine prefills, however long that takes, and while weights arrive."""
-        loop = asyncio.get_running_loop()
+        self._listen(0.0)
         while True:
             question = asyncio.ensure_future(self._worker.place.remote())
-            silent_s = 0.0
+            asked = self.silent_s
             while not question.done():
-                asked = loop.time()
                 await asyncio.wait((question,), timeout=LISTEN_SECONDS)
-                silent_s += min(loop.time() - asked, 2 * LISTEN_SECONDS)  # not while this process is itself stopped
-                if self._silence_s is not None and silent_s > self._silence_s and not question.done():
-                    return f"nothing was heard of its process for {self._silence_s:g} s (limits.engine_silence)"
+                silent_s = self._listen(2 * LISTEN_SECONDS)
+                if self._silence_s is not None and silent_s - asked > self._silence_s and not question.done():
+                    limit = f"limits.engine_silence: {self._silence_s:g} s"
+                    return f"nothing was heard of its process for {silent_s:.1f} s ({limit})"
             if question.exception() is not None:
                 return await self._until_death()
-            self._place = question.result()
+            self._place, self.silent_s = question.result(), 0.0
             await asyncio.sleep(PULSE_SECONDS)
+            self._listen(PULSE_SECONDS)
+
+    def _listen(self, most: float) -> float:
+        """Seconds of silence by now, `most` of them since the last look: what is more this process was stopped itself."""
+        now = asyncio.get_running_loop().time()
+        if self._listened_at is not None:
+            self.silent_s += min(now - self._listened_at, most)
+        self._listened_at = now
+        return self.silent_s
+
+    def _die(self, cause: str) -> None:
+        if self._dead is None:
+            self._listen(PULSE_SECONDS)
+        super()._die(cause)
 
     def kill(self) -> None:
         """Also one that is only stopped, and might come back with old weights."""

@@ -75,6 +75,8 @@ class RolloutBatch:
     stats: RolloutStats
     replaced: dict[str, int] = field(default_factory=dict)
     """Reward workers that had to be replaced since the last batch, by domain."""
+    silences: list[float] = field(default_factory=list)
+    """Seconds from the last answer of each engine that was lost since the last batch to its being taken out."""
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
@@ -96,6 +98,7 @@ class RolloutWorker(AsyncWorker):
         self._pools: dict[str, RewardPool | RewardModelPool] = {}
         self._reward_models: dict[str, RewardModelClient] = {}
         self._data_counts: list[str] = []
+        self._silences: list[float] = []
         self._writing: asyncio.Task[None] | None = None
         self._one_writes = asyncio.Lock()
 
@@ -117,6 +120,7 @@ class RolloutWorker(AsyncWorker):
 
         def lost(engine: RemoteEngine, cause: str) -> None:
             engine.lost(cause)
+            self._silences.append(engine.silent_s)
             router.engine_lost(engine.name, cause)
 
         self._engines = Fleet("actor_infer", clients, ENGINE_POLICY, lost=lost, down=self.tell_end)
@@ -196,7 +200,8 @@ class RolloutWorker(AsyncWorker):
             writing.append(self._spec.dumps.writing(step, everyone, rows, result.stats, self._kept_ids))
         await self._write(writing)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
-        return RolloutBatch(rows, [self._tokens_of(trainable)], result.stats, replaced)
+        silences, self._silences = self._silences, []
+        return RolloutBatch(rows, [self._tokens_of(trainable)], result.stats, replaced, silences)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
         """Rows and tokens of groups that are finished and certain to be in the batch that is being made: of those that are not `known`, by

@@ -24,6 +24,7 @@ SETTINGS = [
     "weight_sync.verify=full",
 ]
 NOTICED_S = 10.0
+"""By the clock of whoever listens, which counts little of the time in which a busy machine does not let it."""
 NIGHTLY = pytest.mark.nightly
 
 
@@ -84,6 +85,8 @@ def test_a_run_goes_on_without_an_engine_that_is_lost(begun: Any, make: Make, ho
     steps = [record for record in run.metrics() if "time/step" in record]
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
     assert sum(record["rollout/engines_lost"] for record in steps) == 1
+    (silent_s,) = (record["rollout/engine_silent_seconds"] for record in steps if "rollout/engine_silent_seconds" in record)
+    assert 0 < silent_s <= NOTICED_S
     for record in steps:
         assert (record["rollout/samples"], record["rollout/failed"]) == (GROUPS * SAMPLES, 0), "no sample is missing"
         assert record["actor/grad_norm"] > 0 and record["mismatch/max"] < 1e-4
@@ -105,7 +108,8 @@ def test_with_the_last_engine_the_run_ends_with_the_cause(begun: Any, make: Make
     second.suspend()
     code, output = run.finish(240)
     assert code == 1 and len(told(output)) >= 1, output
-    silence = r"nothing was heard of its process for 7 s \(limits.engine_silence\)"
-    assert re.search(rf"actor_infer rank \d failed in \w+: {silence}", output), output
+    silence = r"nothing was heard of its process for ([\d.]+) s \(limits.engine_silence: 7 s\)"
+    found = re.search(rf"actor_infer rank \d failed in \w+: {silence}", output)
+    assert found is not None and 7.0 < float(found.group(1)) <= NOTICED_S, output
     assert "actor_infer rank" in run.summary()["exit"]
     assert until_gone(processes, 60) == []
