@@ -262,6 +262,12 @@ METRICS: dict[str, Metric] = {
         "What each transport took of them, once for all engines that it leads to.",
         by="transport",
     ),
+    "sync/transport_megabytes_per_second": Metric(
+        LAST,
+        "MB/s",
+        "The same over the time that the slowest trainer rank spent on it: it writes buckets, waits for free ones and for the last.",
+        by="transport",
+    ),
     "sync/megabytes_per_second": Metric(LAST, "MB/s", "Of a whole update, from its start to the last engine's new weights."),
     "sync/seconds": Metric(
         SUM,

@@ -95,6 +95,8 @@ class Journal:
                 self._sums.add("sync/seconds", seconds, label=phase)
             for name, megabytes in transfer.by_transport.items():
                 self._sums.add("sync/transport_megabytes", megabytes, label=name)
+            for name, seconds in transfer.transport_seconds.items():
+                self._sums.add("sync/transport_megabytes_per_second", transfer.by_transport[name] / seconds, label=name)
 
     def knows_lost(self, engines: Iterable[int]) -> bool:
         return self._lost_engines.issuperset(engines)

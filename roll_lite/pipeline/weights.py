@@ -35,6 +35,8 @@ class Pushed:
     """Seconds of the slowest rank or worker; phases overlap."""
     by_transport: Mapping[str, float]
     """Megabytes that each has taken, once for all engines that it leads to."""
+    transport_seconds: Mapping[str, float]
+    """That the slowest trainer rank has spent on each."""
 
 
 class WeightSync:
@@ -105,7 +107,8 @@ class WeightSync:
         for one in said:
             sent.update(one.nbytes)
         by_transport = {name: nbytes / 2**20 for name, nbytes in sent.items()}
-        return Pushed(version, plan.nbytes / 2**20, time.monotonic() - started, largest(one.seconds for one in said), by_transport)
+        seconds, phases = time.monotonic() - started, largest(one.seconds for one in said)
+        return Pushed(version, plan.nbytes / 2**20, seconds, phases, by_transport, largest(one.by_transport for one in said))
 
     def _connect(self) -> TransferPlan | None:
         """The owners of tensors and the workers of all engines join a new epoch of the transfer group. None: as above."""

@@ -123,7 +123,8 @@ class ActorWorker(ModelWorker):
         return Transferred(failure_of(lambda: self.weights.join(plan, membership)))
 
     def send_weights(self) -> Transferred:
-        return Transferred(failure_of(self.weights.send), self.weights.seconds, self.weights.nbytes)
+        failure = failure_of(self.weights.send)
+        return Transferred(failure, self.weights.seconds, self.weights.nbytes, self.weights.by_transport)
 
     def weight_checksums(self, names: Collection[str]) -> dict[str, str]:
         """Of those among the named tensors that this rank owns, as they are sent."""

@@ -164,6 +164,7 @@ def test_grpo_runs_from_end_to_end_and_leaves_what_it_promises(start: Any) -> No
         assert phases >= 0.95 * record["time/step"]
         assert record["rollout/samples"] == 24 and record["rollout/failed"] == 0
         assert record["mismatch/max"] < 1e-4, "engine and trainer disagree about the same tokens in float32"
+    assert steps[-1]["sync/transport_megabytes_per_second/shared_memory"] > 0
     assert len(run.samples(1)) == 24
 
 

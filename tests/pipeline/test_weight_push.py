@@ -54,7 +54,10 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
         "gather",
         lambda *pending, timeout_s, meanwhile: [
             answers.get("engines", {0: Transferred(seconds={"load": 2.0})}),
-            [Transferred(seconds={"gather": 1.0})],
+            [
+                Transferred(seconds={"gather": 1.0}, nbytes={"gloo": 2**20}, by_transport={"gloo": 0.5}),
+                Transferred(seconds={"gather": 0.5}, nbytes={"gloo": 2**21, "nccl": 2**20}, by_transport={"gloo": 0.25, "nccl": 0.25}),
+            ],
         ],
     )
     loads: list[str] = []
@@ -79,6 +82,7 @@ def test_a_version_is_pushed_once_with_the_actor_on_its_devices(sync: Any) -> No
     made = sync("1")
     pushed = made.sync.push(3)
     assert (pushed.version, pushed.megabytes, pushed.phases) == (3, 8 / 2**20, {"gather": 1.0, "load": 2.0})
+    assert (pushed.by_transport, pushed.transport_seconds) == ({"gloo": 3.0, "nccl": 1.0}, {"gloo": 0.5, "nccl": 0.25})
     assert made.loads == ["in", "out"] and made.actor.calls.count("send_weights") == 1
     assert made.sync.push(3) is None and made.loads == ["in", "out"]
     assert made.sync.push(4).version == 4 and made.actor.calls.count("export_plan") == 1

@@ -34,6 +34,8 @@ class WeightSender:
         self._export: ExportPlan | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Of the last update, by phase: `gather`, and what the transport's half counts."""
+        self.by_transport: defaultdict[str, float] = defaultdict(float)
+        """What the half counts, by transport."""
         self.nbytes: dict[str, int] = {}
         """That an update takes from here, by transport, once for all engines that it leads to."""
 
@@ -63,9 +65,9 @@ class WeightSender:
         """Gather and send one bucket after the other. Where sending fails, the rest is gathered all the same before that is raised: other
         ranks need this one for it."""
         failure: TransferError | None = None
-        self.seconds = defaultdict(float)
+        self.seconds, self.by_transport = defaultdict(float), defaultdict(float)
         if self._half is not None:
-            self._half.seconds = self.seconds
+            self._half.seconds, self._half.by_transport = self.seconds, self.by_transport
         for bucket, tensors in self._timed(self._gathered()):
             try:
                 for route in self._routes[bucket] if failure is None else ():
@@ -77,6 +79,8 @@ class WeightSender:
             raise failure
         if self._half is not None:
             self._half.finish()
+            if len(self.nbytes) == 1:
+                self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
         """Of those among the named tensors that this rank owns, as they are sent."""

@@ -52,6 +52,8 @@ class Transferred:
     """By phase."""
     nbytes: Mapping[str, int] = field(default_factory=dict)
     """That a trainer has sent, by transport."""
+    by_transport: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that this took it, gathering apart."""
 
 
 def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -74,6 +74,15 @@ class Lane:
         self.under_way.clear()
 
 
+@contextmanager
+def timed(seconds: defaultdict[str, float], what: str) -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[what] += time.monotonic() - started
+
+
 class TransportSender(ABC):
     """A trainer's half. Only ranks that own tensors have one."""
 
@@ -81,6 +90,8 @@ class TransportSender(ABC):
         self.group = group
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Writing buckets (`copy`), and waiting until a buffer was free or all had been received (`wait`)."""
+        self.by_transport: defaultdict[str, float] = defaultdict(float)
+        """The same by transport, where there are several."""
 
     @abstractmethod
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -115,16 +126,16 @@ class BufferedSender(TransportSender):
         layout = flat_layout(route.tensors)
         lane = self._lanes.setdefault(route.channel, Lane(self._make, len(route.receivers), self.group.membership.bucket_nbytes))
         with self.group.exchange():
-            with self._timed("wait"):
+            with timed(self.seconds, "wait"):
                 segment = lane.segment(layout.nbytes)
-            with self._timed("copy"):
+            with timed(self.seconds, "copy"):
                 write(layout, segment.whole)
                 settle(segment.whole)
             lane.under_way.append((segment, self._dispatch(route, layout, segment)))
         return segment
 
     def finish(self) -> None:
-        with self.group.exchange(), self._timed("wait"):
+        with self.group.exchange(), timed(self.seconds, "wait"):
             for lane in self._lanes.values():
                 while lane.under_way:
                     lane.await_oldest()
@@ -136,14 +147,6 @@ class BufferedSender(TransportSender):
     @abstractmethod
     def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
         """The bucket lies in the segment: send it, without waiting for anybody."""
-
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[phase] += time.monotonic() - started
 
     def close(self) -> None:
         super().close()

@@ -15,7 +15,7 @@ from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
 from roll_lite.distributed.weight_sync.memory import Export, ExportedSegment, SharedSegment, open_exported, open_shared
 from roll_lite.distributed.weight_sync.plan import Route
-from roll_lite.distributed.weight_sync.transport import Transport, TransportReceiver, TransportSender
+from roll_lite.distributed.weight_sync.transport import Transport, TransportReceiver, TransportSender, timed
 
 TRANSPORTS: dict[str, Transport] = {
     "shared_memory": Transport(partial(FetchSender, make=SharedSegment), partial(FetchReceiver, open_segment=open_shared)),
@@ -106,11 +106,13 @@ class SideBySideSender(TransportSender):
             if name not in self._halves:
                 self._halves[name] = TRANSPORTS[name].sender(self.group)
             self._halves[name].seconds = self.seconds
-            self._halves[name].send(part, tensors)
+            with timed(self.by_transport, name):
+                self._halves[name].send(part, tensors)
 
     def finish(self) -> None:
-        for half in self._halves.values():
-            half.finish()
+        for name, half in self._halves.items():
+            with timed(self.by_transport, name):
+                half.finish()
 
     def lent(self) -> list[tuple[Home, Export]]:
         return [one for half in self._halves.values() for one in half.lent()]

@@ -118,6 +118,8 @@ def test_the_others_hold_the_old_or_the_new_weights_or_serve_nothing(transport: 
         plan = connect(1)
         assert push(plan) == [None, None]
         assert set(sender.nbytes) == ({"shared_memory", "gloo"} if transport == "auto" else {transport})
+        assert sender.by_transport.keys() == sender.nbytes.keys()
+        assert sum(sender.by_transport.values()) >= 0.999 * (sender.seconds["copy"] + sender.seconds["wait"]) > 0
         trainer.version = 2
         lost, other = workers.pop(victim), workers[1 - victim]
         sending, updating = pool.submit(sender.send), pool.submit(other.update, plan)
