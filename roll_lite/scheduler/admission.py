@@ -57,10 +57,9 @@ class Admission:
         most, due = self._most_places(), self._due_places()
         room = self._room_in_rewards() if self.plan.charged < most else {}
         self._note_behind({name for name, samples in room.items() if samples <= 0})
-        if self._trainer_is_behind():
-            most = due
+        enough = {name for name in room if self._has_enough(name)}
         while room and self._router.has_room(self.announced) and not self.drop_exhausted():
-            found = self.plan.admit(self.size, {name: most if samples > 0 else due for name, samples in room.items()})
+            found = self.plan.admit(self.size, {name: due if samples <= 0 or name in enough else most for name, samples in room.items()})
             if found is None:
                 return
             name, place = found
@@ -94,10 +93,10 @@ class Admission:
         most = self._pacing.supply.max_staleness
         return self.asked + self.plan.turns_until(domain, self.size, most) - most
 
-    def _trainer_is_behind(self) -> bool:
-        """Two batches are finished behind the next one: what was started for later ones would only grow old. One would not carry it over
-        the time in which a long response keeps the next batch waiting."""
-        return sum(scheduler.finished for scheduler in self._schedulers.values()) >= 3 * self.size
+    def _has_enough(self, domain: str) -> bool:
+        """What two batches hold of it is finished behind the next one: what was started for later ones would only grow old. One would not
+        carry it over the time in which a long response keeps the next batch waiting. Others, with longer responses, go on."""
+        return self._schedulers[domain].finished >= 3 * self._of_a_batch(self._domains[domain])
 
     def _most_places(self) -> int:
         """Places of batches that may have been charged by now."""
@@ -122,12 +121,12 @@ class Admission:
         """
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
-        return {name: self._of_a_batch(one) - self._schedulers[name].waiting_for_scores for name, one in self._domains.items()}
+        groups = {name: self._of_a_batch(one) * one.group_size for name, one in self._domains.items()}
+        return {name: samples - self._schedulers[name].waiting_for_scores for name, samples in groups.items()}
 
     def _of_a_batch(self, domain: Domain) -> int:
-        """Samples."""
-        share = ceil(self.plan.shares.get(domain.name, 0.0) * self.size)
-        return max(1, domain.least, share) * domain.group_size
+        """Groups."""
+        return max(1, domain.least, ceil(self.plan.shares.get(domain.name, 0.0) * self.size))
 
     def _note_behind(self, behind: set[str]) -> None:
         """Counts the time since this was last called, for the domains that were behind by then."""

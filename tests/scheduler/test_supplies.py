@@ -363,6 +363,21 @@ def test_a_domains_minimum_is_kept_in_every_batch() -> None:
 # ---------------------------------------------------------------- more than a batch under way
 
 
+def test_a_rare_domain_with_long_responses_goes_on_while_others_have_enough() -> None:
+    """One of six groups takes 100 s. Nine batches of it may be under way at a time, whatever lies finished of the other domain."""
+
+    async def main() -> float:
+        domains = [make_domain("often", 0, share=5, max_tokens=2000), make_domain("rare", 1, max_tokens=2000)]
+        script: Script = lambda request: Response(1000 if request.request_id.startswith("rare") else 10, 0.1)  # noqa: E731
+        service, _, engines = make_service(domains, [script] * 2, slots=32, engine_slots=32, supply=Asynchronous(8))
+        done = await train(service, engines, steps=36, prompts=6, seconds=5.0)
+        service.close()
+        return done.ended_at
+
+    # Of 36 batches nine at a time: at worst the next nine begin when the last of those has been trained.
+    assert run_virtual(main()) < 4 * (100 + 8 * 5)
+
+
 def test_oversampling_hides_the_rounds_of_a_filter() -> None:
     def walls(oversample: float) -> list[float]:
         domain = make_domain("a", max_tokens=400, rewards=EveryThird(), filter=MOSTLY_RIGHT)
