@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from roll_lite.data.prompts import PromptOrder
@@ -85,7 +86,7 @@ class _Live:
     """Epoch and row number of its prompt."""
     admitted: int
     """On the clock of batches."""
-    task: asyncio.Task[None] | None = None
+    samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
     """Once it is finished."""
 
@@ -185,7 +186,9 @@ class DomainScheduler:
         self._running[live.number] = live
         self.counts.admitted += 1
         self._recorder.domains[self.name].admitted += 1
-        live.task = asyncio.get_running_loop().create_task(self._run_group(live, self._start_samples(live)))
+        tasks = self._start_samples(live)
+        live.samples = asyncio.gather(*tasks)
+        live.samples.add_done_callback(partial(self._samples_done, live, tasks))
         return True
 
     def _start_samples(self, live: _Live) -> list[asyncio.Task[Sample]]:
@@ -199,13 +202,14 @@ class DomainScheduler:
             for place, sampling in enumerate(samplings)
         ]
 
-    async def _run_group(self, live: _Live, samples: list[asyncio.Task[Sample]]) -> None:
+    def _samples_done(self, live: _Live, tasks: list[asyncio.Task[Sample]], samples: asyncio.Future[list[Sample]]) -> None:
+        if is_cancelled(samples) or live.number not in self._running:
+            return
         try:
-            group = self._group_of(live.number, await asyncio.gather(*samples))
-            self._judge(live, group)
+            self._judge(live, self._group_of(live.number, samples.result()))
         except Exception as error:  # not a sample's failure but the end of all (no engine left, a filter that raises): it must be heard of
-            for sample in samples:
-                sample.cancel()
+            for task in tasks:
+                task.cancel()
             self._broken(error)
             return
         self._changed()
@@ -298,8 +302,8 @@ class DomainScheduler:
                 del lives[live.number]
                 if live.group is not None:  # nothing was set aside for its place any more
                     self._tries_left += self._further_tries
-                elif live.task is not None:
-                    live.task.cancel()
+                elif live.samples is not None:
+                    live.samples.cancel()
                 self._put_back.append(live.row)
                 self.counts.stale += 1
                 self.owed += 1
@@ -307,8 +311,8 @@ class DomainScheduler:
 
     def cancel(self) -> None:
         for live in self._running.values():
-            if live.task is not None:
-                live.task.cancel()
+            if live.samples is not None:
+                live.samples.cancel()
 
     # ------------------------------------------------------------ checkpoints
 
@@ -320,6 +324,11 @@ class DomainScheduler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._domain.order.load_state_dict(state["order"])
         self._put_back = deque((epoch, index) for epoch, index in state["unfinished"])
+
+
+def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
+    """A gather of cancelled samples ends with their error."""
+    return samples.cancelled() or isinstance(samples.exception(), asyncio.CancelledError)
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from roll_lite.data.samples import Sample, SampleGroup, SampleId, Sampling
-from roll_lite.scheduler.domain import Domain, DomainFailed
+from roll_lite.scheduler.domain import Domain, DomainFailed, is_cancelled
 from roll_lite.scheduler.runner import SampleRunner
 from roll_lite.scheduler.stats import Progress, Recorder, loss_of
 
@@ -38,7 +39,7 @@ class Validation:
         self._left = deque(enumerate((name, index) for name, count in self._wanted.items() for index in range(count)))
         self._groups: dict[int, SampleGroup] = {}
         self._total = len(self._left)
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Future[list[Sample]]] = set()
         self._unfinished = 0
         """Samples that were started."""
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -55,9 +56,9 @@ class Validation:
             self._unfinished += len(samples)
             for sample in samples:
                 sample.add_done_callback(self._sample_over)
-            task = asyncio.get_running_loop().create_task(self._run_group(number, name, samples))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            group = asyncio.gather(*samples)
+            self._running.add(group)
+            group.add_done_callback(partial(self._samples_done, number, name, samples))
 
     @property
     def _with_engines(self) -> float:
@@ -68,14 +69,17 @@ class Validation:
     def _sample_over(self, _: object) -> None:
         self._unfinished -= 1
 
-    async def _run_group(self, number: int, name: str, samples: Sequence[asyncio.Task[Sample]]) -> None:
-        try:
-            group = SampleGroup(number, name, tuple(await asyncio.gather(*samples)))
-        except Exception as error:  # not a sample's failure but the end of all: no engine is left
-            for sample in samples:
-                sample.cancel()
+    def _samples_done(self, number: int, name: str, tasks: Sequence[asyncio.Task[Sample]], samples: asyncio.Future[list[Sample]]) -> None:
+        self._running.discard(samples)
+        if is_cancelled(samples):
+            return
+        error = samples.exception()
+        if error is not None:  # not a sample's failure but the end of all: no engine is left
+            for task in tasks:
+                task.cancel()
             self.break_off(error)
             return
+        group = SampleGroup(number, name, tuple(samples.result()))
         self._recorder.group(group)
         if loss_of(group) is None:
             self._recorder.delivered(group)
@@ -96,8 +100,8 @@ class Validation:
                 await self._over
         finally:
             self._left.clear()
-            for group in self._running:
-                group.cancel()
+            for samples in [*self._running]:
+                samples.cancel()
         for name, stats in self._recorder.domains.items():
             if stats.lost_groups and not stats.delivered:
                 raise DomainFailed(f"domain {name}: every sample of the validation failed; first cause: {next(iter(stats.failures))}")

@@ -25,6 +25,24 @@ def drawn(result: RolloutResult) -> list[tuple[str, int, int]]:
     return [(group.domain, group.samples[0].id.epoch, group.samples[0].id.prompt_uid) for group in result.groups]
 
 
+def test_samples_that_have_not_started_yet_end_with_their_group() -> None:
+    """Given up in the moment of their admission: nothing of them comes to an engine."""
+
+    async def main() -> None:
+        domains = [make_domain("a", validation=Prompts("a", 0, 3))]
+        for ask in (lambda service: service.next_batch(4), lambda service: service.evaluate(2, {"a": domains[0].sampling})):
+            service, router, _ = make_service(domains)
+            asked = asyncio.ensure_future(ask(service))
+            await asyncio.sleep(0)
+            service.close()
+            await asyncio.sleep(0.01)
+            assert not [task for task in asyncio.all_tasks() if task.get_name() == "a"] and not router._at_engines
+            with pytest.raises(RuntimeError, match="closed"):
+                await asked
+
+    run_virtual(main())
+
+
 def test_quotas_are_exact_over_a_run_and_groups_are_whole() -> None:
     async def main() -> tuple[Counter[str], Any]:
         domains = [make_domain("a", 0, share=5), make_domain("b", 1, share=3, samples=2), make_domain("c", 2, share=2)]
