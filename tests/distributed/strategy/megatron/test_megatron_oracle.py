@@ -140,8 +140,9 @@ def test_layouts_that_come_for_free(ranks: RankPool, models: dict[str, Path]) ->
     selective = {**tensor, "recompute": "selective"}
     for modules in (None, ["core_attn", "mlp"]):
         ranks(2, check_gradients, models["qwen3"], 100, {**selective, "recompute_modules": modules}, None, [2])
-    cases = [(check_forward, models["mistral"], 100, {"tensor_parallel": 2})]
-    ranks(2, check_many, [*cases, (check_gradients, models["mistral"], 100, {"tensor_parallel": 2}, None, [2])])
+    for layout in ({"tensor_parallel": 2}, {"pipeline_parallel": 2}):
+        cases = [(check_forward, models["mistral"], 100, layout)]
+        ranks(2, check_many, [*cases, (check_gradients, models["mistral"], 100, layout, None, [2])])
 
 
 def test_ranks_that_share_the_tokens(ranks: RankPool, models: dict[str, Path]) -> None:
@@ -201,6 +202,36 @@ def test_two_by_two(ranks: RankPool, models: dict[str, Path]) -> None:
     )
     for layout in shared:
         ranks(4, check_many, [(check_forward, models["qwen3"], 100, layout), (check_gradients, models["qwen3"], 100, layout, None, [2, 6])])
+
+
+STAGES, SHARED = {"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}
+INTERLEAVED = {**STAGES, "virtual_pipeline_parallel": 2}
+ODD: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "VPP2, recomputed": (2, "qwen3", {"layers": 4}, {**INTERLEAVED, "recompute": "full"}),
+    "VPP2, recomputed in part": (2, "qwen2", {"layers": 4}, {**INTERLEAVED, "recompute": "selective"}),
+    "VPP2 CP2": (4, "qwen3", {"layers": 4}, {**INTERLEAVED, "context_parallel": 2, "recompute": "full"}),
+    "VPP2 EP2": (4, "qwen3_moe", {"layers": 4}, {**INTERLEAVED, "expert_parallel": 2}),
+    "VPP2 TP2, odd vocabulary": (4, "qwen3", {"layers": 4, "vocab_size": 101}, {**INTERLEAVED, **SHARED}),
+    "PP4 of seven layers": (4, "qwen3", {"layers": 7}, {"pipeline_parallel": 4}),
+    "PP4 VPP2": (4, "llama", {"layers": 8}, {"pipeline_parallel": 4, "virtual_pipeline_parallel": 2}),
+    "CP4, windows": (4, "mistral", {"sliding_window": 3, "tied": False}, {"context_parallel": 4}),
+    "CP2 TP2, one key": (4, "qwen2", {"num_key_value_heads": 1}, {**SHARED, "context_parallel": 2}),
+    "TP2 PP2, one key": (4, "qwen2", {"num_key_value_heads": 1}, {**SHARED, **STAGES, "recompute": "full"}),
+    "TP2 EP2, one key": (2, "qwen3_moe", {"num_key_value_heads": 1}, {**SHARED, "expert_parallel": 2}),
+    "CP2 TP2 EP4": (4, "qwen3_moe", {}, {**SHARED, "context_parallel": 2, "expert_parallel": 4}),
+    "PP2 EP2, tied": (4, "qwen3_moe", {}, {**STAGES, "expert_parallel": 2, "recompute": "full"}),
+}
+"""Ranks, family, its shape, layout."""
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ODD)
+def test_odd_shapes(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    world_size, family, shape, layout = ODD[name]
+    path, vocab = tiny(tmp_path / "model", family, **shape), shape.get("vocab_size", 100)
+    cases = [(check_forward, path, vocab, layout), (check_gradients, path, vocab, layout, None, [1, TokenBudget(20)])]
+    ranks(world_size, check_many, cases)
 
 
 def rows_among_others(path: Path) -> None:

@@ -1,5 +1,5 @@
 """The configurations for real models, on small models of the same families with as many heads: every role in its layout makes a pass and an
-optimizer step, and both are Hugging Face's. Copies of the model beyond eight processes are left out."""
+optimizer step of several micro-batches, and both are Hugging Face's. Copies of the model beyond eight processes are left out."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from support_models import load_hf, make_tiny_model
 from roll_lite.config.arithmetic import model_parallel_size, roles
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.models import CriticRoleConfig, ForwardRoleConfig, ModelConfig, TrainRoleConfig
-from roll_lite.data.microbatch import TokenBudget
+from roll_lite.data.microbatch import MicroBatchPlan, TokenBudget
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 from roll_lite.workers.model import ModelRole
@@ -26,6 +26,10 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+LENGTHS = (9, 4, 12, 2, 7, 5, 3, 11, 6, 8, 10)
+"""Of eight copies two have no sample, and one has a single one: they keep step with those that have two."""
+TOKENS = 12
+"""Of a micro-batch, in the place of a configuration's: then every role has several in a pass."""
 HEADS = {"0.5b": (14, 2), "1.5b": (12, 2), "7b": (28, 4), "32b": (40, 8), "8b": (32, 8), "30b": (32, 4)}
 
 
@@ -57,10 +61,16 @@ def every_role(name: str, path: Path) -> list[str]:
     return done
 
 
+def several(strategy: MegatronStrategy, batch: DataProto, rows: int | None) -> MicroBatchPlan:
+    plan = strategy.plan(batch.lengths, TokenBudget(TOKENS, rows))
+    assert plan.count > 1
+    return plan
+
+
 def one_pass(strategy: MegatronStrategy, role: ForwardRoleConfig, path: Path) -> None:
-    own = shard(batch_of(), strategy)
+    own = shard(batch_of(LENGTHS), strategy)
     output = "values" if isinstance(role, CriticRoleConfig) else "log_probs"
-    found = strategy.forward(own, [output], strategy.plan(own.lengths, TokenBudget(role.micro_batch_tokens, role.micro_batch_size)))
+    found = strategy.forward(own, [output], several(strategy, own, role.micro_batch_size))
     oracle = load_hf(path)
     for row in range(len(own)) if found is not None else ():
         log_probs, _ = hf_log_probs(oracle, own.ragged("input_ids").row(row), own.tensor("temperature")[row])
@@ -69,10 +79,10 @@ def one_pass(strategy: MegatronStrategy, role: ForwardRoleConfig, path: Path) ->
 
 
 def one_step(strategy: MegatronStrategy, role: TrainRoleConfig, path: Path) -> None:
-    batch = batch_of()
+    batch = batch_of(LENGTHS)
     own, value_model = shard(batch, strategy), isinstance(role, CriticRoleConfig)
     outputs = ["values"] if value_model else ["log_probs"]
-    result = strategy.train_step(own, weighted_loss, outputs, strategy.plan(own.lengths, TokenBudget(*role.in_training)))
+    result = strategy.train_step(own, weighted_loss, outputs, several(strategy, own, role.in_training[1]))
     loss, norm = of_values(path, batch) if value_model else of_policy(path, batch)
     assert result.loss == pytest.approx(loss, rel=1e-5, abs=5e-4) and result.grad_norm == pytest.approx(norm, rel=1e-5)
     assert not result.skipped and result.lr == pytest.approx(role.optimizer.lr / role.optimizer.warmup_steps)
