@@ -86,15 +86,17 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sums over micro-batches and data-parallel ranks, the same on every rank. One wait for the device."""
+    """Sums over micro-batches and data-parallel ranks, the same on every rank. One wait for the device.
+
+    Context-parallel ranks have equal sums, and take part all the same: what is not finite on one of them is so on all."""
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:
         names = sorted(sums[0])
         if any(sorted(other) != names for other in sums):
             raise ValueError("a loss function must return the same metrics for every micro-batch")
         total = torch.stack([torch.stack([part[name].detach().double() for name in names]) for part in sums]).sum(0)
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        named = names, total.tolist()
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        named = names, (total / parallel_state.get_context_parallel_world_size()).tolist()
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         box: list[Any] = [named]
         last = parallel_state.get_pipeline_model_parallel_last_rank()

@@ -118,11 +118,12 @@ FURTHER: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", FURTHER)
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
 def test_steps_equal_adamw_in_every_family(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
-    """Qwen3's embeddings are tied, Llama's are not."""
+    """Qwen3's embeddings are tied, the others' are not; Mistral's window is shorter than the samples."""
     world_size, layout = FURTHER[name]
-    path = tiny(tmp_path / family, family, layers=4)
+    options = {"sliding_window": 4, "tied": False} if family == "mistral" else {}
+    path = tiny(tmp_path / family, family, layers=4, **options)
     for distributed_optimizer in (True, False):
         check_steps(ranks, path, CONFIG, layout | {"distributed_optimizer": distributed_optimizer}, [CONFIG.lr] * 3, world_size)
 
@@ -344,6 +345,29 @@ def test_what_is_not_finite_changes_nothing_in_further_layouts(ranks: RankPool, 
     ranks(world_size, skip_and_go_on, path, options, broken)
 
 
+def loss_of_one_rank(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """weighted_loss, infinite on the last rank alone, as no arithmetic makes it; its gradient is finite everywhere."""
+    loss, metrics = weighted_loss(outputs, micro_batch)
+    return loss + (float("inf") if dist.get_rank() == dist.get_world_size() - 1 else 0.0), metrics
+
+
+def lose_a_loss(path: Path, layout: dict[str, Any]) -> bool:
+    strategy = started(path, CONFIG, **layout)
+    before = own_weights(strategy)
+    result = train_step(strategy, shard(batch_of(), strategy), loss_of_one_rank, ["log_probs"], 4)
+    after = own_weights(strategy)
+    return result.skipped and all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+
+ALONE: dict[str, dict[str, Any]] = {"TP2": {"tensor_parallel": 2}, "PP2": {"pipeline_parallel": 2}, "CP2": {"context_parallel": 2}}
+
+
+@pytest.mark.parametrize("layout", ALONE)
+def test_a_loss_that_is_not_finite_on_one_rank_alone_is_so_on_all(ranks: RankPool, path: Path, layout: str) -> None:
+    """Ranks that share a sample's tokens or matrices compute its loss each for itself; they must not go apart."""
+    assert ranks(2, lose_a_loss, path, ALONE[layout] | {"distributed_optimizer": False}) == [True, True]
+
+
 def losses_of_rows(path: Path, layout: dict[str, Any]) -> tuple[list[Update], dict[int, float]]:
     """Of a critic with a return that is not finite in sample 4, which data-parallel rank 1 has; and what its rows should be told with:
     all values are 0 at first."""
@@ -363,11 +387,15 @@ def losses_of_rows(path: Path, layout: dict[str, Any]) -> tuple[list[Update], di
     return updates, expected if strategy.layout.is_head else {}
 
 
-@pytest.mark.parametrize("layout", SKIPPING)
+@pytest.mark.parametrize("layout", [*SKIPPING, "CP2"])
 def test_a_skipped_update_tells_the_loss_of_every_row_where_it_is(ranks: RankPool, path: Path, layout: str) -> None:
-    options = {name: size for name, size in SKIPPING[layout].items() if name != "data"}
+    options = {name: size for name, size in (SKIPPING | ALONE)[layout].items() if name != "data"}
+    check_losses_of_rows(ranks, path, options, 1 if layout == "one rank" else 2)
+
+
+def check_losses_of_rows(ranks: RankPool, path: Path, layout: dict[str, Any], world_size: int) -> None:
     told: dict[int, float] = {}
-    for updates, expected in ranks(2 if SKIPPING[layout] else 1, losses_of_rows, path, options):
+    for updates, expected in ranks(world_size, losses_of_rows, path, layout):
         assert [update.result.skipped for update in updates] == [True, True]
         assert updates[0].row_losses == pytest.approx(expected, nan_ok=True) and updates[1].row_losses == {}
         told |= updates[0].row_losses
