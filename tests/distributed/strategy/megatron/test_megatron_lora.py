@@ -379,6 +379,27 @@ def test_checkpoints_hold_adapters_and_go_on_under_other_layouts(ranks: RankPool
         assert_same({name: one for _, own in found for name, one in own.items()}, weights)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
+        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
+    ],
+    ids=["TP2 PP2", "VPP2 DP2"],
+)
+def test_checkpoints_of_four_ranks_go_on_under_other_layouts(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    path = tiny(tmp_path / "model", "qwen3", layers=4)
+    given = path, make_adapters(path, tmp_path / "adapters")
+    saved = ranks(4, save_and_resume, *given, tmp_path / "saved", layout)
+    weights = {name: one for _, own in saved for name, one in own.items()}
+    for world_size, other in ((1, {}), (2, {"pipeline_parallel": 2}), (2, {"tensor_parallel": 2})):
+        found = ranks(world_size, resume_elsewhere, *given, tmp_path / "saved", other)
+        assert found[0][0] == pytest.approx(saved[0][0], rel=1e-5)
+        assert_same({name: one for _, own in found for name, one in own.items()}, weights)
+
+
 def save_beside_steps(path: Path, adapters: Path, folder: Path, layout: dict[str, Any]) -> dict[str, FileRecord]:
     """Two updates go over the adapters while these are written."""
     strategy, resumed = (started(path, CONFIG, total_updates=9, lora=lora_of(adapters), **layout) for _ in range(2))

@@ -80,12 +80,24 @@ def trained(path: Path, layout: dict[str, Any]) -> tuple[list[Update], dict[str,
     return worker.train(shares, 0.0), own_gradients(strategy)
 
 
-@pytest.mark.parametrize("layout", [{}, {"data": 2}, {"tensor_parallel": 2}], ids=["one rank", "DP2", "TP2"])
-def test_the_gradient_is_hugging_faces(ranks: RankPool, tmp_path: Path, layout: dict[str, int]) -> None:
-    path, batch = tiny(tmp_path / "model", "qwen3"), batch_of()
-    options = {name: size for name, size in layout.items() if name != "data"}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one rank": {},
+    "DP2": {"data": 2},
+    "TP2": {"tensor_parallel": 2},
+    "PP2": {"pipeline_parallel": 2},
+    "CP2": {"context_parallel": 2},
+    "VPP2": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
+}
+NIGHTLY = ("CP2", "VPP2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in LAYOUTS])
+def test_the_gradient_is_hugging_faces(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    path, batch = tiny(tmp_path / "model", "qwen3", layers=4 if name == "VPP2" else 2), batch_of()
+    options = {size: value for size, value in LAYOUTS[name].items() if size != "data"}
     policy, cross_entropy, expected = by_hugging_face(path, batch)
-    for updates, gradients in ranks(2 if layout else 1, trained, path, options):
+    gathered: dict[str, torch.Tensor] = {}
+    for updates, gradients in ranks(1 if name == "one rank" else 2, trained, path, options):
         (update,) = updates
         metrics, targets = update.result.metrics, 4 + 3 + 3
         assert metrics["actor/ptx_tokens"] == targets
@@ -96,5 +108,5 @@ def test_the_gradient_is_hugging_faces(ranks: RankPool, tmp_path: Path, layout: 
         counted = sum(int(batch.ragged("response_mask").row(row)[1:].sum()) for row in range(len(batch)))
         assert metrics["actor/tokens#0"] == counted, "the policy's own"
         assert update.ratios is not None and int(update.ratios.sum()) in (counted, 0), "and ratios are of these alone"
-        if gradients:
-            assert_same(gradients, expected)
+        gathered |= gradients
+    assert_same(gathered, expected)
