@@ -1,7 +1,8 @@
 """Where trainer and engine share a device, the state of one is there at a time: resident memory of a real run's processes.
 
 On a CPU what can be seen of the trainer is all that Megatron-Core has on "the device" (its copies on the host stay), and of vLLM the KV
-cache (its weights would move to where they are). Buckets of weights, which both map, are shared memory and no state: they are left out.
+cache (its weights would move to where they are); SGLang frees nothing there. Shared memory, which both map, is that of buckets of weights:
+never all weights.
 """
 
 from __future__ import annotations
@@ -13,15 +14,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
+from engine_harness import Make, require
 from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 KV_CACHE_MB = 256
+BUCKET_MB = 8
+BUFFERS_MB = 64
+"""Room for two of them, for one that an engine keeps something of, for tensors larger than a bucket, and for what Ray shares."""
 STEPS = 4
 
 
@@ -36,17 +43,23 @@ def larger_model(folder: Path) -> float:
     return sum(parameter.numel() for parameter in model.parameters()) * 4 / MIB
 
 
-def resident(process: psutil.Process) -> float | None:
-    """MB of the process's own."""
+class Resident(NamedTuple):
+    """MB of a process."""
+
+    own: float
+    shared: float
+
+
+def resident(process: psutil.Process) -> Resident | None:
     try:
         fields = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
-        return int(fields["RssAnon"].split()[0]) / 1024
+        return Resident(*(int(fields[name].split()[0]) / 1024 for name in ("RssAnon", "RssShmem")))
     except (OSError, KeyError):
         return None
 
 
 def names(root: psutil.Process) -> dict[str, psutil.Process]:
-    """The trainer's rank, and the process in which vLLM computes: of those below its worker the largest."""
+    """The trainer's rank, and the process in which the engine computes: of those below its worker the largest."""
     found: dict[str, psutil.Process] = {}
     for process in root.children(recursive=True):
         try:
@@ -54,7 +67,7 @@ def names(root: psutil.Process) -> dict[str, psutil.Process]:
             if "ActorWorker" in command:
                 found["trainer"] = process
             elif "InferWorker" in command and (below := process.children(recursive=True)):
-                found["engine"] = max(below, key=lambda one: resident(one) or 0.0)
+                found["engine"] = max(below, key=lambda one: resident(one) or (0.0, 0.0))
         except psutil.Error:
             continue
     return found
@@ -66,7 +79,9 @@ def rises(there: Sequence[bool]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_trainer_and_engine_are_never_there_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", ["vllm", "sglang"])
+def test_trainer_and_engine_are_never_there_together(tmp_path: Path, make: Make) -> None:
+    require(make)
     weights_mb = larger_model(tmp_path / "model")
     assert 90 < weights_mb < 110
     settings = [
@@ -79,11 +94,13 @@ def test_trainer_and_engine_are_never_there_together(tmp_path: Path) -> None:
         "validation.enabled=false",
         "checkpoint.export_model=false",
         "algorithm.old_log_probs=recompute",
+        f"weight_sync.bucket_mb={BUCKET_MB}",
+        f"actor_infer.strategy.name={make}",
         f"actor_infer.strategy.kv_cache_mb={KV_CACHE_MB}",
     ]
     command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", *settings]
     latest = tmp_path / "runs" / "latest"
-    seen: list[tuple[float, float, float]] = []
+    seen: list[tuple[float, Resident, Resident]] = []
     first, processes, looked = latest / "samples" / "step_000001.jsonl", dict[str, psutil.Process](), 0.0
     with (tmp_path / "log").open("w") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ.copy()) as run:
         while run.poll() is None:
@@ -100,13 +117,20 @@ def test_trainer_and_engine_are_never_there_together(tmp_path: Path) -> None:
 
     # From the first samples on, when what is made once is made, to the end, where processes go one after the other.
     last = max(file.stat().st_mtime for file in latest.glob("metrics.jsonl"))
-    of_steps = [(trainer, engine) for at, trainer, engine in seen if first.stat().st_mtime < at < last]
-    trainers, engines = zip(*of_steps, strict=True)
+    times, *both = zip(*(sample for sample in seen if first.stat().st_mtime < sample[0] < last), strict=True)
+    trainers, engines = ([one.own for one in each] for each in both)
+    shared = [max(one.shared for one in each) for each in both]
     figures = f"trainer {min(trainers):.0f} to {max(trainers):.0f} MB, engine {min(engines):.0f} to {max(engines):.0f} MB"
+    figures += f", shared at most {shared[0]:.0f} and {shared[1]:.0f} MB"
+    print(f"{figures}, {len(times)} samples")
     assert max(trainers) > min(trainers) + 3.5 * weights_mb, f"weights, gradients, two moments: {figures}"
     trainer_there = [rss > min(trainers) + 0.6 * weights_mb for rss in trainers]
-    engine_there = [rss > min(engines) + 0.5 * KV_CACHE_MB for rss in engines]
-    assert rises(engine_there) >= 2 and rises(trainer_there) >= 2, f"two steps: {figures}"
-    together = [sample for sample, one, other in zip(of_steps, trainer_there, engine_there, strict=True) if one and other]
-    assert not together, f"{len(together)} of {len(of_steps)} samples: {together[:5]}; {figures}"
-    print(f"{figures}, {len(of_steps)} samples")
+    assert rises(trainer_there) >= 2, f"two steps: {figures}"
+    away = sum(after - before for (before, after), there in zip(pairwise(times), trainer_there, strict=False) if not there)
+    assert away > 0.5 * sum(record["time/generate"] for record in records[1:] if "time/step" in record), f"the engine's turns: {figures}"
+    assert max(shared) < BUFFERS_MB < weights_mb, figures
+    if make == "vllm":
+        engine_there = [rss > min(engines) + 0.5 * KV_CACHE_MB for rss in engines]
+        assert rises(engine_there) >= 2, f"two steps: {figures}"
+        together = [sample for *sample, one, other in zip(trainers, engines, trainer_there, engine_there, strict=True) if one and other]
+        assert not together, f"{len(together)} of {len(times)} samples: {together[:5]}; {figures}"
