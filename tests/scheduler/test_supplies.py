@@ -338,11 +338,8 @@ def test_when_a_domain_has_no_more_prompts_the_others_take_its_share(name: str) 
 @pytest.mark.parametrize("name", SUPPLIES)
 def test_places_that_stay_empty_take_no_room_from_others(name: str) -> None:
     """Most of a batch is of a domain that has ended, and one group is more than the engine takes."""
-    domains = [
-        make_domain("a", 0, prompts=3, share=9, samples=16, epochs=1, max_tokens=400),
-        make_domain("b", 1, samples=16, max_tokens=400),
-    ]
-    done, _ = run(domains=domains, supply=SUPPLIES[name], engines=1, slots=1, prompts=10, steps=6)
+    domains = [make_domain("a", 0, prompts=3, share=9, samples=8, epochs=1), make_domain("b", 1, samples=8)]
+    done, _ = run(domains=domains, supply=SUPPLIES[name], engines=1, slots=1, prompts=10, steps=4)
     assert [Counter(group.domain for group in batch)["b"] for batch in done.batches][-2:] == [10, 10]
 
 
