@@ -167,6 +167,7 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
     metadata = {**_FORMAT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state: dict[str, Any] = {name: _kept_of(chunk, chunk.sharded_state_dict(metadata=metadata)) for name, chunk in _named_chunks(chunks)}
     if optimizer is not None:
+        _keep_padding(chunks)
         weights = {name: state[name] for name, _ in _named_chunks(chunks)}
         only = weights["model"] if len(chunks) == 1 else weights
         state["optimizer"] = optimizer.megatron.sharded_state_dict(only, is_loading=loading, metadata=metadata)
@@ -215,6 +216,17 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 # ---------------------------------------------------------------- the optimizer's traps
+
+
+def _keep_padding(chunks: Sequence[Any]) -> None:
+    """To save its state, the distributed optimizer of Megatron-Core 0.16 puts the buckets of a buffer one behind the other without the
+    padding at their ends, and looks parameters up where they are with it. Behind padding it would store what belongs to their neighbours,
+    weights too: tied embeddings under pipeline parallelism have a bucket of their own, and `overlap_grad_reduce` makes several."""
+    for chunk in chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            buffer.numel_unpadded = buffer.numel
+            for bucket in buffer.buckets:
+                bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:

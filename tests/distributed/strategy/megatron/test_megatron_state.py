@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support_passes import forward, train_step
 from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema.models import LoraConfig, OptimizerConfig
 from roll_lite.distributed.strategy.base import StateGroup, TrainResult
+from roll_lite.distributed.strategy.megatron import strategy as strategy_module
 from roll_lite.distributed.strategy.megatron.checkpoint import RunningSave
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
@@ -43,7 +45,8 @@ def steps(strategy: MegatronStrategy, numbers: range) -> list[TrainResult]:
     results = []
     for number in numbers:
         batch = shard(batch_of(seed=number), strategy, [5, 1] if strategy.layout.data_size == 2 else None)
-        results.append(train_step(strategy, batch, weighted_loss, ["log_probs", "entropy"], 3))
+        outputs = ["values"] if strategy._value_head else ["log_probs", "entropy"]
+        results.append(train_step(strategy, batch, weighted_loss, outputs, 3))
     return results
 
 
@@ -221,6 +224,19 @@ def test_resuming_is_bit_identical(ranks: RankPool, path: Path, tmp_path: Path, 
     ranks(world_size, save_and_resume, path, tmp_path / "bfloat16", LAYOUTS[name], "bfloat16", 2)
 
 
+def resume_with_buckets(path: Path, folder: Path) -> None:
+    """As larger models have them where gradients go out early."""
+    with pytest.MonkeyPatch.context() as patch:
+        small = partial(strategy_module.DistributedDataParallelConfig, bucket_size=20_000)
+        patch.setattr(strategy_module, "DistributedDataParallelConfig", small)
+        save_and_resume(path, folder, {"overlap_grad_reduce": True}, "bfloat16", 2)
+
+
+def test_so_it_is_with_padding_between_buckets(ranks: RankPool, tmp_path: Path) -> None:
+    """192 biases of query, key and value are no multiple of 128."""
+    ranks(1, resume_with_buckets, tiny(tmp_path / "model", "qwen2", num_key_value_heads=1), tmp_path)
+
+
 def resume_in_the_decay(path: Path, folder: Path) -> None:
     """Ten updates, of which the last four decay: checkpoints in the warm-up, before the decay and within it."""
     config = CONFIG.model_copy(update={"decay": "wsd", "decay_steps": 4, "decay_shape": "minus_sqrt", "warmup_steps": 2})
@@ -364,8 +380,10 @@ class Saved:
 
 @pytest.fixture(scope="module")
 def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Of a model whose tensors do not fill what Megatron aligns them to: there is padding between them and the tied embeddings."""
     folder = tmp_path_factory.mktemp("saved")
-    return Saved(ranks, folder, tiny(folder / "model", "qwen3", vocab_size=101, layers=4), ALL)
+    shape = {"hidden": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101, "layers": 4}
+    return Saved(ranks, folder, tiny(folder / "model", "qwen3", **shape), ALL)
 
 
 @pytest.mark.parametrize("loaded", LOADED_FROM)
@@ -377,6 +395,27 @@ def test_another_layout_goes_on_where_the_first_stopped(ranks: RankPool, saved: 
 @pytest.mark.parametrize("loaded", [name for name in ALL if "bf16" not in name])
 def test_every_layout_goes_on_where_any_other_stopped(ranks: RankPool, saved: Saved, loaded: str) -> None:
     goes_on(ranks, saved, [name for name in ALL if "bf16" not in name and name not in (loaded, *LOADED_FROM.get(loaded, ()))], loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_critic_goes_on_under_other_layouts(ranks: RankPool, tmp_path: Path) -> None:
+    layouts = {name: layout | {"value_init": "actor"} for name, layout in (LAYOUTS | FURTHER).items() if "bf16" not in name}
+    saved = Saved(ranks, tmp_path / "saved", tiny(tmp_path / "model", "llama", vocab_size=101, layers=4), layouts)
+    for loaded in layouts:
+        goes_on(ranks, saved, LOADED_FROM[loaded], loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("keys", [1, 2])
+def test_ranks_that_have_a_key_together_go_on_and_are_gone_on_from(ranks: RankPool, tmp_path: Path, keys: int) -> None:
+    """Two of them have one of the model's key/value heads."""
+    together = {"tensor_parallel": 2 * keys}
+    layouts = {"one rank": {}, "together": together, "together SP": {**together, "sequence_parallel": True}, "PP2": STAGES}
+    saved = Saved(ranks, tmp_path / "saved", tiny(tmp_path / "model", "qwen2", num_key_value_heads=keys), layouts)
+    for loaded, sources in {"one rank": ["together"], "together": ["one rank", "PP2"], "PP2": ["together SP"]}.items():
+        goes_on(ranks, saved, sources, loaded)
 
 
 def goes_on(ranks: RankPool, saved: Saved, sources: list[str], loaded: str) -> None:
