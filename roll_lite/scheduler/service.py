@@ -64,6 +64,8 @@ class RolloutService:
         self._seeds = no_seeds if seed is None else seeds_from(seed)
         self._runners = {name: self._runner(domain, self._recorder) for name, domain in self._domains.items()}
         self._validation: Validation | None = None
+        self._next_held_out = 0
+        """Group of the next validation."""
         self._draining = False
         """New weights wait for what the engines are generating: no held-out prompts are added to that."""
         self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
@@ -225,7 +227,8 @@ class RolloutService:
         recorder = Recorder(self._domains, self._time())
         domains = list(self._domains.values())
         runners = {one.name: self._runner(one, recorder, queue=f"{one.name}/{VALIDATION_EPOCH}", generated=self._admit) for one in domains}
-        self._validation = Validation(domains, runners, samples_per_prompt, sampling, recorder, self._admit)
+        self._validation = Validation(domains, runners, samples_per_prompt, sampling, recorder, self._admit, self._next_held_out)
+        self._next_held_out += sum(len(one.validation or ()) for one in domains)
         self._router.release()
         self._admit()
         try:

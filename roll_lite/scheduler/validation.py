@@ -26,9 +26,11 @@ class Validation:
         sampling: Mapping[str, Sampling],
         recorder: Recorder,
         ended: Callable[[], None],
+        first_group: int = 0,
     ) -> None:
         """`samples`: of each prompt. `sampling`, `runners`: by domain; the runners are its own. `ended()` is called when a
-        group has."""
+        group has. `first_group`: its number, another one in every validation, or a late answer to a request of the last one would be
+        taken for one of the same name."""
         self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
         self._runners = runners
         self._samples = samples
@@ -36,7 +38,8 @@ class Validation:
         self._recorder = recorder
         self._ended = ended
         self._wanted = {name: len(domain.validation or ()) for name, domain in self._domains.items()}
-        self._left = deque(enumerate((name, index) for name, count in self._wanted.items() for index in range(count)))
+        prompts = ((name, index) for name, count in self._wanted.items() for index in range(count))
+        self._left = deque(enumerate(prompts, first_group))
         self._groups: dict[int, SampleGroup] = {}
         self._total = len(self._left)
         self._running: set[asyncio.Future[list[Sample]]] = set()

@@ -229,3 +229,23 @@ def test_progress_of_either_is_told_beside_the_other() -> None:
         service.close()
 
     run_virtual(main())
+
+
+def test_another_validation_asks_by_other_names_for_the_same_responses() -> None:
+    """An engine that hung answers late, with what it was asked before."""
+    asked: list[GenerationRequest] = []
+
+    def script(request: GenerationRequest) -> Response:
+        asked.append(request)
+        return Response(2, 1.0)
+
+    async def main() -> list[RolloutResult]:
+        service, _, _ = make_service([make_domain("a", validation=Prompts("a", 0, 3))], [script], seed=5)
+        return [await service.evaluate(2, {"a": Sampling(1.0, 64)}) for _ in range(2)]
+
+    first, second = ([group.samples for group in result.groups] for result in run_virtual(main()))
+    assert [[sample.prompt.uid for sample in samples] for samples in first] == [
+        [sample.prompt.uid for sample in samples] for samples in second
+    ]
+    assert len({request.request_id for request in asked}) == len(asked) == 12
+    assert [request.sampling.seed for request in asked[:6]] == [request.sampling.seed for request in asked[6:]]
