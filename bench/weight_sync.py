@@ -124,8 +124,8 @@ class Engine:
         self.receiver.join(membership, number)
 
     def take(self, buckets: Any) -> dict[str, float]:
-        for routes in buckets:
-            self.receiver.load(routes, lambda again: None, self._load)
+        for routes, following in zip(buckets, [*buckets[1:], []], strict=True):
+            self.receiver.load(routes, lambda again: None, self._load, following)
         return self.receiver.finish(lambda: None)
 
     def checksums(self) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -92,10 +93,12 @@ def deliver(sender: Any, route: Route, state: Mapping[str, torch.Tensor]) -> Non
 
 def receive_all(receiver: Any, plan: TransferPlan) -> dict[str, torch.Tensor]:
     received: dict[str, torch.Tensor] = {}
-    for route in plan.routes:
-        if receiver.group.number in route.receivers:
-            received |= receiver.receive(route)
-            receiver.release()
+    own = [route for route in plan.routes if receiver.group.number in route.receivers]
+    for route, following in zip_longest(own, own[1:]):
+        received |= receiver.receive(route)
+        if following is not None:
+            receiver.expect(following)
+        receiver.release()
     return received
 
 

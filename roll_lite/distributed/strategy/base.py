@@ -341,8 +341,9 @@ class InferenceStrategy(ABC):
         """Check every name and shape against the model (ValueError before anything is touched) and get ready to receive."""
 
     @abstractmethod
-    async def receive_bucket(self, routes: Sequence[Route]) -> None:
-        """Take part in the transfer of one bucket, over all its routes, and load it."""
+    async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
+        """Take part in the transfer of one bucket, over all its routes, and load it. `following`: of the bucket that comes next, which may
+        travel meanwhile."""
 
     @abstractmethod
     async def finish_weight_update(self, version: int) -> dict[str, float]:
@@ -352,8 +353,9 @@ class InferenceStrategy(ABC):
         """A whole update, bucket by bucket, beside the trainers' `WeightSender.send`. Where that raises TransferError the engine goes on
         with the old weights or, if it has part of the new ones, generates nothing until another update has come."""
         await self.begin_weight_update(tensors_of(routes))
-        for bucket in by_bucket(routes):
-            await self.receive_bucket(bucket)
+        buckets = by_bucket(routes)
+        for bucket, following in zip(buckets, [*buckets[1:], []], strict=True):
+            await self.receive_bucket(bucket, following)
         return await self.finish_weight_update(version)
 
     @abstractmethod

@@ -238,7 +238,7 @@ class ScriptedEngine(InferenceStrategy):
             check_tensors(tensors, self._weights)
         self._life.begin_update(WeightUpdate(tensors))
 
-    async def receive_bucket(self, routes: Sequence[Route]) -> None:
+    async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
         tensors = tensors_of(routes)
         self._life.require_update().check(tensors)
         self._life.receive().arrived.update(tensor.name for tensor in tensors)

@@ -2,7 +2,7 @@
 
 Each channel has a process group of its own, in which its owner of weights and its receivers are alone: owners send at the same time, and
 none waits for another. Before each bucket its members meet at the rendezvous, since collectives themselves only say that somebody did not
-come. A sender broadcasts on a thread, so that the next bucket is gathered meanwhile.
+come. Both broadcast on a thread: a sender gathers the next bucket meanwhile, a receiver loads the one before.
 
 By gloo one worker of each machine gets a bucket, and spreads it there through shared memory.
 """
@@ -10,8 +10,9 @@ By gloo one worker of each machine gets a bucket, and spreads it there through s
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
+from roll_lite.distributed.weight_sync.devices import settle
 from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
 from roll_lite.distributed.weight_sync.memory import GpuSegment, Segment, SharedSegment, open_shared
@@ -153,10 +155,27 @@ class BroadcastReceiver(TransportReceiver):
         super().__init__(group)
         self._device = wire.device
         self.broadcasts = _Broadcasts(group, wire)
+        self._thread = ThreadPoolExecutor(1, "weights")
+        self._coming: deque[tuple[Route, Future[dict[str, torch.Tensor]]]] = deque()
+
+    def expect(self, route: Route) -> None:
+        self._coming.append((route, self._begin(route)))
 
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
+        if not self._coming:
+            self.expect(route)
+        expected, coming = self._coming.popleft()
+        assert expected == route, f"bucket {expected.bucket} comes next, not bucket {route.bucket}"
+        return coming.result()
+
+    def _begin(self, route: Route) -> Future[dict[str, torch.Tensor]]:
         layout = flat_layout(route.tensors)
+        # Not on the thread, which has a current GPU and stream of its own.
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        settle(buffer)
+        return self._thread.submit(self._take, route, layout, buffer)
+
+    def _take(self, route: Route, layout: FlatLayout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         self.broadcasts.broadcast(route, layout, buffer)
         return unflatten(buffer, route.tensors, layout)
 
@@ -165,6 +184,7 @@ class BroadcastReceiver(TransportReceiver):
 
     def close(self) -> None:
         super().close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self.broadcasts.close()
 
 
@@ -200,16 +220,26 @@ class GlooReceiver(BroadcastReceiver):
         self._spread = FetchSender(group, SharedSegment)
         self._fetch = FetchReceiver(group, open_shared, ALONE)
 
+    def expect(self, route: Route) -> None:
+        if self._here(route).sender == self.group.number:
+            super().expect(route)
+
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
-        first, *others = neighbours(self.group, route, self.group.number)
-        here = replace(route, sender=first, receivers=tuple(others))
-        if self.group.number != first:
-            return self._fetch.receive(here)
-        sent = to_machines(self.group, route)
-        if not others:
-            return super().receive(sent)
+        here = self._here(route)
+        return super().receive(route) if here.sender == self.group.number else self._fetch.receive(here)
+
+    def _begin(self, route: Route) -> Future[dict[str, torch.Tensor]]:
+        here, sent = self._here(route), to_machines(self.group, route)
+        return self._thread.submit(self._hand_on, here, sent) if here.receivers else super()._begin(sent)
+
+    def _hand_on(self, here: Route, sent: Route) -> dict[str, torch.Tensor]:
         segment = self._spread.publish(here, partial(self.broadcasts.broadcast, sent))
-        return unflatten(segment.whole, route.tensors, flat_layout(route.tensors))
+        return unflatten(segment.whole, sent.tensors, flat_layout(sent.tensors))
+
+    def _here(self, route: Route) -> Route:
+        """From the first receiver of this machine to the others."""
+        first, *others = neighbours(self.group, route, self.group.number)
+        return replace(route, sender=first, receivers=tuple(others))
 
     def release(self) -> None:
         self._fetch.release()

@@ -141,16 +141,18 @@ class WeightReceiver:
         routes: Iterable[Mapping[str, Any]],
         begin: Callable[[bool], None],
         load: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
+        following: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """Receive a bucket over all its routes that lead here, and load it. The old weights stay until the first bucket has arrived:
-        then `begin` is called, once in an update, with whether another one has broken off half-way."""
+        """Receive a bucket over all its routes that lead here, and load it, while the following one comes. The old weights stay until the
+        first bucket has arrived: then `begin` is called, once in an update, with whether another one has broken off half-way."""
         if self._half is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
         started = time.monotonic()
         arrived: dict[str, torch.Tensor] = {}
-        for route in map(Route.of, routes):
-            if self._half.group.number in route.receivers:
-                arrived |= self._half.receive(route)
+        for route in self._own(routes):
+            arrived |= self._half.receive(route)
+        for route in self._own(following):
+            self._half.expect(route)
         here = time.monotonic()
         if not self._begun:
             again, self._begun, self.touched = self.touched, True, True
@@ -161,6 +163,10 @@ class WeightReceiver:
         self._half.release()
         self._seconds["receive"] += here - started
         self._seconds["load"] += time.monotonic() - here
+
+    def _own(self, routes: Iterable[Mapping[str, Any]]) -> list[Route]:
+        assert self._half is not None
+        return [route for route in map(Route.of, routes) if self._half.group.number in route.receivers]
 
     def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
         """All buckets have come, and the engine puts the new weights in place. Seconds of the update, by phase."""

@@ -26,6 +26,7 @@ INTERRUPT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
 """Written by whoever interrupts, the other one by a member: each has one writer, so that neither goes back."""
+_CLOSED = "closed"
 _KEPT_STEPS = 2
 """What was said about a bucket is deleted so many buckets later; until then somebody may still read it."""
 
@@ -124,7 +125,8 @@ class TransferGroup:
         return self.membership.members[self.number]
 
     def close(self) -> None:
-        self.failure = "closed"
+        """Also ends what threads still wait for."""
+        self.failure = _CLOSED
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
@@ -189,6 +191,8 @@ class TransferGroup:
         return f"{self.membership.epoch}/joined/{number}"
 
     def _check_epoch(self) -> None:
+        if self.failure == _CLOSED:
+            raise TransferError(f"weight transfer: {self.name} has left the transfer group")
         current = max((int(self.store.get(key)) for key in (_EPOCH, _INTERRUPTED) if self.store.check([key])), default=0)
         if current > self.membership.epoch:
             own = self.membership.epoch

@@ -6,7 +6,7 @@ sender for `done` before it uses a buffer again, where receivers fetch.
 
 A bucket travels as one flat byte buffer. Both halves compute its layout from the same list of tensors, so that nothing but bytes crosses
 the wire and the receiver cuts views instead of copying. Every sender has two buffers for each channel: it gathers and writes a bucket while
-the one before travels and is loaded.
+the one before travels and is loaded. A receiver of copies has two as well: it loads a bucket while the next one comes.
 """
 
 from __future__ import annotations
@@ -160,6 +160,9 @@ class TransportReceiver(ABC):
 
     def __init__(self, group: TransferGroup) -> None:
         self.group = group
+
+    def expect(self, route: Route) -> None:  # noqa: B027 (where receivers read in the sender's memory, that has the next bucket already)
+        """This route comes next: what is copied may come while the bucket before is loaded. Returns at once."""
 
     @abstractmethod
     def receive(self, route: Route) -> dict[str, torch.Tensor]:

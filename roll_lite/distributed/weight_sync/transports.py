@@ -130,11 +130,19 @@ class SideBySideReceiver(TransportReceiver):
         super().__init__(group)
         self._halves: dict[str, TransportReceiver] = {}
 
+    def expect(self, route: Route) -> None:
+        half, part = self._way(route)
+        half.expect(part)
+
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
+        half, part = self._way(route)
+        return half.receive(part)
+
+    def _way(self, route: Route) -> tuple[TransportReceiver, Route]:
         name, part = next(way for way in ways_of(self.group, route) if self.group.number in way[1].receivers)
         if name not in self._halves:
             self._halves[name] = TRANSPORTS[name].receiver(self.group)
-        return self._halves[name].receive(part)
+        return self._halves[name], part
 
     def release(self) -> None:
         for half in self._halves.values():

@@ -11,6 +11,7 @@ import torch
 from transfer_members import assert_equal, fresh
 
 from roll_lite.distributed.strategy.base import TrainStrategy
+from roll_lite.distributed.weight_sync.broadcast import GlooReceiver
 from roll_lite.distributed.weight_sync.checksum import checksum, require_equal
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver, WeightSender
 from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, interrupt
@@ -49,8 +50,9 @@ class Worker:
         self.model = {}
 
     def update(self, plan: TransferPlan) -> None:
-        for routes in by_bucket(plan.routes):
-            self.receiver.load([route.plain() for route in routes], self.begin, self.model_update)
+        buckets = [[route.plain() for route in routes] for routes in by_bucket(plan.routes)]
+        for routes, following in zip(buckets, [*buckets[1:], []], strict=True):
+            self.receiver.load(routes, self.begin, self.model_update, following)
         self.receiver.finish(lambda: None)
 
     def model_update(self, arrived: Any) -> None:
@@ -69,9 +71,11 @@ class Run:
         self.timeout_s = timeout_s
         self.pool = ThreadPoolExecutor(8)
 
-    def connect(self, epoch: int, engines: Mapping[int, Worker], dtype: torch.dtype = torch.float32) -> TransferPlan:
+    def connect(
+        self, epoch: int, engines: Mapping[int, Worker], dtype: torch.dtype = torch.float32, transport: str = "gloo"
+    ) -> TransferPlan:
         plan = plan_transfers(self.exports[0], dict.fromkeys(engines, 1), dtype)
-        membership = plan.membership(epoch, "gloo", "127.0.0.1", self.port, self.timeout_s)
+        membership = plan.membership(epoch, transport, "127.0.0.1", self.port, self.timeout_s)
         joining = [self.pool.submit(sender.join, plan, membership) for sender in self.senders]
         joining += [
             self.pool.submit(worker.receiver.join, membership.plain(), plan.first_member(number)) for number, worker in engines.items()
@@ -105,6 +109,41 @@ def test_an_engine_takes_the_place_of_another_between_two_updates() -> None:
     with pytest.raises(StaleEpoch, match="engine 1 worker 0 belongs to epoch 1"):
         gone.update(plan)
     assert gone.begun == 2 and not gone.receiver.touched  # its weights are whole
+
+
+@pytest.mark.usefixtures("machines")
+@pytest.mark.parametrize("transport", ["gloo", "auto"])
+def test_the_next_bucket_comes_while_one_is_loaded_and_not_the_one_after(transport: str) -> None:
+    run, worker = Run(), Worker()
+    plan = run.connect(1, {0: worker}, transport=transport)
+    first, second, third = ([route.plain() for route in routes] for routes in by_bucket(plan.routes))
+    sending = [run.pool.submit(sender.send) for sender in run.senders]
+    loaded: list[int] = []
+
+    def load(arrived: Any) -> None:
+        worker.model.update(arrived)
+        loaded.append(len(worker.model))
+        sending[2].result(20)  # it owns the second bucket alone
+        assert not sending[0].done() or len(loaded) > 1
+
+    worker.receiver.load(first, worker.begin, load, second)
+    worker.receiver.load(second, worker.begin, load, third)
+    worker.receiver.load(third, worker.begin, load)
+    sending[0].result(20)
+    assert loaded == [1, 3, 4]
+    assert_equal(worker.model, run.state)
+
+
+def test_an_engine_that_leaves_with_a_bucket_on_its_way_is_not_kept() -> None:
+    """Nobody sends it; the time-out is longer than the test may take."""
+    run, worker = Run(timeout_s=100.0), Worker()
+    plan = run.connect(1, {0: worker})
+    half = worker.receiver._half
+    assert isinstance(half, GlooReceiver)
+    half.expect(plan.routes[0])
+    worker.receiver.leave()
+    with pytest.raises(TransferError, match="engine 0 worker 0 has left the transfer group"):
+        half._coming[0][1].result(20)
 
 
 def test_an_update_that_breaks_off_is_known_to_have_begun() -> None:

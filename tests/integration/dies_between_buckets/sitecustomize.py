@@ -43,7 +43,7 @@ def _change(receiver: Any) -> None:
     load, finish = receiver.load, receiver.finish
     updates = buckets = 0
 
-    def load_or_die(self: Any, routes: Any, begin: Any, into_model: Callable[[Any], object]) -> None:
+    def load_or_die(self: Any, routes: Any, begin: Any, into_model: Callable[[Any], object], *following: Any) -> None:
         def into_model_or_die(arrived: Any) -> None:
             nonlocal buckets
             buckets += 1
@@ -51,7 +51,7 @@ def _change(receiver: Any) -> None:
                 _die_if_first()
             into_model(arrived)
 
-        load(self, routes, begin, into_model_or_die)
+        load(self, routes, begin, into_model_or_die, *following)
 
     def counted_finish(self: Any, put_in_place: Any) -> Any:
         nonlocal updates, buckets

@@ -263,7 +263,7 @@ class EngineStrategy(InferenceStrategy):
         check_tensors(tensors, self._shapes)
         self._life.begin_update(WeightUpdate(tensors))
 
-    async def receive_bucket(self, routes: Sequence[Route]) -> None:
+    async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
         """From the first bucket on the engine is frozen, until an update is finished."""
         self._require_update()
         async with self._order:
@@ -272,7 +272,8 @@ class EngineStrategy(InferenceStrategy):
             update = self._life.receive()
             try:
                 await self._settle()
-                await self._call_workers("roll_lite_load_bucket", routes=[route.plain() for route in routes])
+                now, then = ([route.plain() for route in bucket] for bucket in (routes, following))
+                await self._call_workers("roll_lite_load_bucket", routes=now, following=then)
             except TransferError:
                 await self._broke_off()
                 raise

@@ -50,7 +50,7 @@ class RolloutScheduler(Scheduler):
     def roll_lite_connect(self, answer: str, first_member: int, membership: dict[str, Any]) -> None:
         self._together(lambda: self._receiver.join(membership, first_member + get_parallel().tp_rank))
 
-    def roll_lite_load_bucket(self, answer: str, routes: list[dict[str, Any]]) -> None:
+    def roll_lite_load_bucket(self, answer: str, routes: list[dict[str, Any]], following: list[dict[str, Any]]) -> None:
         runner = self.tp_worker.model_runner
 
         def begin(again: bool) -> None:
@@ -58,7 +58,7 @@ class RolloutScheduler(Scheduler):
                 runner.weight_updater.end_weight_update(run_post_load=False)
             runner.weight_updater.begin_weight_update()
 
-        self._together(lambda: self._receiver.load(routes, begin, runner.model.load_weights))
+        self._together(lambda: self._receiver.load(routes, begin, runner.model.load_weights, following))
 
     def roll_lite_put_in_place(self, answer: str) -> None:
         updater = self.tp_worker.model_runner.weight_updater

@@ -46,7 +46,7 @@ class WorkerExtension:
         self.roll_lite_receiver = self.roll_lite_receiver or WeightReceiver()
         self.roll_lite_receiver.join(membership, first_member + self.rank)
 
-    def roll_lite_load_bucket(self, routes: list[dict[str, Any]]) -> None:
+    def roll_lite_load_bucket(self, routes: list[dict[str, Any]], following: list[dict[str, Any]]) -> None:
         receiver = self.roll_lite_receiver = self.roll_lite_receiver or WeightReceiver()
         model = self.get_model()
 
@@ -58,7 +58,7 @@ class WorkerExtension:
             initialize_layerwise_reload(model)
 
         with set_current_vllm_config(self.vllm_config):
-            receiver.load(routes, begin, model.load_weights)
+            receiver.load(routes, begin, model.load_weights, following)
         torch.accelerator.synchronize()
 
     def roll_lite_weights_touched(self) -> bool:
