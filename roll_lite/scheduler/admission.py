@@ -32,7 +32,7 @@ class Admission:
         """Prompts of a batch."""
         self.asked = self.handed_out = self._resumed_at = 0
         """Batches."""
-        self.announced = 0
+        self.announced, self._announced_tokens = 0, 0.0
         """Requests of groups that were started, and whose tasks have not run yet."""
         self._domains, self._schedulers = domains, schedulers
         self._router = router
@@ -51,14 +51,14 @@ class Admission:
         if self.asked == self.handed_out and self._pacing.supply.max_staleness == 0:
             return  # it would be too old for the batch that comes next
         for scheduler in self._schedulers.values():
-            while scheduler.owed and self._router.has_room(self.announced):
+            while scheduler.owed and self._has_room():
                 if scheduler.replace(self.asked):
                     self._announce(scheduler.name)
         most, due = self._most_places(), self._due_places()
         room = self._room_in_rewards() if self.plan.charged < most else {}
         self._note_behind({name for name, samples in room.items() if samples <= 0})
         enough = {name for name in room if self._has_enough(name)}
-        while room and self._router.has_room(self.announced) and not self.drop_exhausted():
+        while room and self._has_room() and not self.drop_exhausted():
             found = self.plan.admit(self.size, {name: due if samples <= 0 or name in enough else most for name, samples in room.items()})
             if found is None:
                 return
@@ -70,12 +70,19 @@ class Admission:
 
     def _announce(self, name: str) -> None:
         """Until the tasks of a group of this domain have run, which were made just now: then the router knows of its requests."""
-        requests = self._domains[name].group_size
+        domain = self._domains[name]
+        requests = domain.group_size
+        tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)
         self.announced += requests
-        self._loop.call_soon(self._have_come, requests)
+        self._announced_tokens += tokens
+        self._loop.call_soon(self._have_come, requests, tokens)
 
-    def _have_come(self, requests: int) -> None:
+    def _have_come(self, requests: int, tokens: float) -> None:
         self.announced -= requests
+        self._announced_tokens -= tokens
+
+    def _has_room(self) -> bool:
+        return self._router.has_room(self.announced, self._announced_tokens)
 
     def drop_exhausted(self) -> bool:
         """Domains without further prompts leave the mix; True: all have left it."""

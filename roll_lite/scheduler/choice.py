@@ -7,6 +7,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from roll_lite.scheduler.engines import EngineClient
 
@@ -17,8 +18,8 @@ PREFIXES_REMEMBERED = 131_072
 class EngineLoad:
     client: EngineClient
     tokens: float = 0.0
-    """Of the requests in flight: tokens of the responses, as expected when they were sent, and those of the prompts that it does not share
-    among them."""
+    """Of the requests in flight: tokens of the responses, as expected by now, and those of the prompts that it does not share among
+    them."""
     done: float = 0.0
     """Of those, what it need not do any more by its own reports; less than nothing where responses turn out longer than expected."""
     requests: int = 0
@@ -57,6 +58,8 @@ class EngineChoice:
         self._numbers = itertools.count()
         self.serving = 0
         """Engines."""
+        self._tokens = 0.0
+        """In flight to them."""
         self._prefixes: OrderedDict[str, dict[EngineLoad, None]] = OrderedDict()
         for engine in engines:
             self.add(engine)
@@ -68,9 +71,21 @@ class EngineChoice:
 
     def withdraw(self, engine: EngineLoad) -> EngineLoad:
         """It gets nothing new."""
-        self.serving -= engine.serves
+        if engine.serves:
+            self.serving -= 1
+            self._tokens -= engine.tokens
         engine.serves = False
         return engine
+
+    def takes(self, tokens: float) -> float:
+        """Requests of so many tokens that all engines together take."""
+        by_requests = inf if self._most_requests is None else self._most_requests * self.serving
+        return by_requests if self._most_tokens is None else min(by_requests, self._most_tokens * self.serving / max(1.0, tokens))
+
+    @property
+    def free_tokens(self) -> float:
+        """For what is to come."""
+        return inf if self._most_tokens is None else max(0.0, self._most_tokens * self.serving - self._tokens)
 
     def _offer(self, engine: EngineLoad) -> None:
         """It may be chosen, with the load that it has now."""
@@ -91,7 +106,7 @@ class EngineChoice:
 
     def give(self, engine: EngineLoad, prefix: str, cost: float) -> None:
         engine.requests += 1
-        engine.tokens += cost
+        self._set_tokens(engine, engine.tokens + cost)
         self._offer(engine)
         self.remember(prefix, engine)
 
@@ -108,13 +123,18 @@ class EngineChoice:
 
     def take_back(self, engine: EngineLoad, cost: float) -> None:
         engine.requests -= 1
-        engine.tokens = engine.tokens - cost if engine.requests else 0.0
+        self._set_tokens(engine, engine.tokens - cost if engine.requests else 0.0)
         engine.done = engine.done if engine.requests else 0.0
         self._offer(engine)
 
-    def report(self, engine: EngineLoad, done: float) -> None:
-        """So much more of what is in flight to it is done."""
+    def _set_tokens(self, engine: EngineLoad, tokens: float) -> None:
+        self._tokens += (tokens - engine.tokens) * engine.serves
+        engine.tokens = tokens
+
+    def report(self, engine: EngineLoad, done: float, grown: float) -> None:
+        """So much more of what is in flight to it is done, and so much longer than expected it will become."""
         engine.done += done
+        self._set_tokens(engine, engine.tokens + grown)
         self._reported.add(engine)
 
     def _least(self) -> EngineLoad | None:

@@ -153,12 +153,29 @@ class EngineClock:
 class Flight:
     """The time of a request at one engine. Callbacks and a timer: a task for each would cost more than all else."""
 
-    __slots__ = ("_asked", "_begun_at", "_choice", "_clock", "_cost", "_done", "_engine", "_loop", "_sent", "_timeout_s", "_timer", "over")
+    __slots__ = (
+        "_asked",
+        "_begun_at",
+        "_choice",
+        "_clock",
+        "_cost",
+        "_done",
+        "_engine",
+        "_grown",
+        "_length",
+        "_loop",
+        "_sent",
+        "_timeout_s",
+        "_timer",
+        "over",
+    )
 
     def __init__(self, engine: EngineLoad, asked: Asked, timeout_s: float, choice: EngineChoice, cost: float, clock: EngineClock) -> None:
         """`cost`: what it has added to the engine's load."""
         self._engine, self._asked, self._timeout_s = engine, asked, timeout_s
-        self._choice, self._cost, self._done = choice, cost, 0.0
+        self._choice, self._cost, self._done, self._grown = choice, cost, 0.0, 0.0
+        self._length = asked.left()
+        """Of the response, as expected so far."""
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = self._loop.create_future()
@@ -183,11 +200,14 @@ class Flight:
             return
         if self._begun_at is None:
             self._begin()
-        self._report(self._cost - self._asked.left(tokens))
+        left = self._asked.left(tokens)
+        self._report(self._cost - left, tokens + left - self._length)
 
-    def _report(self, done: float) -> None:
-        self._choice.report(self._engine, done - self._done)
-        self._done = done
+    def _report(self, done: float, grown: float) -> None:
+        """`done`: of what was expected; `grown`: beyond that, or less."""
+        done += grown
+        self._choice.report(self._engine, done - self._done, grown - self._grown)
+        self._done, self._grown = done, grown
 
     def _end_wait(self) -> None:
         if not self.over.done():
@@ -222,7 +242,7 @@ class Flight:
         """It is there no more."""
         self._timer.cancel()
         if self._begun_at is not None:
-            self._report(0.0)
+            self._report(0.0, 0.0)
             self._engine.last_sign = self._clock.time()
             self._engine.generating -= 1
             self._asked.generating_s += self._engine.last_sign - self._begun_at

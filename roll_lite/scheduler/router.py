@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
+from statistics import fmean
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, Turn
 from roll_lite.data.stable_hash import stable_hash
@@ -15,6 +16,8 @@ from roll_lite.scheduler.engines import EngineClient, EngineLost
 from roll_lite.scheduler.flight import Asked, EngineClock, ExpectedLength, Flight, joined
 from roll_lite.scheduler.waves import WaveGate
 
+NEW_COST = 0.1
+"""Of a domain's tokens per request, how much the last one counts."""
 READY_SHARE = 0.25
 """So many requests more than an engine can run, as a share of those, are sent to it: when one ends, the next is there."""
 ABORT_PATIENCE_S = 10.0
@@ -85,6 +88,8 @@ class Router:
         self._held = False
         self._idle = asyncio.Event()
         self._expected: dict[str, ExpectedLength] = {}
+        self._costs: dict[str, float] = {}
+        """Tokens that a request adds to an engine's, by domain: of the last ones."""
 
     async def generate(self, domain: str, request: GenerationRequest) -> Turn:
         """A turn that can be used. Raises RequestFailed (try again) or NoEngineLeft (give up)."""
@@ -131,18 +136,24 @@ class Router:
 
     # ------------------------------------------------------------ how much there is to do
 
-    def has_room(self, announced: int = 0) -> bool:
-        """Whether more may be asked for, after so many requests that are on their way here. Little waits here: a group's age runs from its
-        admission."""
+    def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
+        """Whether more may be asked for, after so many requests, of so many tokens, that are on their way. Little waits here: a group's age
+        runs from its admission."""
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
-        will_wait = max(0.0, announced - max(0.0, self.capacity - sum(self._in_flight.values())))
-        return self._waiting + will_wait < max(1, int(self._slots * READY_SHARE * self._choice.serving))
+        each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
+        free = min(self.takes(0.0) - sum(self._in_flight.values()), self._choice.free_tokens / max(1.0, each))
+        will_wait = max(0.0, announced - max(0.0, free))
+        running = min(self._slots * self._choice.serving, self.takes(each))
+        return self._waiting + will_wait < max(1, int(running * READY_SHARE))
 
-    @property
-    def capacity(self) -> float:
-        """Requests that all engines together take."""
-        return inf if self._most is None else self._most * self._choice.serving
+    def takes(self, tokens: float) -> float:
+        """Requests of so many tokens that all engines together take."""
+        return inf if self._most is None else self._choice.takes(tokens)
+
+    def expected_tokens(self, domain: str, most: int) -> float:
+        """Of a request of this domain that is yet to come; `most`, those of its longest response, where there was none."""
+        return self._costs.get(domain, float(most))
 
     def under_way(self, domain: str) -> int:
         """Requests, those that wait here among them."""
@@ -242,6 +253,7 @@ class Router:
 
     def _give(self, asked: Asked, engine: EngineLoad, cost: float) -> None:
         self._choice.give(engine, asked.prefix, cost)
+        self._costs[asked.domain] = cost + (1 - NEW_COST) * (self._costs.get(asked.domain, cost) - cost)
         self._in_flight[asked.domain] = self._in_flight.get(asked.domain, 0) + 1
 
     def _free(self, asked: Asked, engine: EngineLoad, cost: float) -> None:

@@ -99,7 +99,9 @@ class RolloutService:
 
     def _room_for_validation(self) -> float:
         """Samples: what training leaves free, and at least as many as one more domain would get."""
-        capacity = self._router.capacity
+        assert self._validation is not None
+        longest = self._validation.longest.items()
+        capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
         training = sum(self._router.under_way(name) for name in self._domains) + self._admission.announced
         return max(capacity / (1 + len(self._domains)), capacity - training)
 
@@ -226,7 +228,7 @@ class RolloutService:
         assert self._validation is None, "one validation at a time"
         recorder = Recorder(self._domains, self._time())
         domains = list(self._domains.values())
-        runners = {one.name: self._runner(one, recorder, queue=f"{one.name}/{VALIDATION_EPOCH}", generated=self._admit) for one in domains}
+        runners = {one.name: self._runner(one, recorder, queue=_held_out(one.name), generated=self._admit) for one in domains}
         self._validation = Validation(domains, runners, samples_per_prompt, sampling, recorder, self._admit, self._next_held_out)
         self._next_held_out += sum(len(one.validation or ()) for one in domains)
         self._router.release()
@@ -266,6 +268,11 @@ class RolloutService:
             if name in self._schedulers:
                 self._schedulers[name].load_state_dict(domain)
         self._admission.load_state_dict(state)
+
+
+def _held_out(domain: str) -> str:
+    """What its validation is to the router."""
+    return f"{domain}/{VALIDATION_EPOCH}"
 
 
 def accepted(groups: Sequence[SampleGroup]) -> list[SampleGroup]:

@@ -64,6 +64,11 @@ class Validation:
             group.add_done_callback(partial(self._samples_done, number, name, samples))
 
     @property
+    def longest(self) -> dict[str, int]:
+        """Tokens of a response, by domain."""
+        return {name: self._sampling[name].max_tokens for name in self._domains}
+
+    @property
     def _with_engines(self) -> float:
         """Samples, and those that wait for a score because its rewards have enough to do: they hold others back as well."""
         scored_now = (min(self._runners[name].scoring, domain.rewards.capacity) for name, domain in self._domains.items())

@@ -48,6 +48,8 @@ class House:
     """Engines are away between two batches."""
     doomed: bool
     """In the end all engines die."""
+    tokens: int | None = None
+    """In flight to an engine; None: without a bound."""
 
 
 @dataclass

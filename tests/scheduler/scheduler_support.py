@@ -97,11 +97,12 @@ def make_service(
     seed: int | None = None,
     deterministic: bool = False,
     engine_slots: int | None = None,
+    engine_tokens: int | None = None,
     **how: Any,
 ) -> tuple[RolloutService, Router, list[ScriptedEngine]]:
     engines = [ScriptedEngine(script, slots=slots) for script in (scripts or [by_tokens(8)])]
     clients = [LocalEngine(f"engine {i}", engine, frozen_admission=deterministic) for i, engine in enumerate(engines)]
-    router = Router(clients, timeout_s, deterministic, engine_slots)
+    router = Router(clients, timeout_s, deterministic, engine_slots, engine_tokens)
     pacing = Pacing(**{key: how.pop(key) for key in ("supply", "on_sync", "oversample") if key in how})
     return RolloutService(domains, router, retries, seed, pacing=pacing, **how), router, engines
 

@@ -145,6 +145,7 @@ def houses(draw: st.DrawFn) -> House:
         waves=waves,
         rest=rest,
         doomed=draw(st.booleans()),
+        tokens=None if waves else draw(st.sampled_from([None, None, 300])),
     )
 
 
@@ -185,7 +186,7 @@ class RandomSchedules(RuleBasedStateMachine):
         """Samples."""
         self.most_engines = 0
         """That the router has known at a time."""
-        self.router = Router([], TIMEOUT_S, house.waves, house.slots)
+        self.router = Router([], TIMEOUT_S, house.waves, house.slots, house.tokens)
         for _ in range(house.engines):
             self.start_engine()
         domains = [

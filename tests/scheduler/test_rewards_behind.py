@@ -127,7 +127,7 @@ def test_other_domains_go_on() -> None:
 
 async def test_a_batch_waits_for_its_prompts_where_engines_have_no_room_for_them_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     service, router, _ = make_service([make_domain("a")], [by_tokens(1, 0.0)], engine_slots=4)
-    monkeypatch.setattr(router, "has_room", lambda announced: False)
+    monkeypatch.setattr(router, "has_room", lambda announced, tokens: False)
     batch = asyncio.create_task(service.next_batch(2))
     await asyncio.sleep(0.01)
     assert not batch.done()

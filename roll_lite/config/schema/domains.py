@@ -229,8 +229,8 @@ class RolloutConfig(Section):
     filter: GroupFilterConfig | None = None
     """Which groups train (dynamic sampling); absent: all."""
     max_tokens_per_engine: PositiveInt | None = None
-    """Expected tokens, of prompts and responses, under way in one engine; what is more waits for its turn. Absent: only
-    max_running_requests counts."""
+    """Tokens under way in one engine, of prompts and of responses as long as they are expected to become: one that has so many gets no
+    further request. Absent: only max_running_requests counts."""
     stream_log_probs: bool = False
     """Compute log-probs and values of finished groups while the rest of their batch is generated. The models need devices of their own."""
     dump: bool = False
