@@ -86,7 +86,8 @@ class Pacing:
     supply: Supply = Synchronous()
     on_sync: OnSync = OnSync.PAUSE
     oversample: float = 1.0
-    """So many times the prompts of a batch are admitted for the first one."""
+    """So many times the prompts of a batch are admitted for the first one. Of a synchronous supply: the others generate ahead already, and
+    what is more than their staleness has room for would be stale again and again."""
 
 
 SYNCHRONOUS = Pacing()

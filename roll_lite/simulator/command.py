@@ -66,10 +66,12 @@ def answer(config: RunConfig, question: Question) -> int:
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:
-    """Half the engines, as many, and twice as many, each under every policy that can be; filters and limits stay."""
+    """Half the engines, as many, and twice as many, each under every policy that can be; filters and limits stay, and with sync
+    `oversample`, which the others do without."""
     for count in sorted({max(1, chosen.engines // 2), chosen.engines, 2 * chosen.engines}):
         for settings in ALTERNATIVES if not chosen.takes_turns else ALTERNATIVES[:1]:
-            rollout = chosen.rollout.model_copy(update={"max_staleness": None, "on_sync": None} | settings)
+            oversample = chosen.rollout.oversample if settings["supply"] == "sync" else 1.0
+            rollout = chosen.rollout.model_copy(update={"max_staleness": None, "on_sync": None, "oversample": oversample} | settings)
             yield replace(chosen, engines=count, rollout=rollout)
 
 

@@ -93,6 +93,11 @@ CROSS_CHECKS = {
         "the engines generate while the actor trains",
     ),
     "deterministic side by side": ("rollout: {supply: one_step_off}\ndeterministic: true", "deterministic", "use rollout.supply: sync"),
+    "oversampling of what is ahead": (
+        "rollout: {oversample: 1.5, supply: async}",
+        "rollout.oversample",
+        "rollout.supply async generates ahead as far as its staleness allows",
+    ),
     "deterministic oversampling": ("rollout: {oversample: 1.5}\ndeterministic: true", "rollout.oversample", "depends on timing; use 1"),
     "surplus that does not end before its engines rest": (
         "rollout: {oversample: 1.5, max_staleness: 1, on_sync: drain}\nactor_infer: {offload: true}",

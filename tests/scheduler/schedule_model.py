@@ -202,9 +202,9 @@ class Model:
         pacing, past, size = self.house.pacing, self.past, self.house.size
         ahead = past.asked - past.handed_out
         if isinstance(pacing.supply, Asynchronous):
-            ahead += pacing.supply.max_staleness
-        elif isinstance(pacing.supply, OneStepOff):
-            ahead = 1
+            return (ahead + pacing.supply.max_staleness) * size
+        if isinstance(pacing.supply, OneStepOff):
+            return size
         return ahead * size + ceil((pacing.oversample - 1) * size)
 
     def check_quotas(self) -> None:

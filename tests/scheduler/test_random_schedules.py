@@ -130,13 +130,14 @@ def houses(draw: st.DrawFn) -> House:
     waves = synchronous and draw(st.booleans())
     tries = draw(st.sampled_from([None, (50, True), (2, False)]))
     rest = isinstance(supply, Synchronous) and draw(st.booleans())
+    oversample = draw(st.sampled_from([1.0, 1.5])) if isinstance(supply, Synchronous) and not waves else 1.0
     return House(
         domains={
             "a": DomainPlan(2, 3, filter=GroupFilter(lambda group: None, *tries) if tries is not None else None),
             "b": DomainPlan(1, 3, baseline=True, least=draw(st.sampled_from([0, 0, 1]))),
             "c": DomainPlan(2, 1, prompts=5, epochs=draw(st.sampled_from([None, None, 2]))),
         },
-        pacing=Pacing(supply, OnSync.ABORT if rest else draw(st.sampled_from(OnSync)), 1.0 if waves else draw(st.sampled_from([1.0, 1.5]))),
+        pacing=Pacing(supply, OnSync.ABORT if rest else draw(st.sampled_from(OnSync)), oversample),
         size=draw(st.integers(1, 6)),
         engines=draw(st.integers(2, 3)),
         slots=draw(st.integers(1, 4)),

@@ -112,6 +112,11 @@ def run(
     return run_virtual(main())
 
 
+def oversample_of(supply: Supply, factor: float) -> float:
+    """The others generate ahead already: their configurations have none."""
+    return factor if isinstance(supply, Synchronous) else 1.0
+
+
 def lengths(batch: list[SampleGroup]) -> list[int]:
     return [sample.transcript.policy_tokens for group in batch for sample in group.samples]
 
@@ -266,7 +271,7 @@ def test_a_place_whose_prompt_is_put_back_may_be_tried_as_often_as_any_other() -
         return "again" if seen[group.samples[0].id.prompt_uid] == 2 else None
 
     domains = [make_domain("a", 0, max_tokens=400, filter=GroupFilter(second_time, tries=3)), make_domain("b", 1, max_tokens=400)]
-    done, service = run(domains=domains, supply=OneStepOff(), prompts=1, oversample=2.0, seconds=100.0)
+    done, service = run(domains=domains, supply=Synchronous(1), prompts=1, oversample=3.0, seconds=100.0)
     assert [len(batch) for batch in done.batches] == [1] * 8
     assert service._schedulers["a"].counts.filtered > 0
 
@@ -388,7 +393,7 @@ def test_oversampling_hides_the_rounds_of_a_filter() -> None:
 def test_what_trains_does_not_depend_on_how_long_it_is(supply: Any) -> None:
     """The first to finish are the short ones. They are not preferred: the lengths that train are those that were drawn, of the prompts in
     the order in which they were admitted."""
-    done, _ = run(steps=25, prompts=8, slots=8, oversample=1.5, supply=supply, on_sync=OnSync.ABORT)
+    done, _ = run(steps=25, prompts=8, slots=8, oversample=oversample_of(supply, 1.5), supply=supply, on_sync=OnSync.ABORT)
     trained = [length for batch in done.batches for length in lengths(batch)]
     admitted = sorted({group.group for batch in done.batches for group in batch})
     assert trained == [drawn_length(sample.id.request_id()) for batch in done.batches for group in batch for sample in group.samples]
@@ -414,7 +419,8 @@ def test_filtered_batches_have_the_lengths_of_unfiltered_ones(supply: Any) -> No
 
     def trained(keeps: Callable[[SampleGroup], bool]) -> list[int]:
         domain = make_domain("a", max_tokens=400, filter=GroupFilter(kept_by(keeps, "left out")))
-        done, service = run(40, domains=[domain], prompts=8, slots=8, oversample=1.5, supply=supply, on_sync=OnSync.ABORT)
+        oversample = oversample_of(supply, 1.5)
+        done, service = run(40, domains=[domain], prompts=8, slots=8, oversample=oversample, supply=supply, on_sync=OnSync.ABORT)
         assert service._schedulers["a"].counts.filtered > 100
         return [length for batch in done.batches for length in lengths(batch)]
 
@@ -515,7 +521,7 @@ def test_whatever_happens_every_prompt_ends_once_and_in_time(
             engine_slots=slots,
             supply=supply,
             on_sync=on_sync,
-            oversample=oversample,
+            oversample=oversample_of(supply, oversample),
         )
 
         async def look() -> None:
@@ -556,8 +562,9 @@ def test_the_time_of_a_batch_is_that_in_which_it_was_generated(name: str) -> Non
         assert all(wall >= 5.0 for wall in walls[1:]), "training is a part of it"
 
 
-@pytest.mark.parametrize("name", SUPPLIES)
-@pytest.mark.parametrize("how", [{}, {"oversample": 1.5}, {"domains": "two, filtered"}])
+@pytest.mark.parametrize(
+    ("name", "how"), [*((name, how) for name in SUPPLIES for how in ({}, {"domains": "two, filtered"})), ("sync", {"oversample": 1.5})]
+)
 def test_what_is_finished_early_is_in_the_batch_and_stays_what_it_is(name: str, how: dict[str, Any]) -> None:
     """Looked at ten times a second. In most cases some of it is there long before the batch is."""
 

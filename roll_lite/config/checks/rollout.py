@@ -23,7 +23,10 @@ def _turns(config: RunConfig) -> Iterator[Problem]:
     if ahead and config.deterministic:
         message = "which weights generate what depends on timing; use rollout.supply: sync, or deterministic: false"
         yield Problem("deterministic", message, True)
-    if rollout.oversample > 1 and config.deterministic:
+    if ahead and rollout.oversample > 1:
+        message = f"rollout.supply {rollout.supply} generates ahead as far as its staleness allows; what is more would become too old"
+        yield Problem("rollout.oversample", f"{message}; use 1, or rollout.supply: sync", rollout.oversample)
+    elif rollout.oversample > 1 and config.deterministic:
         message = "which groups come first depends on timing; use 1, or deterministic: false"
         yield Problem("rollout.oversample", message, rollout.oversample)
     if config.actor_infer.offload and rollout.oversample > 1 and rollout.on_sync not in (None, "abort"):

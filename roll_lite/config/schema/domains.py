@@ -225,7 +225,8 @@ class RolloutConfig(Section):
     go on with the new weights and recomputed keys and values, on any engine. Absent: drain for one_step_off, else pause; abort where
     engines offload."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
-    """So many times the prompts of a batch are under way at first, where some are filtered or slow."""
+    """So many times the prompts of a batch are under way at first, where some are filtered or slow. supply: sync only: the others generate
+    ahead already."""
     filter: GroupFilterConfig | None = None
     """Which groups train (dynamic sampling); absent: all."""
     max_tokens_per_engine: PositiveInt | None = None
