@@ -94,7 +94,7 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """One row: what the request begins with, then the parts."""
+        """One row: what the request begins with, then the parts. Raises ConnectionError where any of it is gone."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...
@@ -183,18 +183,21 @@ class BatchedEngine(ABC):
 
     async def _lose(self, asked: _Asked, cause: str) -> None:
         """With what there is of the response."""
-        partial = await self._partial(asked)
+        lost: Exception
+        try:
+            lost = EngineLost(self.name, cause, await self._partial(asked))
+        except ConnectionError as error:  # the request begins anew
+            lost = EngineLost(self.name, f"{cause}; what it had handed out of the response is gone as well: {error}")
+        except Exception as error:  # a mistake of ours: whoever waits for the response hears of it
+            lost = error
         if not asked.answer.done():
-            asked.answer.set_exception(EngineLost(self.name, cause, partial))
+            asked.answer.set_exception(lost)
 
     async def _partial(self, asked: _Asked) -> Turn | None:
         rows = [part.tokens for part in asked.parts if part.tokens is not None]
         if not rows:
             return None
-        try:
-            tokens = await self._joined(asked.request, rows)
-        except Exception:  # an edge of the process: parts that are gone as well are no reason to fail, the request begins anew
-            return None
+        tokens = await self._joined(asked.request, rows)
         versions: tuple[VersionSpan, ...] = ()
         length = 0
         for part in asked.parts:

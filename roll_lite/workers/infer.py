@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from roll_lite.config.problems import first_line
 from roll_lite.data.proto import DataProto
@@ -262,8 +262,11 @@ class RemoteEngine(BatchedEngine):
         return collected.lying_in(blocks)
 
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        record = await joined_row(request, parts, fetch_block)
-        return TokenRow(ray.put(token_block([record], self._kept_ids, self._experts)), 0, len(record))
+        try:
+            record = await joined_row(request, parts, fetch_block)
+            return TokenRow(ray.put(token_block([record], self._kept_ids, self._experts)), 0, len(record))
+        except RayError as error:
+            raise ConnectionError(f"{type(error).__name__}: {first_line(error)}") from error
 
     async def _abort(self, request_ids: list[str]) -> None:
         await self._call(self._worker.abort.remote(request_ids))

@@ -58,3 +58,29 @@ async def test_a_call_that_fails_is_the_engines_death() -> None:
     assert all(isinstance(answer, EngineLost) and "its process is gone" in answer.cause for answer in answers)
     with pytest.raises(EngineLost):
         await engine.generate(request("later"))
+
+
+class LosesParts(Watched):
+    """Dies when it has handed out a part."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:
+        parts = [Turn(request.request_id, 1, tokens=TokenRow("a reference", 0, 2)) for request in requests]
+        self._ready.put_nowait(Collected([], parts=parts, dead="lightning"))
+
+    async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
+        raise self._error
+
+
+async def test_where_what_was_handed_out_is_gone_too_the_loss_says_so() -> None:
+    with pytest.raises(EngineLost, match="lightning; what it had handed out of the response is gone as well: struck twice") as lost:
+        await LosesParts(ConnectionError("struck twice")).generate(request("r"))
+    assert lost.value.partial is None
+
+
+async def test_a_mistake_in_what_was_handed_out_is_not_taken_for_a_loss() -> None:
+    with pytest.raises(ValueError, match="no such column"):
+        await LosesParts(ValueError("no such column")).generate(request("r"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from roll_lite.config.schema.models import ModelConfig, ScriptedStrategyConfig
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, start_cluster
 from roll_lite.distributed.placement import anywhere
 from roll_lite.distributed.strategy.base import EngineSpec
+from roll_lite.scheduler.engines import Collected
+from roll_lite.workers import completions
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutSpec, RolloutWorker
 
@@ -40,10 +43,32 @@ def domain(folder: Path, name: str, share: float, reward: str, validation: int =
     )
 
 
+class DoomedWorker(InferWorker):
+    """Hands out parts of responses early, and ends when it is to and its caller has two parts of each."""
+
+    _number: int | None = None
+    _times = 0
+
+    def __init__(self, spec: EngineSpec) -> None:
+        completions.HAND_OUT_S = 0.3
+        super().__init__(spec)
+
+    async def end_once_parts_are_out(self, number: int) -> None:
+        self._number = number
+
+    async def collect(self, most_blocks: int = 1, max_wait_s: float = 10.0) -> tuple[Any, ...]:
+        if self._number is not None and self._times >= 2:  # whoever asks again has what it was given before
+            os.kill(os.getpid(), self._number)
+        collected, *blocks = await super().collect(most_blocks, max_wait_s)
+        assert isinstance(collected, Collected)
+        self._times += bool(collected.parts)
+        return collected, *blocks
+
+
 @contextmanager
-def engines(model: ModelConfig, replicas: int, **script: Any) -> Iterator[Cluster[InferWorker]]:
+def engines(model: ModelConfig, replicas: int, worker: type[InferWorker] = InferWorker, **script: Any) -> Iterator[Cluster[InferWorker]]:
     spec = EngineSpec(model, ScriptedStrategyConfig(**script), max_model_len=128)
-    cluster = start_cluster(ClusterSpec("actor_infer", anywhere(replicas)), InferWorker, spec)
+    cluster = start_cluster(ClusterSpec("actor_infer", anywhere(replicas)), worker, spec)
     try:
         cluster.all(InferWorker.initialize)
         yield cluster
