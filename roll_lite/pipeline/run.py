@@ -22,6 +22,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.rank_group import WATCH
 from roll_lite.distributed.ray_session import ray_session
 from roll_lite.distributed.watchdog import WATCHDOG
+from roll_lite.distributed.worker import freeze_heap
 from roll_lite.observability.run_folder import create_run_folder, point_latest
 from roll_lite.pipeline.build import build
 from roll_lite.pipeline.journal import Journal
@@ -53,6 +54,7 @@ def run(config: RunConfig) -> int:
                 engine = f"; {config.actor_infer.strategy.name} takes up to a minute to start" if generates(config) else ""
                 journal.console.message(f"loading the model into {', '.join(roles(config))}{engine}")
                 pipeline = build(config, folder, session, journal)
+                freeze_heap()
             with WATCH.expecting_answers(config.limits.silence):
                 pipeline.run()
                 pipeline.close()

@@ -21,7 +21,7 @@ from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
 from roll_lite.distributed.strategy.engines import build_engine, share_of_device
 from roll_lite.distributed.weight_sync.group import TransferError, Transferred
 from roll_lite.distributed.weight_sync.plan import Membership, Route
-from roll_lite.distributed.worker import AsyncWorker
+from roll_lite.distributed.worker import AsyncWorker, freeze_heap
 from roll_lite.scheduler.engines import BatchedEngine, Collected
 from roll_lite.workers.completions import CompletionPump
 from roll_lite.workers.engine_parts import EngineParts
@@ -72,6 +72,7 @@ class InferWorker(AsyncWorker):
         else:
             await self._parts.start(self._strategy.initialize())
             self._watching_parts = asyncio.create_task(self._watch_parts(self._parts))
+        freeze_heap()
         self._watching = asyncio.create_task(self._watch())
         self._ready.set()
 

@@ -22,7 +22,7 @@ from roll_lite.data.supervised import beside
 from roll_lite.distributed.dataflow import BatchShard, Block, put_block
 from roll_lite.distributed.strategy.base import ModelSpec, Moved, RankLayout, StateGroup, TrainResult, TrainStrategy
 from roll_lite.distributed.strategy.models import build_model
-from roll_lite.distributed.worker import Worker
+from roll_lite.distributed.worker import Worker, freeze_heap
 from roll_lite.workers.objectives import ActorLoss, CriticLoss
 
 
@@ -103,6 +103,7 @@ class ModelWorker(Worker):
         strategy.initialize()
         self.strategy = strategy
         self._heads = self._make_heads_group()
+        freeze_heap()
         return self.strategy.layout
 
     def load(self, groups: Sequence[StateGroup]) -> None:

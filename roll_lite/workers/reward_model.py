@@ -16,7 +16,7 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.strategy.base import ForwardStrategy, ModelSpec, RankLayout, StateGroup
 from roll_lite.distributed.strategy.models import build_model
-from roll_lite.distributed.worker import Worker
+from roll_lite.distributed.worker import Worker, freeze_heap
 from roll_lite.rewards.model import ScoredText
 
 
@@ -67,6 +67,7 @@ class RewardModelWorker(Worker):
             self.init_process_group()
         strategy.initialize()
         self.strategy = strategy
+        freeze_heap()
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:

@@ -20,7 +20,7 @@ from roll_lite.data.samples import SampleGroup, Sampling
 from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.dataflow import Block
 from roll_lite.distributed.fleet import Fleet, Policy
-from roll_lite.distributed.worker import AsyncWorker
+from roll_lite.distributed.worker import AsyncWorker, freeze_heap
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.router import Router
@@ -130,7 +130,7 @@ class RolloutWorker(AsyncWorker):
         self._pools = {name: self._pool(name, domain, judges or {}) for name, domain in spec.domains.items()}
         starting = asyncio.gather(*(pool.start() for pool in self._pools.values()))
         domains = await asyncio.to_thread(self._load_domains)
-        gc.freeze()
+        freeze_heap()
         gc.set_threshold(*GC_THRESHOLDS)
         await starting
         self._service = RolloutService(
