@@ -98,6 +98,13 @@ METRICS: dict[str, Metric] = {
     "rollout/groups": Metric(SUM, "groups", "Sample groups in the batch.", by="domain"),
     "rollout/admitted": Metric(SUM, "groups", "Sample groups started since the last batch.", by="domain"),
     "rollout/filtered_groups": Metric(SUM, "groups", "Sample groups that rollout.filter left out, replaced by other prompts.", by="domain"),
+    "rollout/filtered_low": Metric(
+        SUM, "groups", "Of these, those whose value was not above the filter's `above`: by accuracy, all wrong.", by="domain"
+    ),
+    "rollout/filtered_high": Metric(
+        SUM, "groups", "Of these, those whose value was not below the filter's `below`: by accuracy, all right.", by="domain"
+    ),
+    "rollout/filtered_function": Metric(SUM, "groups", "Of these, those that the user's function left out.", by="domain"),
     "rollout/stale_groups": Metric(SUM, "groups", "Sample groups that became too old; their prompts were put back.", by="domain"),
     "rollout/stale_unfinished": Metric(SUM, "groups", "Of these, those whose responses or scores were not done.", by="domain"),
     "rollout/stale_surplus": Metric(SUM, "groups", "Of these, those that were done, and for which no batch had a place.", by="domain"),

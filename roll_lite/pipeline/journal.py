@@ -27,7 +27,8 @@ from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Tracker
 from roll_lite.pipeline.held_out import held_out_metrics
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.pipeline.weights import Pushed
-from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, RolloutStats
+from roll_lite.scheduler.filters import FUNCTION, HIGH, LOW, word_of
+from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, DomainStats, RolloutStats, commonest
 from roll_lite.workers.actor import CreditReport
 from roll_lite.workers.model import Update
 
@@ -129,6 +130,7 @@ class Journal:
             add("rollout/groups", domain.delivered, label=name)
             add("rollout/admitted", domain.admitted, label=name)
             add("rollout/filtered_groups", domain.filtered_groups, label=name)
+            self._filtered(name, domain)
             add("rollout/stale_groups", domain.stale, label=name)
             add("rollout/stale_unfinished", domain.stale_by_cause[UNFINISHED], label=name)
             add("rollout/stale_surplus", domain.stale_by_cause[SURPLUS], label=name)
@@ -155,6 +157,7 @@ class Journal:
             add("reward/seconds", domain.reward_s, domain.scored, label=name)
             self._tokens["prompt"] += domain.prompt_tokens
             self._tokens["response"] += domain.response_tokens
+        self._tell_failures(stats)
         for domain_name, own in rows.group_by("domain").items():
             self._samples(str(domain_name), own)
         if len(rows):  # else the filter has left nothing
@@ -165,6 +168,21 @@ class Journal:
         add("rollout/generation_seconds", stats.generation_s)
         add("rollout/reward_tail_seconds", stats.reward_tail_s)
         add("rollout/tokens_per_second", stats.response_tokens, stats.wall_s)
+
+    def _filtered(self, name: str, domain: DomainStats) -> None:
+        if self._config.rollout.filter is not None:
+            for word in (LOW, HIGH, FUNCTION):
+                groups = sum(count for cause, count in domain.filtered.items() if word_of(cause) == word)
+                self._sums.add(f"rollout/filtered_{word}", groups, label=name)
+
+    def _tell_failures(self, stats: RolloutStats, of: str = "") -> None:
+        """What they say is anybody's text, and no name of a metric: a line for each domain that had some."""
+        for name, domain in stats.domains.items():
+            told = [f"{domain.failed} sample(s) failed for good, {commonest(domain.failures)}"] if domain.failures else []
+            if domain.retries:
+                told.append(f"{domain.retries.total()} attempt(s) were repeated, {commonest(domain.retries)}")
+            if told:
+                self.console.message(f"{of}domain {name}: {'; '.join(told)}")
 
     def _samples(self, domain: str, rows: DataProto) -> None:
         add, scores, lengths = self._sums.add, rows.tensor("score").double(), rows.tensor("response_length")
@@ -293,6 +311,7 @@ class Journal:
         sums = held_out_metrics(rows, self._config.validation.samples_per_prompt)
         for name, domain in stats.domains.items():
             sums.add("validation/failed", domain.failed, label=name)
+        self._tell_failures(stats, "validation: ")
         if len(rows):
             sums.add("validation/version_min", float(rows.tensor("min_version").min()))
             sums.add("validation/version_max", float(rows.tensor("max_version").max()))

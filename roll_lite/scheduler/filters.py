@@ -8,6 +8,10 @@ from statistics import fmean, pstdev
 
 from roll_lite.data.samples import SampleGroup, Score
 
+LOW, HIGH, FUNCTION = "low", "high", "function"
+"""Why a group was left out, in a word: its value is not above the filter's `above`, not below `below`, or the user's function said so."""
+NOT_ABOVE, NOT_BELOW = " not above ", " not below "
+
 Cause = Callable[[SampleGroup], str | None]
 """Why a group does not train, in a few words that can be counted; None: it does."""
 
@@ -28,9 +32,9 @@ def kept_between(value: str, above: float | None, below: float | None) -> Cause:
     def cause(group: SampleGroup) -> str | None:
         found = measure([sample.score for sample in group.samples if sample.score is not None])
         if above is not None and not found > above:
-            return f"{value} not above {above:g}"
+            return f"{value}{NOT_ABOVE}{above:g}"
         if below is not None and not found < below:
-            return f"{value} not below {below:g}"
+            return f"{value}{NOT_BELOW}{below:g}"
         return None
 
     return cause
@@ -48,6 +52,11 @@ def kept_by(function: Callable[[SampleGroup], bool], name: str) -> Cause:
         return None if keeps else name
 
     return cause
+
+
+def word_of(cause: str) -> str:
+    """LOW, HIGH or FUNCTION, whose name has no blanks."""
+    return LOW if NOT_ABOVE in cause else HIGH if NOT_BELOW in cause else FUNCTION
 
 
 MEASURES: dict[str, Callable[[Sequence[Score]], float]] = {

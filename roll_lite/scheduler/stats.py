@@ -203,6 +203,12 @@ class Recorder:
         domain.batch_tokens += sum(sample.transcript.policy_tokens for sample in accepted)
 
 
+def commonest(causes: Counter[str]) -> str:
+    """The cause that came most often, and how often; in one line, however much a failure says."""
+    cause, count = causes.most_common(1)[0]
+    return f"{count} of them: {' '.join(cause.split())[:200]}"
+
+
 def loss_of(group: SampleGroup) -> str | None:
     """Why a group cannot train, if it cannot. Without its baseline it cannot be judged: a missing score is not a score of 0."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:

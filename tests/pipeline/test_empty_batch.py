@@ -45,6 +45,7 @@ def test_an_empty_batch_goes_through_the_step_up_to_the_training(recipe: str, tm
     stats = RolloutStats({name: DomainStats() for name in config.domains}, wall_s=1.0)
     stats.domains["add"] = mixed()
     stats.domains["add"].filtered["accuracy not above 0"] += 7
+    stats.domains["make"].filtered["accuracy not below 1"] += 2
     batch = Batch(rows_of([], {}), [tokens_of([], kept_ids=False)])
     with journal.step(1):
         journal.rollouts(batch.rows, stats, 0, {})
@@ -52,5 +53,9 @@ def test_an_empty_batch_goes_through_the_step_up_to_the_training(recipe: str, tm
         journal.shaped(shaped.rows, shaped.masked)
     assert len(shaped.batch) == 0
     (record,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert record["rollout/filtered_groups"] == 7 and record["rollout/samples"] == 0
+    assert record["rollout/filtered_groups"] == 9 and record["rollout/samples"] == 0
+    words = {name: value for name, value in record.items() if name.startswith("rollout/filtered_") and name != "rollout/filtered_groups"}
+    filters = config.rollout.filter is not None
+    assert words == ({"rollout/filtered_low": 7, "rollout/filtered_high": 2, "rollout/filtered_function": 0} if filters else {})
+    assert record.get("domain/add/rollout/filtered_low") == (7 if filters else None)
     assert {name: record[f"domain/add/rollout/{name}"] for name in MIXED} == MIXED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from roll_lite.algorithms.token_metrics import BINS
 from roll_lite.config.loading import load_config
 from roll_lite.distributed.strategy.base import Moved, TrainResult
 from roll_lite.pipeline.journal import SOLVED, Journal
+from roll_lite.scheduler.stats import DomainStats, RolloutStats
 from roll_lite.workers.model import Update
+from roll_lite.workers.rollout_output import rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,6 +74,24 @@ def test_what_was_moved_is_told_by_role(journal: Journal, tmp_path: Path) -> Non
         "in_seconds/actor_train": 0.25,
     }
     assert record["offload/freed_megabytes/reference"] == 0
+
+
+def test_why_samples_failed_is_told_in_a_line_for_each_domain(journal: Journal, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without dumps it stands nowhere else."""
+    died = "generation: CUDA error\n  at line 7"
+    stats = RolloutStats({name: DomainStats() for name in ("add", "make", "repeat")}, wall_s=1.0)
+    stats.domains["add"] = DomainStats(failed=4, failures=Counter({died: 3, "out of cache": 1}), retries=Counter({died: 7, "x" * 999: 2}))
+    stats.domains["make"].retries["the judge is away"] += 2
+    with journal.step(1):
+        journal.rollouts(rows_of([], {}), stats, 0, {})
+    journal.validation(1, rows_of([], {}), stats)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "domain " in line]
+    told = [
+        "domain add: 4 sample(s) failed for good, 3 of them: generation: CUDA error at line 7; "
+        "9 attempt(s) were repeated, 7 of them: generation: CUDA error at line 7",
+        "domain make: 2 attempt(s) were repeated, 2 of them: the judge is away",
+    ]
+    assert lines == [*told, *(f"validation: {line}" for line in told)]
 
 
 def test_every_update_leaves_a_line(journal: Journal, tmp_path: Path) -> None:
