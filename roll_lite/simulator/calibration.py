@@ -76,6 +76,7 @@ def read_run(folder: Path) -> MeasuredRun:
         raise ValueError(
             f"{folder} is a run with rollout.supply: {supply}, whose generation seconds are not those of a batch; measure a sync one"
         )
+    _refuse_unrecorded(folder, settings.get("rollout", {}), steps.values())
     infer = settings["actor_infer"]
     engines = _count(infer["devices"]) // infer["strategy"].get("tensor_parallel", 1) * infer.get("replicas_per_device", 1)
     return MeasuredRun(
@@ -86,6 +87,22 @@ def read_run(folder: Path) -> MeasuredRun:
         samples,
         infer.get("offload", False),
         settings.get("rollout", {}).get("stream_log_probs", False),
+    )
+
+
+def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
+    """What was generated beside the samples of the batches is in the seconds, and neither its lengths nor its rounds are recorded."""
+    filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
+    oversample = rollout.get("oversample", 1)
+    if filtered:
+        what = f"rollout.filter, which left out {filtered} groups that its samples/ do not hold"
+    elif oversample > 1:
+        what = f"rollout.oversample: {oversample:g}, which generates more than its samples/ hold of a batch"
+    else:
+        return
+    raise ValueError(
+        f"{folder} is a run with {what}; measure one with rollout.filter=null rollout.oversample=1: the simulator filters and "
+        "oversamples as the configuration says that is simulated"
     )
 
 

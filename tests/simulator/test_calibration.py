@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -101,6 +104,27 @@ def test_a_validation_after_a_step_takes_nothing_from_it(tmp_path: Path) -> None
     with (tmp_path / "metrics.jsonl").open("a") as lines:
         lines.write('{"step": 3, "validation/accuracy": 0.5}\n')
     assert read_run(tmp_path) == read_run(RUN)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "filtered", "told"),
+    [
+        ({"filter": {"type": "accuracy"}}, 3, r"rollout\.filter, which left out 3 groups"),
+        ({"filter": {"type": "accuracy"}}, 0, None),
+        ({"oversample": 1.5}, 0, r"rollout\.oversample: 1\.5, which generates more"),
+    ],
+)
+def test_a_run_that_generated_more_than_its_samples_is_refused(
+    rollout: dict[str, Any], filtered: int, told: str | None, tmp_path: Path
+) -> None:
+    """Its passes would be too long, and none of its groups all right or all wrong."""
+    shutil.copytree(RUN, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((RUN / "config.yaml").read_text()) | {"rollout": rollout}))
+    records = [json.loads(line) for line in (RUN / "metrics.jsonl").read_text().splitlines()]
+    records[2] |= {"rollout/filtered_groups": float(filtered)}
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    with nullcontext() if told is None else pytest.raises(ValueError, match=rf"{told}.*rollout\.filter=null rollout\.oversample=1"):
+        read_run(tmp_path)
 
 
 def test_engines_that_share_a_device_are_counted(tmp_path: Path) -> None:
