@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,12 @@ from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, Sample
 from roll_lite.scheduler.filters import GroupFilter
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.runner import RewardClient, SampleRunner
-from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, loss_of
+from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, loss_of
+
+LEAST_LOSSES = 8
+"""So many prompts at least, and three for each place that a batch has for the domain, must be lost in a row to end the run."""
+LONGER, MOST_LOST = 4, 7 / 8
+"""Or this part of so many times as many."""
 
 
 class DomainFailed(RuntimeError):
@@ -119,8 +124,9 @@ class DomainScheduler:
         self._running: OrderedDict[int, _Live] = OrderedDict()
         self._finished: dict[int, _Live] = {}
         self._put_back: deque[tuple[int, int]] = deque()
-        self._failure_limit = 8
-        self._failures_in_a_row: list[str] = []
+        self._failure_limit = LEAST_LOSSES
+        self._ends: deque[str | None] = deque(maxlen=LONGER * LEAST_LOSSES)
+        """Of the last groups that were not stale: why each was lost, None for the others."""
         self._given_up = 0
         """Places of batches to come whose groups were filtered, and that are not filled again."""
         self._tries_left = 0
@@ -160,7 +166,8 @@ class DomainScheduler:
 
     def start_batch(self, count: int) -> None:
         """The next batch is asked for, with so many groups of this domain."""
-        self._failure_limit = max(8, 3 * count)
+        self._failure_limit = max(LEAST_LOSSES, 3 * count)
+        self._ends = deque(self._ends, maxlen=LONGER * self._failure_limit)
         self._tries_left = (self.running + self.owed) * self._further_tries
         self._waits_for = None
 
@@ -235,22 +242,23 @@ class DomainScheduler:
             self._left_out(ended(group, SampleOutcome.FILTERED, filtered))
             self._leave_out(chosen, filtered)
         else:
-            self._failures_in_a_row.clear()
+            self._ends.append(None)
             live.group = group
             self._finished[live.number] = live
 
     def _lose(self, cause: str) -> None:
         self.counts.lost += 1
         self.owed += 1
-        self._failures_in_a_row.append(cause)
-        if len(self._failures_in_a_row) >= self._failure_limit:
-            raise DomainFailed(
-                f"domain {self.name}: the last {len(self._failures_in_a_row)} prompts yielded no group that can train; "
-                f"first cause: {self._failures_in_a_row[0]}"
-            )
+        self._ends.append(cause)
+        for last, most in ((self._failure_limit, 1.0), (LONGER * self._failure_limit, MOST_LOST)):
+            causes = Counter(end for end in list(self._ends)[-last:] if end is not None)
+            if len(self._ends) >= last and causes.total() >= most * last:
+                raise DomainFailed(
+                    f"domain {self.name}: of the last {last} prompts {causes.total()} yielded no group that can train, {commonest(causes)}"
+                )
 
     def _leave_out(self, chosen: GroupFilter, cause: str) -> None:
-        self._failures_in_a_row.clear()
+        self._ends.append(None)
         self.counts.filtered += 1
         self._recorder.domains[self.name].filtered[cause] += 1
         if self._tries_left > 0:
@@ -296,18 +304,21 @@ class DomainScheduler:
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, clock: int, max_staleness: int) -> None:
-        """What is too old for the batch that comes next ends, and its prompt is put back."""
-        for lives in (self._running, self._finished):
-            for live in [live for live in lives.values() if live.admitted < clock - max_staleness]:
-                del lives[live.number]
-                if live.group is not None:  # nothing was set aside for its place any more
-                    self._tries_left += self._further_tries
-                elif live.samples is not None:
+        """What is too old for the batch that comes next ends, and its prompt is put back: in front of those that wait to start again since
+        an earlier batch, and in the order of their admission, so that the oldest ones train next."""
+        stale = [live for live in (*self._running.values(), *self._finished.values()) if live.admitted < clock - max_staleness]
+        for live in sorted(stale, key=lambda live: live.number, reverse=True):
+            if live.group is not None:  # nothing was set aside for its place any more
+                del self._finished[live.number]
+                self._tries_left += self._further_tries
+            else:
+                del self._running[live.number]
+                if live.samples is not None:
                     live.samples.cancel()
-                self._put_back.append(live.row)
-                self.counts.stale += 1
-                self.owed += 1
-                self._recorder.domains[self.name].stale_by_cause[UNFINISHED if live.group is None else SURPLUS] += 1
+            self._put_back.appendleft(live.row)
+            self.counts.stale += 1
+            self.owed += 1
+            self._recorder.domains[self.name].stale_by_cause[UNFINISHED if live.group is None else SURPLUS] += 1
 
     def cancel(self) -> None:
         for live in self._running.values():

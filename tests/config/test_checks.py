@@ -98,6 +98,7 @@ CROSS_CHECKS = {
         "rollout.oversample",
         "rollout.supply async generates ahead as far as its staleness allows",
     ),
+    "more surplus than is kept": ("rollout: {oversample: 3.5, max_staleness: 2}", "rollout.oversample", "use at most 3, or a higher"),
     "deterministic oversampling": ("rollout: {oversample: 1.5}\ndeterministic: true", "rollout.oversample", "depends on timing; use 1"),
     "surplus that does not end before its engines rest": (
         "rollout: {oversample: 1.5, max_staleness: 1, on_sync: drain}\nactor_infer: {offload: true}",

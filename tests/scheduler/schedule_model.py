@@ -86,7 +86,8 @@ class Model:
         self.ways: dict[str, Counter[str]] = {name: Counter() for name in house.domains}
         """In this life of the service."""
         self.live: dict[int, Group] = {}
-        self.lost_in_a_row: Counter[str] = Counter()
+        self.lost: dict[str, list[bool]] = {name: [] for name in house.domains}
+        """Of each group whose samples have all ended: was it?"""
         self.wanted: Counter[str] = Counter()
         self.replaced: dict[int, int] = {}
         """By version: the clock of batches when the next one came."""
@@ -120,13 +121,11 @@ class Model:
         if len(group.ended) < plan.samples:
             return
         failed = [one.id.index for one in group.ended if one.outcome is SampleOutcome.FAILED]
-        if len([index for index in failed if index < plan.samples - plan.baseline]) == plan.samples - plan.baseline or (
-            plan.baseline and plan.samples - 1 in failed
-        ):
-            self.lost_in_a_row[name] += 1
+        responses = plan.samples - plan.baseline
+        lost = len([index for index in failed if index < responses]) == responses or (plan.baseline and plan.samples - 1 in failed)
+        self.lost[name].append(lost)
+        if lost:
             self._end(sample.id.group, "lost")
-        else:
-            self.lost_in_a_row[name] = 0
 
     def rejects(self, group: SampleGroup) -> None:
         """The filter has seen it: all of its samples have ended, and some of them well."""

@@ -132,7 +132,7 @@ def test_failed_samples_beside_a_good_baseline_leave_the_group_smaller() -> None
 
 
 def test_a_domain_whose_greedy_samples_all_fail_is_broken_with_that_cause() -> None:
-    with pytest.raises(DomainFailed, match="domain a: .*first cause: greedy baseline: generation: no greed"):
+    with pytest.raises(DomainFailed, match="domain a: .* of them: greedy baseline: generation: no greed"):
         one_batch(lambda request: Response(5, 0.01, error="no greed" if is_greedy(request) else None), retries=0)
 
 

@@ -274,6 +274,29 @@ def test_groups_that_do_not_train_come_with_the_batch_where_somebody_wants_them(
     assert not any(result.left_out for result in run_virtual(main())), "their tokens are let go"
 
 
+@pytest.mark.parametrize(("lost", "ends"), [(7, True), (6, False)])
+def test_a_domain_that_loses_seven_of_eight_prompts_is_an_error_with_the_commonest_cause(lost: int, ends: bool) -> None:
+    """One after the other, so that there are never eight in a row."""
+    asked = 0
+
+    def script(request: GenerationRequest) -> Response:
+        nonlocal asked
+        asked += 1
+        cause = "no memory" if asked % 8 else "no luck"
+        return Response(5, 0.01, error=cause if asked % 8 < lost else None)
+
+    async def main() -> None:
+        service, _, _ = make_service([make_domain("a", samples=1)], [script], retries=0)
+        for _ in range(20):
+            await service.next_batch(1)
+
+    if not ends:
+        run_virtual(main())
+        return
+    with pytest.raises(DomainFailed, match=r"domain a: of the last 32 prompts 28 yielded .* can train, 24 of them: generation: no memory"):
+        run_virtual(main())
+
+
 def test_a_domain_that_only_fails_is_an_error_with_the_first_cause() -> None:
     asked = 0
 
@@ -286,7 +309,7 @@ def test_a_domain_that_only_fails_is_an_error_with_the_first_cause() -> None:
         service, _, _ = make_service([make_domain("good", 0), make_domain("bad", 1)], [script], retries=0)
         await service.next_batch(4)
 
-    with pytest.raises(DomainFailed, match=r"domain bad: the last 8 prompts .*first cause: generation: no template"):
+    with pytest.raises(DomainFailed, match=r"domain bad: of the last 8 prompts 8 .*, 1 of them: generation: no template"):
         run_virtual(main())
 
 

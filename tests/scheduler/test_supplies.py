@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_support import TimedReward, by_tokens, make_domain, make_service
 
+from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import GenerationRequest, RewardInput, SampleGroup, SampleOutcome, Score
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
@@ -445,6 +446,14 @@ def test_late_groups_are_put_back_and_come_again() -> None:
     assert len(set(done.prompts)) == len(done.prompts) == 40
     # Those that were put back come first: all prompts trained are the first ones of the order.
     assert counts.admitted - counts.stale <= 48
+
+
+def test_what_is_put_back_trains_in_its_order_however_often_it_comes() -> None:
+    """Of four prompts one trains: short ones would be overtaken by long ones for ever if what still runs came before what is finished."""
+    done, service = run(steps=20, prompts=1, slots=64, oversample=4.0)
+    order = PromptOrder(1000, 7, "a")
+    assert [(epoch, uid) for _, epoch, uid in done.prompts] == [order.next() for _ in range(20)]
+    assert service._schedulers["a"].counts.stale > 0
 
 
 # ---------------------------------------------------------------- anything may happen

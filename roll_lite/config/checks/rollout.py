@@ -40,6 +40,9 @@ def _staleness(config: RunConfig) -> Iterator[Problem]:
     rollout, given = config.rollout, config.rollout.max_staleness
     if given == 0 and rollout.supply == "one_step_off":
         yield Problem("rollout.max_staleness", "a batch is generated one step before it is trained; use 1 or more, or supply: sync", given)
+    if given and rollout.supply == "sync" and rollout.oversample > given + 1:
+        message = f"surplus is kept for max_staleness: {given} further batches, and what is more would be generated again and again"
+        yield Problem("rollout.oversample", f"{message}; use at most {given + 1}, or a higher max_staleness", rollout.oversample)
     if given and rollout.supply == "sync" and rollout.oversample == 1:
         message = "nothing is generated ahead by supply: sync without oversample; use 0, or supply: async"
         yield Problem("rollout.max_staleness", message, given)
