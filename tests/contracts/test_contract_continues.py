@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import reduce
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from support_local_engine import collect, fetch_block
 from support_models import EOS_ID
 
 from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Turn, VersionSpan
+from roll_lite.scheduler.flight import joined
 from roll_lite.workers.completions import CompletionPump
 from roll_lite.workers.token_blocks import TokenRecord, joined_row
 
@@ -92,29 +95,33 @@ async def test_greedy_equals_the_uninterrupted_response_twice_interrupted(engine
     assert_record(record, engine.hf_logits(uninterrupted.token_ids, without_eos=True))
 
 
-async def test_sampled_under_truncation_and_two_sets_of_weights(engine: Harness, pump: CompletionPump) -> None:
-    """Log-probs and masks of each part are those of the weights that it was sampled from, and its versions say which."""
-    old, old_version = engine.reference, engine.version
+async def test_sampled_under_truncation_and_three_sets_of_weights(engine: Harness, pump: CompletionPump) -> None:
+    """Log-probs and masks of each part are those of the weights that it was sampled from, and the versions of the whole say which."""
     request = engine.request(LONG, temperature=0.8, min_tokens=LONG, **KEPT)
-    first = await interrupted(engine, pump, request)
-    await engine.update(seed=191)
-    rest = rest_of(request, first)
-    second = (await turns(pump, rest))[rest.request_id]
-    assert (first.versions, second.versions) == ((VersionSpan(0, old_version),), (VersionSpan(0, engine.version),))
-    record, seam = whole(second), len(PROMPT) + first.length
-    assert len(record) == len(PROMPT) + LONG
-    assert record.kept_ids is not None
+    weights = [(engine.reference, engine.version)]
+    parts = [await interrupted(engine, pump, request)]
+    for number, seed in enumerate((191, 193), start=1):
+        await engine.update(seed)
+        weights.append((engine.reference, engine.version))
+        request = rest_of(request, parts[-1], number)
+        parts.append(await interrupted(engine, pump, request) if number == 1 else (await turns(pump, request))[request.request_id])
+    starts = [0, parts[0].length, parts[0].length + parts[1].length, LONG]
+    spans = tuple(VersionSpan(start, version) for start, (_, version) in zip(starts, weights, strict=False))
+    assert reduce(joined, parts).versions == spans and len({span.version for span in spans}) == 3
+    record = whole(parts[-1])
+    assert len(record) == len(PROMPT) + LONG and record.kept_ids is not None
     tokens = record.ids[len(PROMPT) :].tolist()
-    now = replace(engine, reference=old).hf_logits(tokens, without_eos=True), engine.hf_logits(tokens, without_eos=True)
-    logits = torch.cat([now[0][: first.length], now[1][first.length :]]) / 0.8
+    under = [replace(engine, reference=reference).hf_logits(tokens, without_eos=True) for reference, _ in weights]
+    logits = torch.cat([one[start:end] for one, (start, end) in zip(under, pairwise(starts), strict=True)]) / 0.8
     for position, kept in enumerate(record.kept_ids[len(PROMPT) :]):
         dropped = torch.ones(logits.shape[-1], dtype=torch.bool)
         dropped[torch.from_numpy(kept[kept >= 0]).long()] = False
         assert 1 <= int((~dropped).sum()) <= 9 and not dropped[tokens[position]]
         logits[position, dropped] = -torch.inf
     assert_record(record, logits)
-    earlier = whole(first)
-    assert record.log_probs[:seam].tolist() == earlier.log_probs.tolist(), "nothing of the first part has been recomputed"
+    for part in parts[:-1]:
+        earlier = whole(part)
+        assert record.log_probs[: len(earlier)].tolist() == earlier.log_probs.tolist(), "nothing of earlier parts has been recomputed"
 
 
 async def test_a_stop_text_across_the_seam_ends_it_at_the_same_token(engine: Harness, pump: CompletionPump) -> None:
@@ -158,14 +165,14 @@ async def test_parts_that_are_handed_out_on_the_way_are_the_response(
     for request in requests:
         rows = [part.tokens for part in parts[request.request_id] if part.tokens is not None]
         assert len(rows) > 1, "several parts"
-        joined, record = await joined_row(request, rows, fetch_block), whole(turns[request.request_id])
-        count = len(joined)
+        begun, record = await joined_row(request, rows, fetch_block), whole(turns[request.request_id])
+        count = len(begun)
         assert len(PROMPT) < count < len(record), "the newest token may be the response's last, which only the answer tells"
-        assert joined.ids.tolist() == record.ids[:count].tolist() and joined.mask.tolist() == record.mask[:count].tolist()
-        assert joined.log_probs.tolist() == record.log_probs[:count].tolist()
+        assert begun.ids.tolist() == record.ids[:count].tolist() and begun.mask.tolist() == record.mask[:count].tolist()
+        assert begun.log_probs.tolist() == record.log_probs[:count].tolist()
         if request.sampling.keep_mask:
-            assert joined.kept_ids is not None and record.kept_ids is not None
-            assert [set(row[row >= 0]) for row in joined.kept_ids] == [set(row[row >= 0]) for row in record.kept_ids[:count]]
+            assert begun.kept_ids is not None and record.kept_ids is not None
+            assert [set(row[row >= 0]) for row in begun.kept_ids] == [set(row[row >= 0]) for row in record.kept_ids[:count]]
         assert {span.version for part in parts[request.request_id] for span in part.versions} == {engine.version}
 
 

@@ -388,10 +388,15 @@ def test_generation_beside_training_and_dynamic_sampling_learn_as_the_demo_does(
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.parametrize("engine", ENGINES, indirect=True)
 @pytest.mark.parametrize(
-    "how", [["rollout.on_sync=pause", "actor_infer.devices=2"], pytest.param(["rollout.supply=one_step_off"], marks=pytest.mark.nightly)]
+    "how",
+    [
+        ["rollout.on_sync=abort"],
+        pytest.param(["rollout.on_sync=pause", "actor_infer.devices=2"], marks=pytest.mark.nightly),
+        pytest.param(["rollout.supply=one_step_off"], marks=pytest.mark.nightly),
+    ],
+    ids=["abort", "pause", "one step off"],
 )
 def test_responses_under_way_go_on_with_new_weights(start: Any, how: list[str], engine: str) -> None:
     """Longer answers than a step takes, so that updates come in their middle."""
@@ -410,8 +415,11 @@ def test_responses_under_way_go_on_with_new_weights(start: Any, how: list[str], 
     steps = [record for record in run.metrics() if "time/step" in record]
     assert max(record["rollout/staleness_max"] for record in steps) in (1, 2)
     assert all(record["rollout/failed"] == record["rollout/stale_groups"] == 0 for record in steps)
-    versions = [sample["versions"] for step in range(1, 7) for sample in run.samples(step)]
+    samples = [sample for step in range(1, 7) for sample in run.samples(step)]
+    assert {sample["response_tokens"] for sample in samples} == {64}, "what was interrupted is whole, too"
+    versions = [sample["versions"] for sample in samples]
     assert any(len(spans) > 1 for spans in versions) == ("one_step_off" not in how[0])
+    assert all(spans == sorted(spans) and spans[0][0] == 0 for spans in versions)
 
 
 @pytest.mark.slow
