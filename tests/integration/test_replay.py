@@ -198,6 +198,28 @@ def test_replaying_ppo_with_a_critic_ends_with_the_same_weights_bit_for_bit(tmp_
 
 @pytest.mark.nightly
 @pytest.mark.timeout(590)
+def test_what_an_asynchronous_run_with_a_filter_dumped_trains_again_as_it_did(tmp_path: Path) -> None:
+    """Samples of several versions, some of them stale, and in the files beside them what the filter left out."""
+    require("vllm")
+    settings = ("deterministic=false", "steps=3", "rollout.filter={type: accuracy, when_short: continue}")
+    original = run(tmp_path / "original", "tiny_async", "rollout.dump=true", *settings)
+    frames = [pandas.read_parquet(original / "dumps" / f"step_00000{step}.parquet") for step in (1, 2, 3)]
+    for step, frame in enumerate(frames, start=1):
+        assert_dumped_what_trained(original, step)
+        assert frame["sample"].isna().eq(frame["outcome"] != "accepted").all()
+    assert any((frame["outcome"] == "filtered").any() for frame in frames)
+    again = run(tmp_path / "again", "tiny_async", "mode=train_only", f"replay.path={original}", *settings)
+    assert started(again) == {"actor_train", "replay"}
+    assert max(record["rollout/staleness"] for record in metrics(original)) > 0
+    for mine, its in zip(metrics(again), metrics(original), strict=True):
+        for name in ("reward/mean", "rollout/samples", "rollout/staleness", "rollout/filtered_groups", "actor/tokens"):
+            assert mine[name] == its[name], name
+        for name in ("actor/loss", "actor/grad_norm", "mismatch/mean"):
+            assert mine[name] == pytest.approx(its[name], rel=1e-4, abs=1e-7), name
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(590)
 def test_greedy_baselines_are_dumped_and_train_again(tmp_path: Path) -> None:
     require("vllm")
     original = run(tmp_path / "original", "tiny_remax", "rollout.dump=true")
