@@ -399,15 +399,15 @@ def test_generation_beside_training_and_dynamic_sampling_learn_as_the_demo_does(
     ids=["abort", "pause", "one step off"],
 )
 def test_responses_under_way_go_on_with_new_weights(start: Any, how: list[str], engine: str) -> None:
-    """Longer answers than a step takes, so that updates come in their middle."""
-    lengths = [f"domains.{name}.sampling.{key}=64" for name in ("add", "make", "repeat") for key in ("max_tokens", "min_tokens")]
+    """Engines are slower than the training, and responses do not end together: updates come in the middle of some."""
+    lengths = {"add": 40, "make": 52, "repeat": 64}
     given = [
         "rollout.on_sync=null",
         "algorithm.mismatch_correction=null",
         *how,
-        *lengths,
+        *(f"domains.{name}.sampling.{key}={tokens}" for name, tokens in lengths.items() for key in ("max_tokens", "min_tokens")),
         f"actor_infer.strategy={engine}",
-        "actor_infer.strategy.max_running_requests=32",
+        "actor_infer.strategy.max_running_requests=6",
     ]
     run = start("tiny_async", *given, *SMALL, "steps=6")
     code, output = run.finish()
@@ -416,7 +416,7 @@ def test_responses_under_way_go_on_with_new_weights(start: Any, how: list[str], 
     assert max(record["rollout/staleness_max"] for record in steps) in (1, 2)
     assert all(record["rollout/failed"] == record["rollout/stale_groups"] == 0 for record in steps)
     samples = [sample for step in range(1, 7) for sample in run.samples(step)]
-    assert {sample["response_tokens"] for sample in samples} == {64}, "what was interrupted is whole, too"
+    assert all(sample["response_tokens"] == lengths[sample["domain"]] for sample in samples), "what was interrupted is whole, too"
     versions = [sample["versions"] for sample in samples]
     assert any(len(spans) > 1 for spans in versions) == ("one_step_off" not in how[0])
     assert all(spans == sorted(spans) and spans[0][0] == 0 for spans in versions)
