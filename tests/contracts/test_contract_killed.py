@@ -25,13 +25,14 @@ class Pair:
 
     def __init__(self, engines: dict[int, Harness]) -> None:
         self.engines = engines
+        self.workers = engines[0].strategy.options.tensor_parallel
         self.sender = SenderProcess()
         self.store = rendezvous_store(HOST)
         self.epoch = 0
 
     async def connect(self, transport: str) -> TransferPlan:
         self.epoch += 1
-        plan = plan_transfers(export_plan(random_state("qwen2", True, 0)), dict.fromkeys(self.engines, 1))
+        plan = plan_transfers(export_plan(random_state("qwen2", True, 0)), dict.fromkeys(self.engines, self.workers))
         membership = plan.membership(self.epoch, transport, HOST, self.store.port, TIMEOUT_S)
         joining = [one.strategy.connect_weights(plan.first_member(number), membership) for number, one in self.engines.items()]
         await asyncio.gather(self.sender.call("join", membership, 0), *joining)
@@ -62,17 +63,19 @@ async def holds(engine: Harness, seed: int) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("make", "transport", "half_way"),
+    ("make", "workers", "transport", "half_way"),
     [
-        pytest.param("vllm", "auto", True, id="vllm-both have begun"),
-        pytest.param("vllm", "gloo", False, id="vllm-the other has not begun", marks=NIGHTLY),
-        pytest.param("sglang", "gloo", True, id="sglang-both have begun", marks=NIGHTLY),
-        pytest.param("sglang", "auto", False, id="sglang-the other has not begun", marks=NIGHTLY),
+        pytest.param("vllm", 1, "auto", True, id="vllm-both have begun"),
+        pytest.param("vllm", 1, "gloo", False, id="vllm-the other has not begun", marks=NIGHTLY),
+        pytest.param("vllm", 2, "auto", True, id="vllm-both have begun with two workers each", marks=NIGHTLY),
+        pytest.param("vllm", 2, "gloo", False, id="vllm-the other with two workers has not begun", marks=NIGHTLY),
+        pytest.param("sglang", 1, "gloo", True, id="sglang-both have begun", marks=NIGHTLY),
+        pytest.param("sglang", 1, "auto", False, id="sglang-the other has not begun", marks=NIGHTLY),
     ],
 )
-async def test_the_other_has_the_old_or_the_new_weights(make: Make, transport: str, half_way: bool, tmp_path: Path) -> None:
+async def test_the_other_has_the_old_or_the_new_weights(make: Make, workers: int, transport: str, half_way: bool, tmp_path: Path) -> None:
     require(make)
-    engines = [await Harness.start(tmp_path / name, make=make) for name in ("a", "b")]
+    engines = [await Harness.start(tmp_path / name, make=make, tensor_parallel=workers) for name in ("a", "b")]
     pair = Pair(dict(enumerate(engines)))
     lost, other = engines
     try:

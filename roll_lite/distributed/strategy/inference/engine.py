@@ -22,11 +22,11 @@ from roll_lite.distributed.strategy.base import (
     InferenceStrategy,
     PauseMode,
 )
-from roll_lite.distributed.strategy.inference.life import EngineEvent, EngineLife, EngineState
+from roll_lite.distributed.strategy.inference.life import EngineDead, EngineEvent, EngineLife, EngineState
 from roll_lite.distributed.strategy.inference.make import EngineMake
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 from roll_lite.distributed.strategy.inference.step_watch import StepWatch, step_limit
-from roll_lite.distributed.weight_sync.group import TransferError, largest
+from roll_lite.distributed.weight_sync.group import largest
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
 from roll_lite.distributed.weight_sync.transports import AUTO, TRANSPORTS
 from roll_lite.distributed.weight_sync.update import WeightUpdate, check_tensors, checkpoint_shapes
@@ -274,7 +274,9 @@ class EngineStrategy(InferenceStrategy):
                 await self._settle()
                 now, then = ([route.plain() for route in bucket] for bucket in (routes, following))
                 await self._call_workers("roll_lite_load_bucket", routes=now, following=then)
-            except TransferError:
+            except EngineDead:
+                raise
+            except Exception:  # whatever it was, half-loaded weights must not serve
                 await self._broke_off()
                 raise
             except asyncio.CancelledError:

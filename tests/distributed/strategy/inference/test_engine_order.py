@@ -331,12 +331,13 @@ async def test_an_update_that_is_cancelled_ends_the_engine(engine: Engine) -> No
 
 
 @pytest.mark.parametrize("touched", [False, True])
-async def test_a_bucket_that_does_not_come(engine: Engine, touched: bool) -> None:
+@pytest.mark.parametrize("broken", [TransferError("no trainer"), RuntimeError("no memory")], ids=["not come", "not loaded"])
+async def test_a_bucket_that_does_not_come(engine: Engine, broken: Exception, touched: bool) -> None:
     await engine.begin_weight_update([A, B])
     if touched:
         await engine.receive_bucket([way(A)])
-    engine.make.broken = TransferError("no trainer")
-    with pytest.raises(TransferError):
+    engine.make.broken = broken
+    with pytest.raises(RuntimeError, match=str(broken)):
         await engine.receive_bucket([way(B if touched else A)])
     engine.make.broken = None
     assert (await engine.health()).alive

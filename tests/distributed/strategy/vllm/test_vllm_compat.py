@@ -159,6 +159,10 @@ class RecordedWorkers(VllmEngine):
     async def _workers(self, method: str, *arguments: Any) -> None:
         self.calls.append((method, *arguments))
 
+    async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
+        self.calls.append((method,))
+        return []
+
     async def _forget(self) -> None:
         self.calls.append(("forget",))
 

@@ -19,9 +19,9 @@ from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineP
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.vllm.compat import settings
+from roll_lite.distributed.strategy.vllm.compat.answers import values
 from roll_lite.distributed.strategy.vllm.compat.requests import completion, grown, prompt_input, sampling_params
 from roll_lite.distributed.strategy.vllm.compat.stop_text import look_across_seams
-from roll_lite.distributed.weight_sync.group import TransferError
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -191,12 +191,7 @@ class VllmEngine:
     # ------------------------------------------------------------ weights, memory
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
-        try:
-            return list(await self._answer(self._llm.collective_rpc(method, kwargs=arguments)))
-        except EngineDead:
-            raise
-        except Exception as error:  # vLLM passes on only the text of what a worker raised
-            raise TransferError(f"weight update: {error}") from error
+        return values(await self._answer(self._llm.collective_rpc(method, kwargs=arguments)))
 
     async def renew(self, version: int) -> None:
         await self._forget()
@@ -215,7 +210,7 @@ class VllmEngine:
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
                 await self._forget()
-                await self._workers("roll_lite_drop_cache")
+                await self.call_workers("roll_lite_drop_cache")
             return
         await self._forget()
         if EngineMemory.WEIGHTS not in parts:
@@ -229,7 +224,7 @@ class VllmEngine:
         if self._cuda:
             await self._workers("wake_up", [part.value for part in parts])
         elif EngineMemory.KV_CACHE in parts:
-            await self._workers("roll_lite_make_cache")
+            await self.call_workers("roll_lite_make_cache")
 
     async def _workers(self, method: str, *arguments: Any) -> None:
         await self._answer(self._llm.collective_rpc(method, args=arguments))

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, is_running, kill_all, when_host_is_gone
+from roll_lite.distributed.strategy.vllm.compat.answers import answering
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
 
@@ -31,7 +32,7 @@ def _layers() -> Layers:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class; called by name through collective_rpc."""
+    """Methods that vLLM adds to its worker class; called by name through collective_rpc, through which none of them may raise."""
 
     rank: int
     device: torch.device
@@ -42,10 +43,12 @@ class WorkerExtension:
     roll_lite_dropped: list[tuple[torch.UntypedStorage, int]]
     roll_lite_receiver: WeightReceiver | None = None
 
+    @answering
     def roll_lite_connect(self, first_member: int, membership: dict[str, Any]) -> None:
         self.roll_lite_receiver = self.roll_lite_receiver or WeightReceiver()
         self.roll_lite_receiver.join(membership, first_member + self.rank)
 
+    @answering
     def roll_lite_load_bucket(self, routes: list[dict[str, Any]], following: list[dict[str, Any]]) -> None:
         receiver = self.roll_lite_receiver = self.roll_lite_receiver or WeightReceiver()
         model = self.get_model()
@@ -61,9 +64,11 @@ class WorkerExtension:
             receiver.load(routes, begin, model.load_weights, following)
         torch.accelerator.synchronize()
 
+    @answering
     def roll_lite_weights_touched(self) -> bool:
         return self.roll_lite_receiver is not None and self.roll_lite_receiver.touched
 
+    @answering
     def roll_lite_put_in_place(self) -> dict[str, float]:
         assert self.roll_lite_receiver is not None
         model = self.get_model()
@@ -76,6 +81,7 @@ class WorkerExtension:
 
         return self.roll_lite_receiver.finish(put_in_place)
 
+    @answering
     def roll_lite_drop_cache(self) -> None:
         """vLLM frees nothing on a CPU. An emptied storage keeps its identity: once it has its size again, all views of it are valid."""
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self.model_runner.kv_caches}
@@ -83,12 +89,14 @@ class WorkerExtension:
         for storage in storages.values():
             storage.resize_(0)
 
+    @answering
     def roll_lite_make_cache(self) -> None:
         dropped, self.roll_lite_dropped = self.roll_lite_dropped, []
         for storage, size in dropped:
             storage.resize_(size)
             torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # what a masked place multiplies must be a number
 
+    @answering
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
         """Of what the model holds, of these tensors or (None) of all, in the dtypes given. Collective, the first worker answers."""
         sums = {}
