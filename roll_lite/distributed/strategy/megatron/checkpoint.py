@@ -282,14 +282,17 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
     """`state`: what the optimizer would store now, with the tensors of the checkpoint in it."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
+        if is_muon(part):
+            continue  # it counts no steps
         own = state if len(parts) == 1 else state[number]
         inner = own.get("optimizer", own)
-        if isinstance(part, DistributedOptimizer):
-            if not part.config.use_precision_aware_optimizer:
-                part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
+        if isinstance(part, DistributedOptimizer) and not part.config.use_precision_aware_optimizer:
+            part._set_main_param_and_optimizer_states = MethodType(_set_states, part)
+        if isinstance(part, DistributedOptimizer) or not isinstance(part.optimizer, torch.optim.AdamW):
+            # So do the Adam of Transformer Engine and of Apex.
             for group in inner["param_groups"]:
                 group["step"] = int(steps)
-        elif not is_muon(part):  # which counts no steps
+        else:
             inner["state"]["common_step"] = torch.tensor(steps)
     optimizer.megatron.load_state_dict(state)
     optimizer.settle_states()

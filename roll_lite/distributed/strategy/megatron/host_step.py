@@ -7,9 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core import optimizer
+from megatron.core.optimizer import distrib_optimizer
 from torch.optim.adamw import adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def take_adam_of_torch() -> None:
+    """Of this process. Megatron-Core 0.16 takes that of Transformer Engine or Apex where one is installed, which computes on the device."""
+    optimizer.USING_PYTORCH_OPTIMIZER = True
+    distrib_optimizer.HAVE_APEX_OR_TE = False  # it keeps the number of steps as torch's does
 
 
 @dataclass
@@ -24,15 +32,15 @@ class HostStep:
     """In the place of `step` of torch's AdamW. All gradients and weights set out for the host at once, over a stream of their own; one
     weight is updated while others still arrive or are on their way back."""
 
-    def __init__(self, optimizer: torch.optim.AdamW, device: torch.device) -> None:
-        self._optimizer = optimizer
+    def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
+        self._optimizer = adam
         self._pin = device.type == "cuda"
         self._device = torch.get_device_module(device)
         self._stream = self._device.Stream()
         self._staged: dict[torch.Tensor, Staged] = {}
-        for group in optimizer.param_groups:
+        for group in adam.param_groups:
             for weight in group["params"]:
-                optimizer.state[weight] = {name: self._zeros_like(weight) for name in MOMENTS}
+                adam.state[weight] = {name: self._zeros_like(weight) for name in MOMENTS}
 
     def _zeros_like(self, weight: torch.Tensor) -> torch.Tensor:
         """Never on the device, which may have no room for them."""

@@ -18,7 +18,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.device import current_device
 from roll_lite.distributed.strategy.megatron.half_moments import half_moments, make_half_moments
-from roll_lite.distributed.strategy.megatron.host_step import HostStep
+from roll_lite.distributed.strategy.megatron.host_step import HostStep, take_adam_of_torch
 from roll_lite.distributed.strategy.megatron.muon import muon_optimizer
 
 STRETCH = 4096
@@ -90,13 +90,8 @@ class Optimizer:
         """Moments now instead of at the first step: memory is known from the start, and a checkpoint has something to load into."""
         for part in self.parts:
             if self.on_host:
-                if not isinstance(part.optimizer, torch.optim.AdamW):
-                    raise ValueError(
-                        "optimizer.on_host: true needs torch's AdamW, and Megatron-Core takes Transformer Engine's or Apex's where one is "
-                        "installed; use false, or an environment without"
-                    )
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
-                part.optimizer.step = self._host_steps[-1]  # type: ignore[assignment]
+                part.optimizer.step = self._host_steps[-1]
             if part.config.use_precision_aware_optimizer:
                 part.init_state_fn = make_half_moments
             part.init_state_fn(part.optimizer, part.config)
@@ -139,8 +134,9 @@ class Optimizer:
         if not (all_finite and math.isfinite(grad_norm)):
             return StepResult(grad_norm, lr, skipped=True)
         if 0 < self._clip_grad < grad_norm:
-            gradients = [_gradient(parameter) for part in self.parts for parameter in part.get_parameters()]
-            torch._foreach_mul_([one for one in gradients if one is not None], self._clip_grad / (grad_norm + 1e-6))
+            all_of_them = (_gradient(parameter) for part in self.parts for parameter in part.get_parameters())
+            if gradients := [one for one in all_of_them if one is not None]:  # a rank may have none, of a small adapter
+                torch._foreach_mul_(gradients, self._clip_grad / (grad_norm + 1e-6))
         self.megatron.step_with_ready_grads()
         self.scheduler.step(increment=1)
         return StepResult(grad_norm, lr, skipped=False)
@@ -173,6 +169,8 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
         log_num_zeros_in_grad=False,
         **(half_moments() if config.moments == "float16" else {}),
     )
+    if config.on_host:
+        take_adam_of_torch()
     if config.muon is not None:
         return muon_optimizer(config.muon, settings, chunks)
     return get_megatron_optimizer(settings, list(chunks))
