@@ -172,7 +172,7 @@ def update_on_host(path: Path, folder: Path, layout: dict[str, Any], dtype: str)
 
     def agree(strategy: MegatronStrategy, numbers: range) -> None:
         for mine, other in zip(steps(strategy, numbers), steps(theirs, numbers), strict=True):
-            assert (mine.loss, mine.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=2e-6 if dtype == "float32" else 2e-2)
+            assert (mine.loss, mine.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-5 if dtype == "float32" else 2e-2)
         expected = own_weights(theirs)
         for name, tensor in own_weights(strategy).items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6 if dtype == "float32" else 1e-3)
