@@ -129,23 +129,26 @@ class WeightSync:
     ) -> list[Transferred] | None:
         """Of both sides, once they have come through, with all engines that had been asked. Each says why, where it did not."""
         asked, interrupted = len(engines.calls), False
+        failed: dict[str, str] = {}
+        """The first ones first, for those that come later may follow from them."""
 
         def look() -> None:
             nonlocal interrupted
-            if not interrupted and any(call.lost for call in engines.calls) and self._rendezvous is not None:
+            broken = _broken(engines, trainers)
+            failed.update({name: str(one.failure) for name, one in broken.items() if name not in failed and not one.stale})
+            if not interrupted and (broken or any(call.lost for call in engines.calls)) and self._rendezvous is not None:
                 interrupted = True
                 self._epoch += 1
-                interrupt(*self._rendezvous, self._epoch)  # or they would wait for the lost one until their time is up
+                interrupt(*self._rendezvous, self._epoch)  # or the others would wait until their time is up
 
         both: list[Pending[Any]] = [engines, trainers]
         said, of_trainers = gather(*both, timeout_s=2 * self._config.timeout_s, meanwhile=look)
         if len(said) < asked:
             return None
-        found = {f"actor_infer[{engine}]": one for engine, one in said.items()}
-        found |= {f"actor_train rank {rank}": one for rank, one in enumerate(of_trainers)}
-        if failed := [f"{name}: {one.failure}" for name, one in found.items() if one.failure is not None]:
-            raise RuntimeError(f"{phase} failed: {'; '.join(failed)}")
-        return list(found.values())
+        if broken := _broken(engines, trainers):
+            failed = failed or {name: str(one.failure) for name, one in broken.items()}
+            raise RuntimeError(f"{phase} failed: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
+        return [*said.values(), *of_trainers]
 
     def _verify(self, version: int) -> None:
         """Tensors of every engine against the trainer's, by checksum."""
@@ -158,3 +161,10 @@ class WeightSync:
             sent |= owned
         for engine, held in self._engines.each(InferWorker.weight_checksums, names).items():
             require_equal(sent, held, engine, version)
+
+
+def _broken(engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]) -> dict[str, Transferred]:
+    """What broke off by now."""
+    answered = {f"actor_infer[{call.rank}]": call.value for call in engines.calls if not call.lost}
+    answered |= {f"actor_train rank {call.rank}": call.value for call in trainers.calls}
+    return {name: one for name, one in answered.items() if one is not None and one.failure is not None}

@@ -120,11 +120,11 @@ class ActorWorker(ModelWorker):
         return address, self.weights.host(address, timeout_s)
 
     def connect_weights(self, plan: TransferPlan, membership: Membership) -> Transferred:
-        return Transferred(failure_of(lambda: self.weights.join(plan, membership)))
+        return transferred(lambda: self.weights.join(plan, membership))
 
     def send_weights(self) -> Transferred:
-        failure = failure_of(self.weights.send)
-        return Transferred(failure, self.weights.seconds, self.weights.nbytes, self.weights.by_transport)
+        sent, counted = transferred(self.weights.send), self.weights
+        return replace(sent, seconds=counted.seconds, nbytes=counted.nbytes, by_transport=counted.by_transport)
 
     def weight_checksums(self, names: Collection[str]) -> dict[str, str]:
         """Of those among the named tensors that this rank owns, as they are sent."""
@@ -149,12 +149,12 @@ class AdaptedActorWorker(ActorWorker):
         return found
 
 
-def failure_of(transfer: Callable[[], None]) -> str | None:
+def transferred(transfer: Callable[[], None]) -> Transferred:
     try:
         transfer()
     except TransferError as error:
-        return str(error)
-    return None
+        return Transferred.broke_off(error)
+    return Transferred()
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:

@@ -150,7 +150,7 @@ class InferWorker(AsyncWorker):
         try:
             seconds = await self._of_engine(transfer)
         except TransferError as error:
-            return Transferred(str(error))
+            return Transferred.broke_off(error)
         return Transferred(seconds=seconds or {})
 
     async def _of_engine(self, work: Awaitable[T]) -> T:

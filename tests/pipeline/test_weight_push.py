@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from roll_lite.config.schema.run import WeightSyncConfig
-from roll_lite.distributed.weight_sync.group import Transferred
+from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, Transferred
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, Membership
 from roll_lite.pipeline import weights as module
 from roll_lite.pipeline.weights import WeightSync
 
-ENGINES, TRAINERS = {0: Transferred(seconds={"load": 2.0})}, [Transferred(seconds={"gather": 1.0})]
 PLAN = ExportPlan((ExportedTensor("a", (2,), torch.float32, 0, 0),))
 
 
@@ -42,7 +41,7 @@ class Cluster:
     def start_all(self, method: Any, *arguments: Any) -> Any:
         self.calls.append(method.__name__)
         self.memberships += [argument for argument in arguments if isinstance(argument, Membership)]
-        return SimpleNamespace(calls=[SimpleNamespace(lost=False)])
+        return SimpleNamespace(calls=[SimpleNamespace(rank=rank, lost=False, value=None) for rank in self.left])
 
     start_each_own = start_all
 
@@ -53,7 +52,7 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
         module,
         "gather",
         lambda *pending, timeout_s, meanwhile: [
-            answers.get("engines", {0: Transferred(seconds={"load": 2.0})}),
+            {0: Transferred(seconds={"load": 2.0})},
             [
                 Transferred(seconds={"gather": 1.0}, nbytes={"gloo": 2**20}, by_transport={"gloo": 0.5}),
                 Transferred(seconds={"gather": 0.5}, nbytes={"gloo": 2**21, "nccl": 2**20}, by_transport={"gloo": 0.25, "nccl": 0.25}),
@@ -61,7 +60,6 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
         ],
     )
     loads: list[str] = []
-    answers: dict[str, dict[int, Transferred]] = {}
 
     @contextmanager
     def loaded(groups: Any) -> Iterator[None]:
@@ -73,7 +71,7 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
         actor, engines, rollouts = Cluster({"a": "1"}), Cluster({"a": held}), Cluster({})
         model = SimpleNamespace(ranks=actor, loaded=loaded)
         sync = WeightSync(model, engines, rollouts, WeightSyncConfig(verify="full"), 1, "float32")  # type: ignore[arg-type]
-        return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads, answers=answers)
+        return SimpleNamespace(sync=sync, actor=actor, rollouts=rollouts, loads=loads)
 
     return make
 
@@ -104,12 +102,49 @@ def test_engines_that_have_changed_connect_again_and_get_the_weights_that_the_ot
     assert [membership.epoch for membership in made.actor.memberships] == [1, 2]
 
 
-def test_an_update_that_breaks_off_although_nobody_is_lost_is_a_failure(sync: Any) -> None:
+def test_an_update_that_breaks_off_although_nobody_is_lost_is_a_failure(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = sync("1")
-    made.answers["engines"] = {0: Transferred("trainer rank 0 did not come")}
-    with pytest.raises(RuntimeError, match=r"connect_weights failed: actor_infer\[0\]: trainer rank 0 did not come"):
+    monkeypatch.setattr(module, "interrupt", lambda *_: None)
+
+    def gathered(engines: Any, trainers: Any, timeout_s: float, meanwhile: Any) -> list[Any]:
+        engines.calls[0].value = Transferred("trainer rank 0 did not come")
+        trainers.calls[0].value = Transferred()
+        meanwhile()
+        return [{0: engines.calls[0].value}, [trainers.calls[0].value]]
+
+    monkeypatch.setattr(module, "gather", gathered)
+    with pytest.raises(RuntimeError, match=r"^connect_weights failed: actor_infer\[0\]: trainer rank 0 did not come$"):
         made.sync.push(3)
     assert "set_version" not in made.rollouts.calls
+
+
+@pytest.mark.parametrize("trainer_first", [False, True])
+def test_whoever_waits_for_one_that_broke_off_is_told_at_once_and_does_not_count_as_a_cause(
+    sync: Any, monkeypatch: pytest.MonkeyPatch, trainer_first: bool
+) -> None:
+    made, told = sync("1"), []
+    made.sync._engines.left = [0, 1]
+    made.actor.left = [0, 1]
+    monkeypatch.setattr(module, "interrupt", lambda host, port, epoch: told.append(epoch))
+
+    def gathered(engines: Any, trainers: Any, timeout_s: float, meanwhile: Any) -> list[Any]:
+        first, *later = reversed(engines.calls + trainers.calls) if trainer_first else engines.calls + trainers.calls
+        meanwhile()
+        assert told == []
+        first.value = Transferred("no memory")
+        meanwhile()
+        assert told == [2], "the others still wait"
+        for call in later:
+            call.value = Transferred.broke_off(StaleEpoch("connect again"))
+        later[1].value = Transferred.broke_off(TransferError("the connection broke"))
+        meanwhile()
+        return [{call.rank: call.value for call in engines.calls}, [call.value for call in trainers.calls]]
+
+    monkeypatch.setattr(module, "gather", gathered)
+    cause = r"actor_train rank 1: no memory; actor_infer\[1\]" if trainer_first else r"actor_infer\[0\]: no memory; actor_train rank 0"
+    with pytest.raises(RuntimeError, match=rf"^connect_weights failed: {cause}: the connection broke$"):
+        made.sync.push(3)
+    assert told == [2], "once"
 
 
 def test_an_engine_that_is_lost_in_an_update_is_left_out_and_the_update_repeated(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +162,7 @@ def test_an_engine_that_is_lost_in_an_update_is_left_out_and_the_update_repeated
             meanwhile()
             meanwhile()
             return [{}, [Transferred("the connection broke")]]
-        return [{0: Transferred()}, [Transferred()]]
+        return [{call.rank: Transferred() for call in engines_calls.calls}, [Transferred()]]
 
     monkeypatch.setattr(module, "gather", gathered)
     assert made.sync.push(3).version == 3

@@ -55,6 +55,12 @@ class Transferred:
     """That a trainer has sent, by transport."""
     by_transport: Mapping[str, float] = field(default_factory=dict)
     """Seconds that this took it, gathering apart."""
+    stale: bool = False
+    """It broke off because others had."""
+
+    @classmethod
+    def broke_off(cls, error: TransferError) -> Transferred:
+        return cls(str(error), stale=isinstance(error, StaleEpoch))
 
 
 def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
