@@ -165,6 +165,8 @@ def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
 
 def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: bool) -> dict[str, Any]:
     metadata = {**_FORMAT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    # What the copies share goes to the first of them alone, which writes it. Else all of them would have all of it in host memory.
+    metadata["distrib_optim_fully_reshardable_mem_efficient"] = not loading
     state: dict[str, Any] = {name: _kept_of(chunk, chunk.sharded_state_dict(metadata=metadata)) for name, chunk in _named_chunks(chunks)}
     if optimizer is not None:
         _keep_padding(chunks)

@@ -18,8 +18,11 @@ from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema.models import LoraConfig, OptimizerConfig
 from roll_lite.distributed.strategy.base import StateGroup, TrainResult
 from roll_lite.distributed.strategy.megatron import strategy as strategy_module
-from roll_lite.distributed.strategy.megatron.checkpoint import RunningSave
+from roll_lite.distributed.strategy.megatron.checkpoint import RunningSave, _sharded_state
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip  (roll_lite prepares megatron.core)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
 
 CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1, warmup_steps=3, decay="linear")
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -222,6 +225,18 @@ def test_resuming_is_bit_identical(ranks: RankPool, path: Path, tmp_path: Path, 
     ranks(world_size, save_and_resume, path, tmp_path / "started", LAYOUTS[name], "float32", 2)
     ranks(world_size, save_and_resume, path, tmp_path / "unused", LAYOUTS[name], "float32", 0)
     ranks(world_size, save_and_resume, path, tmp_path / "bfloat16", LAYOUTS[name], "bfloat16", 2)
+
+
+def tensors_to_write(path: Path) -> int:
+    """Of the optimizer's state."""
+    strategy = begin(path, {}, "bfloat16")
+    state = _sharded_state(strategy._chunks, strategy._optimizer, loading=False).get("optimizer")
+    return sum(isinstance(value, ShardedTensor) for value in nested_values(state or {}))
+
+
+def test_one_of_two_copies_has_what_they_share_in_memory(ranks: RankPool, path: Path) -> None:
+    first, second = ranks(2, tensors_to_write, path)
+    assert first > 0 and second == 0
 
 
 def resume_with_buckets(path: Path, folder: Path) -> None:
