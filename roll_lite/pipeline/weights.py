@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.run import WeightSyncConfig
 from roll_lite.distributed.cluster import Cluster, Pending, gather
 from roll_lite.distributed.weight_sync.checksum import require_equal, sample
-from roll_lite.distributed.weight_sync.group import Transferred, interrupt, largest
+from roll_lite.distributed.weight_sync.group import Transferred, interrupt, largest, rendezvous_client
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers
 from roll_lite.pipeline.clusters import Model
 from roll_lite.pipeline.devices import states
@@ -61,6 +62,7 @@ class WeightSync:
         self._expert_parallel = expert_parallel
         self._export: ExportPlan | None = None
         self._rendezvous: tuple[str, int] | None = None
+        self._interrupts: TCPStore | None = None
         self._epoch = 0
         self._plan: TransferPlan | None = None
         """Of the engines that are connected."""
@@ -114,7 +116,9 @@ class WeightSync:
         """The owners of tensors and the workers of all engines join a new epoch of the transfer group. None: as above."""
         timeout_s = self._config.timeout_s
         export = self._export = self._export or self._actor.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
-        self._rendezvous = self._rendezvous or self._actor.one(ActorWorker.host_weight_transfer, timeout_s)
+        if self._rendezvous is None:
+            self._rendezvous = self._actor.one(ActorWorker.host_weight_transfer, timeout_s)
+            self._interrupts = rendezvous_client(*self._rendezvous)  # now that its host is surely there
         self._epoch += 1
         engines_left = dict.fromkeys(self._engines.left, self._workers_per_engine)
         plan = plan_transfers(export, engines_left, self._dtype, self._expert_parallel)
@@ -136,10 +140,10 @@ class WeightSync:
             nonlocal interrupted
             broken = _broken(engines, trainers)
             failed.update({name: str(one.failure) for name, one in broken.items() if name not in failed and not one.stale})
-            if not interrupted and (broken or any(call.lost for call in engines.calls)) and self._rendezvous is not None:
+            if not interrupted and (broken or any(call.lost for call in engines.calls)) and self._interrupts is not None:
                 interrupted = True
                 self._epoch += 1
-                interrupt(*self._rendezvous, self._epoch)  # or the others would wait until their time is up
+                interrupt(self._interrupts, self._epoch)  # or the others would wait until their time is up
 
         both: list[Pending[Any]] = [engines, trainers]
         said, of_trainers = gather(*both, timeout_s=2 * self._config.timeout_s, meanwhile=look)

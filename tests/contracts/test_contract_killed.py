@@ -11,7 +11,7 @@ from engine_harness import Harness, Make, SenderProcess, export_plan, random_sta
 
 from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.weight_sync.checksum import checksum
-from roll_lite.distributed.weight_sync.group import TransferError, interrupt, rendezvous_store
+from roll_lite.distributed.weight_sync.group import TransferError, interrupt, rendezvous_client, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import TransferPlan, by_bucket, plan_transfers
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
@@ -92,7 +92,7 @@ async def test_the_other_has_the_old_or_the_new_weights(make: Make, workers: int
         with pytest.raises(EngineDead, match="process died"):
             await pair.take(lost, plan, 1)
         waiting = asyncio.create_task(other.one(24))
-        interrupt(HOST, pair.store.port, pair.epoch + 1)  # what the driver does as soon as it knows
+        interrupt(rendezvous_client(HOST, pair.store.port), pair.epoch + 1)  # what the driver does as soon as it knows
         with pytest.raises(TransferError, match="engines have left or joined since; connect again"):
             await pair.take(other, plan, 1 if half_way else 0)
         with contextlib.suppress(RuntimeError):

@@ -59,6 +59,7 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
             ],
         ],
     )
+    monkeypatch.setattr(module, "rendezvous_client", lambda host, port: f"{host}:{port}")
     loads: list[str] = []
 
     @contextmanager
@@ -125,7 +126,7 @@ def test_whoever_waits_for_one_that_broke_off_is_told_at_once_and_does_not_count
     made, told = sync("1"), []
     made.sync._engines.left = [0, 1]
     made.actor.left = [0, 1]
-    monkeypatch.setattr(module, "interrupt", lambda host, port, epoch: told.append(epoch))
+    monkeypatch.setattr(module, "interrupt", lambda rendezvous, epoch: told.append(epoch))
 
     def gathered(engines: Any, trainers: Any, timeout_s: float, meanwhile: Any) -> list[Any]:
         first, *later = reversed(engines.calls + trainers.calls) if trainer_first else engines.calls + trainers.calls
@@ -152,7 +153,7 @@ def test_an_engine_that_is_lost_in_an_update_is_left_out_and_the_update_repeated
     made = sync("1")
     engines, told = made.sync._engines, []
     engines.left = [0, 1]
-    monkeypatch.setattr(module, "interrupt", lambda host, port, epoch: told.append(epoch))
+    monkeypatch.setattr(module, "interrupt", lambda rendezvous, epoch: told.append(epoch))
 
     def gathered(engines_calls: Any, trainers: Any, timeout_s: float, meanwhile: Any) -> list[Any]:
         meanwhile()

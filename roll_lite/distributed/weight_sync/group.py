@@ -9,7 +9,7 @@ import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Literal
@@ -22,7 +22,7 @@ from roll_lite.distributed.weight_sync.plan import Channel, Membership, Route
 
 LONGEST_PAUSE_S = 0.01  # between two looks at who has come
 
-INTERRUPT_S = 30.0
+_CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
 """Written by whoever interrupts, the other one by a member: each has one writer, so that neither goes back."""
@@ -94,9 +94,18 @@ def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
-def interrupt(host: str, port: int, epoch: int) -> None:
-    """Whoever waits at this rendezvous for somebody of an earlier epoch waits no longer, and has to connect again. `epoch`: a new one."""
-    TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=INTERRUPT_S)).set(_INTERRUPTED, str(epoch))
+def rendezvous_client(host: str, port: int) -> TCPStore:
+    """Of a rendezvous that is there, for `interrupt`. Connecting waits, and for a stopped process without end."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CLIENT_S))
+
+
+def interrupt(rendezvous: TCPStore, epoch: int) -> None:
+    """Whoever waits at this rendezvous for somebody of an earlier epoch waits no longer, and has to connect again. `epoch`: a new one.
+
+    Does not wait itself, and is no failure where the rendezvous is gone: who waits for its host is told why.
+    """
+    with suppress(dist.DistNetworkError):
+        rendezvous.set(_INTERRUPTED, str(epoch))
 
 
 class TransferGroup:

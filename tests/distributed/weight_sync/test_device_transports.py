@@ -22,7 +22,7 @@ from roll_lite.distributed.weight_sync.broadcast import BroadcastReceiver, Broad
 from roll_lite.distributed.weight_sync.devices import Home
 from roll_lite.distributed.weight_sync.endpoints import WeightSender
 from roll_lite.distributed.weight_sync.fetch import FetchSender
-from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, TransferTimeout, interrupt
+from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, TransferTimeout, interrupt, rendezvous_client
 from roll_lite.distributed.weight_sync.memory import Segment
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, plan_transfers
 from roll_lite.distributed.weight_sync.transport import BUCKETS_AHEAD, Transport, flat_layout
@@ -280,7 +280,7 @@ def test_a_broadcast_that_somebody_is_lost_in_ends_with_the_epoch(monkeypatch: p
     finishing = members.pool.submit(sender.finish)
     with pytest.raises(TimeoutError):
         finishing.result(0.3)
-    interrupt("127.0.0.1", members.store.port, 2)
+    interrupt(rendezvous_client("127.0.0.1", members.store.port), 2)
     with pytest.raises(StaleEpoch):
         finishing.result(10)
     assert left.aborted

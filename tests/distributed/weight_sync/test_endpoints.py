@@ -14,7 +14,7 @@ from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync.broadcast import GlooReceiver
 from roll_lite.distributed.weight_sync.checksum import checksum, require_equal
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver, WeightSender
-from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, interrupt
+from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, interrupt, rendezvous_client
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, by_bucket, plan_transfers
 
 OWNERS = {"a": 0, "b": 2, "c": 2, "d": 0}
@@ -219,7 +219,7 @@ def test_the_loss_of_an_engine_in_an_update_leaves_nobody_waiting_and_the_others
     sending = [run.pool.submit(sender.send) for sender in run.senders]
     lost.receiver.load([route.plain() for route in first], lost.begin, lost.model_update)
     assert not any(future.done() for future in (*updating, *sending[::2]))
-    interrupt("127.0.0.1", run.port, 2)
+    interrupt(rendezvous_client("127.0.0.1", run.port), 2)
     for future in (*updating, *sending[::2]):
         with pytest.raises(TransferError):  # of the epoch or, where a bucket was under way already, of the broken connection
             future.result(20)
@@ -239,7 +239,7 @@ def test_an_engine_that_is_lost_before_it_joins_leaves_nobody_waiting() -> None:
     worker = Worker()
     joining = [run.pool.submit(sender.join, plan, membership) for sender in (run.senders[0], run.senders[2])]
     joining.append(run.pool.submit(worker.receiver.join, membership.plain(), plan.first_member(0)))
-    interrupt("127.0.0.1", run.port, 2)
+    interrupt(rendezvous_client("127.0.0.1", run.port), 2)
     for future in joining:
         with pytest.raises(StaleEpoch):
             future.result(20)

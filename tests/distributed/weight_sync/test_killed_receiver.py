@@ -13,7 +13,7 @@ import torch
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync import devices
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver, WeightSender
-from roll_lite.distributed.weight_sync.group import TransferError, interrupt
+from roll_lite.distributed.weight_sync.group import TransferError, interrupt, rendezvous_client
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, by_bucket, plan_transfers
 
 HOST = "127.0.0.1"
@@ -126,7 +126,7 @@ def test_the_others_hold_the_old_or_the_new_weights_or_serve_nothing(transport: 
         assert lost("take", [route.plain() for route in by_bucket(plan.routes)[0]]) is None
         lost.process.kill()
         lost.process.join()
-        interrupt(HOST, port, 2)  # what the driver does as soon as it knows
+        interrupt(rendezvous_client(HOST, port), 2)  # what the driver does as soon as it knows
         with pytest.raises(TransferError):
             sending.result(20)
         failure = updating.result(20)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from transfer_members import Members, assert_equal, deliver, fresh, half, make_plan
 
-from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError
+from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, interrupt, rendezvous_client, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers, tensors_of
 
 
@@ -68,3 +69,15 @@ def test_a_broken_group_is_made_again() -> None:
     now = Members(plan, epoch=2, store=before.store)
     state = {name: torch.ones_like(value) for name, value in state.items()}
     assert_equal(now.update(state)["engine 0 worker 0"], state)
+
+
+def test_an_interruption_leaves_it_to_others_to_tell_that_the_rendezvous_is_gone() -> None:
+    store = rendezvous_store("127.0.0.1")
+    client = rendezvous_client("127.0.0.1", store.port)
+    interrupt(client, 2)
+    assert store.get("interrupted") == b"2"
+    del store
+    with pytest.raises(dist.DistNetworkError):
+        while True:  # what is written at first finds nobody to refuse it
+            client.set("key", "value")
+    interrupt(client, 3)
