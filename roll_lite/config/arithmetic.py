@@ -249,10 +249,32 @@ def count_multiple(strategy: MegatronStrategyConfig) -> int:
     return strategy.pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else 1
 
 
-def layers_of_last_stage(layers: int, stages: int) -> int:
-    """Every pipeline stage has equally many but the last one, which has what is left of them, beside the output layer. Below 1: so many
-    stages cannot be."""
-    return layers - ceil(layers / stages) * (stages - 1)
+def layers_of_parts(strategy: MegatronStrategyConfig, layers: int) -> list[int]:
+    """Of the model's, those of each part of the pipeline, in their order; part i is on stage i modulo pipeline_parallel."""
+    parts = strategy.pipeline_parallel * strategy.virtual_pipeline_parallel
+    return strategy.pipeline_layers or [layers // parts + (number < layers % parts) for number in range(parts)]
+
+
+def pipeline_problem(strategy: MegatronStrategyConfig, layers: int) -> tuple[str, str] | None:
+    """The setting of a pipeline that cannot be, and why."""
+    pipeline, virtual, given = strategy.pipeline_parallel, strategy.virtual_pipeline_parallel, strategy.pipeline_layers
+    parts = pipeline * virtual
+    if virtual > 1 and pipeline == 1:
+        return "virtual_pipeline_parallel", "needs pipeline_parallel > 1; use 1"
+    if given is None:
+        if parts <= layers:
+            return None
+        most = layers // pipeline if virtual > 1 and pipeline <= layers else layers
+        setting = "pipeline_parallel" if most == layers else "virtual_pipeline_parallel"
+        return setting, f"makes {parts} parts of the model's {layers} layers; use at most {most}"
+    if len(given) != parts:
+        product = f"pipeline_parallel {pipeline}" + (f" x virtual_pipeline_parallel {virtual}" if virtual > 1 else "")
+        return "pipeline_layers", f"has {len(given)} numbers, {product} needs {parts}"
+    if sum(given) != layers:
+        return "pipeline_layers", f"adds up to {sum(given)}; the model has {layers} layers"
+    if 0 in given[1:-1]:
+        return "pipeline_layers", "only the first part, with the embeddings, and the last, with the output layer, can do without layers"
+    return None
 
 
 def tensor_parallel_fits(size: int, heads: int, key_value_heads: int, head_dim: int | None) -> bool:

@@ -37,6 +37,14 @@ def test_a_mistake_is_named(project: Project, case: tuple[str, str, str]) -> Non
     assert fragment in problems[0].message
 
 
+def test_a_stage_without_layers_has_no_adapters(project: Project) -> None:
+    """Interleaved stages have a part with layers beside the one without."""
+    stages = "actor_train: {devices: 2, lora: {}, strategy: {pipeline_parallel: 2, "
+    (problem,) = project.problems_of(stages + "pipeline_layers: [0, 6]}}")
+    assert problem.path == "actor_train.strategy.pipeline_layers" and "has no adapters to train" in problem.message
+    assert project.problems_of(stages + "virtual_pipeline_parallel: 2, pipeline_layers: [0, 3, 3, 0]}}") == []
+
+
 def test_the_critic_has_none(project: Project) -> None:
     yaml = "critic: {lora: {rank: 8}}\nalgorithm: {advantage: {name: gae}}"
     assert [problem.path for problem in project.problems_of(yaml)] == ["critic.lora"]

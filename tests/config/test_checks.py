@@ -226,12 +226,27 @@ LAYOUT_CHECKS = {
     "virtual pipeline and layers": (
         "actor_train: {devices: 3, strategy: {pipeline_parallel: 3, virtual_pipeline_parallel: 3}}",
         "actor_train.strategy.virtual_pipeline_parallel",
-        "the 2 layers of a pipeline stage; use one of 1, 2",
+        "makes 9 parts of the model's 6 layers; use at most 2",
     ),
     "pipeline and layers": (
-        "actor_train: {devices: 4, strategy: {pipeline_parallel: 4}}",
+        "actor_train: {devices: 7, strategy: {pipeline_parallel: 7}}",
         "actor_train.strategy.pipeline_parallel",
-        "6 layers; use one of 1, 2, 3, 6",
+        "makes 7 parts of the model's 6 layers; use at most 6",
+    ),
+    "layers of too few stages": (
+        "actor_train: {devices: 2, strategy: {pipeline_parallel: 2, virtual_pipeline_parallel: 2, pipeline_layers: [4, 2]}}",
+        "actor_train.strategy.pipeline_layers",
+        "has 2 numbers, pipeline_parallel 2 x virtual_pipeline_parallel 2 needs 4",
+    ),
+    "layers of stages": (
+        "actor_train: {devices: 2, strategy: {pipeline_parallel: 2, pipeline_layers: [4, 3]}}",
+        "actor_train.strategy.pipeline_layers",
+        "adds up to 7; the model has 6 layers",
+    ),
+    "a stage without layers": (
+        "actor_train: {devices: 3, strategy: {pipeline_parallel: 3, pipeline_layers: [4, 0, 2]}}",
+        "actor_train.strategy.pipeline_layers",
+        "only the first part, with the embeddings, and the last, with the output layer, can do without layers",
     ),
     "tensor parallel and heads": (
         "actor_train: {devices: 3, strategy: {tensor_parallel: 3}}",
@@ -469,8 +484,8 @@ def test_engines_that_do_not_say_where_tokens_went(project: Project, monkeypatch
 
 
 def test_a_critics_layout_is_held_against_its_own_model(project: Project) -> None:
-    project.write_model("deep", num_hidden_layers=4)
-    layout = ("critic.devices=4", "critic.strategy.pipeline_parallel=4")
+    project.write_model("deep", num_hidden_layers=8)
+    layout = ("critic.devices=7", "critic.strategy.pipeline_parallel=7")
     assert project.problems_of(CRITIC, "critic.init=path", "critic.path=deep", *layout) == []
     assert [problem.path for problem in project.problems_of(CRITIC, *layout)] == ["critic.strategy.pipeline_parallel"]
 
@@ -600,10 +615,8 @@ def test_supervised_rows(project: Project) -> None:
 def test_layers_that_do_not_divide_by_the_stages(project: Project) -> None:
     project.write_model("model", num_hidden_layers=7)
     stages = "actor_train: {devices: 2, strategy: {pipeline_parallel: 2"
-    assert project.problems_of(stages + "}}") == []
-    (problem,) = project.problems_of(stages + ", virtual_pipeline_parallel: 2}}")
-    assert problem.path == "actor_train.strategy.virtual_pipeline_parallel"
-    assert problem.message == "needs stages of equally many layers; pipeline_parallel 2 does not divide the model's 7; use 1"
+    for further in ("", ", virtual_pipeline_parallel: 2", ", virtual_pipeline_parallel: 2, pipeline_layers: [0, 4, 3, 0]"):
+        assert project.problems_of(stages + further + "}}") == []
 
 
 def test_trainers_cut_the_heads_that_they_share(project: Project) -> None:

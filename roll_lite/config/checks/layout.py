@@ -13,9 +13,9 @@ from roll_lite.config.arithmetic import (
     Role,
     device_numbers,
     generates,
-    layers_of_last_stage,
     max_model_len,
     model_parallel_size,
+    pipeline_problem,
     replays_engines,
     requests,
     roles,
@@ -80,25 +80,9 @@ def _stages_have_layers(config: RunConfig, name: str, role: Role) -> Iterator[Pr
     shape = _shape(model_folder(config, role))
     if shape is None or not isinstance(role.strategy, MegatronStrategyConfig):
         return
-    pipeline, virtual = role.strategy.pipeline_parallel, role.strategy.virtual_pipeline_parallel
-    if layers_of_last_stage(shape.layers, pipeline) < 1:
-        fits = [stages for stages in range(1, shape.layers + 1) if layers_of_last_stage(shape.layers, stages) > 0]
-        message = f"leaves the last stage none of the model's {shape.layers} layers; use one of {_listed(fits)}"
-        yield Problem(f"{name}.strategy.pipeline_parallel", message, pipeline)
-    elif virtual > 1 and shape.layers % pipeline:
-        message = f"needs stages of equally many layers; pipeline_parallel {pipeline} does not divide the model's {shape.layers}; use 1"
-        yield Problem(f"{name}.strategy.virtual_pipeline_parallel", message, virtual)
-    elif shape.layers // pipeline % virtual:
-        of_a_stage = shape.layers // pipeline
-        message = f"does not divide the {of_a_stage} layers of a pipeline stage; use one of {_divisors(of_a_stage)}"
-        yield Problem(f"{name}.strategy.virtual_pipeline_parallel", message, virtual)
-
-
-def _interleaved_stages(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
-    strategy = role.strategy
-    if isinstance(strategy, MegatronStrategyConfig) and strategy.virtual_pipeline_parallel > 1 and strategy.pipeline_parallel == 1:
-        virtual = strategy.virtual_pipeline_parallel
-        yield Problem(f"{name}.strategy.virtual_pipeline_parallel", "needs pipeline_parallel > 1; use 1", virtual)
+    if (problem := pipeline_problem(role.strategy, shape.layers)) is not None:
+        setting, message = problem
+        yield Problem(f"{name}.strategy.{setting}", message, getattr(role.strategy, setting))
 
 
 def _tensor_parallel_divides_heads(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
@@ -203,7 +187,6 @@ ROLE_CHECKS = (
     _parallel_sizes_divide_devices,
     _replicas_share_a_device,
     _sequence_parallel,
-    _interleaved_stages,
     _stages_have_layers,
     _tensor_parallel_divides_heads,
     _recomputed_modules,

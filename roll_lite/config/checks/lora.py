@@ -77,7 +77,14 @@ def _whole_heads(config: RunConfig) -> Iterator[Problem]:
             yield Problem("actor_train.strategy.tensor_parallel", message, tensor_parallel)
 
 
-LORA_CHECKS = (_whole_heads, _targets, _what_needs_whole_weights)
+def _adapters_on_every_stage(config: RunConfig) -> Iterator[Problem]:
+    strategy = config.actor_train.strategy
+    layers, stages = strategy.pipeline_layers, strategy.pipeline_parallel
+    if config.actor_train.lora is not None and layers and not all(any(layers[stage::stages]) for stage in range(stages)):
+        yield Problem("actor_train.strategy.pipeline_layers", "a stage without layers has no adapters to train; give it some", layers)
+
+
+LORA_CHECKS = (_whole_heads, _adapters_on_every_stage, _targets, _what_needs_whole_weights)
 LORA_FILE_CHECKS = (
     _experts,
     _adapters_to_begin_with,

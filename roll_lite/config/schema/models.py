@@ -106,6 +106,10 @@ class MegatronStrategyConfig(Section):
     virtual_pipeline_parallel: PositiveInt = 1
     """Parts of the model that each of these ranks holds, interleaved with those of the others: they wait less for one another, and
     exchange more (needs pipeline_parallel > 1)."""
+    pipeline_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """How many layers each part of the pipeline has, pipeline_parallel x virtual_pipeline_parallel numbers in the order of the layers: the
+    stages' first parts, then their second ones. Fewer in the first or the last part make up for embeddings and output layer, which are
+    there; 0 leaves it these alone. Absent: equally many, one more in the first parts where they do not divide."""
     context_parallel: PositiveInt = 1
     """Ranks that share the tokens of every micro-batch, for samples that are too long for one."""
     expert_parallel: PositiveInt = 1

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from roll_lite.config.arithmetic import layers_of_last_stage
+from roll_lite.config.arithmetic import layers_of_parts
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.distributed.strategy.device import current_device
@@ -30,7 +30,6 @@ ROTARY_STEP = 256
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
     """Megatron's view of the model. Weights always come from a checkpoint, so none are initialised."""
     on_gpu = torch.cuda.is_available()
-    last_stage = layers_of_last_stage(hf.layers, strategy.pipeline_parallel)
     return TransformerConfig(
         num_layers=hf.layers,
         hidden_size=hf.hidden,
@@ -49,7 +48,7 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         attention_dropout=0.0,
         tensor_model_parallel_size=strategy.tensor_parallel,
         pipeline_model_parallel_size=strategy.pipeline_parallel,
-        num_layers_in_last_pipeline_stage=None if hf.layers % strategy.pipeline_parallel == 0 else last_stage,
+        pipeline_model_parallel_layout=_pipeline_layout(layers_of_parts(strategy, hf.layers)) if strategy.pipeline_parallel > 1 else None,
         virtual_pipeline_model_parallel_size=strategy.virtual_pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else None,
         context_parallel_size=strategy.context_parallel,
         expert_model_parallel_size=strategy.expert_parallel,
@@ -83,6 +82,12 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         recompute_num_layers=1 if strategy.recompute == "full" else None,
         deterministic_mode=deterministic,
     )
+
+
+def _pipeline_layout(layers: Sequence[int]) -> list[list[str]]:
+    """What each part of the pipeline has, in Megatron's words."""
+    parts = [["decoder"] * count for count in layers]
+    return [["embedding", *parts[0]], *parts[1:-1], [*parts[-1], "loss"]]
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:

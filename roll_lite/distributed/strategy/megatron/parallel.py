@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from roll_lite.config.arithmetic import count_multiple, layers_of_last_stage, tensor_parallel_fits, token_multiple
+from roll_lite.config.arithmetic import count_multiple, pipeline_problem, tensor_parallel_fits, token_multiple
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.data.microbatch import Multiples
@@ -29,16 +29,10 @@ def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int
         raise ValueError(f"strategy.tensor_parallel: {tensor} does not divide the model's feed-forward size {hf.feed_forward}")
     if strategy.sequence_parallel and tensor == 1:
         raise ValueError("strategy.sequence_parallel: true needs strategy.tensor_parallel > 1")
-    if layers_of_last_stage(hf.layers, pipeline) < 1:
-        raise ValueError(f"strategy.pipeline_parallel: {pipeline} leaves the last stage none of the model's {hf.layers} layers")
+    if (problem := pipeline_problem(strategy, hf.layers)) is not None:
+        name, message = problem
+        raise ValueError(f"strategy.{name}: {getattr(strategy, name)}: {message}")
     _check_experts(strategy, hf, world_size)
-    virtual = strategy.virtual_pipeline_parallel
-    if virtual > 1 and pipeline == 1:
-        raise ValueError(f"strategy.virtual_pipeline_parallel: {virtual} needs strategy.pipeline_parallel > 1")
-    if virtual > 1 and hf.layers % (pipeline * virtual):
-        raise ValueError(
-            f"strategy.virtual_pipeline_parallel: {pipeline} stages x {virtual} parts do not divide the model's {hf.layers} layers"
-        )
 
 
 def _check_experts(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int) -> None:

@@ -87,6 +87,8 @@ def test_two_ranks(ranks: RankPool, models: dict[str, Path], name: str) -> None:
 STAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "VPP2": ("one of four", {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}),
     "PP2, uneven": ("two of five", {"pipeline_parallel": 2}),
+    "PP2, dense layers first": ("one of four", {"pipeline_parallel": 2, "pipeline_layers": [1, 3]}),
+    "VPP2, uneven": ("two of five", {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "pipeline_layers": [0, 2, 2, 1]}),
     "PP2, uneven, recomputed": ("two of five", {"pipeline_parallel": 2, "recompute": "full"}),
 }
 

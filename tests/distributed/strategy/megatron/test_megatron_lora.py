@@ -185,7 +185,7 @@ def assert_memory_of_adapters(strategy: MegatronStrategy) -> None:
     moments = sum(
         len(one.flatten()) for part in strategy._optimizer.parts for state in part.optimizer.state.values() for one in state.values()
     )
-    assert adapters <= gradients < 1.2 * adapters and moments < 2.2 * adapters
+    assert adapters <= gradients <= 1.2 * adapters and moments <= 2.2 * adapters
 
 
 def assert_own(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
@@ -271,8 +271,9 @@ def test_adapters_of_attention_beside_experts(ranks: RankPool, tmp_path: Path, l
         {"tensor_parallel": 2, "sequence_parallel": True, "context_parallel": 2, "recompute": "full"},
         {"tensor_parallel": 2},
         {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, **REPLICATED},
+        {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "pipeline_layers": [0, 1, 3, 0]},
     ],
-    ids=["TP2 PP2", "TP2 CP2", "TP2 DP2", "VPP2 DP2"],
+    ids=["TP2 PP2", "TP2 CP2", "TP2 DP2", "VPP2 DP2", "uneven VPP2 DP2"],
 )
 def test_adapters_train_in_layouts_of_four_ranks(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
     path = tiny(tmp_path / "model", "qwen3", layers=4)

@@ -27,6 +27,8 @@ from roll_lite.data.microbatch import RowsAtATime, TokenBudget
 from roll_lite.data.proto import DataProto
 
 NO_CLIPPING = OptimizerConfig(lr=1e-30, clip_grad=0.0)
+STAGES, SHARED = {"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}
+INTERLEAVED = {**STAGES, "virtual_pipeline_parallel": 2}
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +136,11 @@ def test_layouts_that_come_for_free(ranks: RankPool, models: dict[str, Path]) ->
         for family in FAMILIES:
             cases = [(check_forward, models[family], 100, layout), (check_gradients, models[family], 100, layout, None, [2, 6])]
             ranks(2, check_many, cases)
-    cases = [(check_forward, models["three layers"], 100, {"pipeline_parallel": 2})]  # two in the first stage, one in the last
-    ranks(2, check_many, [*cases, (check_gradients, models["three layers"], 100, {"pipeline_parallel": 2}, None, [2])])
+    cases: list[tuple[Any, ...]] = []
+    for layers in (None, [0, 3], [1, 2], [3, 0]):
+        layout = {"pipeline_parallel": 2, "pipeline_layers": layers}
+        cases += [(check_forward, models["three layers"], 100, layout), (check_gradients, models["three layers"], 100, layout, None, [2])]
+    ranks(2, check_many, cases)
     ranks(2, check_gradients, models["qwen3"], 100, {"recompute": "full"}, None, [2])
     selective = {**tensor, "recompute": "selective"}
     for modules in (None, ["core_attn", "mlp"]):
@@ -182,9 +187,10 @@ def test_what_is_recomputed(ranks: RankPool, models: dict[str, Path]) -> None:
 @pytest.mark.slow
 def test_interleaved_stages(ranks: RankPool, models: dict[str, Path]) -> None:
     """Tied embeddings and their copy lie on different ranks, and a rank's two parts are not neighbours."""
-    layout = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
-    path = models["four layers"]
-    ranks(2, check_many, [(check_forward, path, 100, layout), (check_gradients, path, 100, layout, None, [1, TokenBudget(20)])])
+    path, cases = models["four layers"], []
+    for layout in (INTERLEAVED, {**INTERLEAVED, "pipeline_layers": [0, 1, 3, 0]}):
+        cases += [(check_forward, path, 100, layout), (check_gradients, path, 100, layout, None, [1, TokenBudget(20)])]
+    ranks(2, check_many, cases)
 
 
 @pytest.mark.slow
@@ -204,11 +210,23 @@ def test_two_by_two(ranks: RankPool, models: dict[str, Path]) -> None:
         ranks(4, check_many, [(check_forward, models["qwen3"], 100, layout), (check_gradients, models["qwen3"], 100, layout, None, [2, 6])])
 
 
-STAGES, SHARED = {"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}
-INTERLEAVED = {**STAGES, "virtual_pipeline_parallel": 2}
 ODD: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "VPP2, recomputed": (2, "qwen3", {"layers": 4}, {**INTERLEAVED, "recompute": "full"}),
     "VPP2, recomputed in part": (2, "qwen2", {"layers": 4}, {**INTERLEAVED, "recompute": "selective"}),
+    "VPP2 of seven layers": (2, "qwen2", {"layers": 7}, INTERLEAVED),
+    "VPP3, the last part without layers": (
+        2,
+        "llama",
+        {"layers": 7},
+        {**STAGES, "virtual_pipeline_parallel": 3, "pipeline_layers": [1, 1, 2, 1, 2, 0], "recompute": "full"},
+    ),
+    "TP2 PP2, three and one": (4, "qwen3", {"layers": 4, "vocab_size": 101}, {**SHARED, **STAGES, "pipeline_layers": [3, 1]}),
+    "PP3, experts, the first without layers": (
+        3,
+        "qwen3_moe",
+        {"layers": 4, "mlp_only_layers": [1]},
+        {"pipeline_parallel": 3, "pipeline_layers": [0, 1, 3]},
+    ),
     "VPP2 CP2": (4, "qwen3", {"layers": 4}, {**INTERLEAVED, "context_parallel": 2, "recompute": "full"}),
     "VPP2 EP2": (4, "qwen3_moe", {"layers": 4}, {**INTERLEAVED, "expert_parallel": 2}),
     "VPP2 TP2, odd vocabulary": (4, "qwen3", {"layers": 4, "vocab_size": 101}, {**INTERLEAVED, **SHARED}),

@@ -348,6 +348,8 @@ FURTHER: dict[str, dict[str, Any]] = {
     "TP2 SP": {"tensor_parallel": 2, "sequence_parallel": True},
     "PP2": STAGES,
     "VPP2": {**STAGES, "virtual_pipeline_parallel": 2},
+    "PP2 uneven": {**STAGES, "pipeline_layers": [0, 4]},
+    "VPP2 uneven": {**STAGES, "virtual_pipeline_parallel": 2, "pipeline_layers": [0, 1, 3, 0]},
     "CP2": {"context_parallel": 2},
     "DP2 bf16": {"data": 2, "dtype": "bfloat16"},
     "DP2 replicated bf16": {"data": 2, "distributed_optimizer": False, "dtype": "bfloat16"},
@@ -361,13 +363,15 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 ALL = LAYOUTS | FURTHER | WIDE
 LOADED_FROM = {
-    "one rank": ["TP2", "VPP2", "CP2"],
+    "one rank": ["TP2", "VPP2", "VPP2 uneven", "CP2"],
     "DP2": ["one rank", "VPP2", "DP2 replicated"],
     "DP2 replicated": ["DP2", "CP2"],
     "TP2": ["one rank", "DP2 replicated"],
     "TP2 SP": ["PP2", "DP2"],
     "PP2": ["TP2 SP", "VPP2"],
     "VPP2": ["PP2", "TP2"],
+    "PP2 uneven": ["VPP2 uneven", "PP2"],
+    "VPP2 uneven": ["one rank", "PP2 uneven"],
     "CP2": ["DP2", "VPP2"],
     "DP2 bf16": ["DP2 replicated bf16"],
     "DP2 replicated bf16": ["DP2 bf16"],

@@ -35,6 +35,7 @@ FURTHER_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP2 SP": (2, SEQUENCE),
     "CP2": (2, {"context_parallel": 2}),
     "VPP2": (2, INTERLEAVED),
+    "PP2, uneven": (2, {"pipeline_parallel": 2, "pipeline_layers": [4, 0]}),
     "VPP2, recomputed": (2, {**INTERLEAVED, "recompute": "full"}),
     "TP2 SP, recomputed": (2, {**SEQUENCE, "recompute": "full"}),
     "TP2 SP, recomputed in part": (2, {**SEQUENCE, "recompute": "selective"}),

@@ -138,7 +138,7 @@ def test_checkpoints_that_do_not_fit(ranks: RankPool, tmp_path: Path) -> None:
         assert message in ranks(1, error_of, folder, layout)[0]
     for message, layout in (
         ("strategy.tensor_parallel: 2 does not go with the model's 3 attention heads and 1 key/value heads", {"tensor_parallel": 2}),
-        ("strategy.pipeline_parallel: 2 leaves the last stage none of the model's 1 layers", {"pipeline_parallel": 2}),
+        ("strategy.pipeline_parallel: 2: makes 2 parts of the model's 1 layers; use at most 1", {"pipeline_parallel": 2}),
     ):
         folder = tiny(tmp_path / next(iter(layout)), "llama", hidden=96, num_attention_heads=3, num_key_value_heads=1, layers=1)
         assert message in ranks(2, error_of, folder, layout)[1]
