@@ -18,7 +18,11 @@ from roll_lite.data.ragged import Ragged
 
 def write_columns(path: Path, columns: DataProto) -> None:
     """The file appears complete or not at all."""
-    write_table(path, pa.table({name: as_array(column) for name, column in columns.columns.items()}))
+    write_table(path, as_table(columns))
+
+
+def as_table(columns: DataProto) -> pa.Table:
+    return pa.table({name: as_array(column) for name, column in columns.columns.items()})
 
 
 def write_table(path: Path, table: pa.Table) -> None:

@@ -7,7 +7,8 @@
 | `batches/.../mini_batches.parquet`     | driver                   | which sample is in which optimizer step, and its loss weight |
 | `batches/.../step.json`                | driver                   | KL coefficients of the step                                  |
 | `skipped/step_000012_actor_update_02/` | as above                 | the same of the samples of one update that was skipped,      |
-|                                        |                          | because its loss or gradient was not finite, with losses     |
+|                                        |                          | because its loss or gradient was not finite, with losses;    |
+|                                        |                          | its rows of algorithm.ptx in `supervised.parquet`            |
 
 What became of each optimizer step, skipped ones included, stands in `updates.jsonl`.
 """
@@ -29,9 +30,10 @@ from roll_lite.config.arithmetic import group_size, longest_sequence, trains
 from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.data.columns_file import write_table
+from roll_lite.data.columns_file import as_table, write_table
 from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch
+from roll_lite.data.proto import DataProto
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.pipeline.clusters import Model
 from roll_lite.pipeline.skipped_updates import Skipped
@@ -75,15 +77,24 @@ class BatchFiles:
         self._write(f"batches/step_{step:06d}", actor, batch, _as_table(mini_batches), {"step": step, "kl_coefs": dict(kl_coefs)})
 
     def write_skipped(
-        self, skipped: Skipped, actor: Model[ActorWorker], batch: Batch, mini_batch: MiniBatch, kl_coefs: Mapping[str, float]
+        self,
+        skipped: Skipped,
+        actor: Model[ActorWorker],
+        batch: Batch,
+        mini_batch: MiniBatch,
+        kl_coefs: Mapping[str, float],
+        supervised: DataProto | None,
     ) -> None:
-        """The samples of one update, whichever batches are kept: nobody can tell beforehand which ones will be asked for."""
-        table = _as_table([mini_batch], first=skipped.update)
-        losses = [skipped.row_losses.get(int(sample)) for sample in mini_batch.samples]
+        """The samples of one update, whichever batches are kept: nobody can tell beforehand which ones will be asked for; and its rows of
+        algorithm.ptx."""
+        table = _with_losses(_as_table([mini_batch], first=skipped.update), skipped)
         facts = {"step": skipped.step, "role": skipped.role, "update": skipped.update, "kl_coefs": dict(kl_coefs)}
         facts |= {"loss": str(skipped.loss), "grad_norm": str(skipped.grad_norm)}  # JSON has no NaN
         own = np.flatnonzero(np.isin(batch.rows.tensor("sample").numpy(), mini_batch.samples))
-        self._write(skipped.folder, actor, batch.take(own), table.append_column("loss", pa.array(losses, pa.float64())), facts)
+        self._write(skipped.folder, actor, batch.take(own), table, facts)
+        if supervised is not None:
+            columns = supervised.select(["sample", "input_ids", "response_mask", "ptx_weight"])
+            write_table(self._folder / skipped.folder / "supervised.parquet", _with_losses(as_table(columns), skipped))
 
     def _write(self, name: str, actor: Model[ActorWorker], batch: Batch, mini_batches: pa.Table, facts: Mapping[str, Any]) -> None:
         """Rows are written by the ranks that credit was assigned on, each into a file of its own."""
@@ -134,6 +145,12 @@ def _as_table(mini_batches: Sequence[MiniBatch], first: int = 1) -> pa.Table:
             "loss_weight": np.concatenate([np.zeros(0, dtype=np.float32), *(mini_batch.weights for mini_batch in mini_batches)]),
         }
     )
+
+
+def _with_losses(table: pa.Table, skipped: Skipped) -> pa.Table:
+    """And what each row adds to the loss of the update."""
+    losses = [skipped.row_losses.get(sample) for sample in table["sample"].to_pylist()]
+    return table.append_column("loss", pa.array(losses, pa.float64()))
 
 
 def most_tokens(config: RunConfig) -> int:

@@ -12,6 +12,7 @@ from roll_lite.config.arithmetic import aggregation_constant, trains, validates
 from roll_lite.config.device_phases import Phase
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.minibatches import MiniBatch, cut_mini_batches
+from roll_lite.data.proto import DataProto
 from roll_lite.data.stable_hash import derived_seed
 from roll_lite.data.supervised import SupervisedRows
 from roll_lite.distributed.dataflow import Batch
@@ -154,8 +155,10 @@ class RLVRPipeline:
         mini_batches, kl_coef = self.cut(batch), self.kl_in_loss.coef
         actor, critic = self.clusters.actor, self.clusters.critic
         turns: dict[str, DeviceTurn[list[list[Update]]]] = {}
+        supervised: list[DataProto] = []
         if self.steps_done >= self.algorithm.critic_warmup_steps:
             own = self.with_supervised(actor.shares(batch, self.actor_columns, mini_batches))
+            supervised = [DataProto.concat(rows) for rows in zip(*(share.supervised for share in own), strict=True)]
             turns["actor"] = DeviceTurn(actor, partial(actor.ranks.start_scatter, ActorWorker.train, own, kl_coef))
         if critic is not None:
             own = critic.shares(batch, self.critic_columns, mini_batches)
@@ -164,7 +167,8 @@ class RLVRPipeline:
         self.version += "actor" in updates
         self.journal.updates(self.steps_done + 1, updates, kl_coef)
         for first in self.skipped.count(self.steps_done + 1, updates):
-            self.batch_files.write_skipped(first, actor, batch, mini_batches[first.update - 1], self.kl_coefs)
+            further = supervised[first.update - 1] if supervised and first.role == "actor" else None
+            self.batch_files.write_skipped(first, actor, batch, mini_batches[first.update - 1], self.kl_coefs, further)
             self.journal.skipped(first)
         sums = [update.result.metrics for update in updates.get("actor", [[]])[0] if not update.result.skipped]
         self.kl_in_loss.step(per_token(sums, "actor/kl_ref", "actor/tokens"), training_rows(batch) if sums else 0)

@@ -103,8 +103,9 @@ def _described(role: str, series: Series, with_ptx: bool) -> str:
     finite = f"the last finite one was {_named(series.last_finite)}" if series.last_finite else "none before them was finite"
     step = series.first[0]
     again = f"go on from a checkpoint before step {step} (checkpoint.resume)" if step > 1 else "start again"
-    of_ptx = "- a row of algorithm.ptx may be the cause too; those of the update are not in that folder\n" if with_ptx else ""
-    blamed = "the weights, or such a row, are" if with_ptx else "the weights are"
+    of_ptx = (
+        "- where rows of algorithm.ptx alone have a loss that is not finite (supervised.parquet), they are the cause\n" if with_ptx else ""
+    )
     return (
         f"{role}: {series.length} updates in a row were skipped, because loss or gradient was not finite, up to {_named(series.last)}; "
         f"{finite}. {section}.optimizer.stop_after_skipped allows less than {series.length}.\n"
@@ -113,7 +114,7 @@ def _described(role: str, series: Series, with_ptx: bool) -> str:
         "What to do:\n"
         "- where a sample whose loss is not finite has a column there that is not (reward, advantages, log-probs), that is the cause\n"
         f"{of_ptx}"
-        f"- where all columns are finite, {blamed} to blame: {again} with a smaller {section}.optimizer.lr or clip_grad, "
+        f"- where all columns are finite, the weights are to blame: {again} with a smaller {section}.optimizer.lr or clip_grad, "
         "or a longer warm-up\n"
         f"- {section}.optimizer.stop_after_skipped: 0 lets a run go on however many are skipped"
     )

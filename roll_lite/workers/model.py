@@ -76,7 +76,8 @@ class Update:
     ratios: np.ndarray | None = None
     """Histogram of the ratios of new and old policy, [domains, bins] (see ratio_histogram.py); the actor's only."""
     row_losses: dict[int, float] = field(default_factory=dict)
-    """By sample, of this rank's rows, where the update was skipped and the one before it was not: what each adds to the loss."""
+    """By sample, of this rank's rows, supervised ones among them, where the update was skipped and the one before it was not: what each
+    adds to the loss."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
@@ -163,7 +164,7 @@ class ModelWorker(Worker):
             whole = beside(rows, share.supervised[number]) if share.supervised else rows
             plan = self.strategy.plan(whole.lengths, self._budget(*self.spec.config.in_training, outputs))
             result = self.strategy.train_step(whole, loss_fn, outputs, plan)
-            explained = self._row_losses(rows, loss_fn, outputs) if result.skipped and not was_skipped else {}
+            explained = self._row_losses(whole, loss_fn, outputs) if result.skipped and not was_skipped else {}
             was_skipped = result.skipped
             yield Update(mini_batch.epoch, result, row_losses=explained)
 

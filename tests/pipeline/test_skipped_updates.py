@@ -31,7 +31,7 @@ from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.skipped_updates import NotFinite, SkippedUpdates
 from roll_lite.workers.actor import ActorWorker
-from roll_lite.workers.model import Update
+from roll_lite.workers.model import TrainShare, Update
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = 6
@@ -75,7 +75,7 @@ def test_what_comes_after_the_last_one_in_the_same_step_does_not_hide_it() -> No
 
 
 def test_rows_beside_the_samples_are_named_as_a_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the actor: their losses and columns are nowhere to be found."""
+    """Of the actor: they have a file of their own."""
     monkeypatch.chdir(ROOT)
     config = load_config("tiny_ppo", ROOT / "examples/configs")
     ptx = PtxConfig(data=PtxDataConfig(train=["rows.jsonl"]), coef=0.1, samples=2)
@@ -85,8 +85,7 @@ def test_rows_beside_the_samples_are_named_as_a_cause(monkeypatch: pytest.Monkey
         skipped.count(1, {role: [[BROKEN]]})
         with pytest.raises(NotFinite) as error:
             skipped.look()
-        assert ("a row of algorithm.ptx may be the cause too; those of the update are not in that folder" in str(error.value)) is told
-        assert ("the weights, or such a row, are to blame" in str(error.value)) is told
+        assert ("rows of algorithm.ptx alone have a loss that is not finite (supervised.parquet)" in str(error.value)) is told
 
 
 def test_roles_are_counted_on_their_own() -> None:
@@ -216,6 +215,28 @@ def test_the_samples_of_the_first_one_are_in_the_runs_folder_and_the_run_goes_on
     said = capsys.readouterr().out
     assert f"update 2 of the actor was skipped, its loss is nan and its gradient norm inf; its samples are in {folder}" in said
     assert not (tmp_path / "batches").exists(), "batches.write: never"
+
+
+def test_supervised_rows_of_the_first_one_are_there_too(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of each update on two ranks: the second rank's row is the one whose loss is not finite."""
+    first = update(skipped=True, row_losses={**dict.fromkeys(range(SAMPLES), 0.5), -3: 0.25, -2: 0.75, -1: math.nan})
+    pipeline = run_with(config, tmp_path, [[FINE, first], [FINE, FINE], [FINE, FINE]], monkeypatch)
+
+    def rows(number: int, samples: list[int]) -> DataProto:
+        ids = [torch.full((3 - sample,), 10 * number - sample) for sample in samples]
+        masks = [torch.arange(len(one)) > 1 for one in ids]
+        columns = {"input_ids": Ragged.from_rows(ids), "response_mask": Ragged.from_rows(masks), "ptx_weight": torch.full((len(ids),), 0.5)}
+        return DataProto({"sample": torch.tensor(samples), "temperature": torch.ones(len(ids)), **columns})
+
+    supervised = [[rows(number, samples) for number in range(2)] for samples in ([-3, -2], [-1])]
+    pipeline.ptx = SimpleNamespace(shares=lambda *_: supervised, state_dict=dict)  # type: ignore[assignment]
+    monkeypatch.setattr(Model, "shares", lambda self, batch, columns, mini_batches: [TrainShare(batch, mini_batches)] * 2)
+    pipeline.run()
+    told = pq.read_table(tmp_path / "skipped/step_000001_actor_update_02/supervised.parquet").to_pylist()
+    assert [row["sample"] for row in told] == [-3, -2, -1] and [row["loss"] for row in told][:2] == [0.25, 0.75]
+    assert told[2] == {"sample": -1, "input_ids": [11] * 4, "response_mask": [False, False, True, True], "ptx_weight": 0.5} | {
+        "loss": pytest.approx(math.nan, nan_ok=True)
+    }
 
 
 def test_a_run_ends_with_what_happened_behind_it(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.base import TrainResult
 from roll_lite.workers.actor import ActorWorker, moved_too_far
-from roll_lite.workers.model import Update
+from roll_lite.workers.model import TrainShare, Update
 from roll_lite.workers.objectives import ActorLoss
 
 
@@ -60,9 +60,9 @@ def test_the_rest_of_the_updates_is_left_out_once_the_policy_has_moved_too_far()
     assert run(None) == 3
 
 
-def trained(results: list[TrainResult], losses: dict[int, float]) -> list[Update]:
-    """By a worker with three samples, one per mini-batch and epoch, whose strategy reports these results and knows log-probs of -0.5 but
-    NaN for the second sample."""
+def trained(results: list[TrainResult], losses: dict[int, float], supervised: DataProto | None = None) -> list[Update]:
+    """By a worker with three samples in every mini-batch, and these rows beside them, whose strategy reports these results and knows these
+    log-probs of each one's tokens."""
     rows = DataProto(
         {
             "sample": torch.tensor([4, 5, 6]),
@@ -87,9 +87,8 @@ def trained(results: list[TrainResult], losses: dict[int, float]) -> list[Update
     for name in ("_train", "_row_losses", "_forward_budget", "_budget"):
         setattr(worker, name, MethodType(getattr(ActorWorker, name), worker))
     mini_batches = [MiniBatch(epoch, np.array([4, 5, 6]), np.array([0.5, 1.0, 0.25], dtype=np.float32)) for epoch in range(len(results))]
-    return ActorWorker.train(
-        worker, SimpleNamespace(shard=SimpleNamespace(materialize=lambda: rows), mini_batches=mini_batches, supervised=[]), 0.0
-    )  # type: ignore[arg-type]
+    shard: Any = SimpleNamespace(materialize=lambda: rows)
+    return ActorWorker.train(worker, TrainShare(shard, mini_batches, [] if supervised is None else [supervised] * len(results)), 0.0)
 
 
 def test_the_first_skipped_update_of_several_is_told_with_the_loss_of_every_row() -> None:
@@ -101,6 +100,16 @@ def test_the_first_skipped_update_of_several_is_told_with_the_loss_of_every_row(
     told = updates[1].row_losses
     assert told[4] == pytest.approx(0.5) and math.isnan(told[5]) and told[6] == pytest.approx(2 * 0.25 * 2 * 0.25)
     assert all(one.peaks == {} and one.ratios is not None and not one.ratios.any() for one in updates), "ratios count in training alone"
+
+
+def test_supervised_rows_have_a_loss_of_their_own() -> None:
+    """Cross-entropy of the two tokens that are learned, times 0.5 each; the samples' losses are what they are without them."""
+    ids, learned = (Ragged.from_rows([row, row]) for row in (torch.arange(4), torch.tensor([False, False, True, True])))
+    columns = {"sample": torch.tensor([-2, -1]), "input_ids": ids, "response_mask": learned, "ptx_weight": torch.tensor([0.5, 0.5])}
+    broken = TrainResult({}, 0.0, 1.0, 1e-3, True)
+    (update,) = trained([broken], {4: -0.5, 5: -0.5, 6: -0.25, -2: -3.0, -1: math.nan}, DataProto(columns))
+    assert update.row_losses.keys() == {4, 5, 6, -2, -1} and math.isnan(update.row_losses[-1])
+    assert (update.row_losses[-2], update.row_losses[4]) == pytest.approx((3.0, 0.5))
 
 
 @pytest.mark.parametrize(
