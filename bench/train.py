@@ -5,7 +5,8 @@ optimizer, nothing reported. Rows are equally long, a few at a time, or (`packed
 many tokens at a time. Both sides start from the same weights and must come to the same gradient norm. They take turns step by step, so that
 a busy machine slows both.
 
-`--layouts` are those of the ranks: `one`, or two processes that share the rows (`dp2`), every matrix (`tp2`) or the layers (`pp2`).
+`--layouts` are those of the ranks: `one`, or two processes that share the rows (`dp2`), every matrix (`tp2`, with activations split between
+them `sp2`), the layers (`pp2`, interleaved `vpp2`), or the experts of another model (`ep2`).
 The last line is a JSON object; `ratio` above 1 means that train_step is faster. It is taken on one rank and rows of one length of which
 every token counts, so that both sides work on the same positions; `ratio_with_prompts` on rows that begin with a prompt, whose logits
 train_step leaves out; `ratios` has all cases.
@@ -31,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlanner, RowsAtATime, TokenBudget, padded
@@ -46,15 +47,18 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig, get_megatron_optimizer  # isort: skip
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules  # isort: skip
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
-from roll_lite.config.hf_config import read_hf_config  # isort: skip
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset  # isort: skip
+from roll_lite.config.hf_config import HfConfig, read_hf_config  # isort: skip
 from roll_lite.distributed.strategy.megatron.experts import Balance  # isort: skip
 from roll_lite.distributed.strategy.megatron.forward_backward import sum_gradients  # isort: skip
 from roll_lite.distributed.strategy.megatron.hf_load import load_weights  # isort: skip
 from roll_lite.distributed.strategy.megatron.hf_mapping import bind  # isort: skip
 from roll_lite.distributed.strategy.megatron.layers import SdpaAttention, TorchRMSNorm  # isort: skip
-from roll_lite.distributed.strategy.megatron.layer_specs import layer_spec  # isort: skip
+from roll_lite.distributed.strategy.megatron.layer_specs import TORCH, layer_spec  # isort: skip
 from roll_lite.distributed.strategy.megatron.model import transformer_config  # isort: skip
 
 ROWS, MICRO_BATCH, VOCAB, PROMPT, LENGTH = 64, 8, 4096, 20, 100
@@ -65,7 +69,10 @@ LAYOUTS: dict[str, tuple[int, MegatronStrategyConfig]] = {
     "one": (1, MegatronStrategyConfig()),
     "dp2": (2, MegatronStrategyConfig()),
     "tp2": (2, MegatronStrategyConfig(tensor_parallel=2)),
+    "sp2": (2, MegatronStrategyConfig(tensor_parallel=2, sequence_parallel=True)),
     "pp2": (2, MegatronStrategyConfig(pipeline_parallel=2)),
+    "vpp2": (2, MegatronStrategyConfig(pipeline_parallel=2, virtual_pipeline_parallel=2)),
+    "ep2": (2, MegatronStrategyConfig(expert_parallel=2)),
 }
 """Processes, and how they share the model."""
 CASES = ("all", "prompts", "packed")
@@ -78,9 +85,19 @@ CASES = ("all", "prompts", "packed")
 def make_model(folder: Path, hidden: int = 256, layers: int = 4, **changed: Any) -> None:
     """A random Qwen2, as Hugging Face saves it; `changed`: further fields of its config.json."""
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True, "use_sliding_window": False}
-    sizes = {"vocab_size": VOCAB, "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers}
-    Qwen2ForCausalLM(Qwen2Config(**{**sizes, **heads, **changed})).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**{**_fields(hidden, layers), "use_sliding_window": False, **changed})).save_pretrained(folder)
+
+
+def make_model_with_experts(folder: Path, hidden: int = 256, layers: int = 4) -> None:
+    """A random Qwen3-MoE whose tokens go to 2 of 8 experts."""
+    torch.manual_seed(0)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 2 * hidden, "head_dim": hidden // 8}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**_fields(hidden, layers), **experts)).save_pretrained(folder)
+
+
+def _fields(hidden: int, layers: int) -> dict[str, Any]:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    return {"vocab_size": VOCAB, "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers, **heads}
 
 
 @contextmanager
@@ -177,36 +194,47 @@ class BareLoop:
     def __init__(self, path: Path, layout: MegatronStrategyConfig) -> None:
         hf = read_hf_config(path)
         self.config = transformer_config(hf, layout, torch.float32, deterministic=False)
-        layers = [layer_spec(hf, 0, Balance(0.0)) for _ in range(get_num_layers_to_build(self.config))]
-        for spec in layers:
-            spec.submodules.self_attention.submodules.core_attention = AttentionByHand
-        self.model = GPTModel(
-            self.config, TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm), hf.vocab_size, hf.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=True, position_embedding_type="rope", rotary_base=hf.rope.theta,
-        )  # fmt: skip
-        self.model.has_value_head = False
-        bindings = bind([self.model], hf)
+        parts = list(range(layout.virtual_pipeline_parallel)) if layout.virtual_pipeline_parallel > 1 else [None]
+        models = [self._part(hf, part) for part in parts]
+        bindings = bind(models, hf)
         for binding in bindings:
             if binding.entry.cut is not None and not hasattr(binding.parameter, "tensor_model_parallel"):
                 tensor_parallel.set_tensor_model_parallel_attributes(binding.parameter, True, binding.entry.cut, 1)
         load_weights(bindings, hf, path, None, "model.path")
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        self.chunk = DistributedDataParallel(self.config, ddp, self.model)
+        self.chunks = [DistributedDataParallel(self.config, ddp, model) for model in models]
         self.config.finalize_model_grads_func = sum_gradients
         options = MegatronOptimizerConfig(
             optimizer="adam", lr=OPTIMIZER.lr, weight_decay=0.0, clip_grad=1.0, use_distributed_optimizer=True,
             adam_beta1=OPTIMIZER.betas[0], adam_beta2=OPTIMIZER.betas[1],
         )  # fmt: skip
-        self.optimizer = get_megatron_optimizer(options, [self.chunk])
+        self.optimizer = get_megatron_optimizer(options, self.chunks)
+
+    def _part(self, hf: HfConfig, part: int | None) -> GPTModel:
+        first = get_transformer_layer_offset(self.config, part)
+        layers = [layer_spec(hf, first + number, Balance(0.0)) for number in range(get_num_layers_to_build(self.config, part))]
+        for number, spec in enumerate(layers):
+            spec.submodules.self_attention.submodules.core_attention = AttentionByHand
+            if hf.has_experts(first + number):  # those of Megatron, which nobody counts
+                spec.module = TransformerLayer
+                spec.submodules.mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(experts=TORCH.experts))
+        model = GPTModel(
+            self.config, TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchRMSNorm), hf.vocab_size, hf.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=part),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=part),
+            share_embeddings_and_output_weights=True, position_embedding_type="rope", rotary_base=hf.rope.theta, vp_stage=part,
+        )  # fmt: skip
+        model.has_value_head = False
+        return model
 
     def step(self, batches: Sequence[Any]) -> float:
         """The gradient norm."""
-        self.chunk.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         get_forward_backward_func()(
-            forward_step_func=_forward_step, data_iterator=iter(batches), model=[self.chunk], num_microbatches=len(batches),
-            seq_length=batches[0][0].shape[1], micro_batch_size=len(batches[0][0]),
+            forward_step_func=_forward_step, data_iterator=[iter(batches) for _ in self.chunks], model=self.chunks,
+            num_microbatches=len(batches), seq_length=batches[0][0].shape[1], micro_batch_size=len(batches[0][0]),
         )  # fmt: skip
         return float(self.optimizer.step()[1])
 
@@ -227,17 +255,21 @@ def same_length(micro: MicroBatch) -> Any:
     return ids, torch.arange(ids.shape[1]).expand_as(ids), micro.columns["advantages"] * micro.mask, None
 
 
-def one_behind_the_other(rows: DataProto) -> Any:
-    lengths = rows.lengths
+def one_behind_the_other(rows: DataProto, multiple: int) -> Any:
+    """Filled up to a multiple of the ranks that share activations by one more row."""
+    rest = -int(rows.lengths.sum()) % multiple
+    lengths = torch.cat([rows.lengths, rows.lengths.new_full((min(rest, 1),), rest)])
     starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
     weights = [
         torch.cat([advantages * mask[1:], advantages.new_zeros(1)])  # no token follows a row's last one
         for advantages, mask in zip(rows.ragged("advantages").rows(), rows.ragged("response_mask").rows(), strict=True)
     ]
+    weights.append(torch.zeros(rest))
     longest = int(lengths.max())
     packing = PackedSeqParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest)
     positions = torch.cat([torch.arange(length) for length in lengths.tolist()])
-    return rows.ragged("input_ids").values[None], positions[None], torch.cat(weights)[None, :-1], packing
+    ids = torch.cat([rows.ragged("input_ids").values, torch.zeros(rest, dtype=torch.long)])
+    return ids[None], positions[None], torch.cat(weights)[None, :-1], packing
 
 
 # ---------------------------------------------------------------- side by side
@@ -261,7 +293,8 @@ def compare(path: Path, layout: MegatronStrategyConfig, case: str, rows: int, pa
     mine = every.take(range(strategy.layout.data_rank, len(every), strategy.layout.data_size))
     planner = planner_of(case, strategy)
     parts = list(strategy.plan(mine.lengths, planner).cut(mine))
-    batches = [one_behind_the_other(part) if case == "packed" else same_length(padded(part)) for part in parts]
+    multiple = layout.tensor_parallel if layout.sequence_parallel else 1
+    batches = [one_behind_the_other(part, multiple) if case == "packed" else same_length(padded(part)) for part in parts]
     norms: dict[str, float] = {}
 
     def ours() -> None:
@@ -282,7 +315,8 @@ def rank_main(rank: int, folder: Path, name: str, cases: Sequence[str], rows: in
     ranks, layout = LAYOUTS[name]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / f"store-{name}"), ranks), rank=rank, world_size=ranks)
-    found = {case: compare(folder / "model", layout, case, rows, pairs) for case in cases}
+    model = folder / ("experts" if layout.expert_parallel > 1 else "model")
+    found = {case: compare(model, layout, case, rows, pairs) for case in cases}
     if rank == 0:
         (folder / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
@@ -301,6 +335,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         make_model(folder / "model")
+        make_model_with_experts(folder / "experts")
         for name in chosen.layouts:
             processes.spawn(rank_main, (folder, name, chosen.cases, chosen.rows, chosen.pairs), nprocs=LAYOUTS[name][0])
             found[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))

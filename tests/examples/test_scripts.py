@@ -30,7 +30,7 @@ QUICK: dict[str, list[str]] = {
     "bench/reward_math.py": ["--samples=20", "--per-process=2", "--rounds=1"],
     "bench/rollout.py": ["--rounds=1", "--prompts=3", "--samples=2"],
     "bench/step.py": ["--rounds=1", "--prompts=8", "--samples=4", "--cases=short"],
-    "bench/train.py": ["--pairs=1", "--rows=8", "--layouts", "tp2", "--cases", "all", "packed"],
+    "bench/train.py": ["--pairs=1", "--rows=8", "--layouts", "sp2", "ep2", "--cases", "packed"],
     "bench/weight_sync.py": ["--rounds=1", "--engines=1", "--hidden=128", "--layers=2"],
     "examples/models/make_tiny.py": ["--steps=2", "--data={tmp}/data", "--model={tmp}/model"],
     "examples/run_recipes.py": ["tiny_raft", *SMALL_RUN, "validation.samples_per_prompt=1", "run_dir={tmp}/runs"],
