@@ -23,7 +23,8 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    feed_forward: int
+    feed_forward: int | None
+    """Of layers without experts; None where all have some."""
     vocab_size: int
     max_positions: int | None
     tied_embeddings: bool
@@ -121,7 +122,7 @@ def read_model_shape(folder: Path) -> ModelShape:
             heads=heads,
             kv_heads=_key_value_heads(raw, heads),
             head_dim=_head_dim(raw, heads),
-            feed_forward=_size(raw, "intermediate_size"),
+            feed_forward=None if raw["model_type"] == "qwen3_moe" and all(_experts(raw).layers) else _size(raw, "intermediate_size"),
             vocab_size=_size(raw, "vocab_size"),
             max_positions=_size(raw, "max_position_embeddings") if raw.get("max_position_embeddings") is not None else None,
             tied_embeddings=raw.get("tie_word_embeddings", False) is True,

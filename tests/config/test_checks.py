@@ -460,6 +460,11 @@ def test_layouts_of_experts(project: Project) -> None:
     assert problem.path == "actor_infer.strategy.tensor_parallel" and "size of 63; expert_parallel leaves" in problem.message
     whole = "{devices: 2, strategy: {name: sglang, tensor_parallel: 2, expert_parallel: 2}}"
     assert project.problems_of(f"model: {{path: narrow}}\nactor_infer: {whole}") == []
+    yaml = "model: {path: odd, dtype: float32}\nactor_infer: {strategy: {name: sglang}}\nactor_train: {devices: 2, strategy: {"
+    yaml += "tensor_parallel: 2, sequence_parallel: true}}"
+    for options, refused in (({}, False), ({"mlp_only_layers": [1]}, True)):
+        make_tiny_model(project.folder / "odd", "qwen3_moe", hidden=128, vocab_size=100, intermediate_size=97, **options)
+        assert any("feed-forward size of 97" in problem.message for problem in project.problems_of(yaml)) is refused
     make_tiny_model(project.folder / "three", "qwen3_moe", hidden=128, vocab_size=100, num_experts=3)
     for model, fragment in (("three", "the model's 3 experts"), ("experts", "share the experts, or none; use 1 or tensor_parallel (2)")):
         yaml = whole if model == "three" else whole.replace("expert_parallel: 2", "expert_parallel: 4")

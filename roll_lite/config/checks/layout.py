@@ -96,7 +96,7 @@ def _tensor_parallel_divides_heads(config: RunConfig, name: str, role: Role) -> 
             f"does not divide the model's {shape.heads} attention heads and {shape.kv_heads} key/value heads; use one of {_listed(fits)}"
         )
         yield Problem(f"{name}.strategy.tensor_parallel", message, parts)
-    elif shape.feed_forward % parts:
+    elif shape.feed_forward is not None and shape.feed_forward % parts:
         message = f"does not divide the model's feed-forward size of {shape.feed_forward}"
         yield Problem(f"{name}.strategy.tensor_parallel", message, parts)
 

@@ -25,7 +25,7 @@ def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int
     if not tensor_parallel_fits(tensor, hf.heads, hf.key_value_heads, hf.head_dim):
         heads = f"{hf.heads} attention heads and {hf.key_value_heads} key/value heads of {hf.head_dim}"
         raise ValueError(f"strategy.tensor_parallel: {tensor} does not go with the model's {heads}")
-    if hf.feed_forward % tensor:
+    if not all(hf.has_experts(layer) for layer in range(hf.layers)) and hf.feed_forward % tensor:
         raise ValueError(f"strategy.tensor_parallel: {tensor} does not divide the model's feed-forward size {hf.feed_forward}")
     if strategy.sequence_parallel and tensor == 1:
         raise ValueError("strategy.sequence_parallel: true needs strategy.tensor_parallel > 1")

@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("experts")
     some_dense = {"layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False}
     return {
-        "all layers": tiny(folder / "all", "qwen3_moe", tied=False),
+        "all layers": tiny(folder / "all", "qwen3_moe", tied=False, intermediate_size=97),  # a size of layers that it does not have
         "one of four": tiny(folder / "some", "qwen3_moe", **some_dense),
         "two of five": tiny(folder / "five", "qwen3_moe", tied=False, layers=5, decoder_sparse_step=2),
     }
