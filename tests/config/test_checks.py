@@ -218,6 +218,11 @@ LAYOUT_CHECKS = {
         "actor_train.strategy.recompute_modules",
         "are recomputed with `recompute: selective`, not with full",
     ),
+    "experts of a dense model, recomputed": (
+        "actor_train: {strategy: {recompute: selective, recompute_modules: [moe]}}",
+        "actor_train.strategy.recompute_modules",
+        "moe: the model has no experts",
+    ),
     "virtual pipeline without stages": (
         "actor_train: {strategy: {virtual_pipeline_parallel: 3}}",
         "actor_train.strategy.virtual_pipeline_parallel",
@@ -402,7 +407,11 @@ EXPERT_CHECKS = {
         "weight_sync.verify",
         "what an engine's kernels make of experts on a GPU is not read back",
     ),
-    "selective recompute": ("actor_train: {strategy: {recompute: selective}}", "actor_train.strategy.recompute", "leaves experts out"),
+    "selective recompute": (
+        "actor_train: {strategy: {recompute: selective, recompute_modules: [mlp, moe]}}",
+        "actor_train.strategy.recompute_modules",
+        "mlp: all layers of the model have experts; use moe",
+    ),
     "adapters beside a balance": (
         "actor_train: {lora: {targets: [q_proj]}, balance_coef: 0.1}",
         "actor_train.balance_coef",

@@ -164,11 +164,14 @@ def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Iterator[Pr
     if isinstance(strategy, MegatronStrategyConfig) and strategy.recompute_modules is not None and strategy.recompute != "selective":
         message = f"are recomputed with `recompute: selective`, not with {strategy.recompute}; remove the list, or use selective"
         yield Problem(f"{name}.strategy.recompute_modules", message, list(strategy.recompute_modules))
-    selective = isinstance(strategy, MegatronStrategyConfig) and strategy.recompute == "selective"
-    shape = _shape(model_folder(config, role)) if selective else None
-    if shape is not None and shape.experts is not None and "mlp" in (getattr(strategy, "recompute_modules", None) or ["mlp"]):
-        message = "leaves experts out; use recompute: full, or recompute_modules: [core_attn]"
-        yield Problem(f"{name}.strategy.recompute", message, "selective")
+    modules = strategy.recompute_modules if isinstance(strategy, MegatronStrategyConfig) else None
+    shape = _shape(model_folder(config, role)) if modules else None
+    if shape is None or modules is None:
+        return
+    if "moe" in modules and shape.experts is None:
+        yield Problem(f"{name}.strategy.recompute_modules", "moe: the model has no experts; use mlp", list(modules))
+    if "mlp" in modules and shape.feed_forward is None:
+        yield Problem(f"{name}.strategy.recompute_modules", "mlp: all layers of the model have experts; use moe", list(modules))
 
 
 def _engine_limits(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:

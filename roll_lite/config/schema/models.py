@@ -127,9 +127,10 @@ class MegatronStrategyConfig(Section):
     those where the package is installed, beside a GPU and without lora, else torch's."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass instead of keeping them. selective: those of recompute_modules; full: of whole layers."""
-    recompute_modules: Annotated[list[Literal["mlp", "core_attn"]], Field(min_length=1)] | None = None
-    """For `recompute: selective`; [mlp] where absent. mlp: the feed-forward part, most of what a layer keeps. core_attn: attention itself,
-    worth it with context_parallel, where a rank has the keys and values of all."""
+    recompute_modules: Annotated[list[Literal["mlp", "moe", "core_attn"]], Field(min_length=1)] | None = None
+    """For `recompute: selective`; mlp, with experts mlp and moe where absent. mlp: the feed-forward part, most of what a layer keeps. moe:
+    router and experts, for which tokens travel once more. core_attn: attention itself, worth it with context_parallel, where a rank has
+    the keys and values of all."""
 
 
 class EngineStrategyConfig(Section):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import tensor_parallel
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
@@ -41,7 +42,7 @@ def experts_config(hf: HfConfig) -> dict[str, Any]:
 
 
 def experts_spec(experts: ModuleSpec, balance: Balance) -> Any:
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=experts, router=partial(Router, balance=balance)))
+    return ModuleSpec(module=Experts, submodules=MoESubmodules(experts=experts, router=partial(Router, balance=balance)))
 
 
 class Balance:
@@ -146,6 +147,27 @@ class Router(TopKRouter):
         weighted = self._balance.weighted(((choices * probabilities).sum(1) * scale).sum())
         result: torch.Tensor = moe_utils.MoEAuxLossAutoScaler.apply(weights, weighted)
         return result
+
+
+class Experts(MoELayer):
+    """Where it is computed again on its own, it tells the router once more whose tokens they are: pipeline stages are several micro-batches
+    ahead of their gradients."""
+
+    router: Router
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config=config, **options)
+        self.moe_layer_recompute = False  # Megatron's knows of no rows
+        self._recomputed = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+        rows, forward = self.router.rows, super().forward
+
+        def with_rows(hidden_states: torch.Tensor) -> Any:
+            self.router.rows = rows
+            return forward(hidden_states, *args, **options)
+
+        return tensor_parallel.checkpoint(with_rows, False, hidden_states) if self._recomputed else forward(hidden_states, *args, **options)
 
 
 class ExpertsLayer(TransformerLayer):

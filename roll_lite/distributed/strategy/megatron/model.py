@@ -77,7 +77,7 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         persist_layer_norm=False,
         window_size=None if hf.window is None else (hf.window - 1, 0),
         recompute_granularity=None if strategy.recompute == "none" else strategy.recompute,
-        recompute_modules=strategy.recompute_modules or ["mlp"],
+        recompute_modules=list(strategy.recompute_modules or (["mlp", "moe"] if hf.experts else ["mlp"])),
         recompute_method="uniform" if strategy.recompute == "full" else None,
         recompute_num_layers=1 if strategy.recompute == "full" else None,
         deterministic_mode=deterministic,

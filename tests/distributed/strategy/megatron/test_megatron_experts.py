@@ -29,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2": {"pipeline_parallel": 2},
     "CP2 EP2": {"context_parallel": 2, "expert_parallel": 2},
     "EP2, recomputed": {"expert_parallel": 2, "recompute": "full"},
+    "PP2, recomputed in part": {"pipeline_parallel": 2, "recompute": "selective"},
 }
 OF_FOUR: dict[str, dict[str, Any]] = {
     "EP2": {"expert_parallel": 2},
@@ -79,7 +80,7 @@ def test_two_ranks(ranks: RankPool, models: dict[str, Path], name: str) -> None:
     if name == "EP2":
         cases += parity(models["all layers"], LAYOUTS[name], [6, 0])
         cases.append((overlapped, models["all layers"], LAYOUTS[name]))
-    if name == "PP2":
+    if name.startswith("PP2"):
         cases += parity(models["one of four"], LAYOUTS[name])
     ranks(2, check_many, cases)
 
@@ -229,7 +230,13 @@ def check_balance(path: Path, layout: dict[str, Any], sizes: list[int] | None) -
 
 def test_the_balance_loss_is_transformers_own(ranks: RankPool, models: dict[str, Path]) -> None:
     ranks(1, check_balance, models["all layers"], {}, None)
-    for name, sizes in (("EP2", [6, 0]), ("TP2 EP2", None), ("CP2 EP2", None), ("EP2, recomputed", [2, 4]), ("PP2", None)):
+    for name, sizes in (
+        ("EP2", [6, 0]),
+        ("TP2 EP2", None),
+        ("CP2 EP2", None),
+        ("EP2, recomputed", [2, 4]),
+        ("PP2, recomputed in part", None),
+    ):
         ranks(2, check_balance, models["all layers"], LAYOUTS[name], sizes)
 
 

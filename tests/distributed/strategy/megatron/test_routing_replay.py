@@ -31,6 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2 EP2": {"context_parallel": 2, "expert_parallel": 2},
     "EP2, recomputed": {"expert_parallel": 2, "recompute": "full"},
     "PP2, recomputed": {"pipeline_parallel": 2, "recompute": "full"},
+    "PP2, recomputed in part": {"pipeline_parallel": 2, "recompute": "selective"},
     "VPP2": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
     "VPP2, uneven": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "pipeline_layers": [1, 1, 2, 0]},
 }
