@@ -6,7 +6,7 @@ Where roles take turns, those that share a device are there one after the other,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -64,54 +64,57 @@ def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, 
         for one, its in [(role, parts), *beside]:
             _abandon([one], its)
         raise
-    _offload([role], parts)
+    if role.offloads:
+        role.start_offload(parts).result()
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Results in the order of `turns`. Each starts as soon as nothing that it has to wait for is at work."""
+    """Results in the order of `turns`. Each starts as soon as nothing that it has to wait for is there; those with devices of their own
+    wait neither for the others' work nor for their moves."""
     waiting = list(range(len(turns)))
-    working: dict[int, Pending[R]] = {}
+    present: dict[int, Generator[Pending[Any], Any, R]] = {}
+    pending: dict[int, Pending[Any]] = {}
     results: dict[int, R] = {}
-    present: list[Movable] = []
     try:
-        while waiting or working:
-            starting = _startable([turns[number].role for number in waiting], present)
-            present += [turns[waiting[place]].role for place in starting]
-            _load([turns[waiting[place]].role for place in starting], parts)
-            for number in [waiting[place] for place in starting]:
-                working[number] = turns[number].start()
+        while waiting or present:
+            for number in _startable(turns, waiting, list(present)):
                 waiting.remove(number)
-            done = first_done(list(working.values()))
-            for number in [number for number, pending in working.items() if pending in done]:
-                results[number] = working.pop(number).result()
-                _offload([turns[number].role], parts)
-                present.remove(turns[number].role)
+                present[number] = _stages(turns[number], parts)
+                pending[number] = next(present[number])
+            done = first_done(list(pending.values()))
+            for number in [number for number, one in pending.items() if one in done]:
+                try:
+                    pending[number] = present[number].send(pending[number].result())
+                except StopIteration as end:
+                    results[number] = end.value
+                    del present[number], pending[number]
     except BaseException:
-        _abandon(present, parts)
+        _abandon([turns[number].role for number in present], parts)
         raise
     return [results[number] for number in range(len(turns))]
 
 
-def _startable(waiting: Sequence[Movable], present: Sequence[Movable]) -> list[int]:
-    """Places of those that need not wait for one that is there, nor for one that starts with them."""
+def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
+    """What a turn waits for, one after the other; takes the answers."""
+    if turn.role.offloads:
+        yield turn.role.start_load(parts)
+    result: R = yield turn.start()
+    if turn.role.offloads:
+        yield turn.role.start_offload(parts)
+    return result
+
+
+def _startable(turns: Sequence[DeviceTurn[R]], waiting: Sequence[int], present: Sequence[int]) -> list[int]:
+    """Those that need not wait for one that is there, nor for one that starts with them."""
     starting: list[int] = []
-    for place, role in enumerate(waiting):
-        others = [*present, *(waiting[other] for other in starting)]
-        if not any(exclude_each_other(role, other) for other in others):
-            starting.append(place)
+    for number in waiting:
+        if not any(exclude_each_other(turns[number].role, turns[other].role) for other in (*present, *starting)):
+            starting.append(number)
     return starting
 
 
 def exclude_each_other(one: Movable, other: Movable) -> bool:
     return one.offloads and other.offloads and not set(one.devices).isdisjoint(other.devices)
-
-
-def _load(roles: Iterable[Movable], parts: Sequence[Any]) -> None:
-    gather(*(role.start_load(parts) for role in roles if role.offloads))
-
-
-def _offload(roles: Iterable[Movable], parts: Sequence[Any]) -> None:
-    gather(*(role.start_offload(parts) for role in roles if role.offloads))
 
 
 def _abandon(roles: Iterable[Movable], parts: Sequence[Any]) -> None:

@@ -30,6 +30,7 @@ BUCKET_MB = 8
 BUFFERS_MB = 64
 """Room for two of them, for one that an engine keeps something of, for tensors larger than a bucket, and for what Ray shares."""
 STEPS = 4
+ROLES = ("trainer", "engine")
 
 
 def larger_model(folder: Path) -> float:
@@ -59,8 +60,8 @@ def resident(process: psutil.Process) -> Resident | None:
 
 
 def names(root: psutil.Process) -> dict[str, psutil.Process]:
-    """The trainer's rank, and the process in which the engine computes: of those below its worker the largest."""
-    found: dict[str, psutil.Process] = {}
+    """Every process of the run: "trainer" is the rank, "engine" the process in which it computes, of those below its worker the largest."""
+    found = {"driver 0": root}
     for process in root.children(recursive=True):
         try:
             command = " ".join(process.cmdline())
@@ -68,8 +69,21 @@ def names(root: psutil.Process) -> dict[str, psutil.Process]:
                 found["trainer"] = process
             elif "InferWorker" in command and (below := process.children(recursive=True)):
                 found["engine"] = max(below, key=lambda one: resident(one) or (0.0, 0.0))
+            found[f"{command[:60]} {process.pid}"] = process
         except psutil.Error:
             continue
+    known = {process.pid for name, process in found.items() if name in ROLES}
+    return {name: process for name, process in found.items() if name in ROLES or process.pid not in known}
+
+
+def falls(samples: Sequence[dict[str, Resident]]) -> dict[str, float]:
+    """MB by which the memory of each process fell at most: states that come and go do, what is made once does not."""
+    found: dict[str, float] = {}
+    peaks: dict[str, float] = {}
+    for there in samples:
+        for name, (own, shared) in there.items():
+            peaks[name] = max(peaks.get(name, 0.0), own + shared)
+            found[name] = max(found.get(name, 0.0), peaks[name] - own - shared)
     return found
 
 
@@ -101,16 +115,18 @@ def test_trainer_and_engine_are_never_there_together(tmp_path: Path, make: Make)
     command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", *settings]
     latest = tmp_path / "runs" / "latest"
     seen: list[tuple[float, Resident, Resident]] = []
+    others: list[tuple[float, dict[str, Resident]]] = []
     first, processes, looked = latest / "samples" / "step_000001.jsonl", dict[str, psutil.Process](), 0.0
     with (tmp_path / "log").open("w") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ.copy()) as run:
         while run.poll() is None:
             time.sleep(0.02)
             if time.monotonic() > looked + 2 and not first.exists():
                 processes, looked = names(psutil.Process(run.pid)), time.monotonic()
-            if len(processes) == 2:
-                trainer, engine = (resident(processes[name]) for name in ("trainer", "engine"))
-                if trainer and engine:
-                    seen.append((time.time(), trainer, engine))
+            there = {name: found for name, process in processes.items() if (found := resident(process))}
+            if set(ROLES) <= set(there):
+                now = time.time()
+                seen.append((now, there.pop("trainer"), there.pop("engine")))
+                others.append((now, there))
     assert run.returncode == 0, (tmp_path / "log").read_text()
     records = [json.loads(line) for line in (latest / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "time/step" in record] == list(range(1, STEPS + 1))
@@ -129,6 +145,9 @@ def test_trainer_and_engine_are_never_there_together(tmp_path: Path, make: Make)
     away = sum(after - before for (before, after), there in zip(pairwise(times), trainer_there, strict=False) if not there)
     assert away > 0.5 * sum(record["time/generate"] for record in records[1:] if "time/step" in record), f"the engine's turns: {figures}"
     assert max(shared) < BUFFERS_MB < weights_mb, figures
+    fallen = falls([there for now, there in others if first.stat().st_mtime < now < last])
+    print({name: f"{most:.0f}" for name, most in sorted(fallen.items(), key=lambda item: -item[1])[:5]}, f"of {len(fallen)} others")
+    assert len(fallen) > 5 and max(fallen.values()) < 0.5 * weights_mb, f"no other process has states of either in turns: {fallen}"
     if make == "vllm":
         engine_there = [rss > min(engines) + 0.5 * KV_CACHE_MB for rss in engines]
         assert rises(engine_there) >= 2, f"two steps: {figures}"

@@ -37,13 +37,13 @@ class Role:
 
     def start_load(self, parts: Sequence[Any]) -> Answer:
         self.log.append(f"{self.name} in")
-        return Answer(self.name, self.log)
+        return Answer(f"{self.name} in", self.log)
 
     def start_offload(self, parts: Sequence[Any]) -> Answer:
         if self.dead:
             raise ClusterDead(self.name, "killed")
         self.log.append(f"{self.name} out")
-        return Answer(self.name, self.log)
+        return Answer(f"{self.name} out", self.log)
 
     def turn(self, error: BaseException | None = None) -> DeviceTurn[Any]:
         def start() -> Answer:
@@ -61,24 +61,26 @@ class Named(Role):
 
     def start_load(self, parts: Sequence[Any]) -> Answer:
         self.log.append(f"{self.name} load {' '.join(parts)}")
-        return Answer(self.name, self.log)
+        return Answer(f"{self.name} in", self.log)
 
     def start_offload(self, parts: Sequence[Any]) -> Answer:
         self.log.append(f"{self.name} offload {' '.join(parts)}")
-        return Answer(self.name, self.log)
+        return Answer(f"{self.name} out", self.log)
 
 
 @dataclass
 class House:
-    """Work is done in the order `finish`, by name."""
+    """Work is done in the order `finish`, by name; and so are moves that it names, the others at once."""
 
     finish: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
 
     def first_done(self, pendings: list[Answer]) -> list[Answer]:
-        name = next(name for name in self.finish if any(pending.name == name for pending in pendings))
-        self.log.append(f"{name} done")
-        return [pending for pending in pendings if pending.name == name]
+        if moved := [pending for pending in pendings if pending.name.endswith((" in", " out")) and pending.name not in self.finish]:
+            return moved
+        done = min(pendings, key=lambda pending: self.finish.index(pending.name))
+        self.log.append(f"{done.name} done")
+        return [done]
 
     def role(self, name: str, *devices: int, **settings: Any) -> Role:
         return Role(name, self.log, devices, **settings)
@@ -109,11 +111,26 @@ def test_roles_with_devices_of_their_own_work_side_by_side_and_the_next_one_does
     assert log.index("actor works") < log.index("critic done"), "the critic's work is none of its business"
 
 
+@pytest.mark.parametrize(
+    ("slow", "finish"),
+    [
+        ("reference in", ["critic", "actor", "reference in", "reference", "judge"]),
+        ("reference out", ["reference", "critic", "actor", "reference out", "judge"]),
+    ],
+)
+def test_a_turn_does_not_wait_for_moves_on_devices_of_others(house: House, slow: str, finish: list[str]) -> None:
+    house.finish = finish
+    roles = [house.role("reference", 0), house.role("critic", 1), house.role("actor", 1), house.role("judge", 0)]
+    assert take_turns([role.turn() for role in roles], ("weights",)) == ["reference", "critic", "actor", "judge"]
+    log = house.log
+    assert log.index("actor works") < log.index(f"{slow} done") < log.index("judge in"), "device 1 goes on, device 0 is not free yet"
+
+
 def test_a_role_that_stays_neither_moves_nor_waits(house: House) -> None:
     house.finish = ["actor", "critic"]
     roles = [house.role("actor", 0), house.role("critic", 0, offloads=False)]
     take_turns([role.turn() for role in roles], ("weights",))
-    assert house.log == ["actor in", "actor works", "critic works", "actor done", "actor out", "critic done"]
+    assert house.log == ["actor in", "critic works", "actor works", "actor done", "actor out", "critic done"]
 
 
 def test_a_step_moves_as_the_table_says(house: House) -> None:
