@@ -23,6 +23,9 @@ from roll_lite.workers.actor import ActorWorker
 from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
+LOSS_SECONDS = 5.0
+"""How long to look for the loss of an engine that has its weights, where another one broke off: it may have read from that one."""
+
 
 @dataclass(frozen=True)
 class Pushed:
@@ -131,8 +134,9 @@ class WeightSync:
     def _together(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
     ) -> list[Transferred] | None:
-        """Of both sides, once they have come through, with all engines that had been asked. Each says why, where it did not."""
-        asked, interrupted = len(engines.calls), False
+        """Of both sides, once they have come through, with all engines that had been asked. Each says why, where it did not. None where
+        an engine was lost, also one that had answered: others may have read from it."""
+        interrupted = False
         failed: dict[str, str] = {}
         """The first ones first, for those that come later may follow from them."""
 
@@ -140,19 +144,29 @@ class WeightSync:
             nonlocal interrupted
             broken = _broken(engines, trainers)
             failed.update({name: str(one.failure) for name, one in broken.items() if name not in failed and not one.stale})
-            if not interrupted and (broken or any(call.lost for call in engines.calls)) and self._interrupts is not None:
+            if not interrupted and (broken or self._lost(engines)) and self._interrupts is not None:
                 interrupted = True
                 self._epoch += 1
                 interrupt(self._interrupts, self._epoch)  # or the others would wait until their time is up
 
         both: list[Pending[Any]] = [engines, trainers]
         said, of_trainers = gather(*both, timeout_s=2 * self._config.timeout_s, meanwhile=look)
-        if len(said) < asked:
+        if any(call.lost for call in engines.calls):
             return None
         if broken := _broken(engines, trainers):
+            has_answered = any(call.value.failure is None for call in engines.calls)
+            if self._lost(engines, LOSS_SECONDS if has_answered else 0.0):
+                return None
             failed = failed or {name: str(one.failure) for name, one in broken.items()}
             raise RuntimeError(f"{phase} failed: {'; '.join(f'{name}: {why}' for name, why in failed.items())}")
         return [*said.values(), *of_trainers]
+
+    def _lost(self, engines: Pending[dict[int, Transferred]], within_s: float = 0.0) -> bool:
+        """Whether one of these is."""
+        deadline = time.monotonic() + within_s
+        while not (lost := any(call.rank in self._engines.lost for call in engines.calls)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return lost
 
     def _verify(self, version: int) -> None:
         """Tensors of every engine against the trainer's, by checksum."""

@@ -26,13 +26,15 @@ UPDATES = 2
         pytest.param("vllm", "gloo", "host", id="vllm-its host is killed"),
         pytest.param("sglang", "auto", "host", id="sglang-its host is killed"),
         pytest.param("sglang", "gloo", "engine", id="sglang-it is killed"),
+        pytest.param("vllm", "gloo", "engine that has answered", id="vllm-it is killed while another one reads from it"),
     ],
 )
 def test_the_other_engine_gets_all_of_the_update(make: Make, transport: str, victim: str, tmp_path: Path) -> None:
     require(make)
     path = os.pathsep.join([str(DIES), *filter(None, [os.environ.get("PYTHONPATH")])])
     died = {"DIES_MARK": str(tmp_path / "died"), "DIES_AFTER_UPDATES": str(UPDATES), "DIES_VICTIM": victim, "PYTHONPATH": path}
-    sync = [f"weight_sync.transport={transport}", "weight_sync.bucket_mb=1", f"actor_infer.strategy={make}", f"steps={STEPS}"]
+    bucket_mb = 64 if "answered" in victim else 1  # all in one
+    sync = [f"weight_sync.transport={transport}", f"weight_sync.bucket_mb={bucket_mb}", f"actor_infer.strategy={make}", f"steps={STEPS}"]
     run = Run(tmp_path, "tiny_grpo", *SETTINGS, *sync, environment=died)
     try:
         run.wait_for_step(1)

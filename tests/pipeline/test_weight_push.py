@@ -21,6 +21,7 @@ PLAN = ExportPlan((ExportedTensor("a", (2,), torch.float32, 0, 0),))
 
 class Cluster:
     left: ClassVar[list[int]] = [0]
+    lost: ClassVar[dict[int, str]] = {}
 
     def __init__(self, checksums: dict[str, str]) -> None:
         self.checksums = checksums
@@ -158,8 +159,8 @@ def test_an_engine_that_is_lost_in_an_update_is_left_out_and_the_update_repeated
     def gathered(engines_calls: Any, trainers: Any, timeout_s: float, meanwhile: Any) -> list[Any]:
         meanwhile()
         if engines.calls[-1] == "update_weights" and engines.left == [0, 1]:
-            engines.left = [0]
-            engines_calls.calls[0].lost = True
+            engines.left, engines.lost = [0], {1: "its process died"}
+            engines_calls.calls[1].lost = True
             meanwhile()
             meanwhile()
             return [{}, [Transferred("the connection broke")]]
@@ -171,3 +172,30 @@ def test_an_engine_that_is_lost_in_an_update_is_left_out_and_the_update_repeated
     assert told == [2], "once, and before the others connect again"
     assert [membership.epoch for membership in made.actor.memberships] == [1, 3]
     assert made.rollouts.calls.count("set_version") == 1
+
+
+def test_the_loss_of_an_engine_that_has_answered_is_no_failure_of_one_that_read_from_it(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By gloo a worker hands on what it has received. That it has died is known a moment after the other one cannot read it."""
+    made = sync("1")
+    engines, looks = made.sync._engines, []
+    engines.left = [0, 1]
+    monkeypatch.setattr(module, "interrupt", lambda *_: None)
+
+    def lose(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            engines.left, engines.lost = [1], {0: "its process died"}
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(len(looks)), sleep=lose))
+
+    def gathered(engines_calls: Any, trainers: Any, timeout_s: float, meanwhile: Any) -> list[Any]:
+        for call in [*engines_calls.calls, *trainers.calls]:
+            call.value = Transferred()
+        if engines.calls.count("update_weights") == 1 and not engines.lost:
+            engines_calls.calls[1].value = Transferred("cannot open the memory of engine 0")
+        meanwhile()
+        return [{call.rank: call.value for call in engines_calls.calls}, [call.value for call in trainers.calls]]
+
+    monkeypatch.setattr(module, "gather", gathered)
+    assert made.sync.push(3).version == 3
+    assert engines.calls == ["connect_weights", "update_weights"] * 2 + ["weight_checksums"] and len(looks) == 3

@@ -1,7 +1,8 @@
 """Python runs this in every process that finds it on its path: one engine of a run dies in the middle of an update of weights.
 
-It does so with the third bucket in its hands: then every engine has loaded the first, and none has got the last. Importing torch takes
-seconds, which processes without an engine do not need: what is changed is changed when somebody imports it.
+It does so with the third bucket in its hands: then every engine has loaded the first, and none has got the last. Or when it has answered
+that it has all of the update, while its neighbour, which reads from it, has not begun. Importing torch takes seconds, which processes
+without an engine do not need: what is changed is changed when somebody imports it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import importlib.util
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -18,8 +21,12 @@ from types import ModuleType
 from typing import Any
 
 MARK, UPDATES, VICTIM = "DIES_MARK", "DIES_AFTER_UPDATES", "DIES_VICTIM"
-"""Variables: a file, which the first to die makes; updates that come through before; who is killed, the engine or its host."""
+"""Variables: a file, which the first to die makes; updates that come through before; who is killed, the engine, its host, or the first
+engine when it has answered."""
 BUCKETS = 3
+FIRST_ENGINE = 1
+"""Its worker's number in the transfer group, where one trainer rank has number 0."""
+ANSWERED_S = 2.0
 
 
 class _WhenImported(MetaPathFinder):
@@ -43,7 +50,15 @@ def _change(receiver: Any) -> None:
     load, finish = receiver.load, receiver.finish
     updates = buckets = 0
 
+    answered = os.environ[VICTIM] == "engine that has answered"
+
     def load_or_die(self: Any, routes: Any, begin: Any, into_model: Callable[[Any], object], *following: Any) -> None:
+        if answered:
+            while updates == int(os.environ[UPDATES]) and self._half.group.number > FIRST_ENGINE and not Path(os.environ[MARK]).exists():
+                time.sleep(0.05)
+            load(self, routes, begin, into_model, *following)
+            return
+
         def into_model_or_die(arrived: Any) -> None:
             nonlocal buckets
             buckets += 1
@@ -56,6 +71,8 @@ def _change(receiver: Any) -> None:
     def counted_finish(self: Any, put_in_place: Any) -> Any:
         nonlocal updates, buckets
         updates, buckets = updates + 1, 0
+        if answered and updates == int(os.environ[UPDATES]) + 1 and self._half.group.number == FIRST_ENGINE:
+            threading.Timer(ANSWERED_S, _die_if_first).start()
         return finish(self, put_in_place)
 
     receiver.load, receiver.finish = load_or_die, counted_finish
