@@ -2,7 +2,8 @@
 
 Each channel has a process group of its own, in which its owner of weights and its receivers are alone: owners send at the same time, and
 none waits for another. Before each bucket its members meet at the rendezvous, since collectives themselves only say that somebody did not
-come. Both broadcast on a thread: a sender gathers the next bucket meanwhile, a receiver loads the one before.
+come. Both broadcast on a thread: a sender gathers the next bucket meanwhile, a receiver loads the one before. Nothing ends a broadcast by
+gloo, or the making of an NCCL communicator, before its own time is up: when others have broken off, it is left to a thread of its own.
 
 By gloo one worker of each machine gets a bucket, and spreads it there through shared memory.
 """
@@ -10,9 +11,11 @@ By gloo one worker of each machine gets a bucket, and spreads it there through s
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -20,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from roll_lite.distributed.weight_sync.devices import settle
 from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender
@@ -34,8 +37,8 @@ from roll_lite.distributed.weight_sync.transport import Await, BufferedSender, F
 class Wire:
     """What carries a broadcast: the seam to torch's process groups."""
 
-    connect: Callable[[TransferGroup, Any, int, int], Any]
-    """Transfer group, store, rank, size -> a process group."""
+    connect: Callable[[TransferGroup, str, int, int], Any]
+    """Transfer group, prefix of its members' keys at the rendezvous, rank, size -> a process group."""
     make: Callable[[int, int], Segment]
     """Buffers that it sends from."""
     device: str
@@ -44,17 +47,48 @@ class Wire:
     """Nothing but looking again and again tells that a broadcast has ended, or that it never will: NCCL only queues it on the GPU."""
 
 
-def connect_gloo(group: TransferGroup, store: Any, rank: int, size: int) -> Any:
+def _looking(is_done: Callable[[], bool]) -> Callable[[float], bool]:
+    """Again and again, as `TransferGroup.poll` does."""
+
+    def look(pause: float) -> bool:
+        if not is_done():
+            time.sleep(pause)
+        return is_done()
+
+    return look
+
+
+class _Addresses(Store):
+    """The rendezvous, as gloo asks there for the others' addresses: it waits no longer than members do."""
+
+    def __init__(self, group: TransferGroup, prefix: str) -> None:
+        super().__init__()
+        self._group = group
+        self._store = PrefixStore(prefix, group.store)
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        self._group.poll(_looking(lambda: self._store.check(keys)), "connect")
+
+
+def connect_gloo(group: TransferGroup, prefix: str, rank: int, size: int) -> Any:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     address = _own_address(group.membership.host, group.membership.port)
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
     options._timeout = timedelta(seconds=group.membership.timeout_s)
-    return ProcessGroupGloo(store, rank, size, options)
+    return ProcessGroupGloo(_Addresses(group, prefix), rank, size, options)
 
 
-def connect_nccl(group: TransferGroup, store: Any, rank: int, size: int) -> Any:
+def connect_nccl(group: TransferGroup, prefix: str, rank: int, size: int) -> Any:
     from torch.distributed import ProcessGroupNCCL  # only where torch is built with CUDA
 
+    own = group.store.clone()  # type: ignore[attr-defined]
+    store = PrefixStore(prefix, own)  # NCCL's alone, since it keeps others out while it waits there
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * group.membership.timeout_s)  # then it ends the process: we have given up long before
     return ProcessGroupNCCL(store, rank, size, options)
@@ -83,37 +117,52 @@ class _Broadcasts:
             raise
 
     def _broadcast(self, route: Route, buffer: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        if route.channel not in self._groups:
-            self._connect(route)
+        them, us = self._group.membership.members[route.sender], self._group.name
+        what = f"take its part of a bucket from {them}"
+        begun: Future[Any] = Future()
+        threading.Thread(target=self._begin, args=(route, buffer, begun), daemon=True, name="broadcast").start()
+        self._group.poll(lambda pause: bool(wait((begun,), pause).done), what)
         try:
-            # No name for the group here, nor for what it returns: the traceback would hold on to them, and connections stay open when it
-            # is closed.
-            if self._wire.polled:
-                self._poll(self._groups[route.channel].broadcast([buffer], options), route)
-            else:
-                self._groups[route.channel].broadcast([buffer], options).wait()
+            self._group.poll(_looking(begun.result().is_completed), what)
+            begun.result().wait()
         except TransferError:
             raise
         except RuntimeError as error:
-            them, us = self._group.membership.members[route.sender], self._group.name
             broke = f"weight transfer: the connection broke in the middle of a bucket from {them} (seen by {us}): {error}"
             raise TransferError(broke) from error
 
-    def _poll(self, work: Any, route: Route) -> None:
-        self._group.poll(work.is_completed, f"take its part of a bucket from {self._group.membership.members[route.sender]}")
-        work.wait()
+    def _begin(self, route: Route, buffer: torch.Tensor, begun: Future[Any]) -> None:
+        """On a thread of its own."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        try:
+            if route.channel not in self._groups:
+                self._connect(route)
+            group = self._groups[route.channel]
+            try:
+                work = group.broadcast([buffer], options)
+                if not self._wire.polled:
+                    work.wait()
+                begun.set_result(work)
+            finally:
+                # Held until here, since gloo's group waits for its broadcasts when it goes, and not beyond: a traceback would hold on to
+                # both, and connections stay open when the group is closed.
+                group = work = None
+        except Exception as error:  # an edge of the thread: it is raised where this is waited for
+            begun.set_exception(error)
 
     def _connect(self, route: Route) -> None:
         members = [route.sender, *route.receivers]
-        if self._closed:  # while this thread was on its way here
-            raise TransferError(f"weight transfer: {self._group.name} has left the transfer group")
-        store = PrefixStore(f"{self._group.membership.epoch}/broadcast/{'.'.join(map(str, members))}", self._group.store)
+        prefix = f"{self._group.membership.epoch}/broadcast/{'.'.join(map(str, members))}"
         try:
-            self._groups[route.channel] = self._wire.connect(self._group, store, members.index(self._group.number), len(members))
+            self._groups[route.channel] = self._wire.connect(self._group, prefix, members.index(self._group.number), len(members))
+        except TransferError:
+            raise
         except RuntimeError as error:
             raise TransferError(f"weight transfer: {self._group.name} could not connect to the others: {error}") from error
+        if self._closed:  # while this thread was on its way here
+            self.close()
+            raise TransferError(f"weight transfer: {self._group.name} has left the transfer group")
 
     def close(self) -> None:
         """Also after a failure: members that were to get the bucket from here would wait for it until their time is up."""

@@ -72,13 +72,15 @@ class WeightSender:
             try:
                 for route in self._routes[bucket] if failure is None else ():
                     if self._half is not None and route.sender == self._half.group.number:
-                        self._half.send(route, tensors)
+                        with self._half.group.breaking_off():
+                            self._half.send(route, tensors)
             except TransferError as error:
                 failure = error
         if failure is not None:
             raise failure
         if self._half is not None:
-            self._half.finish()
+            with self._half.group.breaking_off():
+                self._half.finish()
             if len(self.nbytes) == 1:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
@@ -149,18 +151,19 @@ class WeightReceiver:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
         started = time.monotonic()
         arrived: dict[str, torch.Tensor] = {}
-        for route in self._own(routes):
-            arrived |= self._half.receive(route)
-        for route in self._own(following):
-            self._half.expect(route)
-        here = time.monotonic()
-        if not self._begun:
-            again, self._begun, self.touched = self.touched, True, True
-            self._seconds.clear()
-            begin(again)
-        load(arrived.items())
-        arrived.clear()
-        self._half.release()
+        with self._half.group.breaking_off():
+            for route in self._own(routes):
+                arrived |= self._half.receive(route)
+            for route in self._own(following):
+                self._half.expect(route)
+            here = time.monotonic()
+            if not self._begun:
+                again, self._begun, self.touched = self.touched, True, True
+                self._seconds.clear()
+                begin(again)
+            load(arrived.items())
+            arrived.clear()
+            self._half.release()
         self._seconds["receive"] += here - started
         self._seconds["load"] += time.monotonic() - here
 

@@ -40,7 +40,7 @@ class TransferTimeout(TransferError):
 
 
 class StaleEpoch(TransferError):
-    """Engines have left or joined since this member connected."""
+    """Engines have left or joined since this member connected, or another member has broken off: the cause is elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class TransferGroup:
             self.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise TransferTimeout(f"weight transfer: {self.name} found no rendezvous at {host}:{port} within {timeout_s:g} s") from error
-        with self._rendezvous():
+        with self.breaking_off(), self._rendezvous():
             self._check_epoch()
             if number == 0:
                 self.store.set(_EPOCH, str(membership.epoch))
@@ -142,6 +142,21 @@ class TransferGroup:
     def close(self) -> None:
         """Also ends what threads still wait for."""
         self.failure = _CLOSED
+
+    @contextmanager
+    def breaking_off(self) -> Iterator[None]:
+        """Whatever fails in the block is told to the others, who wait no longer: workers of an engine answer only when all of them have.
+        A time-out is each one's own: all come to it, and name who is missing."""
+        try:
+            yield
+        except (StaleEpoch, TransferTimeout):
+            raise
+        except Exception as error:
+            with suppress(dist.DistNetworkError):
+                if isinstance(error, TransferError):
+                    self._check_epoch()  # where somebody has gone before, it is no cause
+                self.store.compare_set(self._broken_off, "", f"{self.name} has broken off ({type(error).__name__}: {error})")
+            raise
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
@@ -205,6 +220,10 @@ class TransferGroup:
     def _joined(self, number: int) -> str:
         return f"{self.membership.epoch}/joined/{number}"
 
+    @property
+    def _broken_off(self) -> str:
+        return f"{self.membership.epoch}/broken off"
+
     def _check_epoch(self) -> None:
         if self.failure == _CLOSED:
             raise TransferError(f"weight transfer: {self.name} has left the transfer group")
@@ -215,6 +234,9 @@ class TransferGroup:
                 f"weight transfer: {self.name} belongs to epoch {own} of the transfer group, which is at epoch {current}: engines have "
                 "left or joined since; connect again"
             )
+        if self.store.check([self._broken_off]):
+            who = self.store.get(self._broken_off).decode()
+            raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
         """Looks again and again: the store's own waiting writes a warning for each time-out and cannot say which key is missing."""
@@ -232,16 +254,16 @@ class TransferGroup:
             if pause == LONGEST_PAUSE_S:
                 self._check_epoch()
 
-    def poll(self, is_done: Callable[[], bool], what: str) -> None:
-        """Of something that members do together, until it is done, another epoch begins, or the time is up."""
+    def poll(self, is_done: Callable[[float], bool], what: str) -> None:
+        """Of something that members do together, until it is done, somebody breaks off, or the time is up. `is_done` waits for so many
+        seconds where it is not."""
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
-        while not is_done():
+        while not is_done(pause):
             if time.monotonic() > deadline:
                 raise TransferTimeout(
                     f"weight transfer: somebody did not {what} within {self.membership.timeout_s:g} s ({self.name} waited)"
                 )
-            time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
             if pause == LONGEST_PAUSE_S:
                 with self._rendezvous():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -254,21 +255,25 @@ def test_an_owner_sends_while_another_one_has_not_begun() -> None:
 
 
 class Lonely:
-    """A process group whose broadcasts are queued and never end: the others are lost."""
+    """A process group whose broadcasts are queued and never end, or whose communicator is never made: the others are lost."""
 
-    def __init__(self) -> None:
-        self.aborted = False
+    def __init__(self, made: bool) -> None:
+        self.made = made
+        self.aborted = threading.Event()
 
     def broadcast(self, *_: Any) -> Any:
+        if not self.made:
+            self.aborted.wait(60)
         return SimpleNamespace(is_completed=lambda: False)
 
     def abort(self) -> None:
-        self.aborted = True
+        self.aborted.set()
 
 
-def test_a_broadcast_that_somebody_is_lost_in_ends_with_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("made", [True, False], ids=["a broadcast", "a communicator that is made"])
+def test_what_somebody_is_lost_in_ends_with_the_epoch(made: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL says nothing of it: whoever is left would wait until the time is up."""
-    left = Lonely()
+    left = Lonely(made)
     wire = Wire(lambda *_: left, Segment, "cpu", polled=True)
     monkeypatch.setitem(TRANSPORTS, "nccl", Transport(partial(BroadcastSender, wire=wire), partial(BroadcastReceiver, wire=wire)))
     plan, state = make_plan(owners=1, engines={0: 1})
@@ -283,7 +288,7 @@ def test_a_broadcast_that_somebody_is_lost_in_ends_with_the_epoch(monkeypatch: p
     interrupt(rendezvous_client("127.0.0.1", members.store.port), 2)
     with pytest.raises(StaleEpoch):
         finishing.result(10)
-    assert left.aborted
+    assert left.aborted.is_set()
     members.close()
 
 

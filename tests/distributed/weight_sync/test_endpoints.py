@@ -244,3 +244,22 @@ def test_an_engine_that_is_lost_before_it_joins_leaves_nobody_waiting() -> None:
         with pytest.raises(StaleEpoch):
             future.result(20)
     run.push(run.connect(3, {0: worker}), {0: worker})
+
+
+@pytest.mark.usefixtures("machines")
+@pytest.mark.parametrize("transport", ["gloo", "auto"])
+def test_one_that_fails_alone_keeps_nobody_waiting_for_it(transport: str) -> None:
+    """Workers of an engine answer only when all of them have: nobody but the one that fails can tell the others."""
+    run = Run(timeout_s=100.0)
+    engines = {0: Worker(), 1: Worker()}
+    run.push(plan := run.connect(1, engines, transport=transport), engines)
+    engines[1].model_update = lambda arrived: [][0]  # type: ignore[method-assign]
+    updating = [run.pool.submit(worker.update, plan) for worker in engines.values()]
+    sending = [run.pool.submit(sender.send) for sender in run.senders]
+    with pytest.raises(IndexError, match="list index out of range"):
+        updating[1].result(20)
+    for future in (updating[0], sending[0]):  # the second bucket may have come to all: it was on its way
+        with pytest.raises(StaleEpoch, match=r"engine 1 worker 0 has broken off \(IndexError: list index out of range\); connect again"):
+            future.result(20)
+    del engines[1].model_update
+    run.push(run.connect(2, engines, transport=transport), engines)

@@ -7,7 +7,15 @@ import time
 import pytest
 from transfer_members import Members, assert_equal, deliver, fresh, half, make_plan
 
-from roll_lite.distributed.weight_sync.group import TransferError, TransferTimeout, rendezvous_store
+from roll_lite.distributed.weight_sync.group import (
+    StaleEpoch,
+    TransferError,
+    TransferTimeout,
+    interrupt,
+    rendezvous_client,
+    rendezvous_store,
+)
+from roll_lite.distributed.weight_sync.transport import flat_layout
 
 
 def test_every_engine_worker_gets_every_bucket() -> None:
@@ -87,3 +95,31 @@ def test_rendezvous_that_goes_away_is_noticed() -> None:
 def test_ports_are_the_systems_choice() -> None:
     stores = [rendezvous_store("127.0.0.1") for _ in range(3)]
     assert len({store.port for store in stores}) == 3
+
+
+@pytest.mark.usefixtures("machines")
+@pytest.mark.parametrize("bucket", [0, 1], ids=["while they connect", "in the middle of a bucket"])
+def test_a_sender_that_stops_keeps_nobody_until_the_time_is_up(bucket: int) -> None:
+    """It has met the receivers, who wait inside gloo: for its address, or for its bytes. The time-out is longer than the test may take."""
+    plan, state = make_plan(owners=1, engines={0: 1, 1: 1})
+    members = Members(plan, timeout_s=100.0)
+    (sender,), receivers = members.halves("trainer"), members.halves("engine")
+    for route in plan.routes[:bucket]:
+        taking = [members.pool.submit(receiver.receive, route) for receiver in receivers]
+        deliver(sender, route, state)
+        for future in taking:
+            future.result(20)
+    route = plan.routes[bucket]
+    taking = [members.pool.submit(receiver.receive, route) for receiver in receivers]
+    sender.group.meet(route, flat_layout(route.tensors).announcement())
+    with pytest.raises(TimeoutError):
+        taking[0].result(0.3)
+    interrupt(rendezvous_client("127.0.0.1", members.store.port), 2)
+    for future in taking:
+        with pytest.raises(StaleEpoch):
+            future.result(10)
+    members.close()
+    now = Members(plan, epoch=3, store=members.store)
+    for received in now.update(state := fresh(state)).values():
+        assert_equal(received, state)
+    now.close()
