@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -40,6 +41,7 @@ from roll_lite.distributed.strategy.base import CheckpointWrite, RankLayout
 from roll_lite.distributed.strategy.megatron.checkpoint_writer import StagedWriter
 from roll_lite.distributed.strategy.megatron.muon import is_muon
 from roll_lite.distributed.strategy.megatron.optimizer import Optimizer
+from roll_lite.distributed.strategy.megatron.shard_loading import ShardReader, stored_name
 
 STATE_FOLDER = "state"
 TENSORS_SUFFIX = ".distcp"
@@ -104,9 +106,12 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
     check_model(folder, model)
     wanted = _sharded_state(chunks, optimizer, loading=True)
     own = wanted.pop("optimizer", None)
+    weights = [wanted[name] for name, _ in _named_chunks(chunks)]
     with _told(folder / STATE_FOLDER) as state_folder:
         stored = dist_checkpointing.load_tensors_metadata(state_folder)
-    _refuse_other_optimizer(own, stored, folder)
+        reader = ShardReader(state_folder, weights)
+    if optimizer is not None:
+        _refuse_other_optimizer(_moments_of(optimizer, own, weights), stored, folder)
     with _told(folder / STATE_FOLDER) as state_folder:
         places = _stored_places(own, stored)
         wanted[OPTIMIZER_TENSORS] = {number: parent[key] for number, (parent, key) in enumerate(places)}
@@ -118,7 +123,8 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
     if optimizer is not None:
         for number, (parent, key) in enumerate(places):
             parent[key] = state[OPTIMIZER_TENSORS][number]
-        _load_optimizer(optimizer, own, steps=_steps_in(state["optimizer"]))
+        with _told(folder / STATE_FOLDER):
+            _load_optimizer(optimizer, own, _steps_in(state["optimizer"]), reader)
         optimizer.scheduler.num_steps = 0
         optimizer.scheduler.step(increment=state["schedule"]["num_steps"])
     if (own_file := _own_rank_file(folder, layout)) is not None:
@@ -166,15 +172,28 @@ def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
 def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: bool) -> dict[str, Any]:
     metadata = {**_FORMAT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     # What the copies share goes to the first of them alone, which writes it. Else all of them would have all of it in host memory.
-    metadata["distrib_optim_fully_reshardable_mem_efficient"] = not loading
+    metadata["distrib_optim_fully_reshardable_mem_efficient"] = True
     state: dict[str, Any] = {name: _kept_of(chunk, chunk.sharded_state_dict(metadata=metadata)) for name, chunk in _named_chunks(chunks)}
     if optimizer is not None:
         _keep_padding(chunks)
         weights = {name: state[name] for name, _ in _named_chunks(chunks)}
         only = weights["model"] if len(chunks) == 1 else weights
-        state["optimizer"] = optimizer.megatron.sharded_state_dict(only, is_loading=loading, metadata=metadata)
+        state["optimizer"] = (
+            _state_to_fill(optimizer, only, metadata) if loading else optimizer.megatron.sharded_state_dict(only, metadata=metadata)
+        )
         state["schedule"] = optimizer.scheduler.state_dict()
     return state
+
+
+def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
+    """As the chain of optimizers stores it, without the tensors that a ShardReader reads."""
+    states = [
+        part.state_dict()
+        if isinstance(part, DistributedOptimizer)
+        else part.sharded_state_dict(weights, is_loading=True, metadata=metadata)
+        for part in optimizer.parts
+    ]
+    return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
 def _kept_of(chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -232,10 +251,7 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Where tensors that a checkpoint has stand in nested lists and dictionaries: the container, and the key in it.
-
-    The distributed optimizer stores float32 weights under one name, the others under another one. A model in float32 is its own: where
-    none are stored, none are wanted."""
+    """Where tensors that a checkpoint has stand in nested lists and dictionaries: the container, and the key in it."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):
@@ -244,7 +260,7 @@ def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]
             places += _stored_places(value, stored)
         elif not MAIN_WEIGHTS.match(value.key):
             places.append((state, key))
-        elif (name := next((name for name in _names_of(value.key) if name in stored), None)) is not None:
+        elif (name := stored_name("param", MAIN_WEIGHTS.sub("", value.key), stored)) is not None:
             value.key = name
             places.append((state, key))
         else:
@@ -252,22 +268,27 @@ def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]
     return places
 
 
-def _refuse_other_optimizer(state: Any, stored: Collection[str], folder: Path) -> None:
+def _moments_of(optimizer: Optimizer, state: Any, weights: Any) -> list[str]:
+    """The names by which a checkpoint of this optimizer stores them."""
+    names = [value.key for value in nested_values(state) if isinstance(value, ShardedBase | ShardedTensorFactory)]
+    if any(isinstance(part, DistributedOptimizer) for part in optimizer.parts):
+        names += [
+            f"optimizer.state.exp_avg.{value.key}"
+            for value in nested_values(weights)
+            if isinstance(value, ShardedBase | ShardedTensorFactory)
+        ]
+    return [name for name in names if MOMENTS.match(name)]
+
+
+def _refuse_other_optimizer(moments: Iterable[str], stored: Collection[str], folder: Path) -> None:
     """Of a matrix there is a momentum (Muon) or two moments (AdamW)."""
-    for _, value in _items(state):
-        name = getattr(value, "key", None) if isinstance(value, ShardedBase | ShardedTensorFactory) else None
-        if name is None:
-            _refuse_other_optimizer(value, stored, folder)
-        elif (kind := MOMENTS.match(name)) and name not in stored:
+    for name in moments:
+        kind = MOMENTS.match(name)
+        if kind is not None and name not in stored:
             other = "exp_avg" if kind[1] == "momentum_buffer" else "momentum_buffer"
             if f"optimizer.state.{other}.{name[kind.end() :]}" in stored:
                 was, remedy = ("AdamW's", "remove it") if other == "exp_avg" else ("Muon's", "set it")
                 raise ValueError(f"checkpoint.resume: {folder} holds {was} state; optimizer.muon decides what trains matrices: {remedy}")
-
-
-def _names_of(main_weight: str) -> tuple[str, str]:
-    weight = MAIN_WEIGHTS.sub("", main_weight)
-    return f"optimizer.state.param.{weight}", f"optimizer.state.fp32_param.{weight}"
 
 
 def _items(state: Any) -> Iterable[tuple[Any, Any]]:
@@ -280,8 +301,8 @@ def _steps_in(stored: Any) -> float:
     return max([*own, *(_steps_in(value) for _, value in _items(stored))], default=0.0)
 
 
-def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -> None:
-    """`state`: what the optimizer would store now, with the tensors of the checkpoint in it."""
+def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float, reader: ShardReader) -> None:
+    """`state`: what the optimizer would store now, with the tensors of the checkpoint in it, but for those that the reader reads."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
         if is_muon(part):
@@ -297,6 +318,9 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
         else:
             inner["state"]["common_step"] = torch.tensor(steps)
     optimizer.megatron.load_state_dict(state)
+    for part in parts:
+        if isinstance(part, DistributedOptimizer):
+            reader.load(part)
     optimizer.settle_states()
 
 

@@ -1,4 +1,4 @@
-"""Loading a model in several files: what it takes of memory while it loads."""
+"""Loading a model in several files, or a checkpoint: what it takes of memory while it loads."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_cases import started
 from megatron_ranks import RankPool
 from support_models import make_model, make_tokenizer
+
+from roll_lite.config.schema.models import OptimizerConfig
 
 MB = 1 << 20
 M_MMAP_THRESHOLD = -3
@@ -88,3 +91,22 @@ def test_there_is_no_second_copy_of_the_model(ranks: RankPool, path: Path, dtype
     for most, weights in ranks(ranks_of_a_model, loaded, path, dtype, ranks_of_a_model):
         assert weights > 50 * MB
         assert 0.9 * weights < most < 1.25 * weights
+
+
+def resumed(path: Path, folder: Path) -> tuple[int, int]:
+    """Bytes at the most while a checkpoint is loaded, and those that this rank has of the optimizer's state."""
+    strategy = started(path, OptimizerConfig(lr=1e-3), dtype="bfloat16")
+    strategy.save_checkpoint(folder)
+    for _ in range(2):  # the first time the state itself gets into memory, where there were zeros that took none
+        with Peak() as peak:
+            strategy.load_checkpoint(folder)
+    weights = sum(parameter.numel() for chunk in strategy._chunks for parameter in chunk.parameters())
+    return peak.bytes, 12 * weights // dist.get_world_size()
+
+
+@pytest.mark.slow
+def test_a_copy_reads_of_the_optimizers_state_what_it_owns(ranks: RankPool, path: Path, tmp_path: Path) -> None:
+    """All four together have 450 MB of it."""
+    for most, owned in ranks(4, resumed, path, tmp_path):
+        assert owned > 100 * MB
+        assert most < 1.3 * owned

@@ -1,0 +1,123 @@
+"""Reads of a checkpoint what a rank owns of the distributed optimizer's state.
+
+Megatron-Core 0.16 has every rank read that of its whole tensor and pipeline part, and cut its own out of it. Here a rank reads the rows
+that hold its own, of a few weights at a time and without waiting for others. Beside these rows it has one stored tensor in host memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.torch import mcore_to_pyt_state_dict
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+BATCH_ENTRIES = 1 << 22
+"""Of weights whose states are read together: 50 MB, unless a single one has more."""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Entries of a weight, flattened."""
+
+    weight: torch.nn.Parameter
+    start: int
+    end: int
+
+
+class ShardReader:
+    def __init__(self, state_folder: str, weights: Any) -> None:
+        """`weights`: where they stand in the whole (sharded_state_dict)."""
+        self._reader = FileSystemReader(state_folder)
+        self._stored = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._stored, is_coordinator=True)
+        self._places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(weights)[0])}
+
+    def load(self, part: DistributedOptimizer) -> None:
+        gc.collect()  # torch.load leaves what it has read in cycles: the weights until now
+        for batch in _batches(part):
+            self._load(part, batch)
+            gc.collect(1)
+
+    @torch.no_grad()
+    def _load(self, part: DistributedOptimizer, batch: list[Owned]) -> None:
+        wanted: dict[str, list[ShardedTensor]] = defaultdict(list)
+        found = [self._tensors(owned, wanted) for owned in batch]
+        self._read(wanted)
+        for owned, tensors in zip(batch, found, strict=True):
+            whole = {name: torch.cat(pieces) if len(pieces) > 1 else pieces[0] for name, pieces in tensors.items()}
+            part._set_main_param_and_optimizer_states(owned.weight, whole)
+
+    def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
+        """Memory for what is owned, by Megatron's name and in pieces; what is to be read into it is added to `wanted`."""
+        place = self._places[owned.weight]
+        tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
+        for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
+            assert piece.data.is_contiguous() and piece.data.untyped_storage().data_ptr() == owned.weight.untyped_storage().data_ptr()
+            begin = piece.data.storage_offset() - owned.weight.storage_offset()
+            start, end = max(owned.start - begin, 0), min(owned.end - begin, piece.data.numel())
+            if start >= end:
+                continue
+            for name in ("param", *MOMENTS):
+                if (key := stored_name(name, piece.key, self._stored.state_dict_metadata)) is not None:
+                    rows, own = self._rows(key, piece, start, end)
+                    wanted[key].append(rows)
+                    tensors[name].append(own)
+        return tensors
+
+    def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
+        """Those in which entries `start` to `end` of the piece are, and these. What is not stored (padding of a vocabulary) is zero."""
+        width = math.prod(piece.local_shape[1:])
+        first, behind = start // width, -(-end // width)
+        axes = piece.prepend_axis_num
+        offset = (*piece.global_offset[:axes], piece.global_offset[axes] + first, *piece.global_offset[axes + 1 :])
+        memory = torch.zeros((*(1,) * axes, behind - first, *piece.local_shape[1:]))
+        stored = self._stored.state_dict_metadata.get(key)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ValueError(f"it has no {key}")
+        rows = ShardedTensor(key, memory, memory.dtype, tuple(memory.shape), tuple(stored.size), offset, None)
+        return rows, memory.flatten()[start - first * width : end - first * width]
+
+    def _read(self, wanted: dict[str, list[ShardedTensor]]) -> None:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(mcore_to_pyt_state_dict(wanted, is_loading=True), self._stored, is_coordinator=True)
+        self._reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def _batches(part: DistributedOptimizer) -> Iterator[list[Owned]]:
+    batch: list[Owned] = []
+    for owned in _owned(part):
+        if batch and sum(one.end - one.start for one in [*batch, owned]) > BATCH_ENTRIES:
+            yield batch
+            batch = []
+        batch.append(owned)
+    if batch:
+        yield batch
+
+
+def _owned(part: DistributedOptimizer) -> Iterator[Owned]:
+    for of_types in part.gbuf_ranges:
+        for of_buckets in of_types.values():
+            for of_bucket in of_buckets:
+                for weight, ranges in of_bucket["param_map"].items():
+                    yield Owned(weight, ranges["param"].start, ranges["param"].end)
+
+
+def stored_name(name: str, weight: str, stored: Any) -> str | None:
+    """The distributed optimizer stores float32 weights under one name, the others under another one. A model in float32 is its own: where
+    none are stored, none are wanted."""
+    if name in MOMENTS:
+        return f"optimizer.state.{name}.{weight}"
+    return next((found for found in (f"optimizer.state.{main}.{weight}" for main in ("param", "fp32_param")) if found in stored), None)
