@@ -27,7 +27,7 @@ from roll_lite.observability.trackers import HistoryTracker, TrackedRun, Tracker
 from roll_lite.pipeline.held_out import held_out_metrics
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.pipeline.weights import Pushed
-from roll_lite.scheduler.filters import FUNCTION, HIGH, LOW, word_of
+from roll_lite.scheduler.filters import FUNCTION, HIGH, LOW
 from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, DomainStats, RolloutStats, commonest
 from roll_lite.workers.actor import CreditReport
 from roll_lite.workers.model import Update
@@ -172,8 +172,7 @@ class Journal:
     def _filtered(self, name: str, domain: DomainStats) -> None:
         if self._config.rollout.filter is not None:
             for word in (LOW, HIGH, FUNCTION):
-                groups = sum(count for cause, count in domain.filtered.items() if word_of(cause) == word)
-                self._sums.add(f"rollout/filtered_{word}", groups, label=name)
+                self._sums.add(f"rollout/filtered_{word}", domain.filtered[word], label=name)
 
     def _tell_failures(self, stats: RolloutStats, of: str = "") -> None:
         """What they say is anybody's text, and no name of a metric: a line for each domain that had some."""

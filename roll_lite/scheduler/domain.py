@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from roll_lite.data.prompts import PromptOrder
 from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, SampleOutcome, Sampling
-from roll_lite.scheduler.filters import GroupFilter
+from roll_lite.scheduler.filters import GroupFilter, LeftOut
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, loss_of
@@ -239,7 +239,7 @@ class DomainScheduler:
             self._left_out(ended(group, SampleOutcome.FAILED, lost))
             self._lose(lost)
         elif chosen is not None and filtered is not None:
-            self._left_out(ended(group, SampleOutcome.FILTERED, filtered))
+            self._left_out(ended(group, SampleOutcome.FILTERED, filtered.text))
             self._leave_out(chosen, filtered)
         else:
             self._ends.append(None)
@@ -257,10 +257,10 @@ class DomainScheduler:
                     f"domain {self.name}: of the last {last} prompts {causes.total()} yielded no group that can train, {commonest(causes)}"
                 )
 
-    def _leave_out(self, chosen: GroupFilter, cause: str) -> None:
+    def _leave_out(self, chosen: GroupFilter, cause: LeftOut) -> None:
         self._ends.append(None)
         self.counts.filtered += 1
-        self._recorder.domains[self.name].filtered[cause] += 1
+        self._recorder.domains[self.name].filtered[cause.word] += 1
         if self._tries_left > 0:
             self._tries_left -= 1
             self.owed += 1
@@ -269,7 +269,8 @@ class DomainScheduler:
         else:
             raise DomainFailed(
                 f"domain {self.name}: {chosen.tries} prompts for each place of the batch were tried, and too many groups filtered "
-                f"(the last one: {cause}); rollout.filter.tries allows more, rollout.filter.when_short: continue trains on what there is"
+                f"(the last one: {cause.text}); rollout.filter.tries allows more, "
+                "rollout.filter.when_short: continue trains on what there is"
             )
 
     def take(self, count: int, oldest_next: int) -> list[SampleGroup] | None:

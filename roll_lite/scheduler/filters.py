@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
+from typing import NamedTuple
 
 from roll_lite.data.samples import SampleGroup, Score
 
 LOW, HIGH, FUNCTION = "low", "high", "function"
 """Why a group was left out, in a word: its value is not above the filter's `above`, not below `below`, or the user's function said so."""
-NOT_ABOVE, NOT_BELOW = " not above ", " not below "
 
-Cause = Callable[[SampleGroup], str | None]
-"""Why a group does not train, in a few words that can be counted; None: it does."""
+
+class LeftOut(NamedTuple):
+    """Why a group does not train."""
+
+    word: str
+    """LOW, HIGH or FUNCTION, which are counted."""
+    text: str
+
+
+Cause = Callable[[SampleGroup], LeftOut | None]
+"""None: the group trains."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +38,19 @@ def kept_between(value: str, above: float | None, below: float | None) -> Cause:
     """Groups whose value lies strictly between the two."""
     measure = MEASURES[value]
 
-    def cause(group: SampleGroup) -> str | None:
+    def cause(group: SampleGroup) -> LeftOut | None:
         found = measure([sample.score for sample in group.samples if sample.score is not None])
         if above is not None and not found > above:
-            return f"{value}{NOT_ABOVE}{above:g}"
+            return LeftOut(LOW, f"{value} not above {above:g}")
         if below is not None and not found < below:
-            return f"{value}{NOT_BELOW}{below:g}"
+            return LeftOut(HIGH, f"{value} not below {below:g}")
         return None
 
     return cause
 
 
 def kept_by(function: Callable[[SampleGroup], bool], name: str) -> Cause:
-    def cause(group: SampleGroup) -> str | None:
+    def cause(group: SampleGroup) -> LeftOut | None:
         what = f"rollout.filter.type: {name}, asked for a group of domain {group.domain},"
         try:
             keeps = function(group)
@@ -49,14 +58,9 @@ def kept_by(function: Callable[[SampleGroup], bool], name: str) -> Cause:
             raise ValueError(f"{what} raised {type(error).__name__}: {error}") from error
         if keeps not in (True, False):
             raise ValueError(f"{what} returned {keeps!r:.80}; it has to say True (the group trains) or False")
-        return None if keeps else name
+        return None if keeps else LeftOut(FUNCTION, name)
 
     return cause
-
-
-def word_of(cause: str) -> str:
-    """LOW, HIGH or FUNCTION, whose name has no blanks."""
-    return LOW if NOT_ABOVE in cause else HIGH if NOT_BELOW in cause else FUNCTION
 
 
 MEASURES: dict[str, Callable[[Sequence[Score]], float]] = {

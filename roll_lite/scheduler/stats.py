@@ -22,7 +22,7 @@ class DomainStats:
     delivered: int = 0
     """Groups that the batch got."""
     filtered: Counter[str] = field(default_factory=Counter)
-    """Groups that the filter left out, by cause, each replaced by another prompt."""
+    """Groups that the filter left out, by why (LOW, HIGH, FUNCTION), each replaced by another prompt."""
     stale_by_cause: Counter[str] = field(default_factory=Counter)
     """Groups that became too old, by cause (UNFINISHED, SURPLUS); their prompts are put back."""
     lost_groups: int = 0

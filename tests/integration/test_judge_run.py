@@ -21,17 +21,12 @@ ARGS = (
 @pytest.mark.timeout(590)
 def test_a_run_starts_its_judge_and_shares_it_among_domains(tmp_path: Path) -> None:
     rewards = [f"domains.{name}.reward={{type: judge, args: {ARGS}, timeout_s: 60}}" for name in ("add", "repeat")]
-    run = Run(tmp_path, "tiny_grpo", *SMALL, "steps=2", JUDGE, *rewards, environment={"JUDGE_KEY": KEY})
-    try:
+    with Run(tmp_path, "tiny_grpo", *SMALL, "steps=2", JUDGE, *rewards, environment={"JUDGE_KEY": KEY}) as run:
         run.wait_for_step(1)
         processes = run.tree()
         servers = [one for one in processes if is_server(one)]
         assert len(servers) == 1, "one for both domains"
         code, output = run.finish(400)
-    finally:
-        if run.process.poll() is None:
-            run.process.terminate()
-            run.process.communicate(timeout=60)
     assert code == 0, output
     judged = [sample for step in (1, 2) for sample in run.samples(step) if sample["domain"] in ("add", "repeat")]
     assert judged and all(sample["score"] in (0.0, 1.0) and sample["details"]["extracted"] in ("7", "") for sample in judged)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,15 @@ NIGHTLY = pytest.mark.nightly
 
 @pytest.fixture
 def begun(tmp_path: Path) -> Iterator[Any]:
-    runs: list[Run] = []
+    with ExitStack() as runs:
 
-    def begin(make: Make, *overrides: str) -> Run:
-        require(make)
-        runs.append(Run(tmp_path, "tiny_grpo", *SETTINGS, f"actor_infer.strategy={make}", *overrides))
-        runs[-1].wait_for_step(2)
-        return runs[-1]
+        def begin(make: Make, *overrides: str) -> Run:
+            require(make)
+            run = runs.enter_context(Run(tmp_path, "tiny_grpo", *SETTINGS, f"actor_infer.strategy={make}", *overrides))
+            run.wait_for_step(2)
+            return run
 
-    yield begin
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.terminate()
-            run.process.communicate(timeout=60)
+        yield begin
 
 
 def hosts(processes: list[psutil.Process]) -> list[psutil.Process]:

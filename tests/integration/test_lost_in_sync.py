@@ -35,15 +35,10 @@ def test_the_other_engine_gets_all_of_the_update(make: Make, transport: str, vic
     died = {"DIES_MARK": str(tmp_path / "died"), "DIES_AFTER_UPDATES": str(UPDATES), "DIES_VICTIM": victim, "PYTHONPATH": path}
     bucket_mb = 64 if "answered" in victim else 1  # all in one
     sync = [f"weight_sync.transport={transport}", f"weight_sync.bucket_mb={bucket_mb}", f"actor_infer.strategy={make}", f"steps={STEPS}"]
-    run = Run(tmp_path, "tiny_grpo", *SETTINGS, *sync, environment=died)
-    try:
+    with Run(tmp_path, "tiny_grpo", *SETTINGS, *sync, environment=died) as run:
         run.wait_for_step(1)
         processes = run.tree()
         code, output = run.finish(400)
-    finally:
-        if run.process.poll() is None:
-            run.process.terminate()
-            run.process.communicate(timeout=60)
     assert code == 0, output
     assert (tmp_path / "died").exists(), "the engine was killed where this test wants it"
     (line,) = told(output)

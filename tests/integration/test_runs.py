@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -42,6 +43,14 @@ class Run:
             env=os.environ | (environment or {}),
             start_new_session=True,
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.communicate(timeout=60)
 
     def finish(self, timeout: float = START_SECONDS) -> tuple[int, str]:
         """Exit code and everything it said."""
@@ -85,17 +94,8 @@ def engine(request: pytest.FixtureRequest) -> Make:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    runs: list[Run] = []
-
-    def begin(config: str, *overrides: str, **options: Any) -> Run:
-        runs.append(Run(tmp_path, config, *overrides, **options))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        if run.process.poll() is None:
-            run.process.terminate()
-            run.process.communicate(timeout=60)
+    with ExitStack() as runs:
+        yield lambda *settings, **options: runs.enter_context(Run(tmp_path, *settings, **options))
 
 
 def until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:

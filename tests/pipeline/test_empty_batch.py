@@ -12,6 +12,7 @@ from roll_lite.config.loading import load_config
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.shaping import RewardShaping
+from roll_lite.scheduler.filters import HIGH, LOW
 from roll_lite.scheduler.stats import DomainStats, RolloutStats
 from roll_lite.workers.rollout_output import rows_of, tokens_of
 
@@ -44,8 +45,8 @@ def test_an_empty_batch_goes_through_the_step_up_to_the_training(recipe: str, tm
     journal.connect()
     stats = RolloutStats({name: DomainStats() for name in config.domains}, wall_s=1.0)
     stats.domains["add"] = mixed()
-    stats.domains["add"].filtered["accuracy not above 0"] += 7
-    stats.domains["make"].filtered["accuracy not below 1"] += 2
+    stats.domains["add"].filtered[LOW] += 7
+    stats.domains["make"].filtered[HIGH] += 2
     batch = Batch(rows_of([], {}), [tokens_of([], kept_ids=False)])
     with journal.step(1):
         journal.rollouts(batch.rows, stats, 0, {})

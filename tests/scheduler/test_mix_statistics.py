@@ -8,7 +8,7 @@ from scheduler_support import make_domain, make_service, prompt_of
 
 from roll_lite.data.samples import GenerationRequest, SampleGroup
 from roll_lite.distributed.strategy.scripted import Response, Script
-from roll_lite.scheduler.filters import GroupFilter
+from roll_lite.scheduler.filters import FUNCTION, GroupFilter, LeftOut
 from roll_lite.scheduler.service import RolloutService
 from roll_lite.scheduler.stats import DomainStats
 from roll_lite.scheduler.supply import Synchronous
@@ -21,9 +21,9 @@ SHARES = ("requested_share", "admitted_share", "scored_share", "generated_share"
 def first_two_left_out() -> GroupFilter:
     seen: list[int] = []
 
-    def cause(group: SampleGroup) -> str | None:
+    def cause(group: SampleGroup) -> LeftOut | None:
         seen.append(group.group)
-        return "one of the first" if len(seen) <= 2 else None
+        return LeftOut(FUNCTION, "one of the first") if len(seen) <= 2 else None
 
     return GroupFilter(cause)
 

@@ -24,7 +24,7 @@ from roll_lite.data.samples import FinishReason, RewardInput, Sample, SampleGrou
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, ScriptedEngine
 from roll_lite.scheduler.domain import DataExhausted, DomainFailed
-from roll_lite.scheduler.filters import GroupFilter
+from roll_lite.scheduler.filters import FUNCTION, GroupFilter, LeftOut
 from roll_lite.scheduler.router import NoEngineLeft, Router
 from roll_lite.scheduler.runner import SampleRunner
 from roll_lite.scheduler.service import RolloutService
@@ -243,12 +243,12 @@ class RandomSchedules(RuleBasedStateMachine):
         if not task.cancelled() and task.exception() is None and task.result().id.epoch >= 0:
             self.tell(lambda: model.ends(task.result()))
 
-    def cause(self, group: SampleGroup) -> str | None:
+    def cause(self, group: SampleGroup) -> LeftOut | None:
         if self.to_reject == 0:
             return None
         self.to_reject -= 1
         self.tell(lambda: self.model.rejects(group))
-        return "rejected"
+        return LeftOut(FUNCTION, "rejected")
 
     def tell(self, news: Callable[[], None]) -> None:
         """What the model finds wrong is not for the service to hear."""

@@ -15,7 +15,7 @@ from scheduler_support import TimedReward, by_tokens, make_domain, make_service
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.scheduler.domain import Domain
-from roll_lite.scheduler.filters import GroupFilter
+from roll_lite.scheduler.filters import FUNCTION, GroupFilter, LeftOut
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.scheduler.supply import Asynchronous, OneStepOff, Supply, Synchronous
 from roll_lite.simulator.clock import run_virtual
@@ -165,7 +165,9 @@ def test_every_batch_is_completed_whatever_is_slow(
     def domain(number: int) -> Domain:
         pool = Pool(seconds[number], workers[number])
         pool.fails = lambda item, asked: lossy and int(item.prompt.split()[1]) % 5 == 0
-        chosen = GroupFilter(lambda group: "unlucky" if group.samples[0].id.prompt_uid % filtered == 0 else None, tries=100)
+        chosen = GroupFilter(
+            lambda group: LeftOut(FUNCTION, "unlucky") if group.samples[0].id.prompt_uid % filtered == 0 else None, tries=100
+        )
         first = number == 0
         return make_domain(
             "abc"[number], number, prompts=40 if first else 1000, share=shares[number], samples=samples[number], rewards=pool,

@@ -15,7 +15,7 @@ from roll_lite.data.samples import GenerationRequest, RewardInput, SampleGroup, 
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, Script
 from roll_lite.scheduler.domain import DomainFailed
-from roll_lite.scheduler.filters import GroupFilter
+from roll_lite.scheduler.filters import FUNCTION, GroupFilter, LeftOut
 from roll_lite.scheduler.router import NoEngineLeft
 from roll_lite.scheduler.service import RolloutResult, RolloutService, accepted
 from roll_lite.simulator.clock import run_virtual
@@ -255,8 +255,8 @@ def test_groups_that_do_not_train_come_with_the_batch_where_somebody_wants_them(
     def script(request: GenerationRequest) -> Response:
         return Response(5, 0.01, error="cursed" if prompt_of(request)[1] % 3 == 0 else None)
 
-    def odd(group: SampleGroup) -> str | None:
-        return "odd" if group.samples[0].id.prompt_uid % 2 else None
+    def odd(group: SampleGroup) -> LeftOut | None:
+        return LeftOut(FUNCTION, "odd") if group.samples[0].id.prompt_uid % 2 else None
 
     async def main(**how: Any) -> list[RolloutResult]:
         service, _, _ = make_service([make_domain("a", 0, filter=GroupFilter(odd))], [script], retries=0, **how)

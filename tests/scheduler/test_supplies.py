@@ -21,7 +21,7 @@ from roll_lite.data.samples import GenerationRequest, RewardInput, SampleGroup, 
 from roll_lite.data.stable_hash import stable_hash
 from roll_lite.distributed.strategy.scripted import Response, Script, ScriptedEngine
 from roll_lite.scheduler.domain import DataExhausted, Domain, DomainFailed
-from roll_lite.scheduler.filters import GroupFilter, kept_between, kept_by
+from roll_lite.scheduler.filters import FUNCTION, LOW, GroupFilter, LeftOut, kept_between, kept_by
 from roll_lite.scheduler.router import NoEngineLeft
 from roll_lite.scheduler.service import RolloutService
 from roll_lite.scheduler.supply import Asynchronous, OneStepOff, OnSync, Supply, Synchronous
@@ -254,7 +254,7 @@ def test_filtered_groups_are_replaced_and_are_no_failures(name: str) -> None:
     counts = service._schedulers["a"].counts
     assert counts.lost == 0 and counts.filtered > counts.delivered
     assert sum(stats.domains["a"].filtered.total() for stats in done.stats) <= counts.filtered
-    assert set(done.stats[0].domains["a"].filtered) == {"accuracy not above 0.5"}
+    assert set(done.stats[0].domains["a"].filtered) == {LOW}
 
 
 def test_too_many_filtered_groups_end_the_run_with_the_cause() -> None:
@@ -267,9 +267,9 @@ def test_a_place_whose_prompt_is_put_back_may_be_tried_as_often_as_any_other() -
     """Groups that were finished in time for no batch come again, and are filtered then, before the next batch is asked for."""
     seen: Counter[int] = Counter()
 
-    def second_time(group: SampleGroup) -> str | None:
+    def second_time(group: SampleGroup) -> LeftOut | None:
         seen[group.samples[0].id.prompt_uid] += 1
-        return "again" if seen[group.samples[0].id.prompt_uid] == 2 else None
+        return LeftOut(FUNCTION, "again") if seen[group.samples[0].id.prompt_uid] == 2 else None
 
     domains = [make_domain("a", 0, max_tokens=400, filter=GroupFilter(second_time, tries=3)), make_domain("b", 1, max_tokens=400)]
     done, service = run(domains=domains, supply=Synchronous(1), prompts=1, oversample=3.0, seconds=100.0)
@@ -306,7 +306,7 @@ def test_what_is_left_out_for_good_does_not_shorten_the_way_ahead(how: dict[str,
 
 
 def test_a_filter_that_raises_ends_the_run() -> None:
-    def broken(group: SampleGroup) -> str | None:
+    def broken(group: SampleGroup) -> LeftOut | None:
         raise KeyError("level")
 
     with pytest.raises(KeyError, match="level"):
