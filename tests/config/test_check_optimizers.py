@@ -31,11 +31,7 @@ def assert_told(problems: Sequence[Problem], path: str | None, fragment: str) ->
     ("role", "path", "fragment"),
     [
         (f"optimizer: {{muon: {{}}}}, {REPLICATED}", None, ""),
-        (
-            "optimizer: {muon: {}}",
-            "strategy.distributed_optimizer",
-            "every copy of the model has the whole optimizer state; use false, or no",
-        ),
+        ("optimizer: {muon: {}}", None, ""),
         (f"optimizer: {{muon: {{}}, on_host: true}}, {REPLICATED}", "optimizer.on_host", "is AdamW's; use false, or no optimizer.muon"),
         (f"optimizer: {{muon: {{}}}}, lora: {{}}, {REPLICATED}", "optimizer.muon", "adapters are factors; remove it, or lora"),
         (

@@ -25,9 +25,6 @@ def _trained_by_muon(config: RunConfig) -> dict[str, TrainRoleConfig]:
 
 def _what_goes_with_muon(config: RunConfig) -> Iterator[Problem]:
     for name, role in _trained_by_muon(config).items():
-        if role.strategy.distributed_optimizer:
-            message = f"with Muon every copy of the model has the whole optimizer state; use false, or no {name}.optimizer.muon"
-            yield Problem(f"{name}.strategy.distributed_optimizer", message, True)
         if role.optimizer.on_host:
             yield Problem(f"{name}.optimizer.on_host", "the step on the host is AdamW's; use false, or no optimizer.muon", True)
         if getattr(role, "lora", None) is not None:

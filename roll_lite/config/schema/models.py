@@ -119,7 +119,8 @@ class MegatronStrategyConfig(Section):
     sequence_parallel: bool = False
     """Split activations between tensor-parallel regions along the sequence (needs tensor_parallel > 1)."""
     distributed_optimizer: bool = True
-    """Shard the optimizer state over data-parallel ranks."""
+    """Shard the optimizer state over data-parallel ranks: AdamW's entry by entry; with optimizer.muon each rank updates some weights whole
+    and sends them to the others."""
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"

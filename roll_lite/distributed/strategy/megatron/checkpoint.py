@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as write_state
@@ -178,22 +179,37 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
         _keep_padding(chunks)
         weights = {name: state[name] for name, _ in _named_chunks(chunks)}
         only = weights["model"] if len(chunks) == 1 else weights
-        state["optimizer"] = (
-            _state_to_fill(optimizer, only, metadata) if loading else optimizer.megatron.sharded_state_dict(only, metadata=metadata)
-        )
+        state["optimizer"] = (_state_to_fill if loading else _state_to_store)(optimizer, only, metadata)
         state["schedule"] = optimizer.scheduler.state_dict()
     return state
 
 
+def _state_to_store(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
+    if not isinstance(optimizer.megatron, LayerWiseDistributedOptimizer):
+        return optimizer.megatron.sharded_state_dict(weights, metadata=metadata)
+    # Megatron's own is for weights in bfloat16 only. Ranks have different weights in their parts: names tell them, not places in a list.
+    tensors = list(_sharded_in([_whole_state(optimizer.megatron, part, weights, metadata) for part in optimizer.parts]))
+    return {"common_step": optimizer.scheduler.num_steps, "tensors": dict(enumerate(tensors))}
+
+
 def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    """As the chain of optimizers stores it, without the tensors that a ShardReader reads."""
-    states = [
-        part.state_dict()
-        if isinstance(part, DistributedOptimizer)
-        else part.sharded_state_dict(weights, is_loading=True, metadata=metadata)
-        for part in optimizer.parts
-    ]
+    """As the chain of optimizers has it, without the tensors that a ShardReader reads."""
+    states = [_whole_state(optimizer.megatron, part, weights, metadata) for part in optimizer.parts]
     return states[0] if len(states) == 1 else dict(enumerate(states))
+
+
+def _whole_state(chain: Any, part: Any, weights: Any, metadata: Any) -> Any:
+    if isinstance(part, DistributedOptimizer):
+        return part.state_dict()
+    state = part.sharded_state_dict(weights, is_loading=True, metadata=metadata)
+    if isinstance(chain, LayerWiseDistributedOptimizer):
+        for value in _sharded_in(state):
+            value.replica_id = (*value.replica_id[:2], 0)  # the only one
+    return state
+
+
+def _sharded_in(state: Any) -> Iterator[Any]:
+    return (value for value in nested_values(state) if isinstance(value, ShardedBase | ShardedTensorFactory))
 
 
 def _kept_of(chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -270,13 +286,9 @@ def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]
 
 def _moments_of(optimizer: Optimizer, state: Any, weights: Any) -> list[str]:
     """The names by which a checkpoint of this optimizer stores them."""
-    names = [value.key for value in nested_values(state) if isinstance(value, ShardedBase | ShardedTensorFactory)]
+    names = [value.key for value in _sharded_in(state)]
     if any(isinstance(part, DistributedOptimizer) for part in optimizer.parts):
-        names += [
-            f"optimizer.state.exp_avg.{value.key}"
-            for value in nested_values(weights)
-            if isinstance(value, ShardedBase | ShardedTensorFactory)
-        ]
+        names += [f"optimizer.state.exp_avg.{value.key}" for value in _sharded_in(weights)]
     return [name for name in names if MOMENTS.match(name)]
 
 

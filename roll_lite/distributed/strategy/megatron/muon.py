@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import muon as upstream
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
 from roll_lite.config.schema.models import MuonConfig
+from roll_lite.distributed.strategy.device import current_device
 
 PACKAGE = "emerging-optimizers"
 
@@ -28,11 +31,12 @@ def check_muon() -> None:
         raise ValueError(f"optimizer.muon: {message}; install an earlier one (docs/parallelism.md), or remove the section")
 
 
-def muon_optimizer(muon: MuonConfig, config: MegatronOptimizerConfig, chunks: Sequence[Any]) -> Any:
-    """`config`: what AdamW gets."""
+def muon_optimizer(muon: MuonConfig, config: MegatronOptimizerConfig, chunks: Sequence[Any], shared: bool) -> Any:
+    """`config`: what AdamW gets. `shared`: copies of the model share the state, whole weights of it each."""
     check_muon()
     settings = replace(
         config,
+        use_distributed_optimizer=False,  # which cuts weights anywhere
         muon_momentum=muon.momentum,
         muon_use_nesterov=muon.nesterov,
         muon_scale_mode=muon.scale,
@@ -41,7 +45,18 @@ def muon_optimizer(muon: MuonConfig, config: MegatronOptimizerConfig, chunks: Se
         muon_split_qkv=True,
         muon_tp_mode="duplicated",
     )
-    return upstream.get_megatron_muon_optimizer(settings, list(chunks))
+    # Of one copy there is nothing to share, and Megatron would count gradients of experts that tensor ranks have in common twice.
+    shared = shared and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    chain = upstream.get_megatron_muon_optimizer(settings, list(chunks), layer_wise_distributed_optimizer=shared)
+    if shared:
+        for part in chain.chained_optimizers:
+            part.grad_stats_parallel_group = None  # all ranks
+    return chain
+
+
+def send_updated(chain: LayerWiseDistributedOptimizer) -> None:
+    """To the other copies. Gloo has no gathering of tensors of different sizes."""
+    chain.allgather_params() if current_device().type == "cuda" else chain.broadcast_params()
 
 
 def is_muon(part: Any) -> bool:

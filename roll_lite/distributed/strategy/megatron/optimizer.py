@@ -13,13 +13,14 @@ import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.distributed.strategy.device import current_device
 from roll_lite.distributed.strategy.megatron.half_moments import half_moments, make_half_moments
 from roll_lite.distributed.strategy.megatron.host_step import HostStep, take_adam_of_torch
-from roll_lite.distributed.strategy.megatron.muon import muon_optimizer
+from roll_lite.distributed.strategy.megatron.muon import muon_optimizer, send_updated
 
 STRETCH = 4096
 """Entries whose squares are added up in float32."""
@@ -138,6 +139,8 @@ class Optimizer:
             if gradients := [one for one in all_of_them if one is not None]:  # a rank may have none, of a small adapter
                 torch._foreach_mul_(gradients, self._clip_grad / (grad_norm + 1e-6))
         self.megatron.step_with_ready_grads()
+        if isinstance(self.megatron, LayerWiseDistributedOptimizer):
+            send_updated(self.megatron)
         self.scheduler.step(increment=1)
         return StepResult(grad_norm, lr, skipped=False)
 
@@ -172,7 +175,7 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
     if config.on_host:
         take_adam_of_torch()
     if config.muon is not None:
-        return muon_optimizer(config.muon, settings, chunks)
+        return muon_optimizer(config.muon, settings, chunks, distributed)
     return get_megatron_optimizer(settings, list(chunks))
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from roll_lite.config.adapter_files import adapter_config, check_base, write_base
 from roll_lite.config.checkpoint_files import describe
 from roll_lite.config.hf_config import read_hf_config
-from roll_lite.config.schema.models import LoraConfig, MegatronStrategyConfig
+from roll_lite.config.schema.models import LoraConfig, MegatronStrategyConfig, OptimizerConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import Column, DataProto
 from roll_lite.distributed.strategy.base import (
@@ -104,7 +104,7 @@ class MegatronStrategy(TrainStrategy):
         if spec.optimizer is None:
             self._chunks: list[Any] = [chunk.requires_grad_(False) for chunk in chunks]
         else:
-            self._chunks = self._with_data_parallel(config, chunks)
+            self._chunks = self._with_data_parallel(config, chunks, spec.optimizer)
             self._optimizer = Optimizer(spec.optimizer, self._chunks, self._config.distributed_optimizer, self._dtype, spec.total_updates)
         self._described = describe(self._hf, spec.model, self._value_head)
         self._exporter = HfExporter(self._bindings, self._hf, self._adapters.projections if self._adapters is not None else None)
@@ -120,11 +120,11 @@ class MegatronStrategy(TrainStrategy):
             load_adapters(adapters.bindings, lora.path, adapter_names(self._hf, lora.targets))
         return adapters
 
-    def _with_data_parallel(self, config: Any, chunks: Sequence[Any]) -> list[Any]:
+    def _with_data_parallel(self, config: Any, chunks: Sequence[Any], optimizer: OptimizerConfig) -> list[Any]:
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=self._config.overlap_grad_reduce,
-            use_distributed_optimizer=self._config.distributed_optimizer,
+            use_distributed_optimizer=self._config.distributed_optimizer and optimizer.muon is None,
             check_for_nan_in_grad=False,
         )
         # Buckets serve the overlap of the first chunk's backward pass; later chunks finish last and go in one piece.

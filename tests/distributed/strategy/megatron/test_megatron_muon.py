@@ -16,7 +16,7 @@ from support_models import by_checkpoint, load_hf
 from support_passes import train_step
 
 from roll_lite.config.schema.models import MuonConfig, OptimizerConfig
-from roll_lite.distributed.strategy.base import TrainResult, ValueInit
+from roll_lite.distributed.strategy.base import StateGroup, TrainResult, ValueInit
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
 MUON = MuonConfig(momentum=0.8, nesterov=True)
@@ -74,7 +74,7 @@ def megatron_steps(path: Path, config: OptimizerConfig, layout: dict[str, Any]) 
     import muon_stand_in
 
     with muon_stand_in.installed():
-        strategy = started(path, config, **REPLICATED, **layout)
+        strategy = started(path, config, **{**REPLICATED, **layout})
         norms = [result.grad_norm for result in steps(strategy, range(STEPS))]
         assert strategy._optimizer is not None
         kinds = {type(part.optimizer).__name__ for part in strategy._optimizer.parts}
@@ -127,12 +127,50 @@ def test_experts_are_matrices_too(ranks: RankPool, tmp_path: Path, layout: dict[
     check(ranks, tiny(tmp_path / "moe", "qwen3_moe", tied=False), 2 if layout else 1, layout)
 
 
+def steps_of_shared_state(path: Path, layout: dict[str, Any], dtype: str) -> None:
+    """What copies that share the state do is what copies that all have it do, and each has a part of it."""
+    import muon_stand_in
+
+    with muon_stand_in.installed():
+        shared, whole = (started(path, CONFIG, dtype=dtype, **layout, distributed_optimizer=own) for own in (True, False))
+        shared.offload(StateGroup)
+        shared.load(StateGroup)
+        for mine, other in zip(steps(shared, range(STEPS)), steps(whole, range(STEPS)), strict=True):
+            assert (mine.loss, mine.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-6)
+        expected = own_weights(whole)
+        for name, tensor in own_weights(shared).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7)
+        assert bytes_of_state(shared) < 0.7 * bytes_of_state(whole)
+
+
+def bytes_of_state(strategy: MegatronStrategy) -> int:
+    assert strategy._optimizer is not None
+    states = [state for part in strategy._optimizer.parts for state in part.optimizer.state.values()]
+    return sum(tensor.nbytes for state in states for tensor in state.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_copies_may_share_the_state(ranks: RankPool, path: Path, dtype: str) -> None:
+    ranks(2, steps_of_shared_state, path, {}, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"expert_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"pipeline_parallel": 2}, {"context_parallel": 2}],
+    ids=["DP4", "DP4 EP2", "DP2 TP2", "DP2 PP2", "DP2 CP2"],
+)
+def test_so_they_may_in_further_layouts(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
+    ranks(4, steps_of_shared_state, tiny(tmp_path / "moe", "qwen3_moe", tied=False), layout, "float32")
+
+
 def save_and_resume(path: Path, folder: Path, layout: dict[str, Any], dtype: str) -> list[float]:
     """A run goes on bit for bit; losses of its further steps."""
     import muon_stand_in
 
     with muon_stand_in.installed():
-        straight, resumed = (started(path, CONFIG, dtype=dtype, **REPLICATED, **layout) for _ in range(2))
+        straight, resumed = (started(path, CONFIG, dtype=dtype, **{**REPLICATED, **layout}) for _ in range(2))
         steps(straight, range(2))
         straight.save_checkpoint(folder)
         expected = steps(straight, range(2, 4))
@@ -143,11 +181,11 @@ def save_and_resume(path: Path, folder: Path, layout: dict[str, Any], dtype: str
     return [result.loss for result in expected]
 
 
-def resume_elsewhere(path: Path, folder: Path) -> list[float]:
+def resume_elsewhere(path: Path, folder: Path, layout: dict[str, Any]) -> list[float]:
     import muon_stand_in
 
     with muon_stand_in.installed():
-        strategy = started(path, CONFIG, **REPLICATED)
+        strategy = started(path, CONFIG, **{**REPLICATED, **layout})
         strategy.load_checkpoint(folder)
         return [result.loss for result in steps(strategy, range(2, 4))]
 
@@ -162,9 +200,32 @@ def resume_with_adam(path: Path, folder: Path) -> str:
 def test_checkpoints(ranks: RankPool, path: Path, tmp_path: Path) -> None:
     losses = ranks(2, save_and_resume, path, tmp_path / "TP2", {"tensor_parallel": 2}, "float32")[0]
     ranks(1, save_and_resume, path, tmp_path / "bfloat16", {}, "bfloat16")
-    assert ranks(1, resume_elsewhere, path, tmp_path / "TP2")[0] == pytest.approx(losses, rel=1e-2)
+    assert ranks(1, resume_elsewhere, path, tmp_path / "TP2", {})[0] == pytest.approx(losses, rel=1e-2)
     (told,) = ranks(1, resume_with_adam, path, tmp_path / "TP2")
     assert told == f"checkpoint.resume: {tmp_path / 'TP2'} holds Muon's state; optimizer.muon decides what trains matrices: set it"
+
+
+SHARED = {"distributed_optimizer": True}
+
+
+def test_checkpoints_of_shared_state(ranks: RankPool, path: Path, tmp_path: Path) -> None:
+    ranks(2, save_and_resume, path, tmp_path / "bfloat16", SHARED, "bfloat16")
+    losses = ranks(2, save_and_resume, path, tmp_path / "DP2", SHARED, "float32")[0]
+    for world_size, layout in ((1, {}), (2, {}), (2, {"tensor_parallel": 2})):
+        assert ranks(world_size, resume_elsewhere, path, tmp_path / "DP2", layout)[0] == pytest.approx(losses, rel=1e-2)
+    ranks(1, save_and_resume, path, tmp_path / "one", {}, "float32")
+    losses = ranks(1, resume_elsewhere, path, tmp_path / "one", {})[0]
+    assert ranks(2, resume_elsewhere, path, tmp_path / "one", SHARED)[0] == pytest.approx(losses, rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_checkpoints_of_experts(ranks: RankPool, tmp_path: Path) -> None:
+    path = tiny(tmp_path / "moe", "qwen3_moe", tied=False)
+    for name, layout in {"EP2": {"expert_parallel": 2}, "EP2 shared": {"expert_parallel": 2, **SHARED}, "DP2 shared": SHARED}.items():
+        losses = ranks(2, save_and_resume, path, tmp_path / name, layout, "float32")[0]
+        for world_size, other in ((1, {}), (2, {"expert_parallel": 2, **SHARED}), (2, {"tensor_parallel": 2, "sequence_parallel": True})):
+            assert ranks(world_size, resume_elsewhere, path, tmp_path / name, other)[0] == pytest.approx(losses, rel=1e-2)
 
 
 def which_parts(path: Path, value_init: ValueInit | None) -> dict[str, str]:
