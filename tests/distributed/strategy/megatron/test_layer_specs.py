@@ -4,6 +4,7 @@ What Megatron wraps around them (TEGroupedMLP, checkpoints) is its own. Hugging 
 
 from __future__ import annotations
 
+import ast
 import inspect
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron_cases import batch_of, own_weights, started, tiny, weighted_loss
+from megatron_cases import batch_of, own_weights, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from safetensors.torch import load_file
 from support_passes import train_step
@@ -57,13 +58,34 @@ class NormedColumn(ColumnParallelLinear):
         return super().forward(normed, *given, **options)
 
 
+TE = Path(next(iter(find_spec("megatron.core").submodule_search_locations))) / "extensions/transformer_engine.py"  # type: ignore[union-attr, arg-type]
+
+
+def of_megatron(owner: str, name: str) -> Any:
+    """A method of its extensions, whose classes are there with Transformer Engine only. `super` of its body is the stand-in."""
+    from megatron.core.extensions import transformer_engine
+
+    classes = [
+        node for node in ast.walk(ast.parse(TE.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef) and node.name == owner
+    ]
+    (method,) = (node for node in classes[0].body if isinstance(node, ast.FunctionDef) and node.name == name)
+    found: dict[str, Any] = {}
+    code = ast.unparse(method).replace("super()", "self")
+    exec(code, vars(transformer_engine), found)
+    return found[name]
+
+
 class Grouped(torch.nn.Module):
-    """For TEGroupedLinear: the weights of a rank's experts by number."""
+    """For TEGroupedLinear: the weights of a rank's experts by number. How they are stored is Megatron's own."""
+
+    use_bias = False
+    _sharded_state_dict_grouped = of_megatron("TEGroupedLinear", "_sharded_state_dict_grouped")
 
     def __init__(self, num_gemms: int, input_size: int, output_size: int, *, config: Any, pg_collection: Any, **_: Any) -> None:
         super().__init__()
         assert pg_collection.expt_tp.size() == 1
         self.num_gemms = num_gemms
+        self._pg_collection, self._tp_group = pg_collection, pg_collection.expt_tp
         for number in range(num_gemms):
             weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
             self.register_parameter(f"weight{number}", weight)
@@ -72,12 +94,29 @@ class Grouped(torch.nn.Module):
         parts = [part @ getattr(self, f"weight{number}").T for number, part in enumerate(x.split(m_splits))]
         return torch.cat(parts), None
 
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        assert state.dtype == torch.uint8
+
+    def _split_extra_state(self, state: torch.Tensor) -> list[torch.Tensor]:
+        return [state] * self.num_gemms
+
+
+class GroupedColumn(Grouped):
+    sharded_state_dict = of_megatron("TEColumnParallelGroupedLinear", "sharded_state_dict")
+
+
+class GroupedRow(Grouped):
+    sharded_state_dict = of_megatron("TERowParallelGroupedLinear", "sharded_state_dict")
+
 
 STAND_INS = LayerParts(
     norm=Norm,
     normed_column=NormedColumn,
     row=RowParallelLinear,
-    experts=ModuleSpec(TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=Grouped, linear_fc2=Grouped)),
+    experts=ModuleSpec(TEGroupedMLP, submodules=MLPSubmodules(linear_fc1=GroupedColumn, linear_fc2=GroupedRow)),
     fused=True,
 )
 
@@ -120,27 +159,35 @@ def test_so_it_is_on_two_ranks(ranks: RankPool, models: dict[str, Path], name: s
     ranks(2, parity, models[name], layout)
 
 
-def from_one_kind_to_the_other(path: Path, folder: Path) -> None:
+def from_one_kind_to_the_other(path: Path, folder: Path, layout: dict[str, Any]) -> None:
     def steps(strategy: Any, count: int) -> list[float]:
-        return [train_step(strategy, batch_of(seed=seed), weighted_loss, ["log_probs"], 6).loss for seed in range(count)]
+        return [train_step(strategy, shard(batch_of(seed=seed), strategy), weighted_loss, ["log_probs"], 6).loss for seed in range(count)]
 
-    before = started(path, LR)
+    before = started(path, LR, **layout)
     steps(before, 2)
     before.save_checkpoint(folder / "torch")
     with with_stand_ins():
-        after = started(path, LR)
+        after = started(path, LR, **layout)
     after.load_checkpoint(folder / "torch")
     assert steps(after, 3) == pytest.approx(steps(before, 3), rel=1e-5)
     after.save_checkpoint(folder / "fused")
-    back = started(path, LR)
+    back = started(path, LR, **layout)
     back.load_checkpoint(folder / "fused")
+    expected = own_weights(after)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in own_weights(back).items())
     assert steps(back, 2) == pytest.approx(steps(after, 2), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe"])
 def test_a_checkpoint_goes_from_one_kind_to_the_other(ranks: RankPool, models: dict[str, Path], tmp_path: Path, name: str) -> None:
     """Qwen3's heads have norms of their own."""
-    ranks(1, from_one_kind_to_the_other, models[name], tmp_path)
+    ranks(1, from_one_kind_to_the_other, models[name], tmp_path, {})
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_so_it_does_where_ranks_share_experts(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    ranks(2, from_one_kind_to_the_other, models["qwen3_moe"], tmp_path, {"expert_parallel": 2})
 
 
 def test_the_names_are_those_that_megatron_knows() -> None:
@@ -149,8 +196,7 @@ def test_the_names_are_those_that_megatron_knows() -> None:
     source = inspect.getsource(gpt_layer_specs)
     for name, fused in layer_specs.STORED_NAMES_WITHOUT_EXPERTS.items():
         assert f'"{name}": "{fused}"' in source, "Megatron stores norms of its own layers by the same names"
-    file = Path(next(iter(find_spec("megatron.core").submodule_search_locations))) / "extensions/transformer_engine.py"  # type: ignore[union-attr, arg-type]
-    assert 'full_state_dict[f"weight{gemm_idx}"]' in file.read_text(encoding="utf-8")
+    assert 'full_state_dict[f"weight{gemm_idx}"]' in TE.read_text(encoding="utf-8")
     fused_names = {entry.fused for entry in LAYER if entry.fused}
     assert fused_names == {
         "self_attention.linear_qkv.layer_norm_weight",
