@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from support_models import by_checkpoint, load_hf
 from support_passes import train_step
 from test_megatron_oracle import NO_CLIPPING, check_forward, check_gradients, check_many
-from test_megatron_state import Saved, goes_on, offload_and_go_on, save_and_resume
+from test_megatron_state import Saved, check_bfloat16, goes_on, offload_and_go_on, save_and_resume
 from test_megatron_training import BROKEN, CONFIG, check_losses_of_rows, check_steps, skip_and_go_on
 from test_megatron_values import check_values, reward_model
 from test_megatron_weights import error_of, round_trip
@@ -270,6 +270,13 @@ def test_another_layout_goes_on_where_the_first_stopped(ranks: RankPool, saved: 
 @pytest.mark.parametrize("loaded", STATES)
 def test_every_layout_goes_on_where_any_other_stopped(ranks: RankPool, saved: Saved, loaded: str) -> None:
     goes_on(ranks, saved, [name for name in STATES if name not in (loaded, *LOADED_FROM.get(loaded, ()))], loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize(("before", "after"), [("EP2", "one rank"), ("one rank", "EP2"), ("EP2 replicated", "DP2"), ("ETP2", "EP2")])
+def test_bfloat16_goes_on_with_the_same_bits(ranks: RankPool, models: dict[str, Path], tmp_path: Path, before: str, after: str) -> None:
+    check_bfloat16(ranks, models["all layers"], tmp_path, STATES[before], STATES[after])
 
 
 def test_offloading_changes_no_bit(ranks: RankPool, models: dict[str, Path]) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ import torch.distributed as dist
 from megatron_cases import batch_of, own_weights, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from support_passes import forward, train_step
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from roll_lite.config.checkpoint_files import FileRecord, record
 from roll_lite.config.schema.models import LoraConfig, OptimizerConfig
 from roll_lite.distributed.strategy.base import StateGroup, TrainResult
 from roll_lite.distributed.strategy.megatron import strategy as strategy_module
-from roll_lite.distributed.strategy.megatron.checkpoint import RunningSave, _sharded_state
+from roll_lite.distributed.strategy.megatron.checkpoint import STATE_FOLDER, RunningSave, _sharded_state
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip  (roll_lite prepares megatron.core)
@@ -414,6 +418,61 @@ def test_another_layout_goes_on_where_the_first_stopped(ranks: RankPool, saved: 
 @pytest.mark.parametrize("loaded", [name for name in ALL if "bf16" not in name])
 def test_every_layout_goes_on_where_any_other_stopped(ranks: RankPool, saved: Saved, loaded: str) -> None:
     goes_on(ranks, saved, [name for name in ALL if "bf16" not in name and name not in (loaded, *LOADED_FROM.get(loaded, ()))], loaded)
+
+
+def save_again(path: Path, source: Path, target: Path, layout: dict[str, Any]) -> list[TrainResult]:
+    strategy = begin(path, layout)
+    strategy.load_checkpoint(source)
+    strategy.save_checkpoint(target)
+    return steps(strategy, range(3, 5))
+
+
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """As torch reads them, without a layout. Float32 weights have two names."""
+    found: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without process groups
+        _load_state_dict(found, FileSystemReader(folder / STATE_FOLDER), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return {name.replace(".fp32_param.", ".param."): value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def check_bfloat16(ranks: RankPool, path: Path, folder: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Weights, float32 weights and moments are the same bits under both layouts; losses and gradients about the same."""
+    before, after = ({**layout, "dtype": "bfloat16"} for layout in (before, after))
+    _, expected = ranks(processes(before), save_after, path, folder / "before", before, 3)[0]
+    found = ranks(processes(after), save_again, path, folder / "before", folder / "after", after)[0]
+    mine, other = stored_tensors(folder / "after"), stored_tensors(folder / "before")
+    assert mine.keys() == other.keys()
+    assert {"bfloat16", "float32"} == {str(tensor.dtype).removeprefix("torch.") for tensor in mine.values()}
+    moved = [
+        name for name in mine if not torch.equal(*(tensors[name][: min(len(mine[name]), len(other[name]))] for tensors in (mine, other)))
+    ]
+    assert not moved
+    for result, straight in zip(found, expected, strict=True):
+        assert (result.loss, result.grad_norm) == pytest.approx((straight.loss, straight.grad_norm), rel=3e-2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("TP2", "DP2"),
+        *(
+            pytest.param(*pair, marks=(pytest.mark.slow, pytest.mark.nightly))
+            for pair in (
+                ("TP2 SP", "one rank"),
+                ("DP2", "PP2"),
+                ("VPP2", "one rank"),
+                ("VPP2", "DP2 replicated"),
+                ("DP2 replicated", "DP2"),
+                ("DP2", "DP2 replicated"),
+                ("PP2 DP2 replicated", "TP2 DP2"),
+                ("DP4", "CP2"),
+            )
+        ),
+    ],
+)
+def test_bfloat16_goes_on_with_the_same_bits(ranks: RankPool, saved: Saved, tmp_path: Path, before: str, after: str) -> None:
+    check_bfloat16(ranks, saved.path, tmp_path, ALL[before], ALL[after])
 
 
 @pytest.mark.slow
