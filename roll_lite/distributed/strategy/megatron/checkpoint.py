@@ -118,14 +118,15 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
         wanted[OPTIMIZER_TENSORS] = {number: parent[key] for number, (parent, key) in enumerate(places)}
         state = dist_checkpointing.load(wanted, state_folder)
     for name, chunk in _named_chunks(chunks):
-        missing, unknown = chunk.load_state_dict(state[name], strict=False)
+        missing, unknown = chunk.load_state_dict(state.pop(name), strict=False)
         absent = [] if _adapters_of(chunk) else [key for key in missing if not _is_extra(key)]
         assert not absent and not unknown, f"weights without a place in the model, and without a value: {unknown}, {absent}"
     if optimizer is not None:
         for number, (parent, key) in enumerate(places):
             parent[key] = state[OPTIMIZER_TENSORS][number]
+        _load_optimizer(optimizer, own, _steps_in(state["optimizer"]))
         with _told(folder / STATE_FOLDER):
-            _load_optimizer(optimizer, own, _steps_in(state["optimizer"]), reader)
+            reader.load(optimizer.parts)
         optimizer.scheduler.num_steps = 0
         optimizer.scheduler.step(increment=state["schedule"]["num_steps"])
     if (own_file := _own_rank_file(folder, layout)) is not None:
@@ -313,7 +314,7 @@ def _steps_in(stored: Any) -> float:
     return max([*own, *(_steps_in(value) for _, value in _items(stored))], default=0.0)
 
 
-def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float, reader: ShardReader) -> None:
+def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -> None:
     """`state`: what the optimizer would store now, with the tensors of the checkpoint in it, but for those that the reader reads."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
@@ -330,9 +331,6 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float, r
         else:
             inner["state"]["common_step"] = torch.tensor(steps)
     optimizer.megatron.load_state_dict(state)
-    for part in parts:
-        if isinstance(part, DistributedOptimizer):
-            reader.load(part)
     optimizer.settle_states()
 
 

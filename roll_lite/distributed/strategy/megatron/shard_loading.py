@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +45,14 @@ class ShardReader:
         self._reader.set_up_storage_reader(self._stored, is_coordinator=True)
         self._places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(weights)[0])}
 
-    def load(self, part: DistributedOptimizer) -> None:
+    def load(self, parts: Iterable[Any]) -> None:
+        """Of the optimizers in a chain the distributed ones."""
         gc.collect()  # torch.load leaves what it has read in cycles: the weights until now
-        for batch in _batches(part):
-            self._load(part, batch)
-            gc.collect(1)
+        for part in parts:
+            if isinstance(part, DistributedOptimizer):
+                for batch in _batches(part):
+                    self._load(part, batch)
+                    gc.collect(1)
 
     @torch.no_grad()
     def _load(self, part: DistributedOptimizer, batch: list[Owned]) -> None:

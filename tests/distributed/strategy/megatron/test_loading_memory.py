@@ -109,4 +109,4 @@ def test_a_copy_reads_of_the_optimizers_state_what_it_owns(ranks: RankPool, path
     """All four together have 450 MB of it."""
     for most, owned in ranks(4, resumed, path, tmp_path):
         assert owned > 100 * MB
-        assert most < 1.3 * owned
+        assert most < owned
