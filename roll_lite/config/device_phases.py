@@ -7,9 +7,12 @@ room is made for keys and values, the engines generate, and leave with both. One
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
+
+T = TypeVar("T")
 
 WEIGHTS = ("weights",)
 TRAINING = ("weights", "gradients", "optimizer")
@@ -29,7 +32,8 @@ class Phase(StrEnum):
 @dataclass(frozen=True)
 class Presence:
     parts: Mapping[str, tuple[str, ...]]
-    """Of every role that works in the phase, in the order of turns. Several reward models, or judges, are one entry."""
+    """Of every role that works in the phase, in the order in which turns are given out: whoever finds its devices free has one, also
+    before another that waits for more of them. Several reward models, or judges, are one entry."""
     in_turns: bool = False
     """Roles that share a device and have `offload` are there one after the other; else they are there together."""
     of_step: bool = True
@@ -54,6 +58,15 @@ WHOLE: Mapping[str, tuple[str, ...]] = {
     "judges": SERVING,
 }
 """What is there of a role that stays."""
+
+
+def startable(waiting: Sequence[T], present: Sequence[T], exclude: Callable[[T, T], bool]) -> list[T]:
+    """In turns: those that need not wait for one that is there, nor for one that starts with them."""
+    starting: list[T] = []
+    for one in waiting:
+        if not any(exclude(one, other) for other in (*present, *starting)):
+            starting.append(one)
+    return starting
 
 
 def kind(role: str) -> str:

@@ -6,7 +6,7 @@ A preset is a table of groups. Roles of a group share devices, groups have devic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, groupby, islice, zip_longest
+from itertools import chain, count, groupby, islice, zip_longest
 from typing import Any
 
 from roll_lite.config.arithmetic import TRAINING_ROLES, Role, device_numbers, model_parallel_size, roles
@@ -103,14 +103,24 @@ def _together(group: Any) -> int:
 
 
 def _free(placement: PlacementConfig, taken: set[int], wanted: int, together: int) -> list[int]:
-    """The next devices that nobody has; beyond the last one where there are too few, which is told afterwards."""
-    of_node, everything = placement.devices_per_node, placement.devices
-    if placement.fill == "pack" or placement.nodes is None:
+    """The next devices that nobody has, those that belong together of one node where one has them; what a node has left over comes last,
+    and then numbers beyond the last device, which is told afterwards."""
+    everything, of_node = placement.devices, placement.devices_per_node
+    if placement.nodes is None or (placement.name == "by_role" and placement.fill == "pack"):
         return list(islice((number for number in count() if number not in taken), wanted))
+    size = _of_each_node(together, of_node)
     of_nodes = [[number for number in range(first, first + of_node) if number not in taken] for first in range(0, everything, of_node)]
-    parts = [[own[first : first + together] for first in range(0, len(own), together)] for own in of_nodes]
-    in_turn = [number for row in zip_longest(*parts, fillvalue=()) for part in row for number in part]
-    return [*in_turn, *range(everything, everything + wanted)][:wanted]
+    whole = [len(own) - len(own) % size for own in of_nodes]
+    parts = [[own[first : first + size] for first in range(0, end, size)] for own, end in zip(of_nodes, whole, strict=True)]
+    by_turns = [part for row in zip_longest(*parts) for part in row if part is not None]
+    in_order = by_turns if placement.fill == "spread" or together > of_node else list(chain.from_iterable(parts))
+    left_over = [own[end:] for own, end in zip(of_nodes, whole, strict=True)]
+    return [*chain.from_iterable([*in_order, *left_over]), *range(everything, everything + wanted)][:wanted]
+
+
+def _of_each_node(together: int, of_node: int) -> int:
+    """As few nodes as can be, with as many devices of each."""
+    return next(together // nodes for nodes in range(1, together + 1) if together % nodes == 0 and together // nodes <= of_node)
 
 
 def _listed(placement: PlacementConfig, devices: Devices) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from roll_lite.config.arithmetic import Role, actor_is_reference, device_numbers, model_parallel_size, roles
 from roll_lite.config.arithmetic_tables import table
-from roll_lite.config.device_phases import PHASES, SERVING, TRAINING, WHOLE, Phase, kind
+from roll_lite.config.device_phases import PHASES, SERVING, TRAINING, WHOLE, Phase, kind, startable
 from roll_lite.config.placement import engines, nodes_of_engine, ranges
 from roll_lite.config.schema.placement import PlacementConfig
 from roll_lite.config.schema.run import RunConfig
@@ -71,15 +71,16 @@ def _works(config: RunConfig, phase: Phase, name: str) -> bool:
 
 
 def _turns(config: RunConfig, phase: Phase, by_role: Mapping[str, Role]) -> dict[str, int]:
-    """Of those that wait for another: which turn is theirs."""
+    """Of those that wait for another: which turn is theirs, where all take as long."""
     if not PHASES[phase].in_turns:
         return {}
     working = [name for name in PHASES[phase].parts if name in by_role and _works(config, phase, name)]
     moving = [name for name in working if getattr(by_role[name], "offload", False)]
     devices = {name: set(device_numbers(by_role[name].devices)) for name in moving}
     turns: dict[str, int] = {}
-    for name in moving:
-        turns[name] = 1 + max((turns[other] for other in turns if devices[other] & devices[name]), default=0)
+    while waiting := [name for name in moving if name not in turns]:
+        number = 1 + max(turns.values(), default=0)
+        turns |= dict.fromkeys(startable(waiting, [], lambda one, other: bool(devices[one] & devices[other])), number)
     return {name: turn for name, turn in turns.items() if any(devices[name] & devices[other] for other in moving if other != name)}
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from roll_lite.config.device_phases import PHASES, Phase
+from roll_lite.config.device_phases import PHASES, Phase, startable
 from roll_lite.distributed.cluster import ClusterDead, Pending, first_done, gather
 from roll_lite.distributed.strategy.base import EngineMemory, StateGroup
 
@@ -77,7 +77,7 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
     results: dict[int, R] = {}
     try:
         while waiting or present:
-            for number in _startable(turns, waiting, list(present)):
+            for number in startable(waiting, list(present), lambda one, other: exclude_each_other(turns[one].role, turns[other].role)):
                 waiting.remove(number)
                 present[number] = _stages(turns[number], parts)
                 pending[number] = next(present[number])
@@ -102,15 +102,6 @@ def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any]
     if turn.role.offloads:
         yield turn.role.start_offload(parts)
     return result
-
-
-def _startable(turns: Sequence[DeviceTurn[R]], waiting: Sequence[int], present: Sequence[int]) -> list[int]:
-    """Those that need not wait for one that is there, nor for one that starts with them."""
-    starting: list[int] = []
-    for number in waiting:
-        if not any(exclude_each_other(turns[number].role, turns[other].role) for other in (*present, *starting)):
-            starting.append(number)
-    return starting
 
 
 def exclude_each_other(one: Movable, other: Movable) -> bool:

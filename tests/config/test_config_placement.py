@@ -110,6 +110,24 @@ CASES: dict[str, tuple[str, dict[str, tuple[int, ...]], set[str]]] = {
         dict.fromkeys(ALL, (0, 4)) | {"actor_infer": (1, 2, 5, 6)},
         {*ALL} - {"actor_infer"},
     ),
+    "what has to be on one node goes to the next one that has room": (
+        "placement: {name: split, nodes: 2, devices_per_node: 2}\nactor_infer: {devices: 2, strategy: {tensor_parallel: 2}}",
+        dict.fromkeys(ALL, (0,)) | {"actor_infer": (2, 3)},
+        {*ALL} - {"actor_infer"},
+    ),
+    "spread beside a device that is left over": (
+        "placement: {name: apart, nodes: 3, devices_per_node: 2, fill: spread}\nactor_train: {devices: [node0:0]}\n"
+        "actor_infer: {devices: 2, strategy: {tensor_parallel: 2}}\nreward_models: {rm: {devices: [node2:0]}}\n"
+        "critic: {devices: [node2:1]}\nreference: {devices: [node2:1]}",
+        {"actor_train": (0,), "reference": (5,), "critic": (5,), "reward_models.rm": (4,), "actor_infer": (2, 3)},
+        {"critic", "reference"},
+    ),
+    "an engine larger than a node has whole nodes": (
+        "placement: {name: split, nodes: 3, devices_per_node: 2, fill: pack}\nactor_train: {devices: 1}\n"
+        "actor_infer: {devices: 4, strategy: {tensor_parallel: 4}}",
+        dict.fromkeys(ALL, (0,)) | {"actor_infer": (2, 3, 4, 5)},
+        {*ALL} - {"actor_infer"},
+    ),
 }
 
 

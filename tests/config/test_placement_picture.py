@@ -16,6 +16,10 @@ PAGE = ROOT / "docs/placement.md"
 PICTURE = r"^```\nroll-lite check --config-name (.+?)\n```\n\n```text\n(.+?)\n```$"
 SPLIT = ("placement={name: split, nodes: 4}", "actor_train.devices=16", "actor_infer.devices=16", "rollout.supply=async")
 MIXED = ("placement={name: pairs, nodes: 2}", "actor_infer.devices=[12,13,14,15]")
+TWO_BESIDE_ONE = (
+    "placement={name: by_role, nodes: 1}", "reference.devices=2", "critic.devices=[6,7]", "actor_train.devices=8", "actor_infer.devices=8",
+    *(f"{role}.offload=true" for role in ("actor_train", "actor_infer", "reference", "critic")),
+)  # fmt: skip
 
 PICTURES = {
     ("tiny_grpo",): """
@@ -47,6 +51,18 @@ node1: 0-3  critic                                         weights     all
 node1: 4-5  actor_infer  weights       weights + KV cache
             critic                                         weights     all
 node1: 6-7  actor_infer  weights       weights + KV cache
+""",
+    ("llama3.1_8b_ppo", *TWO_BESIDE_ONE): """
+devices     role         sync weights  generate            log probs   train
+-----------------------------------------------------------------------------
+node0: 0-1  actor_train  weights                           2. weights  1. all
+            actor_infer  weights       weights + KV cache
+            reference                                      1. weights
+node0: 2-5  actor_train  weights                           2. weights  1. all
+            actor_infer  weights       weights + KV cache
+node0: 6-7  actor_train  weights                           2. weights  1. all
+            actor_infer  weights       weights + KV cache
+            critic                                         1. weights  2. all
 """,
 }
 SPANNING = ("placement={name: split, nodes: 6, devices_per_node: 2}", "actor_train.devices=4", "actor_infer.devices=8")

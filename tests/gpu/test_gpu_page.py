@@ -1,4 +1,4 @@
-"""docs/gpu.md names every module whose code, comments apart, mentions CUDA or NCCL; `make test-gpu` runs every test that wants a GPU."""
+"""docs/gpu.md names every module whose code, comments apart, mentions GPUs, CUDA or NCCL; `make test-gpu` runs every test for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MENTION = re.compile("cuda|nccl|pin_memory", re.IGNORECASE)
+MENTION = re.compile("cuda|nccl|pin_memory|(?<![a-z])gpus?(?![a-z])", re.IGNORECASE)
 
 
 def mentions(source: str) -> bool:

@@ -309,7 +309,7 @@ def devices_are_there(config: RunConfig) -> Iterator[Problem]:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Roles that stay on the same GPUs at the same time."""
+    """Roles that stay on the same GPUs at the same time, and engines that stay on those where others take turns."""
     if not gpus_visible():
         return []
     by_role = roles(config)
@@ -317,10 +317,22 @@ def sharing_notes(config: RunConfig) -> list[str]:
     for (name, role), (other, its) in combinations(by_role.items(), 2):
         shared = sorted(set(device_numbers(role.devices)) & set(device_numbers(its.devices)))
         staying = [one for one, of in ((name, role), (other, its)) if not getattr(of, "offload", False)]
+        listed = ", ".join(map(str, shared[:8])) + (", ..." if len(shared) > 8 else "")
         if shared and len(staying) == 2:
-            listed = ", ".join(map(str, shared[:8])) + (", ..." if len(shared) > 8 else "")
             notes.append(f"{name} and {other} share device {listed} and both stay in its memory; set offload: true for both, or move one")
+        elif shared and staying and (left := _left_beside(by_role[staying[0]])) is not None:
+            remedy = f"lower {staying[0]}.strategy.gpu_memory_utilization, or set {staying[0]}.offload: true"
+            comes = other if staying == [name] else name
+            notes.append(f"{staying[0]} stays on device {listed} and leaves {left:.0%} of its memory to {comes}, which comes in; {remedy}")
     return notes
+
+
+def _left_beside(role: Role) -> float | None:
+    """Share of a GPU's memory that engines or judges leave to others; None where their size is given, or it is no such role."""
+    strategy = getattr(role, "strategy", None)
+    if not isinstance(strategy, EngineStrategyConfig) or strategy.kv_cache_mb is not None:
+        return None
+    return 1 - strategy.gpu_memory_utilization
 
 
 def model_folder(config: RunConfig, role: Role) -> Path:

@@ -267,7 +267,7 @@ class GlooReceiver(BroadcastReceiver):
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)
         self._spread = FetchSender(group, SharedSegment)
-        self._fetch = FetchReceiver(group, open_shared, ALONE)
+        self._fetch = FetchReceiver(group, open_shared, otherwise=ALONE)
 
     def expect(self, route: Route) -> None:
         if self._here(route).sender == self.group.number:

@@ -11,9 +11,8 @@ import torch
 
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync.checksum import checksum
-from roll_lite.distributed.weight_sync.devices import Home
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup, rendezvous_store
-from roll_lite.distributed.weight_sync.memory import Export, take_back
+from roll_lite.distributed.weight_sync.memory import Lent, take_back
 from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, Route, TransferPlan, by_bucket, tensors_of
 from roll_lite.distributed.weight_sync.transport import TransportReceiver, TransportSender
 from roll_lite.distributed.weight_sync.transports import transport_of, ways_of
@@ -29,7 +28,7 @@ class WeightSender:
         self._rank = rank
         self._store: Any = None
         self._half: TransportSender | None = None
-        self._lent: list[tuple[Home, Export]] = []
+        self._lent: list[Lent] = []
         """In epochs that were left."""
         self._export: ExportPlan | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -55,7 +54,7 @@ class WeightSender:
         if self._rank in plan.trainers:
             number = plan.trainers.index(self._rank)
             group = TransferGroup(membership, number)
-            take_back(self._lent, group.homes)  # all have come, having left what they were in before: the others are dead
+            take_back(self._lent, group.homes, group.forget_opened)  # all have come, having left what they were in before: others are dead
             self._lent.clear()
             self._half = transport_of(group).sender(group)
             ways = [way for route in plan.routes if route.sender == number for way in ways_of(group, route)]

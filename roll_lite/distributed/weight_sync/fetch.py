@@ -13,7 +13,7 @@ import torch
 
 from roll_lite.distributed.weight_sync.devices import settle
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
-from roll_lite.distributed.weight_sync.memory import Open, Segment, Watched
+from roll_lite.distributed.weight_sync.memory import Open, Segment, Watched, name_of_export
 from roll_lite.distributed.weight_sync.plan import Route
 from roll_lite.distributed.weight_sync.transport import (
     Await,
@@ -42,10 +42,17 @@ class FetchSender(BufferedSender):
 
 
 class FetchReceiver(TransportReceiver):
-    def __init__(self, group: TransferGroup, open_segment: Open, otherwise: str = "weight_sync.transport: gloo does without") -> None:
-        """`otherwise`: what to do where a sender's memory cannot be opened."""
+    def __init__(
+        self,
+        group: TransferGroup,
+        open_segment: Open,
+        gives_back: bool = False,
+        otherwise: str = "weight_sync.transport: gloo does without",
+    ) -> None:
+        """`gives_back`: a sender waits for what was opened. `otherwise`: what to do where its memory cannot be opened."""
         super().__init__(group)
         self._open = open_segment
+        self._gives_back = gives_back
         self._otherwise = otherwise
         self._opened: dict[int, dict[str, Watched]] = {}
         """By sender and handle."""
@@ -65,8 +72,11 @@ class FetchReceiver(TransportReceiver):
     def _segment(self, route: Route, handle: str) -> Watched:
         opened = self._opened.setdefault(route.sender, {})
         if handle not in opened:
+            place = route.receivers.index(self.group.number)
+            if self._gives_back:
+                self.group.opens(name_of_export(handle, place))
             try:
-                opened[handle] = Watched(self._open(handle, route.receivers.index(self.group.number)))
+                opened[handle] = Watched(self._open(handle, place))
             except (OSError, RuntimeError, ValueError) as error:  # of the system, of CUDA, of a GPU that is not among those seen here
                 them = self.group.membership.members[route.sender]
                 cannot = f"{self.group.name} cannot open the memory of {them}: {error}"

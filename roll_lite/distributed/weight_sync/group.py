@@ -27,6 +27,7 @@ _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
 """Written by whoever interrupts, the other one by a member: each has one writer, so that neither goes back."""
 _CLOSED = "closed"
+_OPENED = "opened/"
 _KEPT_STEPS = 2
 """What was said about a bucket is deleted so many buckets later; until then somebody may still read it."""
 
@@ -211,6 +212,18 @@ class TransferGroup:
                 raise TransferError(
                     f"weight transfer: out of step, {self.name} is at a bucket of {said.signature}, {them} at one of {theirs.signature}"
                 )
+
+    # ------------------------------------------------------------ memory that is lent beyond an epoch
+
+    def opens(self, name: str) -> None:
+        """This member is about to open what is lent to it under that name."""
+        with self._rendezvous():
+            self.store.set(_OPENED + name, self.name)
+
+    def forget_opened(self, name: str) -> bool:
+        """Whether somebody has opened it; nobody asks again."""
+        with self._rendezvous():
+            return bool(self.store.check([_OPENED + name])) and bool(self.store.delete_key(_OPENED + name))
 
     # ------------------------------------------------------------ inside
 

@@ -7,12 +7,13 @@ takes it with it, however it ends. On a GPU a segment is exported by CUDA IPC, o
 from __future__ import annotations
 
 import base64
+import hashlib
 import mmap
 import os
 import pickle
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,15 @@ from roll_lite.distributed.weight_sync.group import TransferError
 
 Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
 """A function and its arguments, which make the tensor in another process."""
+
+
+class Lent(NamedTuple):
+    """What a reader has to give back once it has opened it."""
+
+    to: Home
+    export: Export
+    name: str
+    """The reader says under it that it has."""
 
 
 class Watched:
@@ -101,17 +111,21 @@ def export(tensor: torch.Tensor) -> Export:
     return reduce_tensor(tensor)
 
 
-def take_back(lent: Iterable[tuple[Home, Export]], homes: Collection[Home]) -> None:
-    """What was exported to readers who have died. `homes`: of all processes that are left, each of which gives back its own.
+def take_back(lent: Iterable[Lent], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
+    """What was exported to readers who have died, or who never came to open it. `homes`: of all processes that are left, each of which
+    gives back what it has opened.
 
-    torch keeps exported memory, also when the exporter has dropped it, until every reader has counted its export down. One that is
-    killed never does.
+    torch keeps exported memory, also when the exporter has dropped it, until every reader has counted its export down.
     """
-    abandoned = [one for home, one in lent if home not in homes]
+    abandoned = [one for one in lent if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
-        count_down(one)
+        count_down(one.export)
     if abandoned:
         collect()
+
+
+def name_of_export(handle: str, reader: int) -> str:
+    return hashlib.sha256(handle.split(";")[1 + reader].encode()).hexdigest()
 
 
 def count_down(one: Export) -> None:

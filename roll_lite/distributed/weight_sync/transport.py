@@ -23,7 +23,7 @@ import torch
 
 from roll_lite.distributed.weight_sync.devices import Home, settle
 from roll_lite.distributed.weight_sync.group import Announcement, TransferGroup
-from roll_lite.distributed.weight_sync.memory import Export, Segment
+from roll_lite.distributed.weight_sync.memory import Lent, Segment, name_of_export
 from roll_lite.distributed.weight_sync.plan import ALIGNMENT, Channel, ExportedTensor, Route
 
 BUCKETS_AHEAD = 2
@@ -62,10 +62,11 @@ class Lane:
         self._kept.update(self.under_way[0][1]())
         self.under_way.popleft()
 
-    def exports(self, readers: Sequence[int]) -> Iterator[tuple[int, Export]]:
+    def lent(self, readers: Sequence[Home]) -> Iterator[Lent]:
         """Of each segment that was exported, one for each reader."""
         for segment in self._segments:
-            yield from zip(readers, segment.exports, strict=False)
+            for place, export in enumerate(segment.exports):
+                yield Lent(readers[place], export, name_of_export(segment.handle, place))
 
     def close(self) -> None:
         for segment in self._segments:
@@ -102,7 +103,7 @@ class TransportSender(ABC):
         """After the last bucket of an update: returns when every receiver has all of it."""
 
     @abstractmethod
-    def lent(self) -> list[tuple[Home, Export]]:
+    def lent(self) -> list[Lent]:
         """What readers have to give back, each its own, before memory is free; see `memory.take_back`."""
 
     def close(self) -> None:
@@ -140,9 +141,9 @@ class BufferedSender(TransportSender):
                 while lane.under_way:
                     lane.await_oldest()
 
-    def lent(self) -> list[tuple[Home, Export]]:
+    def lent(self) -> list[Lent]:
         homes = self.group.homes
-        return [(homes[reader], export) for (_, readers), lane in self._lanes.items() for reader, export in lane.exports(readers)]
+        return [one for (_, readers), lane in self._lanes.items() for one in lane.lent([homes[reader] for reader in readers])]
 
     @abstractmethod
     def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:

@@ -13,14 +13,14 @@ from roll_lite.distributed.weight_sync.broadcast import NCCL, BroadcastReceiver,
 from roll_lite.distributed.weight_sync.devices import Home
 from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
-from roll_lite.distributed.weight_sync.memory import Export, ExportedSegment, SharedSegment, open_exported, open_shared
+from roll_lite.distributed.weight_sync.memory import ExportedSegment, Lent, SharedSegment, open_exported, open_shared
 from roll_lite.distributed.weight_sync.plan import Route
 from roll_lite.distributed.weight_sync.transport import Transport, TransportReceiver, TransportSender, timed
 
 TRANSPORTS: dict[str, Transport] = {
     "shared_memory": Transport(partial(FetchSender, make=SharedSegment), partial(FetchReceiver, open_segment=open_shared)),
     "gloo": Transport(GlooSender, GlooReceiver),
-    "cuda_ipc": Transport(partial(FetchSender, make=ExportedSegment), partial(FetchReceiver, open_segment=open_exported)),
+    "cuda_ipc": Transport(partial(FetchSender, make=ExportedSegment), partial(FetchReceiver, open_segment=open_exported, gives_back=True)),
     "nccl": Transport(partial(BroadcastSender, wire=NCCL), partial(BroadcastReceiver, wire=NCCL)),
 }
 AUTO = "auto"
@@ -114,7 +114,7 @@ class SideBySideSender(TransportSender):
             with timed(self.by_transport, name):
                 half.finish()
 
-    def lent(self) -> list[tuple[Home, Export]]:
+    def lent(self) -> list[Lent]:
         return [one for half in self._halves.values() for one in half.lent()]
 
     def close(self) -> None:

@@ -210,6 +210,39 @@ def test_what_was_exported_to_readers_who_have_died_is_taken_back(monkeypatch: p
     assert len(collected) == 1, "no export is taken back twice"
 
 
+@pytest.mark.usefixtures("exports")
+def test_what_a_reader_had_not_come_to_when_an_update_broke_off_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    (home,) = on_gpus("a")
+    monkeypatch.setattr(memory, "collect", lambda: None)
+    monkeypatch.setattr(Home, "here", staticmethod(lambda: home))
+    sender = WeightSender(cast(TrainStrategy, Trainer({f"w{n}": torch.randn(9) for n in range(6)})), 0)
+    export, port = sender.plan(1 << 20), sender.host("127.0.0.1", 30.0)
+    pool = ThreadPoolExecutor(4)
+
+    def join(epoch: int, processes: dict[int, int]) -> list[Any]:
+        plan = plan_transfers(export, dict.fromkeys(processes, 1))
+        membership = plan.membership(epoch, "cuda_ipc", "127.0.0.1", port, 3.0)
+        joining = [
+            pool.submit(half, membership, plan.first_member(engine), False, replace(home, process=process))
+            for engine, process in processes.items()
+        ]
+        sender.join(plan, membership)
+        routes.extend(plan.routes[:1])
+        return [future.result(20) for future in joining]
+
+    routes: list[Any] = []
+    stays, _dies = join(1, {0: 10, 1: 11})
+    sending = pool.submit(sender.send)
+    stays.receive(routes[0])
+    stays.release()
+    with pytest.raises(TransferError, match="engine 1 worker 0"):
+        sending.result(20)
+    stays.close()
+    assert OPENED == [0] and len(EXPORTED) == 2 * BUCKETS_AHEAD, "two readers"
+    join(2, {0: 10})
+    assert sorted(key for _, key, _ in Storage.down) == [1, 2, 3], "all but what its reader has opened and gives back itself"
+
+
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(connect_gloo, Segment, "cpu", polled=True)
