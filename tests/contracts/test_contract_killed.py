@@ -1,4 +1,4 @@
-"""Two engines that follow one trainer; one of them is killed between two buckets of an update."""
+"""Engines that follow one trainer: one of two is killed between two buckets of an update; one worker of two fails alone."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 from engine_harness import Harness, Make, SenderProcess, export_plan, random_state, require
 
 from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.weight_sync.checksum import checksum
-from roll_lite.distributed.weight_sync.group import TransferError, interrupt, rendezvous_client, rendezvous_store
+from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, interrupt, rendezvous_client, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import TransferPlan, by_bucket, plan_transfers
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
@@ -39,7 +41,7 @@ class Pair:
         return plan
 
     async def send(self, plan: TransferPlan, bucket: int, seed: int) -> None:
-        await self.sender.call("send", by_bucket(plan.routes)[bucket], ("qwen2", True, seed, self.engines[1].dtype))
+        await self.sender.call("send", by_bucket(plan.routes)[bucket], ("qwen2", True, seed, torch.float32))
 
     async def take(self, engine: Harness, plan: TransferPlan, bucket: int) -> None:
         await engine.strategy.receive_bucket(by_bucket(plan.routes)[bucket])
@@ -93,7 +95,7 @@ async def test_the_other_has_the_old_or_the_new_weights(make: Make, workers: int
             await pair.take(lost, plan, 1)
         waiting = asyncio.create_task(other.one(24))
         interrupt(rendezvous_client(HOST, pair.store.port), pair.epoch + 1)  # what the driver does as soon as it knows
-        with pytest.raises(TransferError, match="engines have left or joined since; connect again"):
+        with pytest.raises(StaleEpoch, match="engines have left or joined since; connect again"):
             await pair.take(other, plan, 1 if half_way else 0)
         with contextlib.suppress(RuntimeError):
             await sending
@@ -116,3 +118,36 @@ async def test_the_other_has_the_old_or_the_new_weights(make: Make, workers: int
         pair.sender.stop()
         for engine in engines:
             await engine.stop()
+
+
+@NIGHTLY
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("make", ["vllm", "sglang"])
+async def test_one_worker_that_fails_alone_keeps_its_sibling_waiting_for_nothing(make: Make, tmp_path: Path) -> None:
+    """Only the first makes memory for a bucket, in which the second would read it; the system refuses files of that size to all of the
+    engine. The time-out is longer than any wait here."""
+    require(make)
+    engine = await Harness.start(tmp_path / "model", make=make, tensor_parallel=2)
+    pair = Pair({0: engine})
+    try:
+        await pair.push(await pair.connect("gloo"), seed=61)
+        plan = await pair.connect("gloo")
+        for process in engine.processes():
+            process.rlimit(psutil.RLIMIT_FSIZE, (1 << 14, psutil.RLIM_INFINITY))
+        await engine.strategy.begin_weight_update(engine.tensors)
+        sending = asyncio.create_task(pair.send(plan, 0, seed=62))
+        with pytest.raises(TransferError, match="no shared memory for a bucket") as caught:
+            await asyncio.wait_for(pair.take(engine, plan, 0), TIMEOUT_S / 2)
+        assert caught.type is TransferError, "the sibling's answer, which follows from it, is none of the cause"
+        for process in engine.processes():
+            process.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+        await holds(engine, 61)
+        pair.epoch += 1
+        interrupt(rendezvous_client(HOST, pair.store.port), pair.epoch)
+        with contextlib.suppress(RuntimeError):
+            await sending
+        await pair.push(await pair.connect("gloo"), seed=63)
+        await holds(engine, 63)
+    finally:
+        pair.sender.stop()
+        await engine.stop()

@@ -77,7 +77,7 @@ class EngineMake(EnginePart, Protocol):
     # ------------------------------------------------------------ weights, memory
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Of all workers; at least the first one's answer. TransferError where a transfer broke off."""
+        """Of all workers, in their order. TransferError where a transfer broke off."""
         ...
 
     async def renew(self, version: int) -> None:

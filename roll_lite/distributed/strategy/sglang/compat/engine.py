@@ -20,13 +20,13 @@ from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import SglangStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode
+from roll_lite.distributed.strategy.inference.answers import values
 from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineProcesses, group, kill_all
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.sglang.compat import settings
 from roll_lite.distributed.strategy.sglang.compat.channel import Closed, PickleChannel, Start
 from roll_lite.distributed.strategy.sglang.compat.settings import logged_error
-from roll_lite.distributed.weight_sync.group import TransferError
 
 _LAST_S = 3.0  # for the server to end what it has started
 SERVER = "roll_lite.distributed.strategy.sglang.compat.server"
@@ -160,12 +160,7 @@ class SglangEngine:
     # ------------------------------------------------------------ weights, memory
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
-        try:
-            return [await self._call("workers", method, arguments)]
-        except EngineDead:
-            raise
-        except RuntimeError as error:  # SGLang passes on only the text of what a worker raised
-            raise TransferError(f"{method}: {error}") from error
+        return values(await self._call("workers", method, arguments))
 
     async def renew(self, version: int) -> None:
         await self._call("new_weights", str(version))

@@ -122,14 +122,14 @@ class Manager:
     # ------------------------------------------------------------ weights, memory
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Call a method of RolloutScheduler on all workers. It may wait for a trainer, hence the thread."""
+        """Call a method of RolloutScheduler on all workers: what each answers. It may wait for a trainer, hence the thread."""
         answer = self._answer
         answer.unlink(missing_ok=True)
         try:
             await asyncio.to_thread(lambda: self._engine.collective_rpc(method, answer=str(answer), **arguments))
         except AssertionError as error:
             raise RuntimeError(str(error)) from error
-        return json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else None
+        return json.loads(answer.read_text(encoding="utf-8"))
 
     async def set_version(self, version: str) -> None:
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from roll_lite.distributed.strategy.inference.answers import answering
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
 from roll_lite.distributed.strategy.inference.seam import SEAM
 from roll_lite.distributed.strategy.sglang.compat.stop_text import StopText
@@ -36,6 +38,20 @@ from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
 
 _PAUSED_POLL_S = 0.001
 _GREEDY_TOP_K = 1
+
+
+def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
+    """A worker's method that every worker takes part in. The first one writes all answers into the file `answer`."""
+    answering_method = answering(method)
+
+    @wraps(method)
+    def call(self: RolloutScheduler, answer: str, **arguments: Any) -> None:
+        answers: list[Any] = [None] * dist.get_world_size(self.tp_group.cpu_group)
+        dist.all_gather_object(answers, answering_method(self, **arguments), group=self.tp_group.cpu_group)
+        if get_parallel().tp_rank == 0:
+            Path(answer).write_text(json.dumps(answers), encoding="utf-8")
+
+    return call
 
 
 class RolloutScheduler(Scheduler):
@@ -47,10 +63,12 @@ class RolloutScheduler(Scheduler):
 
     # ------------------------------------------------------------ weights
 
-    def roll_lite_connect(self, answer: str, first_member: int, membership: dict[str, Any]) -> None:
-        self._together(lambda: self._receiver.join(membership, first_member + get_parallel().tp_rank))
+    @_by_all
+    def roll_lite_connect(self, first_member: int, membership: dict[str, Any]) -> None:
+        self._receiver.join(membership, first_member + get_parallel().tp_rank)
 
-    def roll_lite_load_bucket(self, answer: str, routes: list[dict[str, Any]], following: list[dict[str, Any]]) -> None:
+    @_by_all
+    def roll_lite_load_bucket(self, routes: list[dict[str, Any]], following: list[dict[str, Any]]) -> None:
         runner = self.tp_worker.model_runner
 
         def begin(again: bool) -> None:
@@ -58,45 +76,26 @@ class RolloutScheduler(Scheduler):
                 runner.weight_updater.end_weight_update(run_post_load=False)
             runner.weight_updater.begin_weight_update()
 
-        self._together(lambda: self._receiver.load(routes, begin, runner.model.load_weights, following))
+        self._receiver.load(routes, begin, runner.model.load_weights, following)
 
-    def roll_lite_put_in_place(self, answer: str) -> None:
+    @_by_all
+    def roll_lite_put_in_place(self) -> dict[str, float]:
         updater = self.tp_worker.model_runner.weight_updater
-        seconds: dict[str, float] = {}
-        self._together(lambda: seconds.update(self._receiver.finish(lambda: updater.end_weight_update(run_post_load=False))))
-        self._answer(answer, seconds)
+        return self._receiver.finish(lambda: updater.end_weight_update(run_post_load=False))
 
-    def roll_lite_weights_touched(self, answer: str) -> None:
-        touched: list[Any] = [None] * dist.get_world_size(self.tp_group.cpu_group)
-        dist.all_gather_object(touched, self._receiver.touched, group=self.tp_group.cpu_group)
-        self._answer(answer, any(touched))
+    @_by_all
+    def roll_lite_weights_touched(self) -> bool:
+        return self._receiver.touched
 
-    def roll_lite_checksums(self, answer: str, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> None:
+    @_by_all
+    def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
         """Of what the model holds, of these tensors or (None) of all, in the dtypes given. Collective, the first worker answers."""
         sums = {}
         for name, tensor in held_weights(self.tp_worker.model_runner.model, _layers(), names):
             if get_parallel().tp_rank == 0:
                 tensor = _without_padding(name, tensor, shapes[name])
                 sums[name] = checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor)
-        self._answer(answer, sums)
-
-    def _together(self, step: Any) -> None:
-        """A step that every worker takes. Whoever fails, all raise: only the first worker's error reaches the caller."""
-        failure: str | None = None
-        try:
-            step()
-        except Exception as error:  # an edge of the process: it is raised again below, on every worker
-            failure = str(error)
-        failures: list[Any] = [None] * dist.get_world_size(self.tp_group.cpu_group)
-        dist.all_gather_object(failures, failure, group=self.tp_group.cpu_group)
-        first = next((one for one in failures if one is not None), None)
-        if first is not None:
-            raise RuntimeError(first)
-
-    def _answer(self, file: str, value: Any) -> None:
-        """SGLang's RPC returns nothing but success or an error."""
-        if get_parallel().tp_rank == 0:
-            Path(file).write_text(json.dumps(value), encoding="utf-8")
+        return sums
 
     def get_init_info(self) -> dict[str, Any]:
         """What the engine's first process learns of its scheduler."""

@@ -14,12 +14,12 @@ from roll_lite.config.keep_mask import keep_mask_width
 from roll_lite.config.schema.models import VllmStrategyConfig
 from roll_lite.data.samples import Completion, GenerationRequest
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec, PauseMode
+from roll_lite.distributed.strategy.inference.answers import values
 from roll_lite.distributed.strategy.inference.life import EngineDead
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineProcesses
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.vllm.compat import settings
-from roll_lite.distributed.strategy.vllm.compat.answers import values
 from roll_lite.distributed.strategy.vllm.compat.requests import completion, grown, prompt_input, sampling_params
 from roll_lite.distributed.strategy.vllm.compat.stop_text import look_across_seams
 

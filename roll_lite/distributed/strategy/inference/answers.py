@@ -1,7 +1,7 @@
-"""What a vLLM worker raises comes back as a value, and is raised in the hosting process once all workers have answered.
+"""What an engine's worker raises comes back as a value, and is raised in the hosting process once all workers have answered.
 
 vLLM's executor of several workers raises at the first one that does. The others' answers stay in their queues, where the next call takes
-them for its own.
+them for its own. SGLang's RPC tells of nothing but the first worker's success, or the text of its error.
 """
 
 from __future__ import annotations

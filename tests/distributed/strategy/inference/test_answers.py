@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roll_lite.distributed.strategy.vllm.compat.answers import answering, values
+from roll_lite.distributed.strategy.inference.answers import answering, values
 from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError
 
 
