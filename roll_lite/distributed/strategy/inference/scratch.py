@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SCRATCH = "ROLL_LITE_ENGINE_SCRATCH"
 SHARED = Path("/dev/shm")
+_LOCK = ".host"
+"""A file of the folder that its host holds locked."""
 _LONGEST_BASE = 50  # a socket's path has at most 107 bytes, and the engines' own part of it has up to 36
 
 
 class Scratch:
-    """Made when an engine starts, removed when it is shut down or its host ends; by the engine's own processes if their host was killed."""
+    """Made when an engine starts, removed when it is shut down or its host ends; by the engine's own processes if their host was killed.
+    Where it was killed before there were any, the next engine of this make that starts on the machine removes it."""
 
     def __init__(self, prefix: str, *variables: str) -> None:
         """`variables`: further environment variables that name the folder to the engine."""
         self._variables = ("TMPDIR", SCRATCH, *variables)
         base = tempfile.gettempdir()
-        self.path = tempfile.mkdtemp(prefix=prefix, dir=base if len(base) <= _LONGEST_BASE else "/tmp")
-        self._remove = weakref.finalize(self, _remove_in, os.getpid(), self.path)
+        base = base if len(base) <= _LONGEST_BASE else "/tmp"
+        for folder in Path(base).glob(f"{prefix}*"):
+            _clear_if_abandoned(folder)
+        lock = None
+        while lock is None:
+            self.path = tempfile.mkdtemp(prefix=prefix, dir=base)
+            lock = _locked(self.path)
+        self._remove = weakref.finalize(self, _remove_in, os.getpid(), self.path, lock)
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
@@ -45,10 +55,35 @@ class Scratch:
         self._remove()
 
 
-def _remove_in(pid: int, path: str) -> None:
+def _remove_in(pid: int, path: str, lock: int) -> None:
     """Processes that were forked from the one that made the folder end without taking it away."""
     if os.getpid() == pid:
         clear(path)
+        os.close(lock)
+
+
+def _locked(path: str) -> int | None:
+    """The folder's lock. None where another host has just taken the folder for an abandoned one."""
+    try:
+        lock = os.open(f"{path}/{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
+    except FileNotFoundError:
+        return None
+    with suppress(OSError):  # a file system without locks: there nothing is ever abandoned
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    if not Path(path).exists():
+        os.close(lock)
+        return None
+    return lock
+
+
+def _clear_if_abandoned(folder: Path) -> None:
+    with suppress(OSError):  # somebody else's, gone meanwhile, or held
+        lock = os.open(folder / _LOCK, os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            clear(str(folder))
+        finally:
+            os.close(lock)
 
 
 def clear(path: str) -> None:

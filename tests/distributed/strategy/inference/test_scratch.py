@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,3 +40,31 @@ def test_it_is_removed_once() -> None:
     scratch.remove()
     assert Path(scratch.path).is_dir()
     Path(scratch.path).rmdir()
+
+
+_WAITS = """
+import signal
+from roll_lite.distributed.strategy.inference.scratch import Scratch
+
+scratch = Scratch("rl-test-")
+print(scratch.path, flush=True)
+signal.pause()
+"""
+
+
+def test_that_of_a_host_that_was_killed_goes_when_the_next_engine_starts(tmp: Path) -> None:
+    """Nothing of its engine was there yet to take it away. Those of other hosts that live stay, whoever made them."""
+    environment = {**os.environ, "TMPDIR": str(tmp)}
+    hosts = [subprocess.Popen([sys.executable, "-c", _WAITS], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        killed, other = (Path(host.stdout.readline().strip()) for host in hosts if host.stdout is not None)
+        hosts[0].kill()
+        hosts[0].wait()
+        (tmp / "rl-test-of-another-make").mkdir()
+        assert killed.is_dir() and other.is_dir()
+        run = subprocess.run([sys.executable, "-c", _HOST.format(error="SystemExit")], env=environment, check=True, capture_output=True)
+        assert b"True" in run.stdout
+        assert sorted(tmp.glob("rl-test-*")) == sorted([other, tmp / "rl-test-of-another-make"])
+    finally:
+        hosts[1].kill()
+        hosts[1].wait()
