@@ -77,6 +77,7 @@ def pretend() -> None:
     torch.Tensor.copy_ = lambda tensor, source, *_, **__: torch.ops.aten.copy_.default(tensor, source)  # type: ignore[method-assign, assignment]
     torch.Tensor.contiguous = lambda tensor, **_: torch.ops.aten.clone.default(tensor)  # type: ignore[method-assign, assignment]
     new_group = dist.new_group
+    dist.all_gather_object = lambda found, own, *_, **__: found.__setitem__(slice(None), [own, *([] for _ in found[1:])])
     # Megatron makes gloo groups beside those of the default backend.
     dist.new_group = lambda *given, **options: new_group(*given, **{**options, "backend": "fake"})
 
@@ -133,7 +134,39 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
                 _all_on(device, {name: getattr(found, name) for name in outputs})
                 total, metrics = loss(found, given.micro_batch)
                 _all_on(device, {"loss": total, **metrics})
+        _send_weights(hf, config, transformer_config(hf, config, torch.float32, False))
     print("all on", device)
+
+
+def _send_weights(hf: Any, config: Any, megatron: Any) -> None:
+    """As a float32 trainer with adapters does for bfloat16 engines: gathered, merged, and cast into the buffers of both kinds of transport.
+    They are read where the model is. What comes then wants contents, or a stream: exports, broadcasts, checksums."""
+    from roll_lite.config.schema.models import LoraConfig
+    from roll_lite.distributed.strategy.megatron.experts import Balance
+    from roll_lite.distributed.strategy.megatron.hf_export import HfExporter
+    from roll_lite.distributed.strategy.megatron.hf_mapping import bind
+    from roll_lite.distributed.strategy.megatron.lora import Adapters
+    from roll_lite.distributed.strategy.megatron.model import RollModel
+    from roll_lite.distributed.weight_sync.memory import GpuSegment, Segment
+    from roll_lite.distributed.weight_sync.plan import plan_transfers
+    from roll_lite.distributed.weight_sync.transport import flat_layout, flatten, unflatten
+
+    model = RollModel(megatron, hf, False, Balance(0.01))
+    bindings = bind([model], hf)
+    adapters = Adapters([model], hf, LoraConfig(rank=2, targets=["q_proj", "o_proj", "up_proj", "down_proj"]), 1)
+    exporter = HfExporter(bindings, hf, adapters.projections)
+    plan = exporter.plan(1 << 16)
+    assert len(plan.tensors) == len({tensor.name for tensor in plan.tensors}) > len(adapters.projections) > 0
+    for route in plan_transfers(plan, {0: 1}, torch.bfloat16).routes:
+        tensors = exporter.bucket([tensor for tensor in plan.tensors if tensor.bucket == route.bucket])
+        assert tensors is not None
+        _all_on(GPU, tensors)
+        layout = flat_layout(route.tensors)
+        for segment, where in ((Segment(layout.nbytes, 1), torch.device("cpu")), (GpuSegment(layout.nbytes, 1), GPU)):
+            flatten(route.tensors, tensors, layout, segment.whole)
+            received = unflatten(segment.whole, route.tensors, layout)
+            _all_on(where, received)
+            assert {tensor.dtype for tensor in received.values()} == {torch.bfloat16}
 
 
 def _kept(batch: Any) -> Any:

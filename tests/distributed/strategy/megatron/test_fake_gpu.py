@@ -1,4 +1,5 @@
-"""On a GPU that is not there: Megatron-Core as it is, our model, log-probs, values and losses. Nothing is left on the host."""
+"""On a GPU that is not there: Megatron-Core as it is, our model, log-probs, values, losses, and weights on their way to engines. Nothing is
+left on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ TP2, CP2 = {"tensor_parallel": 2, "sequence_parallel": True}, {"context_parallel
 
 
 @pytest.mark.parametrize("layout", [pytest.param(TP2, id="TP2"), pytest.param(CP2, id="CP2", marks=pytest.mark.nightly)])
-def test_a_forward_pass_and_its_loss_stay_on_the_gpu(tmp_path: Path, layout: dict[str, Any]) -> None:
+def test_a_forward_pass_its_loss_and_the_export_of_weights_stay_on_the_gpu(tmp_path: Path, layout: dict[str, Any]) -> None:
     folder = make_tiny_model(tmp_path / "m", "qwen3", hidden=128)
     paths = [str(TESTS.parent), str(TESTS), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fake_gpu.py")), str(folder), json.dumps(layout)]
