@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from transfer_members import Members, assert_equal, deliver, fresh, half, make_plan
 
+from roll_lite.distributed.weight_sync.devices import Home
 from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, interrupt, rendezvous_client, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportPlan, TransferPlan, plan_transfers, tensors_of
 
@@ -58,6 +61,21 @@ def test_one_that_waits_when_the_next_epoch_begins_does_not_wait_until_its_time_
     Members(replanned(plan, {0: 1}), epoch=2, store=before.store).halves()
     with pytest.raises(StaleEpoch):
         left_behind.result(5)
+
+
+def test_one_that_cannot_join_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, asked = Home.here, itertools.count()
+
+    def first_fails() -> Home:
+        if next(asked) == 0:
+            raise OSError("no GPU")
+        return here()
+
+    monkeypatch.setattr(Home, "here", staticmethod(first_fails))
+    plan, _ = make_plan(owners=1, engines={0: 1, 1: 1})
+    failures = [future.exception(20) for future in Members(plan, timeout_s=100.0).joining.values()]
+    assert sorted(type(failure).__name__ for failure in failures) == ["OSError", "StaleEpoch", "StaleEpoch"]
+    assert sum("has broken off (OSError: no GPU); connect again" in str(failure) for failure in failures) == 2
 
 
 def test_a_broken_group_is_made_again() -> None:
