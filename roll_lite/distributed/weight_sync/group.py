@@ -153,7 +153,7 @@ class TransferGroup:
         except (StaleEpoch, TransferTimeout):
             raise
         except Exception as error:
-            with suppress(dist.DistNetworkError):
+            with suppress(dist.DistError):  # of a rendezvous that is gone or stopped
                 if isinstance(error, TransferError):
                     self._check_epoch()  # where somebody has gone before, it is no cause
                 self.store.compare_set(self._broken_off, "", f"{self.name} has broken off ({type(error).__name__}: {error})")
