@@ -107,7 +107,7 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
     check_model(folder, model)
     wanted = _sharded_state(chunks, optimizer, loading=True)
     own = wanted.pop("optimizer", None)
-    weights = [wanted[name] for name, _ in _named_chunks(chunks)]
+    weights = [wanted.get(name, {}) for name, _ in _named_chunks(chunks)]
     with _told(folder / STATE_FOLDER) as state_folder:
         stored = dist_checkpointing.load_tensors_metadata(state_folder)
         reader = ShardReader(state_folder, weights)
@@ -118,8 +118,9 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
         wanted[OPTIMIZER_TENSORS] = {number: parent[key] for number, (parent, key) in enumerate(places)}
         state = dist_checkpointing.load(wanted, state_folder)
     for name, chunk in _named_chunks(chunks):
-        missing, unknown = chunk.load_state_dict(state.pop(name), strict=False)
-        absent = [] if _adapters_of(chunk) else [key for key in missing if not _is_extra(key)]
+        missing, unknown = chunk.load_state_dict(state.pop(name, {}), strict=False)
+        left_out = _frozen_in(chunk, optimizer)
+        absent = [key for key in missing if not _is_extra(key) and key not in left_out]
         assert not absent and not unknown, f"weights without a place in the model, and without a value: {unknown}, {absent}"
     if optimizer is not None:
         for number, (parent, key) in enumerate(places):
@@ -175,10 +176,10 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
     metadata = {**_FORMAT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     # What the copies share goes to the first of them alone, which writes it. Else all of them would have all of it in host memory.
     metadata["distrib_optim_fully_reshardable_mem_efficient"] = True
-    state: dict[str, Any] = {name: _kept_of(chunk, chunk.sharded_state_dict(metadata=metadata)) for name, chunk in _named_chunks(chunks)}
+    weights = {name: _kept_of(chunk, chunk.sharded_state_dict(metadata=metadata), optimizer) for name, chunk in _named_chunks(chunks)}
+    state: dict[str, Any] = {name: own for name, own in weights.items() if own}  # loading, Megatron drops what is empty
     if optimizer is not None:
         _keep_padding(chunks)
-        weights = {name: state[name] for name, _ in _named_chunks(chunks)}
         only = weights["model"] if len(chunks) == 1 else weights
         state["optimizer"] = (_state_to_fill if loading else _state_to_store)(optimizer, only, metadata)
         state["schedule"] = optimizer.scheduler.state_dict()
@@ -213,10 +214,10 @@ def _sharded_in(state: Any) -> Iterator[Any]:
     return (value for value in nested_values(state) if isinstance(value, ShardedBase | ShardedTensorFactory))
 
 
-def _kept_of(chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """All of it, or of a model that adapters train beside the adapters: the rest stays in the model's folder."""
-    trained = _adapters_of(chunk)
-    return {name: value for name, value in state.items() if not _is_extra(name) and (not trained or name in trained)}
+def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
+    """All of it, or of a model that adapters train beside the adapters, of which a chunk may have none."""
+    left_out = _frozen_in(chunk, optimizer)
+    return {name: value for name, value in state.items() if not _is_extra(name) and name not in left_out}
 
 
 def _is_extra(name: str) -> bool:
@@ -225,10 +226,9 @@ def _is_extra(name: str) -> bool:
     return name.rpartition(".")[2].startswith("_extra_state")
 
 
-def _adapters_of(chunk: Any) -> set[str]:
-    """What trains where the rest is frozen."""
-    trained = {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
-    return trained if len(trained) < len(list(chunk.parameters())) else set()
+def _frozen_in(chunk: Any, optimizer: Optimizer | None) -> set[str]:
+    """What adapters train beside, and what stays in the model's folder. Without an optimizer all is frozen, and stored."""
+    return set() if optimizer is None else {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
 
 
 def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:

@@ -102,9 +102,9 @@ class Optimizer:
 
     def _state_of_nobody(self, part: Any) -> dict[str, Any]:
         """What Megatron's state_dict would return, had it not to ask a parameter for the number of steps: a pipeline stage without experts
-        has a part for them all the same, so that checkpoints agree over stages."""
-        steps = {state["step"].item() for other in self.parts for state in other.optimizer.state.values()}
-        groups = [{key: value for key, value in group.items() if key != "params"} | {"step": max(steps)} for group in part.param_groups]
+        has a part for them all the same, so that checkpoints agree over stages; one without layers has nothing that adapters train."""
+        steps = float(self.scheduler.num_steps)
+        groups = [{key: value for key, value in group.items() if key != "params"} | {"step": steps} for group in part.param_groups]
         return {"optimizer": {"param_groups": groups}}
 
     def settle_states(self) -> None:

@@ -496,6 +496,19 @@ def test_ranks_that_have_a_key_together_go_on_and_are_gone_on_from(ranks: RankPo
         goes_on(ranks, saved, sources, loaded)
 
 
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=(pytest.mark.slow, pytest.mark.nightly))])
+def test_adapters_go_on_where_parts_have_no_layers(ranks: RankPool, saved: Saved, tmp_path: Path, family: str) -> None:
+    """Embeddings alone, a head alone: such a part has no adapters; a stage may have none at all. Llama's embeddings are not tied."""
+    lora = LoraConfig(rank=2, targets=["q_proj", "down_proj"])
+    layouts = {name: ALL[name] | {"lora": lora} for name in ("one rank", "PP2 uneven", "VPP2 uneven", "TP2")}
+    path = saved.path if family == "qwen3" else tiny(tmp_path / "model", family, vocab_size=101, layers=4)
+    adapters = Saved(ranks, tmp_path, path, layouts)
+    goes_on(ranks, adapters, ["one rank", "PP2 uneven"], "VPP2 uneven")
+    goes_on(ranks, adapters, ["VPP2 uneven"], "TP2")
+    for name in ("one rank", "PP2 uneven", "VPP2 uneven"):
+        assert all("lora_" in tensor for tensor in FileSystemReader(tmp_path / name / STATE_FOLDER).read_metadata().state_dict_metadata)
+
+
 def goes_on(ranks: RankPool, saved: Saved, sources: list[str], loaded: str) -> None:
     """Whatever rank a tensor is exported by."""
     before = [saved[source] for source in sources]
