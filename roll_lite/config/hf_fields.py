@@ -114,9 +114,14 @@ def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[s
 def _architecture(family: str, names: Any, heads: Sequence[str]) -> Iterator[str]:
     """vLLM and SGLang choose the model's code by this name, not by model_type."""
     for name in names if isinstance(names, list) else [] if names is None else [names]:
-        known = [f"{_CLASSES.get(family, family.capitalize())}{head}" for head in heads]
+        known = [architecture(family, head) for head in heads]
         if not isinstance(names, list) or not isinstance(name, str) or name.lower() not in map(str.lower, known):
             yield f"architectures names {name!r:.80}; supported for {family} are {', '.join(known)}, in a list"
+
+
+def architecture(family: str, head: str) -> str:
+    """The name of transformers' class."""
+    return f"{_CLASSES.get(family, family.capitalize())}{head}"
 
 
 def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:

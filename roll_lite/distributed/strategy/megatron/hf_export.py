@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from roll_lite.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roll_lite.config.hf_config import HfConfig
+from roll_lite.config.hf_fields import architecture
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, Entry, ranks_of_a_group, take_apart
 from roll_lite.distributed.strategy.megatron.lora import Projection
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
@@ -229,7 +230,6 @@ def _config(source: Path, dtype: torch.dtype, value_model: bool) -> dict[str, An
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     if value_model:
-        architecture = config.get("architectures", ["Qwen2ForCausalLM"])[0]
-        config["architectures"] = [architecture.replace("ForCausalLM", "ForSequenceClassification")]
+        config["architectures"] = [architecture(config["model_type"], "ForSequenceClassification")]
         config["id2label"], config["label2id"] = {"0": "value"}, {"value": 0}
     return config

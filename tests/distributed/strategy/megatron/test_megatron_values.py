@@ -1,5 +1,6 @@
 """The critic: values and gradients equal Hugging Face's hidden states times the head; the three ways to start one."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,28 @@ def test_a_new_critic_is_trained_saved_and_loaded(ranks: RankPool, tmp_path: Pat
     model, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"], "transformers finds every weight"
     assert model.score.weight.shape == (1, 128)
+
+
+def save_and_load_critics(folders: list[Path]) -> None:
+    for folder in folders:
+        saved = started(folder, None, value_init="actor")
+        saved.save_hf(folder / "critic")
+        started(folder / "critic", None, value_init="path")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_critic_has_its_class_whatever_the_model_says_of_its_own(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    folders = []
+    for name, fields in {"missing": {}, "null": {"architectures": None}, "none": {"architectures": []}}.items():
+        folders.append(tiny(tmp_path / name, family, layers=1, **({"tied": False} if family == "qwen3_moe" else {})))
+        config = json.loads((folders[-1] / "config.json").read_text())
+        del config["architectures"]
+        (folders[-1] / "config.json").write_text(json.dumps(config | fields))
+    ranks(1, save_and_load_critics, folders)
+    for folder in folders:
+        model, report = AutoModelForSequenceClassification.from_pretrained(folder / "critic", output_loading_info=True)
+        assert not report["missing_keys"]
+        assert json.loads((folder / "critic" / "config.json").read_text())["architectures"] == [type(model).__name__]
 
 
 def refused(path: Path, init: str) -> str:
