@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 
 def tensors(shape: Mapping[str, int]) -> dict[str, list[int]]:
@@ -25,12 +26,12 @@ def tensors(shape: Mapping[str, int]) -> dict[str, list[int]]:
     return found
 
 
-def write_safetensors(file: Path, shapes: Mapping[str, list[int]]) -> None:
-    """A header, and a hole for the numbers."""
+def write_safetensors(file: Path, shapes: Mapping[str, list[int]], types: Mapping[str, str] = MappingProxyType({})) -> None:
+    """A header, and a hole for the numbers, which are BF16 but for `types`."""
     header, end = {}, 0
     for name, shape in shapes.items():
         begin, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+        header[name] = {"dtype": types.get(name, "BF16"), "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text)
     os.truncate(file, 8 + len(text) + end)

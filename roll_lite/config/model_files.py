@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from roll_lite.config.problems import first_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+READ_AS_WEIGHTS = ("F32", "BF16", "F16")
+"""Types of safetensors. Integers, and floats of 8 bits, need scales that only quantisation's code knows of."""
 _LARGEST_HEADER = 100 << 20
 _BLOCK = 16 << 20
 _SAMPLE = 4096
@@ -109,7 +111,7 @@ def weights_fingerprint(folder: Path) -> str:
 
 def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str | None) -> str | None:
     """What a model of this shape needs and the files do not hold. `head`: the name of its last layer, if it has one of its own."""
-    wanted = _weights(hf) | ({HEAD: (hf.vocab_size, hf.hidden)} if head == HEAD and not hf.tied_embeddings else {})
+    wanted = weight_shapes(hf) | ({HEAD: (hf.vocab_size, hf.hidden)} if head == HEAD and not hf.tied_embeddings else {})
     missing = [name for name in wanted if name not in stored]
     if missing:
         return (
@@ -117,13 +119,20 @@ def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str | 
             + (f" and {len(missing) - 1} more tensors" if missing[1:] else "")
             + " of config.json's model"
         )
-    for name, shape in wanted.items():
-        if stored[name].shape != shape:
-            return f"{name} has the shape {list(stored[name].shape)} in its safetensors; by config.json it is {list(shape)}"
+    misfits = (misfit(name, stored[name].dtype, stored[name].shape, shape) for name, shape in wanted.items())
+    return next((found for found in misfits if found is not None), None)
+
+
+def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
+    """Why a stored tensor cannot be read as the weight that `by` tells of."""
+    if dtype not in READ_AS_WEIGHTS:
+        return f"{name} holds {dtype} in its safetensors; weights are read from {', '.join(READ_AS_WEIGHTS)}: take the unquantised model"
+    if list(shape) != list(wanted):
+        return f"{name} has the shape {list(shape)} in its safetensors; by {by} it is {list(wanted)}"
     return None
 
 
-def _weights(hf: HfConfig) -> dict[str, tuple[int, ...]]:
+def weight_shapes(hf: HfConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes, without a head."""
     queries, keys = hf.heads * hf.head_dim, hf.key_value_heads * hf.head_dim
     layer: dict[str, tuple[int, ...]] = {

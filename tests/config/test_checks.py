@@ -6,8 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from config_project import Project
+from config_project import MODEL, Project
 from support_models import make_tiny_model
+from support_weights import tensors, write_safetensors
 
 from roll_lite.config.arithmetic import max_model_len
 from roll_lite.config.checks import layout as check_layout
@@ -387,12 +388,17 @@ def test_model_files(project: Project) -> None:
     project.write_model("bare").joinpath("model.safetensors").unlink()
     project.write_model("mute").joinpath("tokenizer.json").unlink()
     project.write("broken/config.json", "{")
+    for name, stored in (("integers", "I8"), ("floats", "F8_E4M3")):
+        types = {"model.layers.1.mlp.up_proj.weight": stored}
+        write_safetensors(project.write_model(name) / "model.safetensors", tensors(MODEL), types)
     for folder, fragment in {
         "gpt": "'gpt2' is not supported; supported are qwen2, qwen3, qwen3_moe, llama",
         "short": "has no 'vocab_size'",
         "bare": "no model.safetensors",
         "mute": "no tokenizer",
         "broken": "cannot be read",
+        "integers": "model.layers.1.mlp.up_proj.weight holds I8 in its safetensors",
+        "floats": "model.layers.1.mlp.up_proj.weight holds F8_E4M3 in its safetensors",
     }.items():
         problems = project.problems_of(f"model: {{path: {folder}}}")
         assert [problem.path for problem in problems] == ["model.path"], folder

@@ -13,7 +13,7 @@ from roll_lite.config.arithmetic import derive
 from roll_lite.config.checks.layout import sharing_notes
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.loading import load_config
-from roll_lite.config.model_files import HEAD, _weights
+from roll_lite.config.model_files import HEAD, weight_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "examples/configs"
@@ -59,7 +59,7 @@ def test_it_passes_every_check_beside_its_model(name: str, tmp_path: Path, monke
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "..."}')
     (tmp_path / "tokenizer.json").write_text("{}")
     hf = read_hf_config(tmp_path)
-    shapes = {key: list(shape) for key, shape in _weights(hf).items()}
+    shapes = {key: list(shape) for key, shape in weight_shapes(hf).items()}
     shapes |= {} if hf.tied_embeddings else {HEAD: [hf.vocab_size, hf.hidden]}
     write_safetensors(tmp_path / "model.safetensors", shapes)
     size = (tmp_path / "model.safetensors").stat().st_size / 2e9

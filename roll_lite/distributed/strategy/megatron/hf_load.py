@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from roll_lite.config.adapter_files import ADAPTER_WEIGHTS
 from roll_lite.config.hf_config import HfConfig
-from roll_lite.config.model_files import head_beside_tied_embeddings
+from roll_lite.config.model_files import HEAD, head_beside_tied_embeddings, misfit, weight_shapes
 from roll_lite.distributed.strategy.base import ValueInit
 from roll_lite.distributed.strategy.megatron.hf_mapping import LM_HEAD, VALUE_HEAD, Binding, Entry, checkpoint_names, join, ranks_of_a_group
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
@@ -49,6 +49,13 @@ class HfCheckpoint:
             self._open[file] = safe_open(str(self.folder / file), framework="pt")
         return self._open[file].get_slice(name)
 
+    def check(self, shapes: Mapping[str, Sequence[int]], by: str = "config.json") -> None:
+        """ValueError for a tensor that cannot be read as a weight of this shape, which `by` tells of."""
+        for name, shape in shapes.items():
+            stored = self.slice(name)
+            if message := misfit(name, stored.get_dtype(), stored.get_shape(), shape, by):
+                raise ValueError(f"{self.named}: {message}")
+
 
 def load_weights(
     bindings: Sequence[Binding],
@@ -68,17 +75,17 @@ def load_weights(
     first = cut_group(of_experts=False).rank() == 0
     if hf.tied_embeddings and value_init is None and first and (message := head_beside_tied_embeddings(folder)):
         raise ValueError(f"{key}: {message}")
+    shapes = weight_shapes(hf) | {HEAD: (hf.vocab_size, hf.hidden), VALUE_HEAD.hf[0]: (1, hf.hidden)}
+    checkpoint.check({name: shapes[name] for binding in bindings for name in binding.hf if name not in fresh})
     with torch.no_grad():
         for binding in bindings:
             if fresh.issuperset(binding.hf):
                 continue  # the head of a new critic is zero
-            if binding.entry.vocabulary and (rows := checkpoint.slice(binding.hf[0]).get_shape()[0]) != hf.vocab_size:
-                raise ValueError(f"{checkpoint.named}: {binding.hf[0]} has {rows} rows, config.json says vocab_size {hf.vocab_size}")
             group = cut_group(binding.entry.of_experts)
             sharing = ranks_of_a_group(binding.entry, hf, group.size())
             cuts = [_read(checkpoint, name, binding.entry, sharing) for name in binding.hf]
             local = join(binding.entry, cuts, hf).chunk(sharing)[group.rank() % sharing]
-            _copy(binding, local, checkpoint)
+            _copy(binding, local)
 
 
 def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -> None:
@@ -87,13 +94,19 @@ def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -
     for names, what in ((wanted - checkpoint.names, "lacks"), (checkpoint.names - wanted, "has")):
         if names:
             raise ValueError(f"{checkpoint.named} {what} {_listed(sorted(names))}, which do not go with actor_train.lora.targets")
+    shapes = {binding.hf[0]: _whole_shape(binding) for binding in bindings}
+    checkpoint.check(shapes, by="actor_train.lora.rank and the model")
     with torch.no_grad():
         for binding in bindings:
-            local = _read(checkpoint, binding.hf[0], binding.entry)
-            if local.shape != binding.parameter.shape:
-                expected = f"{tuple(binding.parameter.shape)} by actor_train.lora.rank and the model"
-                raise ValueError(f"{checkpoint.named}: {binding.hf[0]} has the shape {tuple(local.shape)} on this rank, {expected}")
-            binding.parameter.copy_(local)
+            binding.parameter.copy_(_read(checkpoint, binding.hf[0], binding.entry))
+
+
+def _whole_shape(binding: Binding) -> list[int]:
+    """In the checkpoint: of it tensor ranks hold even cuts, or all."""
+    shape = list(binding.parameter.shape)
+    if binding.entry.cut is not None:
+        shape[binding.entry.cut] *= cut_group(binding.entry.of_experts).size()
+    return shape
 
 
 def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, sharing: int = 1) -> torch.Tensor:
@@ -105,22 +118,16 @@ def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, sharing: int = 1) -
         return view[:]
     size = view.get_shape()[entry.cut]
     share = -(-size // tensor_size)
-    if share * tensor_size != size and not entry.vocabulary:
-        raise ValueError(f"{checkpoint.named}: {name} has {size} rows, not divisible by tensor_parallel {tensor_size}")
     start, stop = min(share * tensor_rank, size), min(share * (tensor_rank + 1), size)
     return view[start:stop] if entry.cut == 0 else view[:, start:stop]
 
 
-def _copy(binding: Binding, local: torch.Tensor, checkpoint: HfCheckpoint) -> None:
+def _copy(binding: Binding, local: torch.Tensor) -> None:
     parameter: torch.Tensor = binding.parameter
     if binding.entry.vocabulary:
         parameter[local.shape[0] :].zero_()  # rows that only pad the vocabulary
         parameter = parameter[: local.shape[0]]
-    if parameter.shape != local.shape:
-        raise ValueError(
-            f"{checkpoint.named}: {' + '.join(binding.hf)} make up a tensor of shape {tuple(local.shape)} on this rank, "
-            f"config.json says {tuple(parameter.shape)}"
-        )
+    assert parameter.shape == local.shape, f"{' + '.join(binding.hf)}: {tuple(local.shape)}, not {tuple(parameter.shape)}"
     parameter.copy_(local, non_blocking=True)
 
 

@@ -309,7 +309,7 @@ def refused(path: Path, adapters: Path, changed: dict[str, Any]) -> str:
     [
         ({"targets": [*LINEAR_LAYERS]}, "lacks base_model.model.model.layers.0.mlp.down_proj"),
         ({"targets": ["k_proj"]}, "has base_model.model.model.layers.0.mlp.up_proj"),
-        ({"rank": 4}, "has the shape (3, 128) on this rank, (4, 128) by"),
+        ({"rank": 4}, "has the shape [3, 128] in its safetensors; by actor_train.lora.rank and the model it is [4, 128]"),
     ],
 )
 def test_adapters_that_do_not_fit(ranks: RankPool, cases: Cases, changed: dict[str, Any], message: str) -> None:

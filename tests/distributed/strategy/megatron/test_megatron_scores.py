@@ -81,4 +81,4 @@ def refused(path: Path) -> str:
 
 def test_another_number_of_labels_is_refused_by_the_models_own_place(ranks: RankPool, tmp_path: Path) -> None:
     path = make_tiny_reward_model(tmp_path / "three", num_labels=3)
-    assert f"reward_models.toy.path: {path}: score.weight make up a tensor of shape (3, 128)" in ranks(1, refused, path)[0]
+    assert f"reward_models.toy.path: {path}: score.weight has the shape [3, 128]" in ranks(1, refused, path)[0]

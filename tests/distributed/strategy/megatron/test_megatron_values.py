@@ -193,4 +193,4 @@ def test_checkpoints_without_or_with_another_head(ranks: RankPool, tmp_path: Pat
     several = load_file(path / "model.safetensors") | {"score.weight": torch.zeros(3, 128)}
     save_file(several, path / "model.safetensors")
     message = ranks(1, refused, path, "reward_model")[0]
-    assert "score.weight make up a tensor of shape (3, 128) on this rank, config.json says (1, 128)" in message
+    assert "score.weight has the shape [3, 128] in its safetensors; by config.json it is [1, 128]" in message
