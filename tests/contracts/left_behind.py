@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,17 +44,24 @@ class Traces:
         return [*self.processes(), *self.shared(), *self.folders()]
 
     def assert_none(self) -> None:
-        deadline = time.monotonic() + GONE_S
-        while self.all() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        left = self.all()
-        assert not left, left
+        _assert_gone(self.all)
+
+    def assert_nothing_shared(self) -> None:
+        _assert_gone(self.shared)
 
     def _inherited(self, process: psutil.Process) -> bool:
         try:
             return process.environ().get("TMPDIR", "").startswith(str(self._folder))
         except psutil.Error:
             return False
+
+
+def _assert_gone(found: Callable[[], Sequence[object]]) -> None:
+    deadline = time.monotonic() + GONE_S
+    while found() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = found()
+    assert not left, left
 
 
 @contextmanager

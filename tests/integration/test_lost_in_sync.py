@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine_harness import Make, require
+from left_behind import Traces
 
 from tests.integration.test_lost_engines import GROUPS, SAMPLES, SETTINGS, told
 from tests.integration.test_runs import Run, until_gone
@@ -35,6 +36,7 @@ def test_the_other_engine_gets_all_of_the_update(make: Make, transport: str, vic
     died = {"DIES_MARK": str(tmp_path / "died"), "DIES_AFTER_UPDATES": str(UPDATES), "DIES_VICTIM": victim, "PYTHONPATH": path}
     bucket_mb = 64 if "answered" in victim else 1  # all in one
     sync = [f"weight_sync.transport={transport}", f"weight_sync.bucket_mb={bucket_mb}", f"actor_infer.strategy={make}", f"steps={STEPS}"]
+    traces = Traces(tmp_path / "traces")
     with Run(tmp_path, "tiny_grpo", *SETTINGS, *sync, environment=died) as run:
         run.wait_for_step(1)
         processes = run.tree()
@@ -51,3 +53,4 @@ def test_the_other_engine_gets_all_of_the_update(make: Make, transport: str, vic
         assert record["mismatch/max"] < 1e-4, "the engine that is left computes with the trainer's weights"
     assert steps[-1]["sync/version"] == STEPS - 1
     assert until_gone(processes, 60) == []
+    traces.assert_nothing_shared()

@@ -17,6 +17,7 @@ from typing import Any, Self
 import psutil
 import pytest
 from engine_harness import Make, require
+from left_behind import Traces
 
 from roll_lite.config.checkpoint_files import LIST_FILE, found, read_list
 from roll_lite.config.checkpoint_files import record as record_of
@@ -464,7 +465,8 @@ def test_an_interrupted_run_ends_within_seconds_and_leaves_no_process(start: Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["ActorWorker", *(pytest.param(role, marks=NIGHTLY) for role in ("RolloutWorker", "EngineCore"))])
-def test_a_killed_worker_ends_the_run_with_its_role_and_the_cause(start: Any, role: str) -> None:
+def test_a_killed_worker_ends_the_run_with_its_role_and_the_cause(start: Any, role: str, tmp_path: Path) -> None:
+    traces = Traces(tmp_path / "traces")
     run = start("tiny_grpo", *SMALL, "steps=1000")
     run.wait_for_step(2)
     processes = run.tree()
@@ -475,6 +477,7 @@ def test_a_killed_worker_ends_the_run_with_its_role_and_the_cause(start: Any, ro
     name = {"ActorWorker": "actor_train", "RolloutWorker": "rollouts", "EngineCore": "actor_infer"}[role]
     assert name in output and name in run.summary()["exit"]
     assert until_gone(processes, 60) == []
+    traces.assert_nothing_shared()
 
 
 @pytest.mark.slow
@@ -516,7 +519,8 @@ def test_a_resumed_run_that_was_killed_while_it_started_does_not_hide_its_checkp
 
 
 @pytest.mark.slow
-def test_nothing_is_left_after_the_driver_was_killed(start: Any) -> None:
+def test_nothing_is_left_after_the_driver_was_killed(start: Any, tmp_path: Path) -> None:
+    traces = Traces(tmp_path / "traces")
     run = start("tiny_grpo", *SMALL, "steps=1000")
     run.wait_for_step(1)
     processes = run.tree()
@@ -524,6 +528,7 @@ def test_nothing_is_left_after_the_driver_was_killed(start: Any) -> None:
     run.process.kill()
     run.process.communicate(timeout=30)
     assert until_gone(processes, 60) == []
+    traces.assert_nothing_shared()
 
 
 def test_a_wrong_configuration_ends_with_exit_code_2_before_anything_starts(start: Any) -> None:

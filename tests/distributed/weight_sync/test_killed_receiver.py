@@ -1,10 +1,12 @@
-"""An engine's worker is killed between two buckets, as by the system when memory runs out. Processes are real, models dictionaries."""
+"""An engine's worker, or the trainer, is killed between two buckets, as by the system when memory runs out. Processes are real, models
+dictionaries."""
 
 from __future__ import annotations
 
 import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -53,6 +55,8 @@ def work(pipe: Connection, machine: str | None) -> None:
                     receiver.join(*arguments)
                 case "take":
                     receiver.load(arguments[0], lambda again: None, load)
+                case "leave":
+                    receiver.leave()
                 case "finish":
                     receiver.finish(lambda: None)
                 case "versions":
@@ -62,13 +66,25 @@ def work(pipe: Connection, machine: str | None) -> None:
         pipe.send(answer)
 
 
+def train(pipe: Connection) -> None:
+    """The trainer's rank, where it has a process of its own."""
+    sender = WeightSender(cast(TrainStrategy, Trainer()), 0)
+    pipe.send((sender.plan(1 << 20), sender.host(HOST, 60.0)))
+    sender.join(*pipe.recv())
+    pipe.send(None)
+    sender.send()
+
+
+def segments(*processes: Any) -> set[str]:
+    """Memory for buckets that they have mapped, by the system's numbers."""
+    lines = (line for one in processes for line in Path(f"/proc/{one.pid}/maps").read_text(errors="replace").splitlines())
+    return {line.split()[4] for line in lines if "memfd:roll_lite_weights" in line}
+
+
 class Worker:
     def __init__(self, machine: str | None) -> None:
         """None: the one that this is."""
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs, machine), daemon=True)
-        self.process.start()
+        self._pipe, self.process = started(work, machine)
 
     def __call__(self, *command: Any) -> Any:
         self._pipe.send(command)
@@ -82,6 +98,14 @@ class Worker:
                 return failure
         self("finish")
         return None
+
+
+def started(target: Any, *arguments: Any) -> tuple[Connection, Any]:
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    process.start()
+    return pipe, process
 
 
 class Run:
@@ -163,11 +187,45 @@ def test_one_that_has_its_weights_is_killed_before_its_neighbour_has_read_them()
         lost, other = run.workers.pop(0), run.workers[1]
         assert lost.update(plan) is None
         sending.result(20)
+        assert (own := segments(lost.process))
         lost.process.kill()
         lost.process.join()
         assert "engine 1 worker 0 cannot open the memory of engine 0 worker 0" in str(other.update(plan))
         assert other("versions") == ({1.0}, False)
         assert run.push(run.connect(3)) == [None]
         assert other("versions") == ({2.0}, False)
+        assert own.isdisjoint(segments(other.process)), "nobody keeps the memory of the dead"
     finally:
         run.end()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("gloo", marks=pytest.mark.nightly)])
+def test_the_memory_of_a_trainer_that_is_killed_goes_with_it(transport: str) -> None:
+    """It has no name that anybody would have to remove: engines let go of it, and nothing of it is in /dev/shm."""
+    named = set(Path("/dev/shm").glob("*roll_lite*"))
+    workers = [Worker(None), Worker(None)]
+    pipe, trainer = started(train)
+    try:
+        export, port = pipe.recv()
+        plan = plan_transfers(export, {0: 1, 1: 1})
+        membership = plan.membership(1, transport, HOST, port, 60.0)
+        pipe.send((plan, membership))
+        with ThreadPoolExecutor(2) as pool:
+            joining = [pool.submit(worker, "join", membership.plain(), 1 + number) for number, worker in enumerate(workers)]
+            assert [future.result(30) for future in joining] == [None, None]
+        assert pipe.recv() is None
+        first, second, *_ = ([route.plain() for route in routes] for routes in by_bucket(plan.routes))
+        assert [worker("take", bucket) for bucket in (first, second) for worker in workers] == [None] * 4
+        processes = [worker.process for worker in workers]
+        assert all(segments(process) for process in processes)
+        trainer.kill()
+        trainer.join()
+        workers[0].process.kill()
+        workers[0].process.join()
+        assert workers[1]("leave") is None
+        assert segments(workers[1].process) == set()
+        assert set(Path("/dev/shm").glob("*roll_lite*")) == named
+    finally:
+        for process in (trainer, *(worker.process for worker in workers)):
+            process.kill()
