@@ -14,9 +14,11 @@ import io
 import mmap
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from torch.futures import Future
 from roll_lite.config.checkpoint_files import FileRecord, record
 
 ALIGNMENT = 64
+COPIED_AT_ONCE = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Job:
     plan: SavePlan
     contents: dict[Any, Place | bytes]
     """By the index of each item of the plan."""
+    later: list[tuple[Path, int]]
+    """Further files, and the descriptors of the memory that holds them."""
     others: list[Path]
     """Files that are there already, of which checksums are wanted."""
 
@@ -71,6 +76,14 @@ class StagedWriter(FileSystemWriter):
         super().__init__(folder)
         self._folder = folder
         self._metadata: Metadata | None = None
+        self._later: list[tuple[Path, io.FileIO]] = []
+
+    def write_later(self, file: Path, content: bytes) -> None:
+        """In the process as well."""
+        memory = _memory("file")
+        shutil.copyfileobj(io.BytesIO(content), memory, COPIED_AT_ONCE)
+        memory.seek(0)
+        self._later.append((file, memory))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         found = {item.index: planner.resolve_data(item) for item in plan.items}
@@ -95,7 +108,9 @@ class StagedWriter(FileSystemWriter):
         self._metadata = metadata
 
     def start(self, others: Sequence[Path]) -> WriterProcess:
-        return WriterProcess(Job(self._folder, self._plan, self._contents, list(others)), self._memory)
+        later = [(file, memory.fileno()) for file, memory in self._later]
+        job = Job(self._folder, self._plan, self._contents, later, list(others))
+        return WriterProcess(job, self._memory, [memory for _, memory in self._later])
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
         """The index of what all ranks have written, from the one that has agreed on it with them."""
@@ -107,16 +122,19 @@ class StagedWriter(FileSystemWriter):
 
 
 class WriterProcess:
-    def __init__(self, job: Job, memory: io.FileIO) -> None:
+    def __init__(self, job: Job, memory: io.FileIO, later: Sequence[io.FileIO]) -> None:
         self._folder = job.folder
         self._written, self._errors = _memory("written"), _memory("errors")
-        with memory, _memory("job") as file:
+        with ExitStack() as ours:
+            file = _memory("job")
+            for each in (file, memory, *later):
+                ours.enter_context(each)
             file.write(pickle.dumps(job))
             descriptors = [file.fileno(), memory.fileno(), self._written.fileno()]
             arguments = ", ".join(map(str, descriptors))
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import write; write({arguments})"],
-                pass_fds=descriptors,
+                pass_fds=[*descriptors, *(each.fileno() for each in later)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
@@ -155,6 +173,10 @@ def write(job_descriptor: int, tensors_descriptor: int, written_descriptor: int)
     job: Job = pickle.loads(_all_of(io.FileIO(job_descriptor)))
     results = FileSystemWriter(job.folder).write_data(job.plan, _Copied(job.contents, mmap.mmap(tensors_descriptor, 0))).wait()
     files = sorted(job.folder.glob(f"{job.plan.storage_data.prefix}*"))  # also one that has nothing in it
+    for path, descriptor in job.later:
+        with io.FileIO(descriptor) as memory, path.open("wb") as file:
+            shutil.copyfileobj(memory, file, COPIED_AT_ONCE)
+        files.append(path)
     written = Written(results, {path: record(path) for path in [*files, *job.others]})
     io.FileIO(written_descriptor, "w").write(pickle.dumps(written))
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from roll_lite.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roll_lite.config.hf_config import HfConfig
@@ -25,7 +25,10 @@ from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 """What is exported of a parameter: its values, or its gradient."""
+Write = Callable[[Path, bytes], None]
+"""What writes a file in place of save_hf."""
 
+OF_TORCH = {"format": "pt"}
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 """Ends of the names of files that hold weights; every other file of the model's folder belongs to its tokenizer or configuration."""
 
@@ -185,7 +188,14 @@ class HfExporter:
 
 
 def save_hf(
-    exporter: HfExporter, plan: ExportPlan, source: Path, folder: Path, dtype: torch.dtype, value_model: bool, read: Read = weights
+    exporter: HfExporter,
+    plan: ExportPlan,
+    source: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    value_model: bool,
+    read: Read = weights,
+    write: Write | None = None,
 ) -> None:
     """Safetensors (one file per bucket, written by its owner), config and tokenizer. Collective; the folder is shared by all nodes."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -199,7 +209,10 @@ def save_hf(
         full = exporter.bucket(tensors, read)
         if full is not None:
             on_host = {name: tensor.contiguous().to("cpu", dtype, copy=True) for name, tensor in full.items()}
-            save_file(on_host, folder / file, metadata={"format": "pt"})
+            if write is None:
+                save_file(on_host, folder / file, metadata=OF_TORCH)
+            else:
+                write(folder / file, save(on_host, metadata=OF_TORCH))
     if dist.get_rank() == 0:
         for file_in_source in source.iterdir():
             if file_in_source.is_file() and not file_in_source.name.endswith(NOT_COPIED):
@@ -220,7 +233,7 @@ def save_adapters(exporter: HfExporter, plan: ExportPlan, folder: Path, config: 
     dist.gather_object(own, gathered if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor for part in gathered for name, tensor in part.items()}, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        save_file({name: tensor for part in gathered for name, tensor in part.items()}, folder / ADAPTER_WEIGHTS, metadata=OF_TORCH)
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
 

@@ -45,7 +45,7 @@ from roll_lite.distributed.strategy.megatron.forward_backward import (
     sum_gradients,
     sum_over_data_ranks,
 )
-from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, save_adapters, weights
+from roll_lite.distributed.strategy.megatron.hf_export import HfExporter, Write, save_adapters, weights
 from roll_lite.distributed.strategy.megatron.hf_export import save_hf as write_hf
 from roll_lite.distributed.strategy.megatron.hf_load import load_adapters, load_weights
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
@@ -210,7 +210,7 @@ class MegatronStrategy(TrainStrategy):
     def save_hf(self, folder: Path, average: bool = False) -> None:
         self._write_hf(folder, self._dtype, average)
 
-    def _write_hf(self, folder: Path, dtype: torch.dtype, average: bool) -> None:
+    def _write_hf(self, folder: Path, dtype: torch.dtype, average: bool, write: Write | None = None) -> None:
         self._mover.require(StateGroup.WEIGHTS)
         lora = self._spec.lora
         if lora is not None and self._adapters is not None and lora.export == "adapter":
@@ -219,7 +219,7 @@ class MegatronStrategy(TrainStrategy):
             return
         assert self._average is not None or not average, "this strategy was made without an average"
         read = self._average.read if average and self._average is not None else weights
-        write_hf(self._exporter, self.export_plan(SAVE_BUCKET_BYTES), self._spec.model.path, folder, dtype, self._value_head, read)
+        write_hf(self._exporter, self.export_plan(SAVE_BUCKET_BYTES), self._spec.model.path, folder, dtype, self._value_head, read, write)
 
     def load_hf(self, folder: Path) -> None:
         self._mover.require_to_write(StateGroup.WEIGHTS)
@@ -243,16 +243,16 @@ class MegatronStrategy(TrainStrategy):
 
     def start_checkpoint(self, folder: Path) -> CheckpointWrite:
         writer = StagedWriter(folder / STATE_FOLDER)
-        self._save(folder, writer)
+        self._save(folder, writer, writer.write_later)
         return RunningSave(folder, self.layout, writer)
 
-    def _save(self, folder: Path, writer: FileSystemWriter) -> None:
+    def _save(self, folder: Path, writer: FileSystemWriter, write: Write | None = None) -> None:
         self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
         if self._adapters is not None and self.layout.rank == 0:
             write_base(folder, self._spec.model.path)
         write_checkpoint(self._chunks, self._optimizer, self.layout, self._described, folder, writer)
         if self._average is not None:
-            self._write_hf(folder / AVERAGE_FOLDER, torch.float32, average=True)
+            self._write_hf(folder / AVERAGE_FOLDER, torch.float32, average=True, write=write)
 
     def load_checkpoint(self, folder: Path) -> None:
         self._mover.require_to_write(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)

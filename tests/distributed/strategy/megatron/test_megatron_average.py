@@ -5,15 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_cases import batch_of, hf_log_probs, own_weights, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from safetensors.torch import load_file
 from support_models import load_hf
 from support_passes import forward, train_step
 
+from roll_lite.config.checkpoint_files import record
 from roll_lite.config.schema.models import OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
-from roll_lite.distributed.strategy.base import StateGroup
+from roll_lite.distributed.strategy.base import CheckpointWrite, StateGroup
+from roll_lite.distributed.strategy.megatron import checkpoint_writer
+from roll_lite.distributed.strategy.megatron.checkpoint_writer import Job, WriterProcess
 from roll_lite.distributed.strategy.megatron.ema import WeightAverage
 from roll_lite.distributed.strategy.megatron.hf_mapping import FINAL_NORM, Binding
 from roll_lite.distributed.strategy.megatron.strategy import MegatronStrategy
@@ -71,10 +75,28 @@ def averaged(path: Path, folder: Path, layout: dict[str, Any], dtype: str) -> di
     assert train_step(strategy, shard(batch_of(), strategy), nan_loss, ["log_probs"], 3).skipped
     strategy.save_hf(folder / "average", average=True)
     strategy.save_checkpoint(folder / "checkpoint")
+    running = started_with_nothing_written(strategy, folder / "beside")
     step(strategy, 3)
     strategy.save_hf(folder / "straight", average=True)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, running.finish())
+    files = {str(file.relative_to(folder / "beside")): record(file) for file in (folder / "beside").rglob("*") if file.is_file()}
+    assert {name: one for own in told for name, one in own.items()} == files and sum(map(len, told)) == len(files)
     go_on(path, folder, layout, dtype, "resumed")
     return mean
+
+
+def started_with_nothing_written(strategy: MegatronStrategy, folder: Path) -> CheckpointWrite:
+    """The average's weights are left to the process that writes the rest."""
+
+    class Writer(WriterProcess):
+        def __init__(self, job: Job, *memory: Any) -> None:
+            assert strategy.layout.world_size > 1 or not list(folder.rglob("*.safetensors"))
+            super().__init__(job, *memory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_writer, "WriterProcess", Writer)
+        return strategy.start_checkpoint(folder)
 
 
 def go_on(path: Path, folder: Path, layout: dict[str, Any], dtype: str, name: str) -> None:
@@ -97,7 +119,8 @@ def check_average(ranks: RankPool, path: Path, tmp_path: Path, layout: dict[str,
         torch.testing.assert_close(exported[key].double(), mean, rtol=1e-2 if dtype == "bfloat16" else 1e-5, atol=1e-6)
         assert torch.equal(resumed[key], straight[key]), key
     assert any(not torch.equal(straight[key], exported[key]) for key in expected)
-    in_checkpoint = load_all(tmp_path / "checkpoint" / "ema")
+    in_checkpoint, beside = (load_all(tmp_path / name / "ema") for name in ("checkpoint", "beside"))
+    assert beside.keys() == in_checkpoint.keys() and all(torch.equal(beside[key], in_checkpoint[key]) for key in beside)
     for key, mean in expected.items():
         torch.testing.assert_close(in_checkpoint[key].double(), mean, rtol=1e-5, atol=1e-6)  # float32, whatever the weights are
     return straight
