@@ -15,7 +15,7 @@ from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.problems import first_line
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 READ_AS_WEIGHTS = ("F32", "BF16", "F16")
 """Types of safetensors. Integers, and floats of 8 bits, need scales that only quantisation's code knows of."""
 _LARGEST_HEADER = 100 << 20
@@ -109,9 +109,12 @@ def weights_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str | None) -> str | None:
-    """What a model of this shape needs and the files do not hold. `head`: the name of its last layer, if it has one of its own."""
-    wanted = weight_shapes(hf) | ({HEAD: (hf.vocab_size, hf.hidden)} if head == HEAD and not hf.tied_embeddings else {})
+def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -> str | None:
+    """What a model of this shape needs and the files do not hold. `head`: the name of its last layer."""
+    heads = {HEAD: (hf.vocab_size, hf.hidden), VALUE_HEAD: (1, hf.hidden)}
+    if hf.tied_embeddings:
+        del heads[HEAD]
+    wanted = weight_shapes(hf) | {name: shape for name, shape in heads.items() if name == head}
     missing = [name for name in wanted if name not in stored]
     if missing:
         return (

@@ -50,13 +50,15 @@ class Project:
         path.write_text(text, encoding="utf-8")
         return path
 
-    def write_model(self, name: str, **changes: object) -> Path:
+    def write_model(self, name: str, value_head: int | None = None, **changes: object) -> Path:
+        """`value_head`: the outputs of one, which it has beside its own."""
         shape = {key: value for key, value in {**MODEL, **changes}.items() if value is not None}
         self.write(f"{name}/config.json", json.dumps(shape))
         self.write(f"{name}/tokenizer.json", "{}")
         self.write(f"{name}/tokenizer_config.json", "{}")
         file = self.folder / name / "model.safetensors"
-        write_safetensors(file, tensors({**MODEL, **shape}))
+        heads = {} if value_head is None else {"score.weight": [value_head, shape["hidden_size"]]}
+        write_safetensors(file, tensors({**MODEL, **shape}) | heads)
         return file.parent
 
     def load(self, *overrides: str, name: str = "run", allow_scripted: bool = False) -> RunConfig:

@@ -403,8 +403,26 @@ def test_model_files(project: Project) -> None:
         problems = project.problems_of(f"model: {{path: {folder}}}")
         assert [problem.path for problem in problems] == ["model.path"], folder
         assert fragment in problems[0].message
-    problems = project.problems_of(CRITIC, "critic.init=path", "critic.path=small")
-    assert [(problem.path, "smaller than the model's (100)" in problem.message) for problem in problems] == [("critic.path", True)]
+
+
+@pytest.mark.parametrize("init", ["path", "reward_model"])
+def test_a_critics_files(project: Project, init: str) -> None:
+    project.write_model("whole", value_head=1)
+    project.write_model("headless")
+    project.write_model("labels", value_head=2)
+    project.write_model("small", value_head=1, vocab_size=50)
+    told = {
+        folder: [(problem.path, problem.message) for problem in project.problems_of(CRITIC, f"critic.init={init}", f"critic.path={folder}")]
+        for folder in ("whole", "headless", "labels", "small")
+    }
+    assert told.pop("whole") == []
+    for folder, fragment in {
+        "headless": "have no score.weight, the value head of a critic or reward model; use init: actor",
+        "labels": "score.weight has the shape [2, 48] in its safetensors; by config.json it is [1, 48]",
+        "small": "smaller than the model's (100)",
+    }.items():
+        ((path, message),) = told[folder]
+        assert path == "critic.path" and fragment in message, folder
 
 
 EXPERT_CHECKS = {
@@ -504,7 +522,7 @@ def test_engines_that_do_not_say_where_tokens_went(project: Project, monkeypatch
 
 
 def test_a_critics_layout_is_held_against_its_own_model(project: Project) -> None:
-    project.write_model("deep", num_hidden_layers=8)
+    project.write_model("deep", value_head=1, num_hidden_layers=8)
     layout = ("critic.devices=7", "critic.strategy.pipeline_parallel=7")
     assert project.problems_of(CRITIC, "critic.init=path", "critic.path=deep", *layout) == []
     assert [problem.path for problem in project.problems_of(CRITIC, *layout)] == ["critic.strategy.pipeline_parallel"]

@@ -32,9 +32,8 @@ class Traces:
         return [process for process in new | inherited if _runs(process) and not _serves_this_process(process)]
 
     def shared(self) -> list[Path]:
-        """New ones that no process uses: what others have made meanwhile, they use. Not semaphores with Python's own names, which its
-        resource tracker removes when the host ends."""
-        new = {file for file in _SHARED.iterdir() if not file.name.startswith("sem.mp-")} - self._shared
+        """New ones that no process uses: what others have made meanwhile, they use."""
+        new = set(_SHARED.iterdir()) - self._shared
         return sorted(new - _in_use()) if new else []
 
     def folders(self) -> list[Path]:

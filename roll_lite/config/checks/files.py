@@ -18,6 +18,7 @@ from roll_lite.config.hf_fields import HEADS, POLICY_HEADS
 from roll_lite.config.model_files import (
     HEAD,
     TOKENIZER_FILES,
+    VALUE_HEAD,
     has_chat_template,
     has_tokenizer,
     head_beside_tied_embeddings,
@@ -41,11 +42,13 @@ def _model(config: RunConfig) -> Iterator[Problem]:
         yield from weights_fit("model.path", folder, hf, HEAD)
 
 
-def weights_fit(path: str, folder: Path, hf: HfConfig | None, head: str | None) -> Iterator[Problem]:
+def weights_fit(path: str, folder: Path, hf: HfConfig | None, head: str) -> Iterator[Problem]:
     """Are the safetensors whole and of the shape that config.json says? That is None where only the files can be looked at."""
 
     def wrong() -> str | None:
         stored = stored_tensors(folder)
+        if head == VALUE_HEAD and head not in stored:
+            return f"its safetensors have no {head}, the value head of a critic or reward model; use init: actor for a new one"
         missing = wrong_weights(stored, hf, head) if hf is not None else None
         return missing or (head_beside_tied_embeddings(folder) if hf is not None and hf.tied_embeddings and head == HEAD else None)
 
@@ -88,7 +91,7 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
     shape, hf = yield from _readable("critic.path", critic.path)
     actor = _quietly(config.model.path)
     if shape is not None:
-        yield from weights_fit("critic.path", critic.path, hf, None)
+        yield from weights_fit("critic.path", critic.path, hf, VALUE_HEAD)
     if shape is not None and actor is not None and shape.vocab_size < actor.vocab_size:
         message = f"its vocabulary ({shape.vocab_size}) is smaller than the model's ({actor.vocab_size}); both see the same tokens"
         yield Problem("critic.path", message, str(critic.path))

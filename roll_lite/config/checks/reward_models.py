@@ -8,13 +8,12 @@ from typing import Any
 
 from roll_lite.config.checks.named import used_by_a_reward
 from roll_lite.config.hf_config import SUPPORTED_TYPES, read_config, read_hf_config
-from roll_lite.config.model_files import TOKENIZER_FILES, has_tokenizer, stored_tensors
+from roll_lite.config.model_files import TOKENIZER_FILES, VALUE_HEAD, has_tokenizer, stored_tensors
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import MegatronStrategyConfig, RewardModelConfig
 from roll_lite.config.schema.run import RunConfig
 
 MODEL_REWARD = "model"
-HEAD = "score.weight"
 
 
 def _used(config: RunConfig, path: str, model: RewardModelConfig) -> Iterator[Problem]:
@@ -36,13 +35,15 @@ def _checkpoint(config: RunConfig, path: str, model: RewardModelConfig) -> Itera
         yield Problem(f"{path}.path", message, str(folder))
         return
     labels = len(raw["id2label"]) if isinstance(raw.get("id2label"), dict) and raw["id2label"] else raw.get("num_labels", 2)
-    head = list(stored[HEAD].shape) if HEAD in stored else []
+    head = list(stored[VALUE_HEAD].shape) if VALUE_HEAD in stored else []
     if labels != 1:
         yield Problem(f"{path}.path", f"it has {labels} labels; a reward model has one output (num_labels 1)", str(folder))
     elif head and head[0] != 1:
-        yield Problem(f"{path}.path", f"its {HEAD} has the shape {head}; a reward model has one output", str(folder))
+        yield Problem(f"{path}.path", f"its {VALUE_HEAD} has the shape {head}; a reward model has one output", str(folder))
     elif not head and isinstance(model.strategy, MegatronStrategyConfig):
-        yield Problem(f"{path}.path", f"its safetensors have no {HEAD}, the head that Megatron needs; use strategy.name: hf", str(folder))
+        yield Problem(
+            f"{path}.path", f"its safetensors have no {VALUE_HEAD}, the head that Megatron needs; use strategy.name: hf", str(folder)
+        )
     if not has_tokenizer(folder):
         yield Problem(f"{path}.path", f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})", str(folder))
 

@@ -42,9 +42,11 @@ class Scratch:
         names = dict.fromkeys(self._variables, self.path)
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(names)
+        prefix = _call_semaphores(_semaphores_of(self.path))
         try:
             yield
         finally:
+            _call_semaphores(prefix)
             for name, value in before.items():
                 if value is None:
                     del os.environ[name]
@@ -94,6 +96,18 @@ def clear(path: str) -> None:
 
 
 def name_semaphores() -> None:
-    """In an engine's first process: its semaphores and its children's are called after the folder, whose removal is then theirs too.
-    Python's resource tracker also removes them, unless it is killed with the rest."""
-    multiprocessing.current_process()._config["semprefix"] = f"/{Path(os.environ[SCRATCH]).name}"  # type: ignore[attr-defined]
+    """In an engine's first process, where the host's `inherited` does not say it already: semaphores of this process and its children are
+    called after the folder, whose removal is then theirs too. Python's resource tracker also removes them, unless it is killed as well."""
+    _call_semaphores(_semaphores_of(os.environ[SCRATCH]))
+
+
+def _semaphores_of(path: str) -> str:
+    return f"/{Path(path).name}"
+
+
+def _call_semaphores(prefix: str) -> str:
+    """What begins the names of semaphores that this process and those that multiprocessing starts for it make from now on. Returns what
+    did before."""
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before, config["semprefix"] = config["semprefix"], prefix
+    return str(before)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_lite.distributed.strategy.inference.scratch import Scratch
+from roll_lite.distributed.strategy.inference.scratch import SHARED, Scratch
 
 _HOST = """
 import os
@@ -43,11 +43,19 @@ def test_it_is_removed_once() -> None:
 
 
 _WAITS = """
-import signal
+import multiprocessing, os, signal
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 
 scratch = Scratch("rl-test-")
+with scratch.inherited():
+    lock = multiprocessing.get_context("spawn").Lock()
+outside = multiprocessing.get_context("spawn").Lock()
+assert outside._semlock.name.startswith("/mp-"), outside._semlock.name
 print(scratch.path, flush=True)
+from multiprocessing.resource_tracker import _resource_tracker
+if not {tracked}:
+    os.kill(_resource_tracker._pid, signal.SIGKILL)
+    os.unlink("/dev/shm/sem." + outside._semlock.name[1:])
 signal.pause()
 """
 
@@ -55,9 +63,11 @@ signal.pause()
 def test_that_of_a_host_that_was_killed_goes_when_the_next_engine_starts(tmp: Path) -> None:
     """Nothing of its engine was there yet to take it away. Those of other hosts that live stay, whoever made them."""
     environment = {**os.environ, "TMPDIR": str(tmp)}
-    hosts = [subprocess.Popen([sys.executable, "-c", _WAITS], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    programs = [_WAITS.format(tracked=tracked) for tracked in (False, True)]
+    hosts = [subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True) for program in programs]
     try:
         killed, other = (Path(host.stdout.readline().strip()) for host in hosts if host.stdout is not None)
+        assert semaphores(killed) and semaphores(other)
         hosts[0].kill()
         hosts[0].wait()
         (tmp / "rl-test-of-another-make").mkdir()
@@ -65,6 +75,11 @@ def test_that_of_a_host_that_was_killed_goes_when_the_next_engine_starts(tmp: Pa
         run = subprocess.run([sys.executable, "-c", _HOST.format(error="SystemExit")], env=environment, check=True, capture_output=True)
         assert b"True" in run.stdout
         assert sorted(tmp.glob("rl-test-*")) == sorted([other, tmp / "rl-test-of-another-make"])
+        assert not semaphores(killed) and semaphores(other)
     finally:
         hosts[1].kill()
         hosts[1].wait()
+
+
+def semaphores(folder: Path) -> list[Path]:
+    return list(SHARED.glob(f"sem.{folder.name}-*"))
