@@ -4,6 +4,8 @@ are combined with."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,12 @@ from megatron_cases import tiny
 from megatron_ranks import RankPool
 from support_models import Family
 from support_passes import Cut
+from test_megatron_lora import ATTENTION, expected_of, like_hugging_face, make_adapters
 from test_megatron_oracle import check_forward, check_gradients, check_many
+from test_megatron_values import check_values, reward_model
+from test_routing_replay import check_replayed
 
+from roll_lite.config.schema.models import LINEAR_LAYERS
 from roll_lite.data.microbatch import TokenBudget
 
 SEEDS = 4
@@ -74,7 +80,48 @@ def test_random_combinations(ranks: RankPool, tmp_path: Path, seed: int) -> None
         world_size, family, shape, layout, cut = case = drawn(draw)
         path = tiny(tmp_path / str(number), family, **shape)
         cases = [(check_forward, path, shape["vocab_size"], layout), (check_gradients, path, shape["vocab_size"], layout, None, [cut])]
-        try:
+        with named(number, seed, case):
             ranks(world_size, check_many, cases)
-        except AssertionError as error:
-            raise AssertionError(f"case {number} of seed {seed}: {case}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_combinations_of_critics_replay_and_adapters(ranks: RankPool, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(1000 + seed)
+    for number in range(CASES):
+        world_size, family, shape, layout, _ = case = drawn(draw)
+        folder, shape = tmp_path / str(number), {name: value for name, value in shape.items() if name != "vocab_size"}
+        folder.mkdir()
+        base = tiny(folder / "base", family, **shape)
+        cases: list[tuple[Any, ...]] = [(check_values, *_critic(folder, base, family, shape), layout, "reward_model")]
+        if family == "qwen3_moe":
+            cases.append((check_replayed, base, tiny(folder / "new", family, seed=1, **shape), layout, None))
+        with named(number, seed, case):
+            ranks(world_size, check_many, cases)
+        if _can_have_adapters(shape, layout):
+            targets = LINEAR_LAYERS if layout.get("expert_tensor_parallel", 1) == 1 else ATTENTION
+            adapters = make_adapters(base, folder / "adapters", targets)
+            layout["distributed_optimizer"] = draw.random() < 0.5
+            with named(number, seed, case):
+                ranks(world_size, like_hugging_face, base, adapters, layout, expected_of(base, adapters), 1e-4)
+
+
+def _critic(folder: Path, base: Path, family: Family, shape: dict[str, Any]) -> tuple[Path, Path, Any]:
+    path, head = reward_model(folder / "critic", family, **shape)
+    return path, base, head
+
+
+def _can_have_adapters(shape: dict[str, Any], layout: dict[str, Any]) -> bool:
+    """What the configuration's checks refuse has none."""
+    layers, stages = layout.get("pipeline_layers"), layout["pipeline_parallel"]
+    every_stage = layers is None or all(any(layers[stage::stages]) for stage in range(stages))
+    return every_stage and shape["num_key_value_heads"] >= layout["tensor_parallel"]
+
+
+@contextmanager
+def named(number: int, seed: int, case: object) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"case {number} of seed {seed}: {case}") from error
