@@ -65,6 +65,7 @@ def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...
         try:
             method, given = pipe.recv()
         except EOFError:
+            served.leave()
             os._exit(0)
         pipe.send(getattr(served, method)(*given))
 
@@ -78,7 +79,7 @@ class Trainer:
         from roll_lite.distributed.weight_sync.endpoints import WeightSender
 
         heads = hidden // 64
-        self.scope = ExitStack()  # to the end of the process
+        self.scope = ExitStack()
         strategy, _ = self.scope.enter_context(
             one_rank(None, hidden, layers, vocab_size=VOCAB, num_attention_heads=heads, num_key_value_heads=heads)
         )
@@ -102,6 +103,10 @@ class Trainer:
     def checksums(self) -> dict[str, str]:
         return self.sender.checksums([tensor.name for tensor in self.export.tensors])
 
+    def leave(self) -> None:
+        self.sender.leave()
+        self.scope.close()
+
     def plain_copy(self) -> float:
         started = time.perf_counter()
         for ours, theirs in zip(self.source, self.copy, strict=True):
@@ -122,6 +127,9 @@ class Engine:
 
     def join(self, membership: Any, number: int) -> None:
         self.receiver.join(membership, number)
+
+    def leave(self) -> None:
+        self.receiver.leave()
 
     def take(self, buckets: Any) -> dict[str, float]:
         for routes, following in zip(buckets, [*buckets[1:], []], strict=True):

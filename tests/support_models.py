@@ -40,7 +40,8 @@ _FAMILIES: dict[str, tuple[type, type]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
 }
-HEAD_DIM = 32  # vLLM's CPU attention refuses 8, 16 and 24
+HEAD_DIM = 64 if torch.cuda.is_available() else 32
+"""vLLM's CPU attention refuses 8, 16 and 24, and not all of SGLang's for GPUs have 32."""
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 
@@ -54,7 +55,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(
-    family: Family = "qwen2", tied: bool = True, hidden: int = 64, layers: int = 2, seed: int = 0, sharpness: float = 1.0, **overrides: Any
+    family: Family = "qwen2", tied: bool = True, hidden: int = 2 * HEAD_DIM, layers: int = 2, seed: int = 0, sharpness: float = 1.0, **overrides: Any
 ) -> PreTrainedModel:
     """A random model in float32. Biases and norms are random too, so that forgetting one shows.
 
@@ -101,7 +102,7 @@ def make_tiny_model(
     folder: Path,
     family: Family = "qwen2",
     tied: bool = True,
-    hidden: int = 64,
+    hidden: int = 2 * HEAD_DIM,
     layers: int = 2,
     seed: int = 0,
     sharpness: float = 1.0,

@@ -108,8 +108,8 @@ def lists_missing_packages(words: list[str]) -> None:
 
 def names_an_extra(words: list[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    match = re.fullmatch(r"\.\[(\w+)\]", words[2])
-    assert match and match[1] in extras
+    match = re.fullmatch(r"\.\[([\w,]+)\]", words[2])
+    assert match and set(match[1].split(",")) <= set(extras)
 
 
 def recomputes_a_run(words: list[str]) -> None:
@@ -142,6 +142,7 @@ ELSEWHERE = {
     "python bench/gpu.py": is_a_benchmark,
     'pip install ".[vllm]"': names_an_extra,
     'pip install ".[sglang]"': names_an_extra,
+    'pip install ".[vllm,dev]"': names_an_extra,
     "python examples/recompute.py runs/latest": recomputes_a_run,
     "python examples/read_dumps.py runs/latest": reads_dumps,
     "RAY_ADDRESS=head:6379 python examples/start_rlvr_pipeline.py ...": starts_the_entry_point,

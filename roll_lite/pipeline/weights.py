@@ -150,7 +150,7 @@ class WeightSync:
                 interrupt(self._interrupts, self._epoch)  # or the others would wait until their time is up
 
         both: list[Pending[Any]] = [engines, trainers]
-        said, of_trainers = gather(*both, timeout_s=2 * self._config.timeout_s, meanwhile=look)
+        said, of_trainers = gather(*both, meanwhile=look)
         if any(call.lost for call in engines.calls):
             return None
         if broken := _broken(engines, trainers):

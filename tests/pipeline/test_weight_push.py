@@ -1,4 +1,5 @@
-"""When weights are pushed, and that engines which hold others are noticed. Ranks and engines are stand-ins."""
+"""When weights are pushed, and that engines which hold others are noticed. Ranks and engines are stand-ins; a whole update has no time
+but the limit of its phase."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def sync(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
         module,
         "gather",
-        lambda *pending, timeout_s, meanwhile: [
+        lambda *pending, meanwhile: [
             {0: Transferred(seconds={"load": 2.0})},
             [
                 Transferred(seconds={"gather": 1.0}, nbytes={"gloo": 2**20}, by_transport={"gloo": 0.5}),
@@ -108,7 +109,7 @@ def test_an_update_that_breaks_off_although_nobody_is_lost_is_a_failure(sync: An
     made = sync("1")
     monkeypatch.setattr(module, "interrupt", lambda *_: None)
 
-    def gathered(engines: Any, trainers: Any, timeout_s: float, meanwhile: Any) -> list[Any]:
+    def gathered(engines: Any, trainers: Any, meanwhile: Any) -> list[Any]:
         engines.calls[0].value = Transferred("trainer rank 0 did not come")
         trainers.calls[0].value = Transferred()
         meanwhile()
@@ -129,7 +130,7 @@ def test_whoever_waits_for_one_that_broke_off_is_told_at_once_and_does_not_count
     made.actor.left = [0, 1]
     monkeypatch.setattr(module, "interrupt", lambda rendezvous, epoch: told.append(epoch))
 
-    def gathered(engines: Any, trainers: Any, timeout_s: float, meanwhile: Any) -> list[Any]:
+    def gathered(engines: Any, trainers: Any, meanwhile: Any) -> list[Any]:
         first, *later = reversed(engines.calls + trainers.calls) if trainer_first else engines.calls + trainers.calls
         meanwhile()
         assert told == []
@@ -156,7 +157,7 @@ def test_an_engine_that_is_lost_in_an_update_is_left_out_and_the_update_repeated
     engines.left = [0, 1]
     monkeypatch.setattr(module, "interrupt", lambda rendezvous, epoch: told.append(epoch))
 
-    def gathered(engines_calls: Any, trainers: Any, timeout_s: float, meanwhile: Any) -> list[Any]:
+    def gathered(engines_calls: Any, trainers: Any, meanwhile: Any) -> list[Any]:
         meanwhile()
         if engines.calls[-1] == "update_weights" and engines.left == [0, 1]:
             engines.left, engines.lost = [0], {1: "its process died"}
@@ -188,7 +189,7 @@ def test_the_loss_of_an_engine_that_has_answered_is_no_failure_of_one_that_read_
 
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(len(looks)), sleep=lose))
 
-    def gathered(engines_calls: Any, trainers: Any, timeout_s: float, meanwhile: Any) -> list[Any]:
+    def gathered(engines_calls: Any, trainers: Any, meanwhile: Any) -> list[Any]:
         for call in [*engines_calls.calls, *trainers.calls]:
             call.value = Transferred()
         if engines.calls.count("update_weights") == 1 and not engines.lost:

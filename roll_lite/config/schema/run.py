@@ -100,7 +100,7 @@ class WeightSyncConfig(Section):
     """Compare checksums of what trainer and engines hold after each update: of no tensor, of every sixteenth (other ones each time, all of
     them in sixteen updates), of all."""
     timeout_s: PositiveFloat = 300.0
-    """Time after which an update counts as failed."""
+    """How long trainer and engines wait for each other for one transfer. The whole update has limits.sync_weights."""
 
 
 class LimitsConfig(Section):

@@ -74,6 +74,10 @@ def build_part(spec: EngineSpec) -> EnginePart:
             raise AssertionError("a scripted engine has one process")
 
 
+QUANTIZATION = dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization")
+"""Engine arguments that have a key of their own where an engine's weights are replaced; a judge may have any."""
+
+
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
     """Engine arguments in a configuration that are not the user's to set, have a key of their own, or are unknown to the engine."""
     infer = config.actor_infer.strategy
@@ -84,7 +88,7 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
             else (vllm.OWN_ARGUMENTS, vllm.SETTINGS, vllm.FIELDS)
         )
         known = declared_fields(infer.name, fields) if infer.engine_args else frozenset[str]()
-        yield from _problems("actor_infer", infer.engine_args, own, settings, known)
+        yield from _problems("actor_infer", infer.engine_args, own, {**settings, **QUANTIZATION}, known)
     for name, judge in config.judges.items():
         known = declared_fields("vllm", vllm.SERVER_FIELDS) if judge.strategy.engine_args else frozenset[str]()
         yield from _problems(f"judges.{name}", judge.strategy.engine_args, judge_server.OWN_ARGUMENTS, vllm.SETTINGS, known)

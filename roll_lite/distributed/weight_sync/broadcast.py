@@ -10,12 +10,14 @@ By gloo one worker of each machine gets a bucket, and spreads it there through s
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -25,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
-from roll_lite.distributed.weight_sync.devices import settle
+from roll_lite.distributed.weight_sync.devices import compute_beside, settle
 from roll_lite.distributed.weight_sync.fetch import FetchReceiver, FetchSender
 from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup
 from roll_lite.distributed.weight_sync.memory import GpuSegment, Segment, SharedSegment, open_shared
@@ -90,8 +92,29 @@ def connect_nccl(group: TransferGroup, prefix: str, rank: int, size: int) -> Any
     own = group.store.clone()  # type: ignore[attr-defined]
     store = PrefixStore(prefix, own)  # NCCL's alone, since it keeps others out while it waits there
     options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=2 * group.membership.timeout_s)  # then it ends the process: we have given up long before
-    return ProcessGroupNCCL(store, rank, size, options)
+    options._timeout = timedelta(seconds=2 * group.membership.timeout_s)  # of waiting, which we have given up long before
+    with _unwatched():
+        return ProcessGroupNCCL(store, rank, size, options)
+
+
+_ENVIRONMENT = threading.Lock()
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Groups made inside have no thread of torch's that ends the whole process when a member is gone: who waits is told, and the others
+    connect again."""
+    with _ENVIRONMENT:
+        before = os.environ.get(_BLOCKING_WAIT)
+        os.environ[_BLOCKING_WAIT] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_BLOCKING_WAIT]
+            else:
+                os.environ[_BLOCKING_WAIT] = before
 
 
 GLOO = Wire(connect_gloo, Segment, "cpu")
@@ -108,6 +131,7 @@ class _Broadcasts:
         self._closed = False
 
     def broadcast(self, route: Route, layout: FlatLayout, buffer: torch.Tensor) -> None:
+        compute_beside(buffer)
         try:
             with self._group.exchange():
                 self._group.meet(route, layout.announcement())
@@ -133,6 +157,7 @@ class _Broadcasts:
 
     def _begin(self, route: Route, buffer: torch.Tensor, begun: Future[Any]) -> None:
         """On a thread of its own."""
+        compute_beside(buffer)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:

@@ -56,3 +56,9 @@ def settle(tensor: torch.Tensor) -> None:
     """What was asked of its device has been done: others may read it."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def compute_beside(tensor: torch.Tensor) -> None:
+    """This thread works on the tensor's GPU: a new thread is on the first one that the process sees, and would take memory there."""
+    if tensor.is_cuda:
+        torch.cuda.set_device(tensor.device)

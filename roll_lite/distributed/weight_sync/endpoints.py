@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync.checksum import checksum
-from roll_lite.distributed.weight_sync.group import TransferError, TransferGroup, rendezvous_store
+from roll_lite.distributed.weight_sync.group import StaleEpoch, TransferError, TransferGroup, rendezvous_store
 from roll_lite.distributed.weight_sync.memory import Lent, take_back
 from roll_lite.distributed.weight_sync.plan import ExportPlan, Membership, Route, TransferPlan, by_bucket, tensors_of
 from roll_lite.distributed.weight_sync.transport import TransportReceiver, TransportSender
@@ -143,18 +144,29 @@ class WeightReceiver:
         begin: Callable[[bool], None],
         load: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
         following: Iterable[Mapping[str, Any]] = (),
+        all_say: Callable[[bool], bool] = bool,
     ) -> None:
         """Receive a bucket over all its routes that lead here, and load it, while the following one comes. The old weights stay until the
-        first bucket has arrived: then `begin` is called, once in an update, with whether another one has broken off half-way."""
+        first bucket has arrived: then `begin` is called, once in an update, with whether another one has broken off half-way.
+
+        `all_say`: whether all workers of the engine do. They load together or not at all: some layers compute with the others' parts."""
         if self._half is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
         started = time.monotonic()
         arrived: dict[str, torch.Tensor] = {}
+        try:
+            with self._half.group.breaking_off():
+                for route in self._own(routes):
+                    arrived |= self._half.receive(route)
+                for route in self._own(following):
+                    self._half.expect(route)
+        except Exception:
+            with suppress(RuntimeError):  # of another that died
+                all_say(False)
+            raise
+        if not all_say(True):
+            raise StaleEpoch(f"weight transfer: another worker of {self._half.group.name}'s engine has not got its part of a bucket")
         with self._half.group.breaking_off():
-            for route in self._own(routes):
-                arrived |= self._half.receive(route)
-            for route in self._own(following):
-                self._half.expect(route)
             here = time.monotonic()
             if not self._begun:
                 again, self._begun, self.touched = self.touched, True, True

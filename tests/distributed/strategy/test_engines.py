@@ -32,11 +32,22 @@ def test_arguments_that_roll_lite_sets_itself_are_told_at_once_with_the_other_mi
     assert "steps" in problems and not any("block_size" in path for path in problems)
 
 
-@pytest.mark.parametrize(("engine", "argument"), [("vllm", "logprobs_mode"), ("sglang", "sampling_backend")])
+@pytest.mark.parametrize(("engine", "argument"), [("vllm", "logprobs_mode"), ("sglang", "sampling_backend"), ("sglang", "load_format")])
 def test_each_engine_has_its_own(engine: str, argument: str) -> None:
     overrides = [f"actor_infer.strategy={engine}", f"actor_infer.strategy.engine_args={{{argument}: x}}"]
     with pytest.raises(ConfigError, match=rf"engine_args\.{argument} = .*roll_lite sets this one itself"):
         load_config("tiny_grpo", CONFIGS, overrides, further=[engine_arguments_fit])
+
+
+@pytest.mark.parametrize(("engine", "argument"), [("vllm", "quantization"), ("vllm", "quantization_config"), ("sglang", "modelopt_quant")])
+def test_nothing_goes_round_the_checks_of_quantized_rollouts(engine: str, argument: str) -> None:
+    overrides = [f"actor_infer.strategy={engine}", f"actor_infer.strategy.engine_args={{{argument}: fp8}}"]
+    with pytest.raises(ConfigError, match=rf"engine_args\.{argument} = .*write it as actor_infer\.strategy\.quantization"):
+        load_config("tiny_grpo", CONFIGS, overrides, further=[engine_arguments_fit])
+    judge = "judges={main: {path: examples/models/tiny, strategy: {engine_args: {quantization: bitsandbytes}}}}"
+    with pytest.raises(ConfigError) as failure:  # nobody asks it
+        load_config("tiny_grpo", CONFIGS, [judge], further=[engine_arguments_fit])
+    assert not any("engine_args" in problem.path for problem in failure.value.problems), "a judge's weights stay"
 
 
 UNKNOWN = {

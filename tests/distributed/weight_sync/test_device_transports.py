@@ -19,7 +19,7 @@ from transfer_members import Members, assert_equal, fresh, half, make_plan, rece
 
 from roll_lite.distributed.strategy.base import TrainStrategy
 from roll_lite.distributed.weight_sync import memory
-from roll_lite.distributed.weight_sync.broadcast import BroadcastReceiver, BroadcastSender, Wire, connect_gloo
+from roll_lite.distributed.weight_sync.broadcast import BroadcastReceiver, BroadcastSender, Wire, connect_gloo, connect_nccl
 from roll_lite.distributed.weight_sync.devices import Home
 from roll_lite.distributed.weight_sync.endpoints import WeightSender
 from roll_lite.distributed.weight_sync.fetch import FetchSender
@@ -451,3 +451,26 @@ def test_what_cannot_work_says_why(name: str, homes: list[Home], message: str) -
 
 def test_one_half_serves_both_kinds_of_memory() -> None:
     assert {TRANSPORTS[name].sender.func for name in ("shared_memory", "cuda_ipc")} == {FetchSender}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_no_thread_of_torchs_ends_the_process_when_a_member_of_an_nccl_group_is_gone(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """torch starts its watchdog unless the variable is set; groups of the trainer and the engine keep theirs."""
+    if given is None:
+        monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    else:
+        monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", given)
+
+    class ProcessGroupNCCL:
+        Options = SimpleNamespace
+
+        def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            self.made = (rank, size, os.environ["TORCH_NCCL_BLOCKING_WAIT"])
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = SimpleNamespace(store=store, membership=SimpleNamespace(timeout_s=3.0))
+    assert connect_nccl(cast(Any, group), "prefix", 1, 2).made == (1, 2, "1")
+    assert os.environ.get("TORCH_NCCL_BLOCKING_WAIT") == given

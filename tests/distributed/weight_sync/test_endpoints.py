@@ -156,9 +156,26 @@ def test_an_update_that_breaks_off_is_known_to_have_begun() -> None:
     worker.receiver.load([route.plain() for route in first], worker.begin, worker.model_update)
     sending.result(20)
     assert worker.receiver.touched and worker.begun == 1
+    said: list[bool] = []
+
+    def gone(mine: bool) -> bool:
+        said.append(mine)
+        raise RuntimeError("Connection closed by peer")
+
     with pytest.raises(TransferError, match="trainer rank 2 did not take part"):
-        worker.receiver.load([route.plain() for route in second], worker.begin, worker.model_update)
-    assert worker.receiver.touched
+        worker.receiver.load([route.plain() for route in second], worker.begin, worker.model_update, all_say=gone)
+    assert worker.receiver.touched and said == [False]
+
+
+def test_workers_of_an_engine_load_a_bucket_together_or_not_at_all() -> None:
+    """Where another one has not got its part, which is the cause, this one's weights stay."""
+    run, worker = Run(), Worker()
+    first, *_ = by_bucket(run.connect(1, {0: worker}).routes)
+    sending = run.pool.submit(run.senders[0]._half.send, first[0], run.state)  # type: ignore[union-attr]
+    with pytest.raises(StaleEpoch, match="another worker of engine 0 worker 0's engine has not got its part"):
+        worker.receiver.load([route.plain() for route in first], worker.begin, worker.model_update, all_say=lambda mine: False)
+    sending.result(20)
+    assert not worker.receiver.touched and worker.begun == 0 and worker.model == {}
 
 
 def test_a_worker_that_has_not_joined_says_so() -> None:

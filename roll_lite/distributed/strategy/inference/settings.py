@@ -14,6 +14,8 @@ from roll_lite.config.problems import or_nearest
 from roll_lite.config.schema.models import EngineStrategyConfig
 
 CPU_KV_CACHE_MB = 256
+FP8_CAPABILITY = (8, 9)
+"""Ada. vLLM refuses older GPUs at its start; SGLang packs weights for them in a way that no update can come to."""
 
 Range = tuple[str, str]
 """From, up to but not including."""
@@ -63,10 +65,17 @@ def kv_cache_mb(given: int | None, cuda: bool) -> int | None:
 
 
 def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
-    """ValueError where that is asked for and there is no GPU."""
-    if strategy.quantization == "fp8" and not cuda:
+    """ValueError where that is asked for and there is no GPU that computes in it."""
+    if strategy.quantization != "fp8":
+        return False
+    if not cuda:
         raise ValueError("strategy.quantization: fp8 needs a GPU, and there is none here; use none")
-    return strategy.quantization == "fp8"
+    import torch  # where a run starts: configurations are checked without
+
+    if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+        least, found = (".".join(map(str, numbers)) for numbers in (FP8_CAPABILITY, capability))
+        raise ValueError(f"strategy.quantization: fp8 needs a GPU of compute capability {least}, and here is one of {found}; use none")
+    return True
 
 
 def check_engine_args(make: str, given: Mapping[str, Any], own: Collection[str], known: Collection[str]) -> None:

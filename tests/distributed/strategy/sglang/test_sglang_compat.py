@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support_models import make_tiny_model
 
 from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig
@@ -90,9 +91,10 @@ def test_what_only_gpus_get(model: ModelConfig) -> None:
     assert cpu["attention_backend"] == "torch_native" and "attention_backend" not in gpu
 
 
-def test_weights_in_fp8_can_be_replaced_by_one_loader_only(model: ModelConfig) -> None:
+def test_weights_in_fp8_can_be_replaced_by_one_loader_only(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     from roll_lite.config.checks.gpu_only import SGLANG_FP8
 
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     assert {"quantization": "fp8", "load_format": "flash_rl"}.items() <= arguments(model, True, quantization="fp8").items()
     with pytest.raises(ValueError, match="fp8 needs a GPU, and there is none here; use none"):
         arguments(model, False, quantization="fp8")

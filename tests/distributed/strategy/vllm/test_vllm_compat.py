@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from roll_lite.config.schema.models import JudgeServerConfig, ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
@@ -100,8 +101,9 @@ def test_workers_share_experts_where_that_is_asked_for() -> None:
     assert server_arguments(judge, cuda=True)["enable_expert_parallel"] is True
 
 
-def test_weights_are_quantised_by_the_name_that_vllm_has_for_it() -> None:
+def test_weights_are_quantised_by_the_name_that_vllm_has_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """`fp8` is that of checkpoints in fp8; vLLM refuses it for others."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     asked = arguments(True, quantization="fp8")["quantization"]
     declared = Path(next(iter(find_spec("vllm").submodule_search_locations))) / "config/quantization.py"  # type: ignore[union-attr, arg-type]
     assert f'"{asked}": QuantizationConfigArgs(' in declared.read_text(encoding="utf-8")
@@ -110,6 +112,9 @@ def test_weights_are_quantised_by_the_name_that_vllm_has_for_it() -> None:
     assert server_arguments(judge, cuda=True)["quantization"] == asked
     with pytest.raises(ValueError, match="fp8 needs a GPU, and there is none here; use none"):
         arguments(False, quantization="fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    with pytest.raises(ValueError, match="compute capability 8.9, and here is one of 8.6; use none"):
+        arguments(True, quantization="fp8")
 
 
 def notes(cuda: bool, max_model_len: int, **options: Any) -> list[str]:

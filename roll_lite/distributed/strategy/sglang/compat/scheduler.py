@@ -25,6 +25,7 @@ from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReq, GetInte
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_STR, Req
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+from sglang.srt.model_executor.model_runner_components.weight_updater import _unsupported_derived_weight_cache_error
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -65,6 +66,8 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_connect(self, first_member: int, membership: dict[str, Any]) -> None:
+        if refusal := _unsupported_derived_weight_cache_error(self.tp_worker.model_runner.model):
+            raise ValueError(f"SGLang cannot take new weights as it was started: {refusal}")
         self._receiver.join(membership, first_member + get_parallel().tp_rank)
 
     @_by_all

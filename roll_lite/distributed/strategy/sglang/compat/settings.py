@@ -37,6 +37,7 @@ OWN_ARGUMENTS = (
     "enable_memory_saver",
     "enable_weights_cpu_backup",
     "weight_version",
+    "load_format",
     "stream_interval",
     "enable_return_routed_experts",
     # Which worker has which expert is what updates go by.

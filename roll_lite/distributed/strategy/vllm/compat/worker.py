@@ -11,8 +11,9 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from vllm.config import set_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_gather
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -29,6 +30,16 @@ from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
 def _layers() -> Layers:
     workers = get_tensor_model_parallel_world_size()
     return Layers.of(linear, vocab_parallel_embedding, RoutedExperts, _read_experts, workers, tensor_model_parallel_all_gather)
+
+
+def _all_say(mine: bool) -> bool:
+    """Whether all workers of this engine do."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return mine
+    said = torch.tensor(int(mine))
+    dist.all_reduce(said, dist.ReduceOp.MIN, group=group.cpu_group)
+    return bool(said)
 
 
 class WorkerExtension:
@@ -61,7 +72,7 @@ class WorkerExtension:
             initialize_layerwise_reload(model)
 
         with set_current_vllm_config(self.vllm_config):
-            receiver.load(routes, begin, model.load_weights, following)
+            receiver.load(routes, begin, model.load_weights, following, _all_say)
         torch.accelerator.synchronize()
 
     @answering
