@@ -14,6 +14,7 @@ from support_dumps import dump_run
 from roll_lite.config.arithmetic import derive, roles
 from roll_lite.config.arithmetic_tables import render
 from roll_lite.config.checkpoint_files import SCHEMA_VERSION
+from roll_lite.config.checks import replay
 from roll_lite.config.checks.replay import mode_notes
 from roll_lite.config.dump_files import METADATA, found_dumps
 
@@ -75,6 +76,55 @@ def test_another_policy_needs_the_sampling_ones_log_probs(past: Project) -> None
         assert told(past, *TRAIN, other, right) == {}
     assert "seed, actor_train.optimizer differ" in told(past, *TRAIN, "seed=5", "actor_train.optimizer.lr=1e-4")["algorithm.old_log_probs"]
     assert told(past, *TRAIN, "actor_train.micro_batch_size=1", "actor_train.devices=2") == {}, "a layout changes nothing"
+    assert "(model.dtype differs)" in told(past, *TRAIN, "model.dtype=bfloat16")["algorithm.old_log_probs"]
+
+
+ADAPTERS = "actor_train.lora={rank: 4, targets: [q_proj, o_proj]}"
+FOLLOWED = (
+    "algorithm={kl_in_loss: {coef: 0.1}, advantage: {name: gae}}",
+    "critic={balance_coef: 0.0}",
+    "actor_train.ema={decay: 0.9}",
+    "reference={refresh: {every: 2, weights: ema}}",
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "changed", "differs"),
+    [
+        ((ADAPTERS,), "actor_train.lora.rank=8", "actor_train.lora"),
+        ((ADAPTERS,), "actor_train.lora=null", "actor_train.lora"),
+        ((ADAPTERS,), "actor_train.lora={rank: 4, targets: [o_proj, q_proj], export: adapter}", None),
+        (FOLLOWED, "reference.refresh.every=1", "reference.refresh"),
+        (FOLLOWED, "actor_train.ema.decay=0.99", "actor_train.ema"),
+        ((*FOLLOWED, "reference.refresh.weights=actor"), "actor_train.ema.decay=0.99", None),
+        (FOLLOWED, "critic.micro_batch_size=1", None),
+    ],
+)
+def test_what_else_makes_another_policy(project: Project, made: tuple[str, ...], changed: str, differs: str | None) -> None:
+    dump_run(project.folder / "past" / "dumps", project.load("rollout.dump=true", "steps=3", *TRAIN[3:], *made), 3)
+    assert told(project, *TRAIN, *made) == {}
+    messages = told(project, *TRAIN, *made, changed)
+    assert messages == {} if differs is None else f"({differs} differs)" in messages["algorithm.old_log_probs"]
+
+
+def test_balanced_experts_make_another_policy(past: Project) -> None:
+    """Their coefficients. (The project's model has no experts; a check of its own says so.)"""
+    config = past.load("critic.devices=1", "algorithm.advantage={name: gae}").model_dump(mode="json")
+    for role in ("actor_train", "critic"):
+        other = {**config, role: {**config[role], "balance_coef": 0.01}}
+        assert replay._differences(config, config) == "" != replay._differences(config, other)
+
+
+def test_what_an_older_version_did_not_have_is_taken_for_the_default(past: Project) -> None:
+    for file in (past.folder / "past/dumps").iterdir():
+        header = json.loads(pq.read_metadata(file).metadata[METADATA.encode()])
+        made = header["config"]
+        del made["reference"], made["algorithm"]["ptx"], made["actor_train"]["optimizer"]["muon"]
+        for name in ("lora", "ema", "balance_coef"):
+            del made["actor_train"][name]
+        pq.write_table(pq.read_table(file).replace_schema_metadata({METADATA: json.dumps(header)}), file)
+    assert told(past, *TRAIN) == {}
+    assert "(actor_train.lora differs)" in told(past, *TRAIN, ADAPTERS)["algorithm.old_log_probs"]
 
 
 def test_rollouts_of_one_policy_are_another_ones_from_the_second_step_on(project: Project) -> None:

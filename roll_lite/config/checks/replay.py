@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from roll_lite.config.arithmetic import group_size
 from roll_lite.config.dump_files import DumpHeader, found_dumps, missing_steps, read_header
 from roll_lite.config.files import is_folder
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.model_files import tokenizer_checksum
 from roll_lite.config.problems import Problem
+from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.config.schema.base import Section
+from roll_lite.config.schema.models import LoraConfig, OptimizerConfig, RefreshConfig
 from roll_lite.config.schema.run import RunConfig
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
@@ -137,21 +141,41 @@ def _differences(config: Mapping[str, Any], made: Mapping[str, Any]) -> str:
 
 
 def _learning(config: Mapping[str, Any]) -> dict[str, Any]:
-    critic = config["critic"] and {key: config["critic"][key] for key in ("init", "path", "optimizer")}
-    optimizers = [config["actor_train"]["optimizer"], *([critic["optimizer"]] if critic else [])]
+    actor, critic = config["actor_train"], config["critic"]
+    refresh = _complete(RefreshConfig, (config.get("reference") or {}).get("refresh"))
+    optimizers = [_complete(OptimizerConfig, role["optimizer"]) for role in (actor, critic) if role]
     return {
         "seed": config["seed"],
+        "model.dtype": config["model"]["dtype"],
         "steps": config["steps"] if any(one["decay"] != "constant" for one in optimizers) else None,
-        "algorithm": config["algorithm"],
+        "algorithm": _complete(AlgorithmConfig, config["algorithm"]),
         "actor_train.optimizer": optimizers[0],
-        "critic": critic,
+        "actor_train.balance_coef": actor.get("balance_coef", 0.0),
+        "actor_train.lora": _adapters(actor.get("lora")),
+        "reference.refresh": refresh,
+        "actor_train.ema": refresh and refresh["weights"] == "ema" and actor.get("ema"),
+        "critic": critic and [critic["init"], critic["path"], *optimizers[1:], critic.get("balance_coef", 0.0)],
         "domains.*.reward": {name: [one["reward"][key] for key in ("weight", "format")] for name, one in config["domains"].items()},
     }
 
 
+def _complete(section: type[Section], values: Any) -> Any:
+    """With the defaults for what the version that made the dump did not have; as it is where it had what this one has not."""
+    try:
+        return values if values is None else section.model_validate(values).model_dump(mode="json")
+    except ValidationError:
+        return values
+
+
+def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """All that trains as they do."""
+    complete = _complete(LoraConfig, lora)
+    return complete and {**complete, "targets": sorted(complete["targets"]), "export": None}
+
+
 def _plain(config: RunConfig) -> dict[str, Any]:
     """As a header has it. Refused where the schema has refused something that matters here: a dump would be without it."""
-    for name in ("seed", "steps", "algorithm", "actor_train", "critic", "domains"):
+    for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _read_all(getattr(config, name))
     return config.model_dump(mode="json")
 
