@@ -23,6 +23,15 @@ _PLAIN: dict[str, Any] = {
     "use_rslora": False,
 }
 """Settings of PEFT that change what adapters mean, at the values that ours have."""
+_CHECKED = ("peft_type", "r", "lora_alpha", "init_lora_weights")
+_WITHOUT_EFFECT = (
+    *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"),
+    *("target_modules", "exclude_modules", "layers_pattern", "ensure_weight_tying", "megatron_config", "megatron_core"),
+    *("lora_dropout", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+)
+"""On what is computed: which tensors there are is seen in the file, how they began in init_lora_weights."""
+_BEGUN_BESIDE_THE_BASE = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
+"""Of init_lora_weights; all others take something from the model's weights that the adapters add again."""
 
 
 def adapter_config(lora: LoraConfig, base: Path) -> dict[str, Any]:
@@ -52,15 +61,25 @@ def adapter_problems(lora: LoraConfig) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
+    if stored.get("peft_type") != "LORA":
+        yield f"{ADAPTER_CONFIG} has peft_type {stored.get('peft_type')!r:.40}; expected adapters of the type LORA"
+        return
     for setting, key, own in (("rank", "r", lora.rank), ("alpha", "lora_alpha", lora.alpha)):
         if stored.get(key) != own:
             yield f"{ADAPTER_CONFIG} has {key} {stored.get(key)!r:.40}, and actor_train.lora.{setting} is {own:g}"
     for key, plain in _PLAIN.items():
         if (stored.get(key) or plain) != plain:
             yield f"{ADAPTER_CONFIG} has {key} {stored[key]!r:.40}, which is not supported"
-    for key in ("rank_pattern", "alpha_pattern"):
-        if stored.get(key):
-            yield f"{ADAPTER_CONFIG} has a {key}, which is not supported"
+    begun = stored.get("init_lora_weights")
+    if (begun.lower() if isinstance(begun, str) else begun) not in _BEGUN_BESIDE_THE_BASE:
+        yield (
+            f"{ADAPTER_CONFIG} has init_lora_weights {begun!r:.40}: these adapters belong to weights that were changed beside them, not to "
+            "model.path; convert them (path_initial_model_for_weight_conversion of PEFT's save_pretrained), or merge them into a model "
+            "and train that"
+        )
+    for key in sorted(set(stored) - {*_PLAIN, *_CHECKED, *_WITHOUT_EFFECT}):
+        if stored[key]:
+            yield f"{ADAPTER_CONFIG} has {key} {stored[key]!r:.40}, which is not supported; merge the adapters into a model and train that"
 
 
 # ---------------------------------------------------------------- checkpoints, which hold adapters without the weights that they belong to

@@ -56,6 +56,50 @@ def test_adapters_of_peft_are_begun_with(project: Project) -> None:
     assert project.problems_of(f"actor_train: {{lora: {{rank: 8, alpha: 16, path: {project.folder}/adapters}}}}") == []
 
 
+def of_peft(further: dict[str, object]) -> dict[str, object]:
+    """What PEFT 0.21 writes, and something else in it."""
+    off = dict.fromkeys(
+        (
+            *("auto_mapping", "revision", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "megatron_config"),
+            *("alora_invocation_tokens", "layer_replication", "trainable_token_indices", "target_parameters", "arrow_config"),
+            *("eva_config", "corda_config", "lora_ga_config", "velora_config", "kasa_config", "monteclora_config", "use_bdlora"),
+        )
+    )
+    false = dict.fromkeys(("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying"), False)
+    empty: dict[str, object] = {"rank_pattern": {}, "alpha_pattern": {}, "loftq_config": {}}
+    said = {"task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.1, "megatron_core": "megatron.core", "qalora_group_size": 16}
+    return {**ADAPTERS, **off, **false, **empty, **said, "init_lora_weights": True, "peft_version": "0.21.2", **further}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("init_lora_weights", False, None),
+        ("init_lora_weights", None, None),
+        ("init_lora_weights", "gaussian", None),
+        ("init_lora_weights", "orthogonal", None),
+        ("init_lora_weights", "eva", None),
+        ("init_lora_weights", "pissa", "not to model.path; convert them (path_initial_model_for_weight_conversion"),
+        ("init_lora_weights", "pissa_niter_4", "not to model.path; convert them"),
+        ("init_lora_weights", "olora", "not to model.path; convert them"),
+        ("init_lora_weights", "corda", "not to model.path; convert them"),
+        ("init_lora_weights", "loftq", "not to model.path; convert them"),
+        ("layer_replication", [[0, 4], [2, 5]], "not supported; merge the adapters"),
+        ("alora_invocation_tokens", [5, 6], "not supported; merge the adapters"),
+        ("use_bdlora", {"match_strict": True}, "not supported; merge the adapters"),
+        ("use_what_comes_next", True, "not supported; merge the adapters"),
+        ("rank_pattern", {"q_proj": 4}, "not supported; merge the adapters"),
+        ("peft_type", "XLORA", "expected adapters of the type LORA"),
+    ],
+)
+def test_adapters_of_another_kind_or_base(project: Project, key: str, value: object, told: str | None) -> None:
+    project.write("adapters/adapter_config.json", json.dumps(of_peft({key: value})))
+    project.write("adapters/adapter_model.safetensors", "")
+    problems = project.problems_of(f"actor_train: {{lora: {{rank: 8, alpha: 16, path: {project.folder}/adapters}}}}")
+    assert [problem.path for problem in problems] == ["actor_train.lora.path"] * (told is not None)
+    assert told is None or (f"adapter_config.json has {key} {value!r:.40}" in problems[0].message and told in problems[0].message)
+
+
 def test_a_run_goes_on_with_the_adapters_that_it_had(project: Project) -> None:
     adapters = {"rank": 8, "alpha": 32.0, "targets": ["q_proj", "o_proj"], "path": None, "export": "merged"}
     state = {"schema_version": SCHEMA_VERSION, "pipeline": {}, "rollouts": {}, "config": {"actor_train": {"lora": adapters}}}
