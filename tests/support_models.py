@@ -55,7 +55,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(
-    family: Family = "qwen2", tied: bool = True, hidden: int = 2 * HEAD_DIM, layers: int = 2, seed: int = 0, sharpness: float = 1.0, **overrides: Any
+    family: Family = "qwen2",
+    tied: bool = True,
+    hidden: int = 2 * HEAD_DIM,
+    layers: int = 2,
+    seed: int = 0,
+    sharpness: float = 1.0,
+    **overrides: Any,
 ) -> PreTrainedModel:
     """A random model in float32. Biases and norms are random too, so that forgetting one shows.
 

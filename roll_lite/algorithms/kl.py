@@ -99,11 +99,10 @@ class KlController:
         self._horizon = horizon
 
     def step(self, kl_per_token: float, samples: int) -> None:
-        """Once per training step, over all domains: the KL measured in it and the samples it was measured on."""
-        if self._target is None or samples == 0:
+        """Once per training step, over all domains: the KL measured in it and the samples it was measured on. One that is not finite
+        measures nothing; what made it so is skipped with its update."""
+        if self._target is None or samples == 0 or not math.isfinite(kl_per_token):
             return
-        if not math.isfinite(kl_per_token):
-            raise ValueError(f"the KL controller got KL(policy || reference) = {kl_per_token} over {samples} samples: it has to be finite")
         error = min(max(kl_per_token / self._target - 1, -LARGEST_ERROR), LARGEST_ERROR)
         self.coef *= 1 + error * min(samples / self._horizon, 1.0)
 

@@ -30,7 +30,8 @@ _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor, domains: int) -> dict[str, torch.Tensor]:
     """Each [B, T-1], 0 where masked -> `<name>#<number>`: float64 sums over the rows of each domain."""
     rows = torch.stack([x.detach().sum(1, dtype=torch.float64) for x in tokens.values()])
-    sums = rows @ torch.nn.functional.one_hot(domain_numbers, domains).double()
+    own = domain_numbers == torch.arange(domains, device=domain_numbers.device)[:, None]
+    sums = torch.where(own, rows[:, None], 0.0).sum(2)  # no product: what is not finite stays in its domain
     return {f"{name}#{number}": sums[i, number] for i, name in enumerate(tokens) for number in range(domains)}
 
 

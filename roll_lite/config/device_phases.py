@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 WEIGHTS = ("weights",)
 TRAINING = ("weights", "gradients", "optimizer")
+STORED = ("weights", "optimizer")
 SERVING = ("weights", "kv_cache")
 
 
@@ -45,7 +46,7 @@ PHASES: Mapping[Phase, Presence] = {
     Phase.GENERATE: Presence({"actor_infer": SERVING, "reward_models": WEIGHTS, "judges": SERVING}),
     Phase.LOG_PROBS: Presence({"reference": WEIGHTS, "actor_train": WEIGHTS, "critic": WEIGHTS}, in_turns=True),
     Phase.TRAIN: Presence({"actor_train": TRAINING, "critic": TRAINING}, in_turns=True),
-    Phase.CHECKPOINT: Presence({"actor_train": TRAINING, "critic": TRAINING}, in_turns=True, of_step=False),
+    Phase.CHECKPOINT: Presence({"actor_train": STORED, "critic": STORED}, in_turns=True, of_step=False),
     Phase.FINAL_MODEL: Presence({"actor_train": WEIGHTS, "critic": WEIGHTS}, in_turns=True, of_step=False),
     Phase.NEW_REFERENCE: Presence({"actor_train": WEIGHTS, "reference": WEIGHTS}, in_turns=True, of_step=False),
 }

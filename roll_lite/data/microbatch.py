@@ -92,7 +92,8 @@ class TokenBudget:
         tokens = lengths.numpy()
         costs = row_costs(tokens, self.attention_par)
         fewest = -(-int(tokens.clip(max=self.tokens).sum()) // self.tokens)
-        count = max(parts, fewest, -(-len(tokens) // self.rows) if self.rows else 1, 1)
+        no_two = int((2 * tokens > self.tokens).sum())
+        count = max(parts, fewest, no_two, -(-len(tokens) // self.rows) if self.rows else 1, 1)
         found = balanced_partition(costs, count, self.rows)
         while not all(self._fits(tokens[part]) for part in found):
             found = balanced_partition(costs, len(found) + 1, self.rows)

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 MARK = "ROLL_LITE_SESSION"
+SHARED = Path("/dev/shm")
 GRACE_SECONDS = 3.0
 """After an orderly end, processes get this long to leave by themselves."""
 PATIENCE_SECONDS = 20.0
@@ -99,6 +100,14 @@ def wait_for_driver(driver: int, folder: Path) -> bool:
             return True
 
 
+def remove(folder: Path) -> None:
+    """And the semaphores that are called after folders in it: those of engines whose host was killed (strategy/inference/scratch.py)."""
+    for inside in folder.glob("*/"):
+        for semaphore in SHARED.glob(f"sem.{inside.name}-*"):
+            semaphore.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def second_guard() -> tuple[int, bool]:
     """A handle of the other process, and whether this one is the new one."""
     first = os.pidfd_open(os.getpid())
@@ -117,7 +126,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     done = wait_for_driver(driver, folder)
     end_processes(mark, folder, GRACE_SECONDS if done else 0.0)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
 
 
 if __name__ == "__main__":

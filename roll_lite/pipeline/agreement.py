@@ -7,6 +7,7 @@ another policy. Nothing is computed for this: the mismatch is measured in a forw
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 
 from roll_lite.config.arithmetic import generates, trains
@@ -20,7 +21,7 @@ DUMPS = """The dumps (replay.path) were sampled from another model than model.pa
 samples, use algorithm.old_log_probs: rollout or algorithm.mismatch_correction, and raise rollout.max_mismatch; null allows any."""
 ENGINES = """Likely causes:
 - config.json holds something that the trainer and the engine read differently (RoPE, tied embeddings, the kind of attention)
-- actor_infer.strategy.engine_args change the model or its precision (hf_overrides, quantization, kv_cache_dtype)
+- actor_infer.strategy.engine_args change the model or its precision (hf_overrides, kv_cache_dtype)
 - the weights in the engine are not the trainer's: see whether the run ends earlier with weight_sync.verify: full
 If engines are meant to differ that much, raise rollout.max_mismatch; null allows any difference."""
 
@@ -30,8 +31,8 @@ class DifferentModels(RuntimeError):
 
 
 class Agreement:
-    """Looks at the first step in which both have told: in a critic's warm-up of `old_log_probs: rollout`, the actor is not asked. What it
-    cannot compare, it says once."""
+    """Looks at the first step in which both have told numbers: in a critic's warm-up of `old_log_probs: rollout`, the actor is not asked.
+    What it cannot compare, it says once."""
 
     def __init__(self, config: RunConfig) -> None:
         self._bound = config.rollout.max_mismatch if trains(config) else None
@@ -50,8 +51,10 @@ class Agreement:
         self._say_what_is_missing(any_told=bool(told))
         if not told:
             return
+        if any(math.isnan(metrics[name]) for name in told):
+            return  # a sample without log-probs tells nothing of the others; its update is skipped
         for name in told:
-            if not metrics[name] <= self._bound:  # NaN is no agreement either
+            if metrics[name] > self._bound:
                 raise DifferentModels(
                     f"engines and trainer disagree about the tokens of the first batch: their log-probs differ by {metrics[name]:.3g} nats "
                     f"on average ({name}), rollout.max_mismatch allows {self._bound:g}: they do not hold the same model\n{self._causes}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -237,12 +238,14 @@ class Journal:
         """By role, from every data-parallel rank: metric sums are the same on all of them, peaks are each rank's own."""
         for role, ranks in updates.items():
             for number, update in enumerate(ranks[0]):
+                counts = self._counts(role, update)
                 sums = self._update(role, update, [rank[number].peaks for rank in ranks])
+                sums.merge(counts)
                 self._write_update(step, role, number, update, sums)
-                self._sums.merge(sums)
+                self._sums.merge(counts if update.result.skipped else sums)
         if updates.get("actor") and updates["actor"][0]:
-            self._ratios([update for rank in updates["actor"] for update in rank])
-            sums_of = [update.result.metrics for update in updates["actor"][0]]
+            self._ratios([update for rank in updates["actor"] for update in rank if not update.result.skipped])
+            sums_of = [update.result.metrics for update in updates["actor"][0] if not update.result.skipped]
             self._tokens["trained"] += int(
                 sum(value for sums in sums_of for name, value in sums.items() if name.startswith("actor/tokens#"))
             )
@@ -266,12 +269,17 @@ class Journal:
             ):
                 self._sums.add(f"offload/{name}", number, label=role)
 
-    def _update(self, role: str, update: Update, peaks: Sequence[Mapping[str, float]]) -> MetricSums:
+    def _counts(self, role: str, update: Update) -> MetricSums:
+        """All that a step has of an update that was skipped."""
         sums = MetricSums()
-        sums.add_sums(update.result.metrics, self._domains)
         sums.add(f"{role}/updates", 1.0)
         sums.add(f"{role}/skipped", float(update.result.skipped))
         sums.add(f"{role}/lr", update.result.lr)
+        return sums
+
+    def _update(self, role: str, update: Update, peaks: Sequence[Mapping[str, float]]) -> MetricSums:
+        sums = MetricSums()
+        sums.add_sums(update.result.metrics, self._domains)
         if not update.result.skipped:
             sums.add(f"{role}/grad_norm", update.result.grad_norm)
         if (experts := update.result.experts) is not None:
@@ -286,9 +294,10 @@ class Journal:
 
     def _write_update(self, step: int, role: str, number: int, update: Update, sums: MetricSums) -> None:
         """One line per optimizer step, so that what happened between the first and the last mini-batch can be seen."""
-        record = {"step": step, "role": role, "update": number + 1, "epoch": update.epoch + 1, **sums.values()}
+        finite = {name: value for name, value in sums.values().items() if math.isfinite(value)}  # JSON has no others
+        record = {"step": step, "role": role, "update": number + 1, "epoch": update.epoch + 1, **finite}
         with (self.folder / UPDATES_FILE).open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps({name: value for name, value in record.items() if value == value}) + "\n")
+            lines.write(json.dumps(record) + "\n")
 
     def _ratios(self, updates: Sequence[Update]) -> None:
         counts = [update.ratios for update in updates if update.ratios is not None]

@@ -101,7 +101,7 @@ class ActorWorker(ModelWorker):
             if updates or compared_before_training(self.algorithm):
                 result, peaks = replace(result, metrics=without_mismatch(result.metrics)), without_mismatch(peaks)
             updates.append(replace(update, result=result, peaks=peaks, ratios=loss.ratios.collect()))
-            if moved_too_far(result.metrics, self.algorithm.early_stop_kl):
+            if not result.skipped and moved_too_far(result.metrics, self.algorithm.early_stop_kl):
                 break
         return updates
 

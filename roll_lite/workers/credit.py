@@ -82,10 +82,11 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Over the tokens of the global batch that train."""
+    """Over the tokens of the global batch that train. A row that is not finite is left out: of its own update the guard knows, and others
+    are worth having."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
-        mine = of.merged_moments(moments[rows.columns["train_weight"] > 0])
+        mine = of.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
         return of.mean_and_scale(of.merged_moments(torch.cat(gather(mine[None]))))
 
     return of_global_batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll_lite.data import microbatch
 from roll_lite.data.microbatch import MicroBatchPlan, Multiples, RowsAtATime, TokenBudget, padded
+from roll_lite.data.minibatches import balanced_partition
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.ragged import Ragged
 
@@ -73,6 +76,18 @@ def test_a_token_budget_by_hand() -> None:
     assert [part.tolist() for part in TokenBudget(100, rows=2).cut(torch.tensor([5, 1, 3, 5]))] == [[0, 2], [3, 1]]
     assert [part.tolist() for part in TokenBudget(100, rows=2).cut(torch.tensor([5, 4, 1, 1]))] == [[0, 3], [1, 2]]
     assert TokenBudget(12).cut(torch.empty(0, dtype=torch.int64)) == []
+
+
+def test_rows_of_which_no_two_fit_are_not_tried_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more micro-batch at a time would be a partition for each of a thousand rows."""
+    tried: list[int] = []
+
+    def partition(costs: Any, parts: int, most: int | None) -> Any:
+        tried.append(parts)
+        return balanced_partition(costs, parts, most)
+
+    monkeypatch.setattr(microbatch, "balanced_partition", partition)
+    assert len(TokenBudget(16).cut(torch.full((1000,), 9))) == 1000 and tried == [1000]
 
 
 def test_a_token_budget_spreads_over_what_other_ranks_run_anyway() -> None:

@@ -148,8 +148,13 @@ def test_a_process_that_wrote_its_title_over_its_mark_is_known_by_its_files(tmp:
 
 @pytest.mark.parametrize("how", ["killed", "killed with its guard", "done"])
 def test_the_guard_ends_marked_processes(tmp: Path, how: str) -> None:
+    """And the semaphores of an engine whose host was killed, whose folder is in that of the session."""
     mark, folder = uuid.uuid4().hex, tmp / "session"
-    folder.mkdir()
+    scratch = folder / f"rl-engine-{mark}"
+    scratch.mkdir(parents=True)
+    semaphore, others = (session_guard.SHARED / f"sem.{name}-1" for name in (scratch.name, f"rl-others-{mark}"))
+    semaphore.touch()
+    others.touch()
     driver = subprocess.Popen(["sleep", "1000"])
     marked = subprocess.Popen(["sleep", "1000"], env={**os.environ, session_guard.MARK: mark}, start_new_session=True)
     other = subprocess.Popen(["sleep", "1000"], env={**os.environ, session_guard.MARK: mark + "0"})
@@ -170,6 +175,8 @@ def test_the_guard_ends_marked_processes(tmp: Path, how: str) -> None:
     wait_until(lambda: not folder.exists())
     assert marked.wait(SECONDS) == -signal.SIGKILL
     assert not folder.exists() and other.poll() is None
+    assert not semaphore.exists() and others.exists()
+    others.unlink()
     guard.stdin.close()
     for process in (driver, other):
         process.kill()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from roll_lite.algorithms.token_metrics import sums_by_domain
 from roll_lite.config.schema.algorithm import MismatchCorrectionConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.observability.metric_table import DERIVED, METRICS, Reduction
@@ -138,6 +139,14 @@ def test_sums_by_domain_find_the_counts_of_their_domain() -> None:
     values = sums.values()
     assert values["domain/a/actor/entropy"] == 0.5 and values["domain/b/actor/entropy"] == 1.0 and values["actor/entropy"] == 0.7
     assert values["actor/loss"] == 2.0 and values["actor/tokens"] == 50
+
+
+def test_what_is_not_finite_stays_in_its_domain() -> None:
+    tokens = torch.tensor([[1.0, 2.0], [torch.nan, 0.0], [3.0, 4.0], [torch.inf, 0.0]])
+    found = sums_by_domain({"actor/approx_kl": tokens}, torch.tensor([2, 0, 2, 1]), 4)
+    told = {name: value.item() for name, value in found.items()}
+    assert math.isnan(told.pop("actor/approx_kl#0"))
+    assert told == {"actor/approx_kl#1": math.inf, "actor/approx_kl#2": 10.0, "actor/approx_kl#3": 0.0}
 
 
 def test_mismatch_is_counted_by_whoever_measured_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,22 @@ def test_every_update_leaves_a_line(journal: Journal, tmp_path: Path) -> None:
     assert all(line["actor/grad_norm"] == 1.0 for line in lines)
     (record,) = records(tmp_path)
     assert record["actor/updates"] == 2 and record["actor/kl_coef"] == 0.2
+
+
+def test_an_update_that_was_skipped_is_counted_and_spoils_nothing_of_the_step(journal: Journal, tmp_path: Path) -> None:
+    finite, skipped = update(0.1), update(math.nan)
+    sums = {**skipped.result.metrics, "actor/loss": math.inf}
+    skipped = replace(skipped, result=replace(skipped.result, metrics=sums, loss=math.inf, grad_norm=math.nan, skipped=True))
+    with journal.step(1):
+        journal.updates(1, {"actor": [[finite, skipped]]}, kl_coef=0.0)
+    journal.close("completed")
+    (record,) = records(tmp_path)
+    assert (record["actor/updates"], record["actor/skipped"], record["actor/tokens"], record["actor/loss"]) == (2, 1, 40, 0.5)
+    assert record["mismatch/mean"] == pytest.approx(0.1) and record["actor/ratio_p01"] == pytest.approx(1.0)
+    assert json.loads((tmp_path / "summary.json").read_text())["tokens"]["trained"] == 40
+    text = (tmp_path / "updates.jsonl").read_text()
+    assert "Infinity" not in text and "NaN" not in text
+    assert json.loads(text.splitlines()[1])["actor/skipped"] == 1
 
 
 @pytest.mark.parametrize("correct", range(9))

@@ -43,7 +43,8 @@ def test_how_far_is_too_far(metrics: dict[str, float], limit: float | None, far:
 
 
 def test_the_rest_of_the_updates_is_left_out_once_the_policy_has_moved_too_far() -> None:
-    results = [TrainResult(sums((kl, 10.0)), 0.0, 1.0, 1e-3) for kl in (0.1, 3.0, 0.1)]
+    """One that was skipped has moved nothing."""
+    results = [TrainResult(sums((kl, 10.0)), 0.0, 1.0, 1e-3, skipped=math.isnan(kl)) for kl in (math.nan, 0.1, 3.0, 0.1)]
     made: list[int] = []
 
     def train(share: Any, loss: Any, outputs: Any) -> Any:
@@ -56,8 +57,8 @@ def test_the_rest_of_the_updates_is_left_out_once_the_policy_has_moved_too_far()
         worker = SimpleNamespace(_train=train, loss=ActorLoss(), algorithm=AlgorithmConfig(early_stop_kl=limit))
         return len(ActorWorker.train(worker, None, 0.0))  # type: ignore[arg-type]
 
-    assert run(0.2) == 2 and made == [0, 1], "the third update was not made"
-    assert run(None) == 3
+    assert run(0.2) == 3 and made == [0, 1, 2], "the last update was not made"
+    assert run(None) == 4
 
 
 def trained(results: list[TrainResult], losses: dict[int, float], supervised: DataProto | None = None) -> list[Update]:

@@ -133,6 +133,31 @@ def test_rows_that_do_not_train_stay_out_of_whitening(advantage: dict[str, Any])
     assert float(counted.mean()) == pytest.approx(0, abs=1e-5) and float(counted.std()) == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "advantage",
+    [config for config in ESTIMATORS if config["name"] != "custom"],  # which is told off for what is not finite
+    ids=lambda config: "-".join(str(value) for value in config.values()),
+)
+def test_a_row_that_is_not_finite_spoils_no_others_when_advantages_are_whitened(advantage: dict[str, Any]) -> None:
+    """It has a group of its own, so that no baseline hands it on."""
+    rows, config = many_rows(), algorithm(advantage, whiten=True)
+    place = int((rows.mask.sum(1) > 1).nonzero()[0])
+    rows.columns["group"] = rows.columns["group"].clone()
+    rows.columns["group"][place] = 10_000
+    rows.columns["train_weight"] = rows.columns["train_weight"].clone()
+    rows.columns["train_weight"][place] = 0.0
+    expected = assign_credit(rows, 0, config, 0.0, alone).advantages
+    rows.columns["train_weight"][place] = 1.0
+    for name in ("reward", "values"):
+        if name in rows.columns:
+            rows.columns[name] = rows.columns[name].clone()
+            rows.columns[name][place] = NAN
+    found = assign_credit(rows, 0, config, 0.0, alone).advantages
+    assert found[place][rows.mask[place]].isnan().all()
+    others = torch.arange(len(found)) != place
+    torch.testing.assert_close(found[others], expected[others])
+
+
 def test_rows_that_do_not_train_count_in_group_baselines() -> None:
     rows = make_rows([1.0, 0.0, 0.0], [[1], [1], [1]], train_weight=torch.tensor([1.0, 1.0, 0.0]))
     credit = assign_credit(rows, 0, algorithm({"name": "grpo", "normalize_std": False}), 0.0, alone)
