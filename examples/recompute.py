@@ -83,7 +83,9 @@ class Run:
 
 def without_formula(config: dict[str, Any]) -> Iterator[str]:
     """What of the configuration this script cannot compute."""
-    actor, critic, reference = (config.get(role) or {} for role in ("actor_train", "critic", "reference"))
+    actor, critic, reference, model = (config.get(name) or {} for name in ("actor_train", "critic", "reference", "model"))
+    if model.get("dtype", "float32") != "float32":
+        yield f"computed in {model['dtype']} (model.dtype): beside its rounding no difference would say anything"
     if actor.get("lora") is not None:
         yield "trained adapters (actor_train.lora), for which this script has no formula"
     if config["algorithm"].get("ptx") is not None:
@@ -91,8 +93,16 @@ def without_formula(config: dict[str, Any]) -> Iterator[str]:
     if reference.get("refresh") is not None:
         yield "renewed its reference (reference.refresh), which is in none of its files"
     for role, section in (("actor_train", actor), ("critic", critic)):
+        if (section.get("optimizer") or {}).get("muon") is not None:
+            yield f"trained matrices with Muon ({role}.optimizer.muon), for which this script has no formula"
         if section.get("balance_coef", 0) > 0:
             yield f"balanced experts ({role}.balance_coef), for which this script has no formula"
+
+
+def sampled_by_the_policy_of_the_step(config: dict[str, Any]) -> bool:
+    """Of a replay it was another run's, beside the training an older one; in another precision it said something else."""
+    precision = config["actor_infer"]["dtype"] or config["model"]["dtype"]
+    return config["mode"] != "train_only" and config["rollout"]["supply"] == "sync" and precision == "float32"
 
 
 class Step:
@@ -436,8 +446,7 @@ class Recomputation:
     def forward_passes(self, step: Step) -> None:
         columns: dict[str, Policy | ValueModel | None] = {
             "old_log_probs": self.actor,
-            # Of a replay they are another run's policy's.
-            "rollout_log_probs": self.actor if self.run.config["mode"] != "train_only" else None,
+            "rollout_log_probs": self.actor if sampled_by_the_policy_of_the_step(self.run.config) else None,
             "ref_log_probs": self.reference,
             "values": self.critic,
         }

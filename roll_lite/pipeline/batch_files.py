@@ -115,8 +115,11 @@ def _are_wanted(config: RunConfig) -> bool:
 def _has_formulas(config: RunConfig) -> bool:
     """In examples/recompute.py, for what is trained."""
     refreshed = config.reference is not None and config.reference.refresh is not None
+    trained = [role for role in (config.actor_train, config.critic) if role is not None]
     return (
-        config.actor_train.lora is None
+        config.model.dtype == "float32"
+        and config.actor_train.lora is None
+        and all(role.optimizer.muon is None for role in trained)
         and not refreshed
         and not any(read_model_shape(path).experts for path in _models_of(config).values())
     )

@@ -97,6 +97,15 @@ def comes_out_again(folder: Path, compared: set[str]) -> None:
     assert other.returncode == 1 and re.search(r"^advantages .* step 2, sample \d+  <- too large$", other.stdout, re.MULTILINE)
 
 
+def test_log_probs_of_another_policy_or_precision_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    script: Any = importlib.import_module("recompute")
+    settings = (("sync", None, "full", True), ("sync", "float32", "full", True), ("async", None, "full", False))
+    for supply, dtype, mode, compared in (*settings, ("sync", "bfloat16", "full", False), ("sync", None, "train_only", False)):
+        config = {"mode": mode, "rollout": {"supply": supply}, "actor_infer": {"dtype": dtype}, "model": {"dtype": "float32"}}
+        assert script.sampled_by_the_policy_of_the_step(config) is compared, config
+
+
 def test_what_cannot_be_recomputed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     script: Any = importlib.import_module("recompute")
@@ -106,6 +115,9 @@ def test_what_cannot_be_recomputed_is_told(tmp_path: Path, monkeypatch: pytest.M
         r"reference\.refresh": {"reference": {"refresh": {"every": 2}}},
         r"actor_train\.balance_coef": {"actor_train": {"balance_coef": 0.1}},
         r"critic\.balance_coef": {"critic": {"balance_coef": 0.1}},
+        r"actor_train\.optimizer\.muon": {"actor_train": {"optimizer": {"muon": {"momentum": 0.95}}}},
+        r"critic\.optimizer\.muon": {"critic": {"optimizer": {"muon": {"momentum": 0.95}}}},
+        r"computed in bfloat16 \(model\.dtype\)": {"model": {"dtype": "bfloat16"}},
     }
     for told, sections in refused.items():
         given = {"algorithm": {}, "actor_train": {"balance_coef": 0.0}, "critic": None, "reference": None, **sections}

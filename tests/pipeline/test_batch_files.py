@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from roll_lite.config.checks import optimizers
 from roll_lite.config.loading import load_config
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.minibatches import MiniBatch
@@ -44,11 +45,17 @@ def load(monkeypatch: pytest.MonkeyPatch, recipe: str, *overrides: str) -> RunCo
         (["actor_train.lora={}"], False),  # nobody could compute anything from them
         (["actor_train.lora={}", "batches.write=always"], True),
         (["reference={refresh: {every: 1}}", "algorithm.kl_in_loss.coef=0.1"], False),
+        (["actor_train.optimizer.muon={}"], False),
+        (["algorithm.advantage={name: gae}", "critic={devices: 1, optimizer: {muon: {}}}"], False),
+        (["algorithm.advantage={name: gae}", "critic={devices: 1}"], True),
+        (["model.dtype=bfloat16"], False),
+        (["model.dtype=bfloat16", "batches.write=always"], True),
     ],
 )
 def test_small_runs_keep_their_batches_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], written: bool
 ) -> None:
+    monkeypatch.setattr(optimizers, "find_spec", lambda name: object())  # Muon's package
     files = BatchFiles(load(monkeypatch, "tiny_grpo", *overrides), tmp_path)
     assert files.are_written is written
     files.keep_start()
