@@ -65,8 +65,12 @@ class SupervisedRows:
         return self._order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:  # a checkpoint from before there were any has none
-            self._order.load_state_dict(state)
+        if not state:  # a checkpoint from before there were any has none
+            return
+        if state["count"] != (rows := len(self._prompts)):
+            message = f"algorithm.ptx.data has {rows} rows, and had {state['count']} when the checkpoint was written"
+            raise ValueError(f"{message}: their order would be another one; go on with the same data")
+        self._order.load_state_dict(state)
 
 
 def beside(own: DataProto, supervised: DataProto) -> DataProto:

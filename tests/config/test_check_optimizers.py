@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import pytest
 from config_project import Project
 
+from roll_lite.config.checkpoint_files import SCHEMA_VERSION
 from roll_lite.config.checks import layout as check_layout
 from roll_lite.config.checks import optimizers as check_optimizers
 from roll_lite.config.problems import Problem
@@ -46,6 +48,28 @@ def assert_told(problems: Sequence[Problem], path: str | None, fragment: str) ->
 def test_what_goes_with_muon(project: Project, installed: None, role: str, path: str | None, fragment: str) -> None:
     problems = project.problems_of(f"actor_train: {{{role}}}")
     assert_told(problems, path, fragment)
+
+
+def test_a_run_goes_on_with_the_optimizer_that_it_had(project: Project, installed: None) -> None:
+    """Of both roles, before anything starts. An older version had no Muon, and does not mention it."""
+    adam, muon = "optimizer: {lr: 1.0e-5}", "optimizer: {muon: {}}"
+    yaml = "actor_train: {%s}\ncritic: {%s}\nalgorithm: {advantage: {name: gae}}"
+    saved: dict[str, dict[str, object]] = {adam: {"lr": 1e-6}, muon: {"lr": 1e-6, "muon": {"momentum": 0.95}}}
+    for actor, critic in ((adam, muon), (muon, adam)):
+        made = {"actor_train": {"optimizer": saved[actor]}, "critic": {"optimizer": saved[critic]}}
+        state = {"schema_version": SCHEMA_VERSION, "pipeline": {}, "rollouts": {}, "config": made}
+        checkpoint = project.write("old/checkpoints/step_000001/state.json", json.dumps(state)).parent
+        for role in made:
+            project.write(f"{checkpoint}/{role}/weights", "")
+        resume = f"checkpoint.resume={checkpoint}"
+        assert project.problems_of(yaml % (actor, critic), resume) == []
+        for now, role, was in (((critic, critic), "actor_train", actor), ((actor, actor), "critic", critic)):
+            (problem,) = project.problems_of(yaml % now, resume)
+            held, remedy = ("Muon's", "set it") if was == muon else ("AdamW's", "remove it")
+            assert problem.path == "checkpoint.resume"
+            assert problem.message.endswith(
+                f"it holds {held} state for {role}; {role}.optimizer.muon decides what trains matrices: {remedy}"
+            )
 
 
 def test_muon_needs_its_package(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

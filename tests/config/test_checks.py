@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from roll_lite.config.arithmetic import max_model_len
 from roll_lite.config.checks import layout as check_layout
 from roll_lite.config.checks.across import readable
 from roll_lite.config.checks.layout import sharing_notes
+from roll_lite.config.checks.notes import notes_on
 from roll_lite.config.checks.rollout import staleness_notes
 
 CRITIC = "critic: {}\nalgorithm: {advantage: {name: gae}}\n"
@@ -572,6 +574,32 @@ def test_what_a_run_is_resumed_from(project: Project) -> None:
     state.write_text("{")
     (problem,) = project.problems("checkpoint.resume=runs/latest")
     assert problem.path == "checkpoint.resume" and f"{state} cannot be read as JSON" in problem.message
+
+
+def test_a_reference_that_becomes_another_one_is_told(project: Project) -> None:
+    """A checkpoint holds none that stays as it is."""
+    same = {**project.load().model_dump(mode="json"), "reference": {"refresh": None}}
+    kl = "algorithm: {kl_in_loss: {coef: 0.1}}\nreference: %s"
+    elsewhere = {**same, "model": {**same["model"], "path": "/data/other"}}
+    followed = {**same, "reference": {"refresh": {"every": 2, "weights": "actor"}}}
+    cases = (
+        (same, kl % "{}", None),
+        (elsewhere, kl % "{}", "so far against /data/other"),
+        (followed, kl % "{}", "so far against a reference that follows the actor (reference.refresh)"),
+        (followed, kl % "{refresh: {every: 3}}", None),
+        ({**elsewhere, "reference": None}, kl % "{}", None),
+        (followed, "steps: 3", None),
+        (elsewhere, "steps: 3", None),
+    )
+    for made, yaml, told in cases:
+        state = {"schema_version": 4, "pipeline": {}, "rollouts": {}, "config": made}
+        checkpoint = project.write("old/checkpoints/step_000001/state.json", json.dumps(state)).parent
+        for role in ("actor_train", "reference"):
+            project.write(f"{checkpoint}/{role}/weights", "")
+        resume = f"checkpoint.resume={checkpoint}"
+        assert project.problems_of(yaml, resume) == []
+        notes = [note for note in notes_on(project.load(resume, name="changed")) if note.startswith("checkpoint.resume: KL is measured")]
+        assert len(notes) == (told is not None) and all(str(told) in note for note in notes), (made, yaml, notes)
 
 
 def test_models_that_cannot_be_trained_are_refused_at_once(project: Project) -> None:

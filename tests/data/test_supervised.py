@@ -64,6 +64,8 @@ def test_every_row_once_per_pass_in_an_order_that_goes_on(tmp_path: Path, make_t
     resumed.load_state_dict({})
     with pytest.raises(ValueError, match="has seed 1, this run has 2"):
         another.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"^algorithm\.ptx\.data has 5 rows, and had 6 when the checkpoint was written"):
+        SupervisedRows(config(tmp_path, *texts[:5], data={"prompt": "text", "answer": None}), make_tokenizer(), 1).load_state_dict(state)
 
 
 def test_ranks_share_the_rows_of_each_step(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.config.adapter_files import resumption_problem
-from roll_lite.config.arithmetic import roles
+from roll_lite.config.arithmetic import kl_terms, roles, trains
 from roll_lite.config.checkpoint_files import check_model, describe, read_state, remedy, resumption
 from roll_lite.config.checks.data import DOMAIN_DATA_CHECKS
 from roll_lite.config.checks.layout import model_folder
@@ -135,7 +135,7 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
             raise ValueError(f"{checkpoint / 'state.json'} has no {' and no '.join(absent)}; {remedy(checkpoint)}")
         if (mode := state.get("config", {}).get("mode", "full")) != config.mode:
             raise ValueError(f"{checkpoint} was written by a run of mode: {mode}, this one is of mode: {config.mode}")
-        if config.mode != "rollout_only" and (other := resumption_problem(config.actor_train.lora, _saved_lora(state))):
+        for other in _trained_otherwise(config, state):
             raise ValueError(f"{checkpoint} cannot be gone on from: {other}")
         follows = config.reference is not None and config.reference.refresh is not None
         with_state = [role for role in ("actor_train", "critic", *(["reference"] if follows else [])) if role in roles(config)]
@@ -148,10 +148,45 @@ def _resume(config: RunConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.resume", str(error).removeprefix("checkpoint.resume: "), str(folder))
 
 
-def _saved_lora(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    actor = state.get("config", {}).get("actor_train")
-    saved = actor.get("lora") if isinstance(actor, dict) else None
-    return saved if isinstance(saved, dict) else None
+def _trained_otherwise(config: RunConfig, state: Mapping[str, Any]) -> Iterator[str]:
+    if not trains(config):
+        return
+    if other := resumption_problem(config.actor_train.lora, _saved(state, "actor_train", "lora")):
+        yield other
+    for name, role in (("actor_train", config.actor_train), ("critic", config.critic)):
+        saved = _saved(state, name, "optimizer")
+        if role is None or saved is None:
+            continue
+        by_muon = saved.get("muon") is not None
+        if by_muon != (role.optimizer.muon is not None):
+            was, right = ("Muon", "set it") if by_muon else ("AdamW", "remove it")
+            yield f"it holds {was}'s state for {name}; {name}.optimizer.muon decides what trains matrices: {right}"
+
+
+def _saved(state: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
+    """A section of the configuration that the checkpoint was written with."""
+    found: Any = state.get("config")
+    for name in names:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None
+
+
+def resumption_notes(config: RunConfig) -> list[str]:
+    """Against whom KL is measured where it was another one so far: a checkpoint has no reference that stays as it is. (With adapters
+    model.path has to have the same weights.)"""
+    folder, reference = config.checkpoint.resume, config.reference
+    follows = reference is not None and reference.refresh is not None
+    if folder is None or follows or not trains(config) or not kl_terms(config):
+        return []
+    state = read_state(resumption(folder).checkpoint)
+    now, made, had = config.model.path.resolve(), _saved(state, "model"), _saved(state, "reference")
+    if had is not None and had.get("refresh") is not None:
+        was = "a reference that follows the actor (reference.refresh)"
+    elif had is not None and made is not None and config.actor_train.lora is None and Path(made["path"]).resolve() != now:
+        was = made["path"]
+    else:
+        return []
+    return [f"checkpoint.resume: KL is measured against model.path ({now}) from here on, and was so far against {was}"]
 
 
 def _same_model(config: RunConfig, role: str, checkpoint: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from roll_lite.config.checks.files import resumption_notes
 from roll_lite.config.checks.layout import sharing_notes
 from roll_lite.config.checks.lora import reference_notes
 from roll_lite.config.checks.replay import mode_notes
@@ -11,4 +12,5 @@ from roll_lite.config.schema.run import RunConfig
 
 
 def notes_on(config: RunConfig) -> list[str]:
-    return [*mode_notes(config), *sharing_notes(config), *staleness_notes(config), *reference_notes(config), *plain_secrets(config)]
+    notes_of_parts = (mode_notes, resumption_notes, sharing_notes, staleness_notes, reference_notes, plain_secrets)
+    return [note for notes in notes_of_parts for note in notes(config)]
