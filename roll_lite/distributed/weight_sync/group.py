@@ -263,7 +263,7 @@ class TransferGroup:
                     f"weight transfer: {names} did not {what} within {self.membership.timeout_s:g} s ({self.name} waited)"
                 )
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            pause = min(1.2 * pause, LONGEST_PAUSE_S)
             if pause == LONGEST_PAUSE_S:
                 self._check_epoch()
 
@@ -277,7 +277,7 @@ class TransferGroup:
                 raise TransferTimeout(
                     f"weight transfer: somebody did not {what} within {self.membership.timeout_s:g} s ({self.name} waited)"
                 )
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            pause = min(1.2 * pause, LONGEST_PAUSE_S)
             if pause == LONGEST_PAUSE_S:
                 with self._rendezvous():
                     self._check_epoch()
