@@ -108,16 +108,12 @@ def make_tiny_model(
     folder: Path,
     family: Family = "qwen2",
     tied: bool = True,
-    hidden: int = 2 * HEAD_DIM,
-    layers: int = 2,
-    seed: int = 0,
-    sharpness: float = 1.0,
     dtype: torch.dtype = torch.float32,
-    **overrides: Any,
+    **shape: Any,
 ) -> Path:
-    """Write config, safetensors and tokenizer into `folder` and return it."""
+    """Write config, safetensors and tokenizer into `folder` and return it. `shape`: see make_model."""
     folder.mkdir(parents=True, exist_ok=True)
-    make_model(family, tied, hidden, layers, seed, sharpness, **overrides).to(dtype).save_pretrained(folder)
+    make_model(family, tied, **shape).to(dtype).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 

@@ -291,7 +291,7 @@ def _purge(base: Path) -> None:
             logger.info("removing %s, left behind by process %s", folder, process)
             if (folder / MARK_FILE).is_file():
                 session_guard.end_processes((folder / MARK_FILE).read_text(), folder, grace_s=0.0)
-            session_guard.remove(folder)
+            session_guard.remove_session(folder)
 
 
 def _is_alive(process: int, identity: str) -> bool:
@@ -316,4 +316,4 @@ def _dismiss(guard: subprocess.Popen[bytes], folder: Path) -> None:
         guard.wait(session_guard.PATIENCE_SECONDS + 5)
     except (BrokenPipeError, subprocess.TimeoutExpired):
         logger.warning("the guard of the Ray session did not end as it should; removing %s without it", folder)
-        session_guard.remove(folder)
+        session_guard.remove_session(folder)

@@ -100,12 +100,18 @@ def wait_for_driver(driver: int, folder: Path) -> bool:
             return True
 
 
-def remove(folder: Path) -> None:
-    """And the semaphores that are called after folders in it: those of engines whose host was killed (strategy/inference/scratch.py)."""
+def remove_session(folder: Path) -> None:
+    """And what belongs to the engines whose hosts were killed: their folders are in it."""
     for inside in folder.glob("*/"):
-        for semaphore in SHARED.glob(f"sem.{inside.name}-*"):
-            semaphore.unlink(missing_ok=True)
+        remove_folder(inside)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """And the semaphores that are called after it: an engine's are (strategy/inference/scratch.py)."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for semaphore in SHARED.glob(f"sem.{folder.name}-*"):
+        semaphore.unlink(missing_ok=True)
 
 
 def second_guard() -> tuple[int, bool]:
@@ -126,7 +132,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     done = wait_for_driver(driver, folder)
     end_processes(mark, folder, GRACE_SECONDS if done else 0.0)
-    remove(folder)
+    remove_session(folder)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def test_early_log_probs_are_those_of_the_whole_batch(tmp_path: Path) -> None:
     early = run(tmp_path / "early", *OWN_DEVICES, few, "rollout.dump=true", "rollout.stream_log_probs=true")
     whole = run(tmp_path / "whole", *OWN_DEVICES, "mode=train_only", f"replay.path={early}")
     (metrics,) = [record for line in (early / "metrics.jsonl").read_text().splitlines() if "time/step" in (record := json.loads(line))]
-    assert metrics["rollout/early_samples"] >= 48, "a quarter at least"
+    assert 48 <= metrics["rollout/early_samples"] < 192, "a quarter at least, and not all"
     mine, its = rows(early), rows(whole)
     assert mine.keys() == its.keys() and len(mine) > 0
     for sample, row in mine.items():

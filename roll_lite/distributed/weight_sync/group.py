@@ -21,6 +21,8 @@ from roll_lite.distributed.weight_sync.devices import Home
 from roll_lite.distributed.weight_sync.plan import Channel, Membership, Route
 
 LONGEST_PAUSE_S = 0.01  # between two looks at who has come
+_LONGER = 1.2
+"""Each pause, than the one before: whoever has come is seen after little more than the time that it took."""
 
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
@@ -263,7 +265,7 @@ class TransferGroup:
                     f"weight transfer: {names} did not {what} within {self.membership.timeout_s:g} s ({self.name} waited)"
                 )
             time.sleep(pause)
-            pause = min(1.2 * pause, LONGEST_PAUSE_S)
+            pause = min(_LONGER * pause, LONGEST_PAUSE_S)
             if pause == LONGEST_PAUSE_S:
                 self._check_epoch()
 
@@ -277,7 +279,7 @@ class TransferGroup:
                 raise TransferTimeout(
                     f"weight transfer: somebody did not {what} within {self.membership.timeout_s:g} s ({self.name} waited)"
                 )
-            pause = min(1.2 * pause, LONGEST_PAUSE_S)
+            pause = min(_LONGER * pause, LONGEST_PAUSE_S)
             if pause == LONGEST_PAUSE_S:
                 with self._rendezvous():
                     self._check_epoch()

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from roll_lite.distributed.strategy.inference.scratch import SCRATCH, SHARED, clear
+from roll_lite.distributed.session_guard import SHARED, remove_folder
+from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 from roll_lite.distributed.watchdog import name_of, status_of
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
@@ -141,7 +142,7 @@ def _when_gone(process: psutil.Process, act: Callable[[], None]) -> None:
 
 def _remove_scratch() -> None:
     if SCRATCH in os.environ:
-        clear(os.environ[SCRATCH])
+        remove_folder(Path(os.environ[SCRATCH]))
 
 
 def end_group_with_host() -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
-import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from roll_lite.distributed.session_guard import remove_folder
+
 SCRATCH = "ROLL_LITE_ENGINE_SCRATCH"
-SHARED = Path("/dev/shm")
 _LOCK = ".host"
 """A file of the folder that its host holds locked."""
 _LONGEST_BASE = 50  # a socket's path has at most 107 bytes, and the engines' own part of it has up to 36
@@ -60,7 +60,7 @@ class Scratch:
 def _remove_in(pid: int, path: str, lock: int) -> None:
     """Processes that were forked from the one that made the folder end without taking it away."""
     if os.getpid() == pid:
-        clear(path)
+        remove_folder(Path(path))
         os.close(lock)
 
 
@@ -83,16 +83,9 @@ def _clear_if_abandoned(folder: Path) -> None:
         lock = os.open(folder / _LOCK, os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            clear(str(folder))
+            remove_folder(folder)
         finally:
             os.close(lock)
-
-
-def clear(path: str) -> None:
-    """The folder, and the semaphores that are called after it."""
-    shutil.rmtree(path, ignore_errors=True)
-    for semaphore in SHARED.glob(f"sem.{Path(path).name}-*"):
-        semaphore.unlink(missing_ok=True)
 
 
 def name_semaphores() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_lite.distributed.strategy.inference.scratch import SHARED, Scratch
+from roll_lite.distributed.session_guard import SHARED
+from roll_lite.distributed.strategy.inference.scratch import Scratch
 
 _HOST = """
 import os

@@ -19,9 +19,10 @@ from typing import Any, NoReturn
 import torch
 
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest
+from roll_lite.distributed.session_guard import remove_folder
 from roll_lite.distributed.strategy.base import EngineMemory, PauseMode
 from roll_lite.distributed.strategy.inference.processes import end_group_with_host_or_leader
-from roll_lite.distributed.strategy.inference.scratch import SCRATCH, clear, name_semaphores
+from roll_lite.distributed.strategy.inference.scratch import SCRATCH, name_semaphores
 from roll_lite.distributed.strategy.sglang.compat.channel import Closed, PickleChannel, Start
 from roll_lite.distributed.strategy.sglang.compat.manager import Manager, end, launch
 from roll_lite.distributed.strategy.sglang.compat.settings import keep_files_in
@@ -234,7 +235,7 @@ class EngineServer:
 def _stop(engine: Any, scratch: str) -> NoReturn:
     """The host may be gone: its part is done too."""
     end(engine)
-    clear(scratch)
+    remove_folder(Path(scratch))
     os._exit(0)  # without the wait for sockets on which nobody listens
 
 
