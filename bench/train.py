@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, OptimizerConfig
+from roll_lite.config.schema.models import LoraConfig, MegatronStrategyConfig, ModelConfig, OptimizerConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs, MicroBatchPlanner, RowsAtATime, TokenBudget, padded
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
@@ -102,7 +102,12 @@ def _fields(hidden: int, layers: int) -> dict[str, Any]:
 
 @contextmanager
 def one_rank(
-    optimizer: OptimizerConfig | None, hidden: int = 256, layers: int = 4, dtype: str = "float32", **changed: Any
+    optimizer: OptimizerConfig | None,
+    hidden: int = 256,
+    layers: int = 4,
+    dtype: str = "float32",
+    lora: LoraConfig | None = None,
+    **changed: Any,
 ) -> Iterator[tuple[MegatronStrategy, Path]]:
     """A strategy in this process, on a GPU if there is one, with a model of make_model, and a folder that is gone afterwards."""
     torch.set_num_threads(1)
@@ -113,16 +118,16 @@ def one_rank(
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
         try:
-            yield make_strategy(folder / "model", MegatronStrategyConfig(), optimizer, dtype), folder
+            yield make_strategy(folder / "model", MegatronStrategyConfig(), optimizer, dtype, lora), folder
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
 
 def make_strategy(
-    path: Path, layout: MegatronStrategyConfig, optimizer: OptimizerConfig | None, dtype: Any = "float32"
+    path: Path, layout: MegatronStrategyConfig, optimizer: OptimizerConfig | None, dtype: Any = "float32", lora: LoraConfig | None = None
 ) -> MegatronStrategy:
-    strategy = MegatronStrategy(ModelSpec(ModelConfig(path=path, dtype=dtype), layout, "model.path", optimizer))
+    strategy = MegatronStrategy(ModelSpec(ModelConfig(path=path, dtype=dtype), layout, "model.path", optimizer, lora=lora))
     strategy.initialize()
     return strategy
 

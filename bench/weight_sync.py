@@ -42,10 +42,10 @@ VOCAB = 32_000
 class Remote:
     """An object in a process of its own: `call` starts a method of it, `result` waits for what it returns."""
 
-    def __init__(self, make: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(self, make: Callable[..., Any], *arguments: Any, starts_others: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=not starts_others)
         self.process.start()
 
     def call(self, method: str, *arguments: Any) -> None:

@@ -140,6 +140,7 @@ ELSEWHERE = {
     "python -m roll_lite.simulator.timelines docs/images": draws_the_timelines,
     "pip check": lists_missing_packages,
     "python bench/gpu.py": is_a_benchmark,
+    "python bench/lora_sync.py": is_a_benchmark,
     'pip install ".[vllm]"': names_an_extra,
     'pip install ".[sglang]"': names_an_extra,
     'pip install ".[vllm,dev]"': names_an_extra,

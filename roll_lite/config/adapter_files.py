@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,10 @@ from roll_lite.config.model_files import weights_fingerprint
 from roll_lite.config.schema.models import LoraConfig
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+A, B = "lora_A", "lora_B"
+"""The matrices of an adapter: [rank, in] and [out, rank]."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM makes room for: adapters of a rank between two of them take as much as those of the larger one."""
 BASE_FILE = "base.json"
 """Beside a checkpoint of adapters: whose they are."""
 _PLAIN: dict[str, Any] = {
@@ -80,6 +84,27 @@ def adapter_problems(lora: LoraConfig) -> Iterator[str]:
     for key in sorted(set(stored) - {*_PLAIN, *_CHECKED, *_WITHOUT_EFFECT}):
         if stored[key]:
             yield f"{ADAPTER_CONFIG} has {key} {stored[key]!r:.40}, which is not supported; merge the adapters into a model and train that"
+
+
+def target_of(weight: str) -> str | None:
+    """q_proj, of self_attn.q_proj.weight; None of what is no weight."""
+    module, _, kind = weight.rpartition(".")
+    return module.rpartition(".")[2] if kind == "weight" else None
+
+
+def adapter_name(weight: str, matrix: str) -> str:
+    """PEFT's name for the A or the B beside a weight."""
+    return f"base_model.model.{weight.removesuffix('.weight')}.{matrix}.weight"
+
+
+def adapter_shapes(weights: Mapping[str, tuple[int, ...]], targets: Collection[str], rank: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's adapters by their names, from those of its weights."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for weight, shape in weights.items():
+        if target_of(weight) in targets:
+            rows, columns = shape
+            shapes |= {adapter_name(weight, A): (rank, columns), adapter_name(weight, B): (rows, rank)}
+    return shapes
 
 
 # ---------------------------------------------------------------- checkpoints, which hold adapters without the weights that they belong to

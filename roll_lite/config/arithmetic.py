@@ -16,6 +16,7 @@ from roll_lite.config.schema.models import (
     ForwardRoleConfig,
     InferRoleConfig,
     JudgeServerConfig,
+    LoraConfig,
     MegatronStrategyConfig,
     OptimizerConfig,
     RewardModelConfig,
@@ -235,6 +236,12 @@ def updates(config: RunConfig, role: str) -> int:
 def infer_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
     """Precision of the engines."""
     return config.actor_infer.dtype or config.model.dtype
+
+
+def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
+    """What engines get alone; None where they get all weights."""
+    lora = config.actor_train.lora
+    return lora if lora is not None and lora.engines == "adapter" else None
 
 
 def model_parallel_size(role: Role) -> int:

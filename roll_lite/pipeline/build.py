@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from roll_lite.config.arithmetic import (
     actor_is_reference,
+    adapters_of_engines,
     generates,
     infer_dtype,
     max_model_len,
@@ -168,6 +169,7 @@ class Starter:
             limits.engine_step,
             experts=replays_engines(self.config),
             sharers=role.replicas_per_device,
+            lora=adapters_of_engines(self.config),
         )
         turns = role.replicas_per_device if any(slot.gpus for slot in slots) else 1
         return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine, parts), role, turns)

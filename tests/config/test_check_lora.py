@@ -8,7 +8,9 @@ import pytest
 from config_project import Project
 
 from roll_lite.config.checkpoint_files import SCHEMA_VERSION
+from roll_lite.config.checks import layout as check_layout
 from roll_lite.config.checks.notes import notes_on
+from roll_lite.config.hf_config import read_hf_config
 
 ADAPTERS = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 MISTAKES = {
@@ -132,3 +134,38 @@ def test_the_actors_pass_as_reference_can_be_early(project: Project) -> None:
     yaml = "rollout: {stream_log_probs: true}\nactor_train: {devices: [1], lora: {}}\n"
     assert [problem.path for problem in project.problems_of(yaml + "algorithm: {old_log_probs: current}")] == ["rollout.stream_log_probs"]
     assert project.problems_of(yaml + "algorithm: {old_log_probs: current, kl_in_loss: {coef: 0.1}}") == []
+
+
+def test_adapters_alone_to_engines(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused where an engine has no place for them; what travels is told."""
+    monkeypatch.setattr(check_layout, "gpus_visible", lambda: False)
+    alone = "actor_train: {lora: {engines: adapter, rank: 4, targets: [q_proj]}}\n"
+    assert project.problems_of(alone) == []
+    shape = read_hf_config(project.folder / "model")
+    numbers = shape.layers * 4 * (shape.hidden + shape.heads * shape.head_dim)
+    (told,) = [note for note in notes_on(project.load(name="changed")) if "engines get" in note]
+    assert f"the adapters alone: {numbers * 4 / 2**20:,.1f} MB in every update instead of" in told
+    wide = "actor_train: {lora: {engines: adapter, rank: 513}}\nactor_infer: {strategy: {name: %s}}"
+    (problem,) = project.problems_of(wide % "vllm")
+    assert problem.path == "actor_train.lora.rank" and "up to rank 512" in problem.message
+    assert project.problems_of(wide % "sglang") == project.problems_of("mode: rollout_only\n" + wide % "vllm") == []
+    workers = 2 * shape.key_value_heads
+    shared = f"{alone}actor_infer: {{devices: {workers}, strategy: {{tensor_parallel: {workers}, name: %s}}}}"
+    assert project.problems_of(shared % "vllm") == []
+    (problem,) = project.problems_of(shared % "sglang")
+    assert problem.path == "actor_infer.strategy.tensor_parallel" and "share the model's" in problem.message
+    monkeypatch.setattr(check_layout, "gpus_visible", lambda: True)
+    assert ["vLLM's kernels for adapters alone compute in 16 bits" in problem.message for problem in project.problems_of(alone)] == [True]
+    assert project.problems_of("actor_infer: {dtype: bfloat16}\n" + alone) == []
+
+
+def test_adapters_of_experts_do_not_go_alone(project: Project) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True}
+    project.write_model("model", model_type="qwen3_moe", **experts)  # whose weights are a dense model's, which is told beside
+
+    def told(targets: str) -> list[str]:
+        problems = project.problems_of(f"actor_train: {{lora: {{engines: adapter, targets: [{targets}]}}}}")
+        return [problem.message for problem in problems if problem.path == "actor_train.lora.engines"]
+
+    assert told("q_proj, v_proj") == []
+    assert ["experts (up_proj of targets) in merged weights only" in message for message in told("q_proj, up_proj")] == [True]

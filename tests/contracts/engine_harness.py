@@ -6,7 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from multiprocessing.connection import Connection
@@ -18,16 +18,18 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also in the sender's process
-from support_models import EOS_ID, Family, by_checkpoint, load_hf, make_model, make_tiny_model
+from support_models import EOS_ID, HEAD_DIM, Family, by_checkpoint, load_hf, make_model, make_tiny_model
 from support_passes import forward
 
-from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig, VllmStrategyConfig
+from roll_lite.config.adapter_files import adapter_shapes
+from roll_lite.config.schema.models import LoraConfig, ModelConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineSpec, ModelSpec, PauseMode
 from roll_lite.distributed.strategy.engines import build_engine
 from roll_lite.distributed.strategy.inference.engine import EngineStrategy
+from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.group import TransferGroup, rendezvous_store
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan, TransferPlan, by_bucket, plan_transfers, tensors_of
 from roll_lite.distributed.weight_sync.transport import TransportSender
@@ -64,6 +66,37 @@ def random_state(family: Family, tied: bool, seed: int, dtype: torch.dtype = tor
     return state
 
 
+Sent = tuple[Family, bool, int, torch.dtype, LoraConfig | None]
+"""Family, whether embeddings are tied, the seed, and adapters where they come alone."""
+
+
+def sent_state(family: Family, tied: bool, seed: int, dtype: torch.dtype, lora: LoraConfig | None) -> dict[str, torch.Tensor]:
+    """What a trainer sends of a seed: a model, or adapters with alpha / rank in their Bs."""
+    if lora is None:
+        return random_state(family, tied, seed, dtype)
+    shapes = {name: tuple(tensor.shape) for name, tensor in random_state(family, tied, 0).items()}
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in adapter_shapes(shapes, lora.targets, lora.rank).items()}
+    return {name: (tensor / (3 if ".lora_B." in name else tensor.shape[1] ** 0.5)).to(dtype) for name, tensor in drawn.items()}
+
+
+def served_model(family: Family, tied: bool, seed: int, dtype: torch.dtype, lora: LoraConfig | None) -> Any:
+    """The oracle of what was sent. Adapters stand beside the weights that the engine was started with."""
+    model = make_model(family, tied, seed=seed if lora is None else 0, sharpness=SHARPNESS)
+    if lora is not None:
+        add_adapters(model, sent_state(family, tied, seed, dtype, lora))
+    return model.to(dtype).eval()
+
+
+def add_adapters(model: Any, tensors: Mapping[str, torch.Tensor], scale: float = 1.0) -> None:
+    """W + scale * B A in the place of each W that has adapters."""
+    with torch.no_grad():
+        for name in [name for name in tensors if ".lora_A." in name]:
+            weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            added = tensors[name.replace(".lora_A.", ".lora_B.")].float() @ tensors[name].float()
+            model.get_parameter(weight).add_(scale * added)
+
+
 def export_plan(state: dict[str, torch.Tensor], buckets: int = 3) -> ExportPlan:
     """In alphabetical order, so that fused projections are torn apart between buckets."""
     names = sorted(state)
@@ -76,7 +109,7 @@ def _serve(connection: Connection) -> None:
     """The sender's process: joins groups and sends random models on demand."""
     torch.set_num_threads(1)
     sender: TransportSender | None = None
-    states: dict[tuple[Any, ...], dict[str, torch.Tensor]] = {}
+    states: dict[str, dict[str, torch.Tensor]] = {}
     while True:
         command, *arguments = connection.recv()
         try:
@@ -87,10 +120,10 @@ def _serve(connection: Connection) -> None:
                 sender = transport_of(group).sender(group)
             elif command == "send":
                 routes, model = arguments
-                states.setdefault(model, random_state(*model))
+                state = states.setdefault(repr(model), sent_state(*model))
                 assert sender is not None
                 for route in routes:
-                    sender.send(route, states[model])
+                    sender.send(route, state)
             connection.send(None)
         except RuntimeError as error:
             connection.send(f"{type(error).__name__}: {error}")
@@ -124,9 +157,9 @@ class SenderProcess:
         self.process.join()
 
 
-def make_strategy(make: Make, model: ModelConfig, max_model_len: int, **options: Any) -> EngineStrategy:
+def make_strategy(make: Make, model: ModelConfig, max_model_len: int, lora: LoraConfig | None = None, **options: Any) -> EngineStrategy:
     config = {"vllm": VllmStrategyConfig, "sglang": SglangStrategyConfig}[make](**options)
-    strategy = build_engine(EngineSpec(model, config, max_model_len))
+    strategy = build_engine(EngineSpec(model, config, max_model_len, lora=lora))
     assert isinstance(strategy, EngineStrategy)
     return strategy
 
@@ -190,8 +223,12 @@ class Harness:
     reference: Any
     dtype: torch.dtype = torch.float32
     version: int = 0
+    seed: int = 0
+    """Of what it has got last."""
     sender: SenderProcess | None = None
     plan: TransferPlan | None = None
+    lora: LoraConfig | None = None
+    """Of adapters that come alone."""
     counter: int = 0
     stores: list[Any] = field(default_factory=list)
 
@@ -205,13 +242,15 @@ class Harness:
         dtype: Literal["float32", "bfloat16"] = "float32",
         make: Make = "vllm",
         layers: int = 2,
+        hidden: int = 2 * HEAD_DIM,
+        lora: LoraConfig | None = None,
         **options: Any,
     ) -> Harness:
         torch_dtype = getattr(torch, dtype)
-        make_tiny_model(folder, family, tied, layers=layers, sharpness=SHARPNESS, dtype=torch_dtype)
-        strategy = make_strategy(make, ModelConfig(path=folder, dtype=dtype), max_model_len, **options)
+        make_tiny_model(folder, family, tied, layers=layers, hidden=hidden, sharpness=SHARPNESS, dtype=torch_dtype)
+        strategy = make_strategy(make, ModelConfig(path=folder, dtype=dtype), max_model_len, lora, **options)
         await strategy.initialize()
-        return cls(strategy, make, folder, family, tied, load_hf(folder, torch_dtype), torch_dtype)
+        return cls(strategy, make, folder, family, tied, load_hf(folder, torch_dtype), torch_dtype, lora=lora)
 
     async def stop(self) -> None:
         await self.strategy.shutdown()
@@ -261,7 +300,7 @@ class Harness:
         if self.sender is None:
             self.sender = SenderProcess.shared()
             await self.sender.call("ping")  # it may still be starting, which is not what time-outs are about
-        export = export_plan(random_state(self.family, self.tied, 0, self.dtype))
+        export = export_plan(sent_state(*self.sent(0)))
         options = self.strategy.options
         self.plan = plan_transfers(export, {0: options.tensor_parallel}, expert_parallel=options.expert_parallel)
         store = rendezvous_store("127.0.0.1")
@@ -269,6 +308,9 @@ class Harness:
         membership = self.plan.membership(1, "auto", "127.0.0.1", store.port, timeout_s)
         joining = self.sender.call("join", membership, 0)
         await asyncio.gather(joining, self.strategy.connect_weights(self.plan.first_member(0), membership))
+
+    def sent(self, seed: int) -> Sent:
+        return self.family, self.tied, seed, self.dtype, self.lora
 
     @property
     def tensors(self) -> list[ExportedTensor]:
@@ -279,7 +321,7 @@ class Harness:
         """Of one bucket."""
         assert self.plan is not None and self.sender is not None
         routes = by_bucket(self.plan.routes)[number]
-        sending = self.sender.call("send", routes, (self.family, self.tied, seed, self.dtype))
+        sending = self.sender.call("send", routes, self.sent(seed))
         await asyncio.gather(sending, self.strategy.receive_bucket(routes))
 
     async def update(self, seed: int) -> None:
@@ -296,7 +338,12 @@ class Harness:
         """The weights of this seed have arrived."""
         self.version += 1
         await self.strategy.finish_weight_update(self.version)
-        self.reference = make_model(self.family, self.tied, seed=seed, sharpness=SHARPNESS).to(self.dtype).eval()
+        self.seed = seed
+        self.reference = served_model(*self.sent(seed))
+
+    def checksums(self) -> dict[str, str]:
+        """Of what was sent last."""
+        return {name: checksum(tensor) for name, tensor in sent_state(*self.sent(self.seed)).items()}
 
     # ------------------------------------------------------------ the oracle
 

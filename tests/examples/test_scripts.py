@@ -24,6 +24,7 @@ QUICK: dict[str, list[str]] = {
     "bench/checkpoint.py": ["--rounds=1", "--layers=1"],
     "bench/engines.py": ["--rounds=1", "--requests=4", "--engines=vllm"],
     "bench/logprob_memory.py": ["--rounds=1", "--rows=512", "--vocab=32768", "--hidden=64"],
+    "bench/lora_sync.py": ["--rounds=1", "--hidden=128", "--layers=1", "--engines=vllm"],
     "bench/packing.py": ["--pairs=1", "--rows=16", "--longest=64", "--budget=128"],
     "bench/reward_code.py": ["--rounds=1", "--programs=4"],
     "bench/reward_faults.py": ["--samples=500", "--types=exact"],
@@ -48,7 +49,7 @@ FALLS_SHORT = {"examples/run_recipes.py": "tiny_raft"}
 """Scripts that end with 1 where a model has not learned, as it cannot in one step; and what they say of it."""
 
 
-DEAR = {"bench/engines.py", "bench/rollout.py", "bench/routing_replay.py", "bench/step.py", "examples/run_recipes.py"}
+DEAR = {"bench/engines.py", "bench/lora_sync.py", "bench/rollout.py", "bench/routing_replay.py", "bench/step.py", "examples/run_recipes.py"}
 """Scripts that start engines or whole runs, or make an environment of their own for a competitor."""
 
 

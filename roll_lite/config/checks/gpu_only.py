@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from roll_lite.config.arithmetic import generates, infer_dtype, roles, trains
+from roll_lite.config.arithmetic import adapters_of_engines, generates, infer_dtype, roles, trains
 from roll_lite.config.checks import layout
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema.models import EngineStrategyConfig, MegatronStrategyConfig, SglangStrategyConfig
+from roll_lite.config.schema.models import EngineStrategyConfig, MegatronStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 
 SGLANG_FP8 = ("qwen2", "qwen3")
@@ -54,6 +54,17 @@ def _fp8_of_sglang(config: RunConfig) -> Iterator[Problem]:
         yield Problem("actor_infer.strategy.quantization", message, "fp8")
 
 
+def _adapters_alone(config: RunConfig) -> Iterator[Problem]:
+    lora, strategy = adapters_of_engines(config), config.actor_infer.strategy
+    if lora is None or config.mode != "full" or not isinstance(strategy, VllmStrategyConfig) or not layout.gpus_visible():
+        return
+    if (dtype := infer_dtype(config)) == "float32":
+        message = (
+            f"vLLM's kernels for adapters alone compute in 16 bits on GPUs, and actor_infer.dtype (where absent, model.dtype) is {dtype}"
+        )
+        yield Problem("actor_train.lora.engines", f"{message}; use bfloat16, or merged", lora.engines)
+
+
 def _fp8_judges(config: RunConfig) -> Iterator[Problem]:
     for name, judge in config.judges.items():
         if judge.strategy.quantization == "fp8" and no_gpus(config):
@@ -85,4 +96,4 @@ def _transformer_engine(config: RunConfig) -> Iterator[Problem]:
             yield Problem(path, message, strategy.layers)
 
 
-GPU_CHECKS = (_transformer_engine, _fp8_rollouts, _fp8_of_sglang, _fp8_judges, _transports_between_gpus)
+GPU_CHECKS = (_transformer_engine, _fp8_rollouts, _fp8_of_sglang, _fp8_judges, _adapters_alone, _transports_between_gpus)

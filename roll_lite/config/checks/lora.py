@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from math import prod
 
-from roll_lite.config.adapter_files import adapter_problems
-from roll_lite.config.arithmetic import actor_is_reference, kl_terms, trains
-from roll_lite.config.hf_config import read_model_shape
+from roll_lite.config.adapter_files import VLLM_RANKS, adapter_problems, adapter_shapes
+from roll_lite.config.arithmetic import actor_is_reference, adapters_of_engines, infer_dtype, kl_terms, trains
+from roll_lite.config.checks.gpu_only import no_gpus
+from roll_lite.config.hf_config import read_hf_config, read_model_shape
+from roll_lite.config.model_files import weight_shapes
 from roll_lite.config.problems import Problem, did_you_mean
-from roll_lite.config.schema.models import FEED_FORWARD, LINEAR_LAYERS
+from roll_lite.config.schema.models import FEED_FORWARD, LINEAR_LAYERS, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 
 
@@ -56,6 +59,30 @@ def _what_needs_whole_weights(config: RunConfig) -> Iterator[Problem]:
         yield Problem("reference.refresh", "the reference takes whole weights; use actor_train.lora.export: merged, or remove this")
 
 
+def _alone_to_engines(config: RunConfig) -> Iterator[Problem]:
+    lora, strategy = adapters_of_engines(config), config.actor_infer.strategy
+    if lora is not None and config.mode == "full" and isinstance(strategy, VllmStrategyConfig) and lora.rank > VLLM_RANKS[-1]:
+        message = f"vLLM takes adapters alone up to rank {VLLM_RANKS[-1]}; use less, or actor_train.lora.engines: merged"
+        yield Problem("actor_train.lora.rank", message, lora.rank)
+
+
+def _alone_to_engines_of_experts(config: RunConfig) -> Iterator[Problem]:
+    lora, strategy = adapters_of_engines(config), config.actor_infer.strategy
+    if lora is None or config.mode != "full":
+        return
+    try:
+        shape = read_model_shape(config.model.path)
+    except ValueError:  # the file checks report it
+        return
+    if shape.experts and (feed_forward := [name for name in lora.targets if name in FEED_FORWARD]):
+        message = f"engines get adapters of experts ({', '.join(feed_forward)} of targets) in merged weights only; use merged"
+        yield Problem("actor_train.lora.engines", f"{message}, or targets of attention alone", lora.engines)
+    workers = strategy.tensor_parallel if isinstance(strategy, SglangStrategyConfig) and no_gpus(config) else 1
+    if shape.kv_heads % workers:
+        message = f"on a CPU SGLang's workers have adapters alone where they share the model's {shape.kv_heads} key/value heads evenly"
+        yield Problem("actor_infer.strategy.tensor_parallel", f"{message}; use fewer, or actor_train.lora.engines: merged", workers)
+
+
 def reference_notes(config: RunConfig) -> list[str]:
     """Whose the log-probs are that KL is measured against."""
     if config.actor_train.lora is None or not kl_terms(config) or not trains(config):
@@ -65,6 +92,22 @@ def reference_notes(config: RunConfig) -> list[str]:
     if actor_is_reference(config):
         return ["KL is measured against actor_train with its adapters off: a pass more, and no model more (a `reference` section has one)"]
     return ["reference holds the weights that actor_train has under its adapters; without the section actor_train makes that pass itself"]
+
+
+def engine_notes(config: RunConfig) -> list[str]:
+    """What travels where adapters do alone."""
+    lora = adapters_of_engines(config)
+    if lora is None or config.mode != "full":
+        return []
+    try:
+        weights = weight_shapes(read_hf_config(config.model.path))
+    except ValueError:  # told as the model's mistake
+        return []
+    size = 2 if infer_dtype(config) == "bfloat16" else 4
+    alone, all_of_it = (
+        size * sum(map(prod, shapes.values())) / 2**20 for shapes in (adapter_shapes(weights, lora.targets, lora.rank), weights)
+    )
+    return [f"engines get the adapters alone: {alone:,.1f} MB in every update instead of {all_of_it:,.0f} MB"]
 
 
 def _whole_heads(config: RunConfig) -> Iterator[Problem]:
@@ -84,8 +127,5 @@ def _adapters_on_every_stage(config: RunConfig) -> Iterator[Problem]:
         yield Problem("actor_train.strategy.pipeline_layers", "a stage without layers has no adapters to train; give it some", layers)
 
 
-LORA_CHECKS = (_whole_heads, _adapters_on_every_stage, _targets, _what_needs_whole_weights)
-LORA_FILE_CHECKS = (
-    _experts,
-    _adapters_to_begin_with,
-)
+LORA_CHECKS = (_whole_heads, _adapters_on_every_stage, _targets, _what_needs_whole_weights, _alone_to_engines)
+LORA_FILE_CHECKS = (_experts, _alone_to_engines_of_experts, _adapters_to_begin_with)

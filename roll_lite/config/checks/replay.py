@@ -170,7 +170,7 @@ def _complete(section: type[Section], values: Any) -> Any:
 def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """All that trains as they do."""
     complete = _complete(LoraConfig, lora)
-    return complete and {**complete, "targets": sorted(complete["targets"]), "export": None}
+    return complete and {**complete, "targets": sorted(complete["targets"]), "export": None, "engines": None}
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:

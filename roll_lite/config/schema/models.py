@@ -88,8 +88,10 @@ class LoraConfig(Section):
     """Folder with adapters in PEFT's format (adapter_config.json, adapter_model.safetensors) to begin with, of the same rank, alpha and
     targets."""
     export: Literal["merged", "adapter"] = "merged"
-    """What `checkpoint.export_model` writes: the model with the adapters merged, or the adapters alone in PEFT's format. Engines get
-    merged weights."""
+    """What `checkpoint.export_model` writes: the model with the adapters merged, or the adapters alone in PEFT's format."""
+    engines: Literal["merged", "adapter"] = "merged"
+    """What engines get in every update: all weights with the adapters merged, or the adapters alone, which they add to model.path's weights
+    as they compute. Much less travels, and every token costs a little more. Not for adapters of experts."""
 
 
 # ---------------------------------------------------------------- strategies (unions keyed on `name`)

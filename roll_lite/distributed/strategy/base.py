@@ -294,6 +294,8 @@ class EngineSpec:
     """None: all of the engine is on one."""
     sharers: int = 1
     """Replicas that share its device; their ranks follow one another."""
+    lora: LoraConfig | None = None
+    """Updates are these adapters, which the engine adds to the model's own weights; None: all weights."""
 
 
 class InferenceStrategy(ABC):

@@ -121,7 +121,9 @@ class WeightSender:
 class WeightReceiver:
     """An engine worker's end. Speaks plain types: it is called through the engine's own remote calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, set_aside: bool = False) -> None:
+        """`set_aside`: loading leaves the model as it is, until an update is finished."""
+        self._set_aside = set_aside
         self._half: TransportReceiver | None = None
         self._begun = False
         """Loading has begun since the last epoch was joined."""
@@ -169,7 +171,7 @@ class WeightReceiver:
         with self._half.group.breaking_off():
             here = time.monotonic()
             if not self._begun:
-                again, self._begun, self.touched = self.touched, True, True
+                again, self._begun, self.touched = self.touched, True, not self._set_aside
                 self._seconds.clear()
                 begin(again)
             load(arrived.items())

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Collection, Iterable, Mapp
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from roll_lite.config.adapter_files import adapter_shapes
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.keep_mask import keep_mask_available
 from roll_lite.config.schema.domains import GREATEST_TEMPERATURE, LEAST_TEMPERATURE
@@ -25,6 +26,7 @@ from roll_lite.distributed.strategy.base import (
 from roll_lite.distributed.strategy.inference.life import EngineDead, EngineEvent, EngineLife, EngineState
 from roll_lite.distributed.strategy.inference.make import EngineMake
 from roll_lite.distributed.strategy.inference.processes import EngineProcesses
+from roll_lite.distributed.strategy.inference.settings import with_fused
 from roll_lite.distributed.strategy.inference.step_watch import StepWatch, step_limit
 from roll_lite.distributed.weight_sync.group import largest
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, Membership, Route, tensors_of
@@ -55,6 +57,7 @@ class EngineStrategy(InferenceStrategy):
         self.max_model_len = spec.max_model_len
         self.processes = EngineProcesses()
         self._model = spec.model
+        self._lora = spec.lora
         self._silence_s = spec.silence_s
         self._life = EngineLife(make.name)
         self._in_flight: dict[asyncio.Task[Completion], _InFlight] = {}
@@ -67,6 +70,7 @@ class EngineStrategy(InferenceStrategy):
         self._vocabulary = 0
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        """Of what updates bring: the checkpoint's tensors, or adapters beside them."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -79,12 +83,17 @@ class EngineStrategy(InferenceStrategy):
         self.make.check_version()
         config = read_hf_config(self._model.path)
         self._vocabulary = config.vocab_size
-        self._shapes = checkpoint_shapes(self._model.path, config.tied_embeddings)
+        stored = checkpoint_shapes(self._model.path, config.tied_embeddings)
+        self._shapes = stored if self._lora is None else adapter_shapes(stored, self._lora.targets, self._lora.rank)
         try:
             self.processes.watch(await self.make.start())
             self._life.start()
             self._watching.append(asyncio.create_task(self._watch()))
             await self.make.prepare(config)
+            if self._lora is not None:
+                shapes = adapter_shapes(stored, with_fused(self._lora.targets), self._lora.rank)
+                plain = {name: list(shape) for name, shape in shapes.items()}
+                await self._call_workers("roll_lite_take_adapters", shapes=plain, rank=self._lora.rank)
             self._watching.append(asyncio.create_task(self._watch_steps()))
         except BaseException:
             await self.shutdown()
@@ -311,8 +320,8 @@ class EngineStrategy(InferenceStrategy):
         return largest(answers)
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Of what the workers hold and compute with: fused and sharded parameters are taken apart and put together again (see
-        `held_weights`).
+        """Of what updates bring, as the workers hold it and compute with it: fused and sharded parameters are taken apart and put together
+        again (see `held_weights`, `adapters`).
 
         In the dtype of the last update's tensors (before the first one, in the engine's): where the engine keeps fewer bits than it
         was sent, the checksums differ.
@@ -325,7 +334,7 @@ class EngineStrategy(InferenceStrategy):
             answers = await self._call_workers("roll_lite_checksums", dtypes=self._dtypes, shapes=shapes, names=asked)
         sums: dict[str, str] = answers[0]
         expected = shapes.keys() if names is None else set(names)
-        assert sums.keys() == expected, f"held and checkpoint differ: {sorted(sums.keys() ^ expected)[:5]}"
+        assert sums.keys() == expected, f"held and expected differ: {sorted(sums.keys() ^ expected)[:5]}"
         return sums
 
     async def _call_workers(self, method: str, **arguments: Any) -> list[Any]:

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-_IDENTITY_ROWS = 256
-FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""Where a model does not say itself what it fuses."""
+from roll_lite.distributed.strategy.inference.settings import FUSED
 
+_IDENTITY_ROWS = 256
 EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
@@ -82,10 +81,8 @@ def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None
 
 def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -> tuple[list[str], Iterator[tuple[str, torch.Tensor]]]:
     """The checkpoint's layers that it is, and their tensors, which are read only when they are asked for."""
-    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
-    prefix, _, leaf = path.rpartition(".")
     if isinstance(module, layers.linear):
-        held = [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]
+        held = held_layers(path, model)
         return held, _linear(held, module, layers)
     if isinstance(module, layers.embedding):
         return [path], _embedding(path, module, model, layers)
@@ -97,6 +94,13 @@ def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -
     return [path], ((f"{path}.{name}", parameter.detach()) for name, parameter in module.named_parameters(recurse=False))
 
 
+def held_layers(path: str, model: nn.Module) -> list[str]:
+    """The checkpoint's linear layers that one of the engine's is."""
+    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
+    prefix, _, leaf = path.rpartition(".")
+    return [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]
+
+
 def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
     tensors = {"weight": _matrix(module, _columns(module))}
     if module.bias is not None:
@@ -105,7 +109,7 @@ def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple
         if isinstance(module, layers.row_parallel):
             yield f"{names[0]}.{kind}", layers.whole(tensor, 1) if kind == "weight" else tensor
             continue
-        sizes, copies = _parts(module, tensor.shape[0], layers)
+        sizes, copies = shares(module, tensor.shape[0], layers)
         if len(sizes) != len(names):
             raise ValueError(f"{type(module).__name__} holds {len(sizes)} matrices, the model names {names}")
         for name, part, copy in zip(names, tensor.split(sizes), copies, strict=True):
@@ -128,7 +132,7 @@ def _columns(module: Any) -> int:
     return int(getattr(module, "input_size_per_partition", module.input_size))
 
 
-def _parts(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
+def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
     """Rows of each fused matrix on this worker, and on how many workers each is repeated."""
     if isinstance(module, layers.qkv):
         keys = module.num_kv_heads * module.head_size

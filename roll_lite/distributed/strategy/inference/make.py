@@ -35,7 +35,7 @@ class EnginePart(Protocol):
 class EngineMake(EnginePart, Protocol):
     """One engine in processes of its own. Calls come in an order that an engine allows; those that never come back when it dies raise
     EngineDead instead. In its workers, methods `roll_lite_connect`, `roll_lite_load_bucket`, `roll_lite_put_in_place`,
-    `roll_lite_weights_touched` and `roll_lite_checksums` move weights."""
+    `roll_lite_weights_touched` and `roll_lite_checksums` move weights, or adapters alone after `roll_lite_take_adapters`."""
 
     @property
     def notes(self) -> Sequence[str]:

@@ -17,6 +17,9 @@ CPU_KV_CACHE_MB = 256
 FP8_CAPABILITY = (8, 9)
 """Ada. vLLM refuses older GPUs at its start; SGLang packs weights for them in a way that no update can come to."""
 
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+"""Layers that engines make of several, where a model does not say itself what it fuses."""
+
 Range = tuple[str, str]
 """From, up to but not including."""
 
@@ -76,6 +79,12 @@ def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
         least, found = (".".join(map(str, numbers)) for numbers in (FP8_CAPABILITY, capability))
         raise ValueError(f"strategy.quantization: fp8 needs a GPU of compute capability {least}, and here is one of {found}; use none")
     return True
+
+
+def with_fused(targets: Collection[str]) -> list[str]:
+    """Linear layers that get adapters, and those that engines have in one layer with one of them."""
+    together = {part for parts in FUSED.values() if not set(parts).isdisjoint(targets) for part in parts}
+    return sorted({*targets, *together})
 
 
 def check_engine_args(make: str, given: Mapping[str, Any], own: Collection[str], known: Collection[str]) -> None:

@@ -19,12 +19,13 @@ from roll_lite.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.hf_fields import architecture
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, Entry, ranks_of_a_group, take_apart
-from roll_lite.distributed.strategy.megatron.lora import Projection
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
 """What is exported of a parameter: its values, or its gradient."""
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""Of a rank's cut of a tensor, to another of its shape and dtype. The tensor itself stays as it is."""
 Write = Callable[[Path, bytes], None]
 """What writes a file in place of save_hf."""
 
@@ -84,10 +85,10 @@ def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_
 class HfExporter:
     """Executes an ExportPlan on the ranks that hold the tensors: of every pipeline stage the first copy, of every expert too."""
 
-    def __init__(self, bindings: Sequence[Binding], hf: HfConfig, adapted: Mapping[str, Projection] | None = None) -> None:
-        """`adapted`: what is merged into weights, by their names."""
+    def __init__(self, bindings: Sequence[Binding], hf: HfConfig, changes: Mapping[str, Change] | None = None) -> None:
+        """`changes`: of tensors on their way out, by their names."""
         self._hf = hf
-        self._adapted = adapted or {}
+        self._changes = changes or {}
         self._sources = {False: _Source.of_layers(), True: _Source.of_experts()}
         self._tensor_group = self._sources[False].group
         exported = [binding for binding in bindings if binding.exported]
@@ -133,7 +134,8 @@ class HfExporter:
             if id(binding) not in parts:
                 parts[id(binding)] = self._cuts(binding.entry, self._group_of(binding.entry, read(binding.parameter)))
             cut = parts[id(binding)][number]
-            cuts.append(self._adapted[tensor.name].merged_with(cut) if tensor.name in self._adapted else cut)
+            change = self._changes.get(tensor.name)
+            cuts.append(cut if change is None else change(cut))
         return cuts
 
     def _cuts(self, entry: Entry, group: torch.Tensor) -> list[torch.Tensor]:

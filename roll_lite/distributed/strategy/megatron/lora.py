@@ -12,7 +12,7 @@ the same experts, as those of its weights would be.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from roll_lite.config.adapter_files import A, B, adapter_name, target_of
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.schema.models import FEED_FORWARD, LoraConfig
 from roll_lite.data.stable_hash import derived_seed
@@ -28,9 +29,8 @@ from roll_lite.distributed.strategy.megatron.hf_mapping import EXPERT, LAYER, Bi
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
 
 if TYPE_CHECKING:
+    from roll_lite.distributed.strategy.megatron.hf_export import Change
     from roll_lite.distributed.strategy.megatron.model import RollModel
-
-A, B = "lora_A", "lora_B"
 
 
 class Projection(torch.nn.Module):
@@ -48,6 +48,11 @@ class Projection(torch.nn.Module):
         self.scale = lora.alpha / lora.rank
         self.lora_A = torch.nn.Parameter(own.to(base, copy=True, memory_format=torch.contiguous_format))
         self.lora_B = torch.nn.Parameter(base.new_zeros(rows, lora.rank))
+
+    @torch.no_grad()
+    def scaled(self, lora_b: torch.Tensor) -> torch.Tensor:
+        """With which B A x has only to be added."""
+        return (lora_b.float() * self.scale).to(lora_b.dtype)
 
     @torch.no_grad()
     def merged_with(self, base: torch.Tensor) -> torch.Tensor:
@@ -129,22 +134,24 @@ class Adapters:
             message = f"{ranks} ranks share an expert, whose {', '.join(feed_forward)} (actor_train.lora.targets) is adapted whole; use 1"
             raise ValueError(f"actor_train.strategy.expert_tensor_parallel: {message}")
         self._all: list[Adapter] = []
-        self.projections: dict[str, Projection] = {}
-        """By the name of the weight that they add to."""
         self.bindings: list[Binding] = []
         """With PEFT's names."""
+        self.merging: dict[str, Change] = {}
+        """What makes merged ones of the weights, by their names."""
+        self.scaling: dict[str, Change] = {}
+        """What puts alpha / rank into Bs, by their names."""
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:
                 for entry in _adaptable(hf, layer.layer_number - 1):
-                    if any(_target(name) in lora.targets for name in entry.hf):
+                    if any(target_of(name) in lora.targets for name in entry.hf):
                         for place, expert in enumerate(layer.mlp.local_expert_indices if entry.of_experts else [None]):
                             self._adapt(layer, entry, (place, expert), hf, lora, seed)
 
     def _adapt(self, layer: Any, entry: Entry, expert: tuple[int, int | None], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
         """`expert`: its place on this rank, and its number."""
         names = entry.hf_names(layer.layer_number - 1, expert[1])
-        chosen = {place: name for place, name in enumerate(names) if _target(name) in lora.targets}
+        chosen = {place: name for place, name in enumerate(names) if target_of(name) in lora.targets}
         parent, _, own_name = entry.megatron.replace(EXPERT, str(expert[0])).removesuffix(".weight").rpartition(".")
         linear = layer.get_submodule(parent).get_submodule(own_name)
         # The hook needs what the weight is multiplied with: a layer that has its norm inside is given something else.
@@ -153,10 +160,11 @@ class Adapters:
         projections = {}
         for place, name in chosen.items():
             projection = Projection(name, cuts[place], entry, lora, seed)
-            projections[place] = (str(_target(name)), projection)
-            self.projections[name] = projection
+            projections[place] = (str(target_of(name)), projection)
+            self.merging[name] = projection.merged_with
+            self.scaling[adapter_name(name, B)] = projection.scaled
             for matrix, parameter in projection.named_parameters():
-                peft, own = _peft_name(name, matrix), f"{EXPERT}.{matrix}" if entry.of_experts else matrix
+                peft, own = adapter_name(name, matrix), f"{EXPERT}.{matrix}" if entry.of_experts else matrix
                 self.bindings.append(Binding(Entry(own, (peft,), cut_of(matrix, entry)), (peft,), parameter))
         adapter = Adapter(layer.config, entry, [len(cut) for cut in cuts], projections, hf)
         layer.get_submodule(parent).add_module(f"{own_name}_adapter", adapter)
@@ -175,20 +183,6 @@ class Adapters:
                 adapter.active = True
 
 
-def adapter_names(hf: HfConfig, targets: Collection[str]) -> set[str]:
-    """PEFT's names of all adapters of a model."""
-    experts = range(hf.experts.count) if hf.experts else ()
-    weights = (
-        name
-        for layer in range(hf.layers)
-        for entry in _adaptable(hf, layer)
-        for expert in (experts if entry.of_experts else (None,))
-        for name in entry.hf_names(layer, expert)
-        if _target(name) in targets
-    )
-    return {_peft_name(weight, matrix) for weight in weights for matrix in (A, B)}
-
-
 def _adaptable(hf: HfConfig, layer: int) -> list[Entry]:
     return [entry for entry in LAYER if entry.present(hf, layer)]
 
@@ -196,13 +190,3 @@ def _adaptable(hf: HfConfig, layer: int) -> list[Entry]:
 def cut_of(matrix: str, entry: Entry) -> int | None:
     """The dimension in which tensor parallelism cuts an A or a B, of a layer that is cut as `entry` says."""
     return entry.cut if matrix.endswith(A if entry.cut == 1 else B) else None
-
-
-def _peft_name(weight: str, matrix: str) -> str:
-    return f"base_model.model.{weight.removesuffix('.weight')}.{matrix}.weight"
-
-
-def _target(hf_name: str) -> str | None:
-    """q_proj, of self_attn.q_proj.weight."""
-    module, _, kind = hf_name.rpartition(".")
-    return module.rpartition(".")[2] if kind == "weight" else None

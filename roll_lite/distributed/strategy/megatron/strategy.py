@@ -14,9 +14,10 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from roll_lite.config.adapter_files import adapter_config, check_base, write_base
+from roll_lite.config.adapter_files import adapter_config, adapter_shapes, check_base, write_base
 from roll_lite.config.checkpoint_files import describe
 from roll_lite.config.hf_config import read_hf_config
+from roll_lite.config.model_files import weight_shapes
 from roll_lite.config.schema.models import LoraConfig, MegatronStrategyConfig, OptimizerConfig
 from roll_lite.data.microbatch import MicroBatchOutputs, MicroBatchPlan, MicroBatchPlanner
 from roll_lite.data.proto import Column, DataProto
@@ -50,7 +51,7 @@ from roll_lite.distributed.strategy.megatron.hf_export import save_hf as write_h
 from roll_lite.distributed.strategy.megatron.hf_load import load_adapters, load_weights
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, bind
 from roll_lite.distributed.strategy.megatron.layer_specs import chosen_parts
-from roll_lite.distributed.strategy.megatron.lora import Adapters, adapter_names
+from roll_lite.distributed.strategy.megatron.lora import Adapters
 from roll_lite.distributed.strategy.megatron.model import RollModel, transformer_config
 from roll_lite.distributed.strategy.megatron.model_io import KEPT, TEMPERATURE, ModelInput, check_outputs, model_inputs, outputs_of, to_host
 from roll_lite.distributed.strategy.megatron.offload import StateMover
@@ -107,7 +108,10 @@ class MegatronStrategy(TrainStrategy):
             self._chunks = self._with_data_parallel(config, chunks, spec.optimizer)
             self._optimizer = Optimizer(spec.optimizer, self._chunks, self._config.distributed_optimizer, self._dtype, spec.total_updates)
         self._described = describe(self._hf, spec.model, self._value_head)
-        self._exporter = HfExporter(self._bindings, self._hf, self._adapters.projections if self._adapters is not None else None)
+        self._exporter = HfExporter(self._bindings, self._hf, self._adapters.merging if self._adapters is not None else None)
+        self._to_engines = self._exporter
+        if spec.lora is not None and self._adapters is not None and spec.lora.engines == "adapter":
+            self._to_engines = HfExporter(self._adapters.bindings, self._hf, self._adapters.scaling)
         self._average = WeightAverage(self._exporter.read_here, spec.ema_decay) if spec.ema_decay is not None else None
         self._mover = StateMover(self._chunks, self._optimizer, self.device)
 
@@ -117,7 +121,8 @@ class MegatronStrategy(TrainStrategy):
     def _with_adapters(self, chunks: Sequence[RollModel], lora: LoraConfig) -> Adapters:
         adapters = Adapters(chunks, self._hf, lora, self._spec.seed)
         if lora.path is not None:
-            load_adapters(adapters.bindings, lora.path, adapter_names(self._hf, lora.targets))
+            shapes = adapter_shapes(weight_shapes(self._hf), lora.targets, lora.rank)
+            load_adapters(adapters.bindings, lora.path, shapes.keys())
         return adapters
 
     def _with_data_parallel(self, config: Any, chunks: Sequence[Any], optimizer: OptimizerConfig) -> list[Any]:
@@ -201,11 +206,11 @@ class MegatronStrategy(TrainStrategy):
     # ------------------------------------------------------------ weights out
 
     def export_plan(self, bucket_bytes: int) -> ExportPlan:
-        return self._exporter.plan(bucket_bytes)
+        return self._to_engines.plan(bucket_bytes)
 
     def export_bucket(self, plan: ExportPlan, bucket: int) -> dict[str, torch.Tensor] | None:
         self._mover.require(StateGroup.WEIGHTS)
-        return self._exporter.bucket([tensor for tensor in plan.tensors if tensor.bucket == bucket])
+        return self._to_engines.bucket([tensor for tensor in plan.tensors if tensor.bucket == bucket])
 
     def save_hf(self, folder: Path, average: bool = False) -> None:
         self._write_hf(folder, self._dtype, average)
@@ -219,7 +224,8 @@ class MegatronStrategy(TrainStrategy):
             return
         assert self._average is not None or not average, "this strategy was made without an average"
         read = self._average.read if average and self._average is not None else weights
-        write_hf(self._exporter, self.export_plan(SAVE_BUCKET_BYTES), self._spec.model.path, folder, dtype, self._value_head, read, write)
+        plan = self._exporter.plan(SAVE_BUCKET_BYTES)
+        write_hf(self._exporter, plan, self._spec.model.path, folder, dtype, self._value_head, read, write)
 
     def load_hf(self, folder: Path) -> None:
         self._mover.require_to_write(StateGroup.WEIGHTS)

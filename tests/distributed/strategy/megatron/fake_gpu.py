@@ -154,9 +154,9 @@ def _send_weights(hf: Any, config: Any, megatron: Any) -> None:
     model = RollModel(megatron, hf, False, Balance(0.01))
     bindings = bind([model], hf)
     adapters = Adapters([model], hf, LoraConfig(rank=2, targets=["q_proj", "o_proj", "up_proj", "down_proj"]), 1)
-    exporter = HfExporter(bindings, hf, adapters.projections)
+    exporter = HfExporter(bindings, hf, adapters.merging)
     plan = exporter.plan(1 << 16)
-    assert len(plan.tensors) == len({tensor.name for tensor in plan.tensors}) > len(adapters.projections) > 0
+    assert len(plan.tensors) == len({tensor.name for tensor in plan.tensors}) > len(adapters.merging) > 0
     for route in plan_transfers(plan, {0: 1}, torch.bfloat16).routes:
         tensors = exporter.bucket([tensor for tensor in plan.tensors if tensor.bucket == route.bucket])
         assert tensors is not None

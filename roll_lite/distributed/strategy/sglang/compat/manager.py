@@ -39,7 +39,7 @@ def launch(start: Start) -> Any:
     class RolloutEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler)
 
-    arguments = engine_arguments(spec.model, strategy, spec.max_model_len, spec.seed, start.cuda)
+    arguments = engine_arguments(spec.model, strategy, spec.max_model_len, spec.seed, start.cuda, spec.lora)
     engine = RolloutEngine(**arguments | {"enable_return_routed_experts": spec.experts} | node_arguments(spec.node))
     scheduler = engine._scheduler_init_result.scheduler_infos[0]
     cache = scheduler["max_total_num_tokens"], scheduler["page_size"]

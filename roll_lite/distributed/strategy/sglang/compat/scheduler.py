@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from functools import cached_property, wraps
+from collections.abc import Callable, Collection, Iterator
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from sglang.srt.layers import linear, vocab_parallel_embedding
 from sglang.srt.layers.moe import fused_moe_native
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReq, GetInternalStateReqOutput
+from sglang.srt.managers.io_struct import AbortReq, GetInternalStateReq, GetInternalStateReqOutput, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_STR, Req
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
@@ -30,9 +30,11 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from roll_lite.distributed.strategy.inference.adapters import NAME, IncomingAdapters, held_adapters
 from roll_lite.distributed.strategy.inference.answers import answering
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
 from roll_lite.distributed.strategy.inference.seam import SEAM
+from roll_lite.distributed.strategy.sglang.compat.adapters import adapted_layers, do_without_pinned_memory, put_adapters
 from roll_lite.distributed.strategy.sglang.compat.stop_text import StopText
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
@@ -58,11 +60,19 @@ def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
 class RolloutScheduler(Scheduler):
     """SGLang's scheduler with methods that its RPC calls by name on every worker of an engine."""
 
+    roll_lite_adapters: IncomingAdapters | None = None
+    """None: whole models come."""
+
     @cached_property
     def _receiver(self) -> WeightReceiver:
-        return WeightReceiver()
+        return WeightReceiver(set_aside=self.roll_lite_adapters is not None)
 
     # ------------------------------------------------------------ weights
+
+    @_by_all
+    def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
+        """From now on nothing else comes, and requests run with them."""
+        self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.tp_worker.model_runner, rank))
 
     @_by_all
     def roll_lite_connect(self, first_member: int, membership: dict[str, Any]) -> None:
@@ -72,19 +82,21 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_load_bucket(self, routes: list[dict[str, Any]], following: list[dict[str, Any]]) -> None:
-        runner = self.tp_worker.model_runner
+        runner, adapters = self.tp_worker.model_runner, self.roll_lite_adapters
 
         def begin(again: bool) -> None:
             if again:
                 runner.weight_updater.end_weight_update(run_post_load=False)
             runner.weight_updater.begin_weight_update()
 
-        self._receiver.load(routes, begin, runner.model.load_weights, following)
+        first, take = (begin, runner.model.load_weights) if adapters is None else (adapters.begin, adapters.take)
+        self._receiver.load(routes, first, take, following)
 
     @_by_all
     def roll_lite_put_in_place(self) -> dict[str, float]:
-        updater = self.tp_worker.model_runner.weight_updater
-        return self._receiver.finish(lambda: updater.end_weight_update(run_post_load=False))
+        updater, adapters = self.tp_worker.model_runner.weight_updater, self.roll_lite_adapters
+        put_in_place = partial(updater.end_weight_update, run_post_load=False) if adapters is None else adapters.put_in_place
+        return self._receiver.finish(put_in_place)
 
     @_by_all
     def roll_lite_weights_touched(self) -> bool:
@@ -94,11 +106,17 @@ class RolloutScheduler(Scheduler):
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
         """Of what the model holds, of these tensors or (None) of all, in the dtypes given. Collective, the first worker answers."""
         sums = {}
-        for name, tensor in held_weights(self.tp_worker.model_runner.model, _layers(), names):
+        for name, tensor in self._held(names, shapes):
             if get_parallel().tp_rank == 0:
                 tensor = _without_padding(name, tensor, shapes[name])
                 sums[name] = checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor)
         return sums
+
+    def _held(self, names: list[str] | None, expected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        runner = self.tp_worker.model_runner
+        if self.roll_lite_adapters is None:
+            return held_weights(runner.model, _layers(), names)
+        return held_adapters(adapted_layers(runner), runner.model, _layers(), expected if names is None else names)
 
     def get_init_info(self) -> dict[str, Any]:
         """What the engine's first process learns of its scheduler."""
@@ -109,6 +127,11 @@ class RolloutScheduler(Scheduler):
         return GetInternalStateReqOutput(internal_state={})
 
     # ------------------------------------------------------------ requests
+
+    def handle_generate_request(self, recv_req: TokenizedGenerateReqInput, **options: Any) -> None:
+        if self.roll_lite_adapters is not None:
+            recv_req.lora_id = NAME
+        super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
         """Of waiting requests that have run before (a pause put them back) SGLang would report only what it has sent on so far."""
@@ -248,4 +271,5 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     if not torch.cuda.is_available():
         fused_moe_native.moe_forward_native = _of_this_worker_alone(fused_moe_native.moe_forward_native)
         ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # routed experts lie in pinned memory, which takes a GPU
+        do_without_pinned_memory()
     run_scheduler_process(*args, **kwargs)

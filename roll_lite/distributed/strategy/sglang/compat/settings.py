@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from roll_lite.config.hf_config import read_hf_config
 from roll_lite.config.keep_mask import KEEP_LIMIT
-from roll_lite.config.schema.models import ModelConfig, SglangStrategyConfig
+from roll_lite.config.schema.models import LoraConfig, ModelConfig, SglangStrategyConfig
 from roll_lite.distributed.strategy.inference import settings
-from roll_lite.distributed.strategy.inference.settings import Environment, is_fp8, kv_cache_mb
+from roll_lite.distributed.strategy.inference.settings import Environment, is_fp8, kv_cache_mb, with_fused
 
 if TYPE_CHECKING:
     from roll_lite.distributed.strategy.base import EngineNode
@@ -46,6 +46,15 @@ OWN_ARGUMENTS = (
     "init_expert_location",
     "elastic_ep_backend",
     "moe_dp_size",
+    # Adapters come from the trainer (actor_train.lora.engines).
+    "enable_lora",
+    "enable_lora_overlap_loading",
+    "max_lora_rank",
+    "lora_target_modules",
+    "lora_paths",
+    "max_loaded_loras",
+    "max_loras_per_batch",
+    "lora_strict_loading",
 )
 """Engine arguments that no configuration may set."""
 
@@ -94,7 +103,9 @@ def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineN
     return Environment(preset, required, {"OMP_NUM_THREADS": str(threads)} | follows)
 
 
-def engine_arguments(model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, seed: int, cuda: bool) -> dict[str, Any]:
+def engine_arguments(
+    model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, seed: int, cuda: bool, lora: LoraConfig | None = None
+) -> dict[str, Any]:
     """Keyword arguments of sglang.Engine."""
     arguments: dict[str, Any] = {
         "model_path": str(model.path),
@@ -120,6 +131,10 @@ def engine_arguments(model: ModelConfig, strategy: SglangStrategyConfig, max_mod
         arguments["mem_fraction_static"] = strategy.gpu_memory_utilization
     else:
         arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "sleep_on_idle": True}
+    if lora is not None:
+        # Two: without adapters SGLang warms up.
+        arguments |= {"enable_lora": True, "max_loras_per_batch": 2, "max_lora_rank": lora.rank}
+        arguments |= {"lora_target_modules": with_fused(lora.targets)} | ({} if cuda else {"lora_backend": "torch_native"})
     if is_fp8(strategy, cuda):
         # Quantised as `fp8` alone, a model cannot be loaded again: what its loaders know goes with the first weights. This one keeps it.
         arguments |= {"quantization": "fp8", "load_format": "flash_rl"}

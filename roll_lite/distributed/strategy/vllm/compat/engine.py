@@ -20,7 +20,7 @@ from roll_lite.distributed.strategy.inference.processes import HOST_PID, EngineP
 from roll_lite.distributed.strategy.inference.scratch import Scratch
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
 from roll_lite.distributed.strategy.vllm.compat import settings
-from roll_lite.distributed.strategy.vllm.compat.requests import completion, grown, prompt_input, sampling_params
+from roll_lite.distributed.strategy.vllm.compat.requests import adapters_request, completion, grown, prompt_input, sampling_params
 from roll_lite.distributed.strategy.vllm.compat.stop_text import look_across_seams
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
 
     assert isinstance(spec.strategy, VllmStrategyConfig)
     check_engine_args("vLLM", spec.strategy.engine_args, settings.OWN_ARGUMENTS, AsyncEngineArgs.__dataclass_fields__)
-    arguments = settings.engine_arguments(spec.model, spec.strategy, spec.max_model_len, spec.seed, cuda)
+    arguments = settings.engine_arguments(spec.model, spec.strategy, spec.max_model_len, spec.seed, cuda, spec.lora)
     return AsyncEngineArgs(**arguments, **settings.node_arguments(spec.node), enable_return_routed_experts=spec.experts)
 
 
@@ -78,6 +78,7 @@ class VllmEngine:
         config = self._llm.model_config.hf_config.get_text_config()
         self._vocabulary, self._tied = int(config.vocab_size), bool(config.tie_word_embeddings)
         self._tokenizer = self._llm.get_tokenizer()
+        self._adapters = adapters_request() if self._spec.lora is not None else None
         manager = self._llm.engine_core.resources.engine_manager
         return [process.pid for process in manager.processes if process.pid is not None] if manager is not None else []
 
@@ -145,7 +146,8 @@ class VllmEngine:
         params = sampling_params(request, alternatives or 0)
         self._requests[request.request_id] = (request, version)
         try:
-            async for output in self._llm.generate(prompt_input(request.prompt_ids), params, request.request_id):
+            prompt = prompt_input(request.prompt_ids)
+            async for output in self._llm.generate(prompt, params, request.request_id, lora_request=self._adapters):
                 if output.finished:
                     return completion(request, output, self._tokenizer, version, alternatives, self._experts)
         finally:

@@ -7,14 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 from roll_lite.config.hf_config import ExpertsConfig
 from roll_lite.data.samples import Completion, FinishReason, GenerationRequest, VersionSpan, since_token
+from roll_lite.distributed.strategy.inference.adapters import NAME
 from roll_lite.distributed.strategy.inference.chosen_experts import chosen_experts
 from roll_lite.distributed.strategy.inference.seam import SEAM, seam_tokens
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.output_processor import RequestState
+
+
+ADAPTERS = 1
+"""vLLM's number for the only ones that there are."""
+
+
+def adapters_request() -> LoRARequest:
+    """That a request is run with them. The path is read where there are none yet."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=NAME, lora_int_id=ADAPTERS, lora_path=NAME)
 
 
 def sampling_params(request: GenerationRequest, alternatives: int = 0) -> SamplingParams:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from roll_lite.config.adapter_files import VLLM_RANKS
 from roll_lite.config.keep_mask import KEEP_LIMIT
-from roll_lite.config.schema.models import ModelConfig, VllmStrategyConfig
+from roll_lite.config.schema.models import LoraConfig, ModelConfig, VllmStrategyConfig
 from roll_lite.distributed.strategy.inference import settings
-from roll_lite.distributed.strategy.inference.settings import Environment, is_fp8, kv_cache_mb
+from roll_lite.distributed.strategy.inference.settings import Environment, is_fp8, kv_cache_mb, with_fused
 
 if TYPE_CHECKING:
     from roll_lite.distributed.strategy.base import EngineNode
@@ -42,6 +43,14 @@ OWN_ARGUMENTS = (
     "eplb_config",
     "enable_elastic_ep",
     "expert_placement_strategy",
+    # Adapters come from the trainer (actor_train.lora.engines).
+    "enable_lora",
+    "max_loras",
+    "max_cpu_loras",
+    "max_lora_rank",
+    "lora_dtype",
+    "lora_target_modules",
+    "fully_sharded_loras",
 )
 """Engine arguments that no configuration may set."""
 
@@ -113,7 +122,9 @@ def notes(strategy: VllmStrategyConfig, longest: int | None, cuda: bool, environ
     return ([raised] if tokens != strategy.max_batched_tokens else []) + environment.notes(os.environ)
 
 
-def engine_arguments(model: ModelConfig, strategy: VllmStrategyConfig, max_model_len: int, seed: int, cuda: bool) -> dict[str, Any]:
+def engine_arguments(
+    model: ModelConfig, strategy: VllmStrategyConfig, max_model_len: int, seed: int, cuda: bool, lora: LoraConfig | None = None
+) -> dict[str, Any]:
     """Keyword arguments of AsyncEngineArgs."""
     arguments: dict[str, Any] = {
         "model": str(model.path),
@@ -141,6 +152,9 @@ def engine_arguments(model: ModelConfig, strategy: VllmStrategyConfig, max_model
         arguments["enable_chunked_prefill"] = False  # see batched_tokens
     if is_fp8(strategy, cuda):
         arguments["quantization"] = FP8
+    if lora is not None:
+        rank = next(most for most in VLLM_RANKS if most >= lora.rank)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": with_fused(lora.targets)}
     megabytes = kv_cache_mb(strategy.kv_cache_mb, cuda)
     if megabytes is not None:
         arguments["kv_cache_memory_bytes"] = megabytes << 20

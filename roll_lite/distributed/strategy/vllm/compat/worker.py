@@ -6,7 +6,8 @@ The hosting process's half is `engine.py`.
 from __future__ import annotations
 
 import os
-from functools import partial
+from collections.abc import Collection, Iterator
+from functools import cached_property, partial
 from typing import Any
 
 import psutil
@@ -15,14 +16,16 @@ import torch.distributed as dist
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_gather
 from vllm.model_executor.layers import linear, vocab_parallel_embedding
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from roll_lite.distributed.strategy.inference.adapters import IncomingAdapters, held_adapters
 from roll_lite.distributed.strategy.inference.answers import answering
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, is_running, kill_all, when_host_is_gone
+from roll_lite.distributed.strategy.vllm.compat.adapters import adapted_layers, put_adapters
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
 
@@ -52,16 +55,24 @@ class WorkerExtension:
     get_model: Any
     model_runner: Any
     roll_lite_dropped: list[tuple[torch.UntypedStorage, int]]
-    roll_lite_receiver: WeightReceiver | None = None
+    roll_lite_adapters: IncomingAdapters | None = None
+    """None: whole models come."""
+
+    @cached_property
+    def roll_lite_receiver(self) -> WeightReceiver:
+        return WeightReceiver(set_aside=self.roll_lite_adapters is not None)
+
+    @answering
+    def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
+        """From now on nothing else comes."""
+        self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.model_runner, rank))
 
     @answering
     def roll_lite_connect(self, first_member: int, membership: dict[str, Any]) -> None:
-        self.roll_lite_receiver = self.roll_lite_receiver or WeightReceiver()
         self.roll_lite_receiver.join(membership, first_member + self.rank)
 
     @answering
     def roll_lite_load_bucket(self, routes: list[dict[str, Any]], following: list[dict[str, Any]]) -> None:
-        receiver = self.roll_lite_receiver = self.roll_lite_receiver or WeightReceiver()
         model = self.get_model()
 
         def begin(again: bool) -> None:
@@ -71,17 +82,18 @@ class WorkerExtension:
                 _make_expert_kernels_anew(model)
             initialize_layerwise_reload(model)
 
+        adapters = self.roll_lite_adapters
+        first, take = (begin, model.load_weights) if adapters is None else (adapters.begin, adapters.take)
         with set_current_vllm_config(self.vllm_config):
-            receiver.load(routes, begin, model.load_weights, following, _all_say)
+            self.roll_lite_receiver.load(routes, first, take, following, _all_say)
         torch.accelerator.synchronize()
 
     @answering
     def roll_lite_weights_touched(self) -> bool:
-        return self.roll_lite_receiver is not None and self.roll_lite_receiver.touched
+        return self.roll_lite_receiver.touched
 
     @answering
     def roll_lite_put_in_place(self) -> dict[str, float]:
-        assert self.roll_lite_receiver is not None
         model = self.get_model()
 
         def put_in_place() -> None:
@@ -90,7 +102,8 @@ class WorkerExtension:
                 if self.device.type == "cpu":
                     _pack_lm_head_again(model)
 
-        return self.roll_lite_receiver.finish(put_in_place)
+        adapters = self.roll_lite_adapters
+        return self.roll_lite_receiver.finish(put_in_place if adapters is None else adapters.put_in_place)
 
     @answering
     def roll_lite_drop_cache(self) -> None:
@@ -111,10 +124,17 @@ class WorkerExtension:
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
         """Of what the model holds, of these tensors or (None) of all, in the dtypes given. Collective, the first worker answers."""
         sums = {}
-        for name, tensor in held_weights(self.get_model(), _layers(), names):
+        for name, tensor in self._held(names, shapes):
             if self.rank == 0:
                 sums[name] = checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor)
         return sums
+
+    def _held(self, names: Collection[str] | None, expected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        model, adapters = self.get_model(), self.roll_lite_adapters
+        if adapters is None:
+            return held_weights(model, _layers(), names)
+        adapted = adapted_layers(self.model_runner, adapters.rank)
+        return held_adapters(adapted, model, _layers(), expected if names is None else names)
 
 
 def _experts_of_this_worker_alone() -> None:
@@ -135,6 +155,17 @@ def _experts_of_this_worker_alone() -> None:
     CPUUnquantizedExperts.apply = mapped
 
 
+def _experts_without_adapters() -> None:
+    """Where any layer has adapters, vLLM takes the kernel for experts that has them too, which is written in Triton. Ours never do."""
+    select = unquantized_fused_moe_method.select_unquantized_moe_backend
+
+    def without(moe_config: Any) -> Any:
+        moe_config.is_lora_enabled = False
+        return select(moe_config)
+
+    unquantized_fused_moe_method.select_unquantized_moe_backend = without
+
+
 def _pack_lm_head_again(model: torch.nn.Module) -> None:
     """A tied LM head gets no weights of its own, so the reload leaves the CPU's packed copy of the old embedding in place."""
     for module in model.modules():
@@ -146,7 +177,7 @@ def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
     """vLLM packs experts for the CPU where it makes their kernel, which it does with the first weights alone."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod):
+        if isinstance(method, unquantized_fused_moe_method.UnquantizedFusedMoEMethod):
             method.moe_kernel = None
 
 
@@ -187,4 +218,5 @@ def _die_without_host(parent: psutil.Process | None) -> None:
 
 if not torch.cuda.is_available():
     _experts_of_this_worker_alone()
+    _experts_without_adapters()
 when_host_is_gone(partial(_die_without_host, psutil.Process().parent()))

@@ -1,0 +1,70 @@
+"""Adapters that come to an engine alone: its weights stay as it has read them, and A and B stand beside its layers.
+
+Bs come with alpha / rank in them. Engines fuse projections; those of a fused layer that have no adapters get zeros, for an engine may know
+its adapters by layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from roll_lite.config.adapter_files import A, B, adapter_name
+from roll_lite.distributed.strategy.inference.held_weights import Layers, held_layers, shares
+
+NAME = "actor_train"
+"""Of the adapters in an engine: there are no others."""
+
+
+class IncomingAdapters:
+    """A worker's, from the first bucket of an update to its end. What it computes with changes with the last step only."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        """`shapes`: of all adapters, by PEFT's names. `put`: puts them in the place of others. They begin as zeros."""
+        self.rank = rank
+        self._shapes = shapes
+        self._put = put
+        self._come: dict[str, torch.Tensor] = {}
+        self.put_in_place()
+
+    def begin(self, again: bool) -> None:
+        """`again`: an update broke off, of which some may have come."""
+        self._come.clear()
+
+    def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._come |= {name: tensor.clone() for name, tensor in tensors}  # the sender writes over what it has sent
+
+    def put_in_place(self) -> None:
+        self._put({name: self._come.get(name, torch.zeros(tuple(shape))) for name, shape in self._shapes.items()})
+        self._come.clear()
+
+
+@dataclass(frozen=True)
+class AdaptedLayer:
+    """A layer of an engine's model, with what its worker has of the adapters of all projections in it."""
+
+    path: str
+    layer: Any
+    a: torch.Tensor
+    """[projections x rank, columns]"""
+    b: torch.Tensor
+    """[rows of all projections, rank]"""
+
+
+def held_adapters(
+    adapted: Iterable[AdaptedLayer], model: nn.Module, layers: Layers, names: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The named tensors, full size, as the engine computes with them. All workers of an engine iterate together."""
+    for one in adapted:
+        projections = [f"{held}.weight" for held in held_layers(one.path, model)]
+        sizes, copies = shares(one.layer, len(one.b), layers)
+        of_rows = isinstance(one.layer, layers.row_parallel)
+        for projection, a, b, copy in zip(projections, one.a.chunk(len(projections)), one.b.split(sizes), copies, strict=True):
+            if (name := adapter_name(projection, A)) in names:
+                yield name, layers.whole(a, 1) if of_rows else a
+            if (name := adapter_name(projection, B)) in names:
+                yield name, b if of_rows else layers.whole(b, 0, copy)

@@ -1,0 +1,42 @@
+"""Adapters in vLLM's workers, in the place that it has for those that it reads from files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+
+from roll_lite.distributed.strategy.inference.adapters import AdaptedLayer
+from roll_lite.distributed.strategy.vllm.compat.requests import ADAPTERS
+
+
+def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> None:
+    """In the place of others, for all requests that run or come. What they are multiplied by is in them."""
+    known = runner.lora_manager._adapter_manager
+    mapper = getattr(known.model, "hf_to_vllm_mapper", None)
+    adapters = LoRAModel.from_lora_tensors(
+        ADAPTERS,
+        tensors,
+        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+        device=known.device,
+        dtype=known.lora_config.lora_dtype,
+        weights_mapper=mapper and mapper.get_rename_mapper(),
+    )
+    known.remove_adapter(ADAPTERS)
+    known.add_adapter(adapters)
+    if astray := adapters.loras.keys() - known.modules.keys():  # vLLM would go on without
+        raise RuntimeError(f"vLLM has no layers for adapters of {', '.join(sorted(astray)[:5])}")
+    known.activate_adapter(ADAPTERS)
+    adapters.loras.clear()  # copies of them stand beside the layers
+
+
+def adapted_layers(runner: Any, rank: int) -> Iterator[AdaptedLayer]:
+    known = runner.lora_manager._adapter_manager
+    slot = known.lora_index_to_id.index(ADAPTERS)
+    for path, module in known.modules.items():
+        a = torch.cat([part[slot, 0, :rank] for part in module.lora_a_stacked])
+        b = torch.cat([part[slot, 0, :, :rank] for part in module.lora_b_stacked])
+        yield AdaptedLayer(path, module.base_layer, a, b)

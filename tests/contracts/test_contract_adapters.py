@@ -1,0 +1,128 @@
+"""Adapters that come alone, beside the weights that the engine has read: what holds of whole weights holds of them (the tests are the
+same), and every layout of a trainer leads to every layout of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from engine_harness import Harness, Make, add_adapters, require
+from megatron_ranks import RankPool
+from safetensors.torch import load_file
+from support_models import Family, load_hf
+from test_contract_layouts import EP2, PP2, TP2, TP2_PP2, assert_serves, assert_serves_rounded, ranks_of
+from test_contract_weights import (  # noqa: F401 (collected here once more, for another engine)
+    test_a_response_goes_on_under_new_weights,
+    test_an_update_is_not_finished_before_all_has_arrived,
+    test_checksums_are_of_what_the_engine_holds,
+    test_generates_what_the_new_weights_say,
+    test_new_weights_come_while_the_cache_is_away,
+    test_nothing_leaves_in_the_middle_of_an_update,
+    test_nothing_of_the_old_weights_stays_in_the_prefix_cache,
+    test_nothing_runs_on_half_loaded_weights,
+    test_refusals_leave_the_engine_as_it_was,
+    test_trainer_that_does_not_come_is_named_and_the_engine_goes_on,
+)
+from trainer_ranks import Trainer
+
+from roll_lite.config.schema.models import LoraConfig
+from roll_lite.distributed.weight_sync.checksum import checksum
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
+
+SOME = LoraConfig(rank=3, alpha=5.0, targets=["k_proj", "o_proj", "up_proj"], engines="adapter")
+"""Of each fused layer a part alone, of a rank between those that vLLM makes room for, with a scale that is not exact."""
+ALL = LoraConfig(rank=8, alpha=12.0, engines="adapter", export="adapter")
+ATTENTION = LoraConfig(rank=2, alpha=6.0, engines="adapter", export="adapter", targets=["q_proj", "v_proj", "o_proj"])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def adapted_engine(make: Make, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Harness]:
+    harness = await Harness.start(
+        tmp_path_factory.mktemp("adapted") / "m", max_model_len=1024, make=make, max_batched_tokens=1024, lora=SOME
+    )
+    yield harness
+    await harness.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def engine(adapted_engine: Harness) -> AsyncIterator[Harness]:
+    yield adapted_engine
+    await adapted_engine.strategy.resume()
+
+
+async def assert_follows(engine: Harness, ranks: RankPool, folder: Path, layout: dict[str, int], **options: object) -> None:
+    """Two updates from a trainer of this layout that has the engine's model: adapters that change nothing, and changed ones."""
+    assert engine.lora is not None
+    engine.reference = load_hf(engine.folder).to(engine.dtype)
+    given: dict[str, Any] = {**layout, **options, "lora": engine.lora}
+    trainer = Trainer(ranks, ranks_of(**layout), engine.folder, folder, engine.strategy.options, "auto", engine.dtype, **given)
+    plan, membership = await trainer.plan()
+    await engine.strategy.connect_weights(plan.first_member(0), membership)
+    serves = assert_serves if engine.dtype == torch.float32 else assert_serves_rounded
+    for sent in range(2):
+        engine.version += 1
+        await engine.strategy.update_weights(plan.routes, engine.version)
+        if sent:
+            await asyncio.to_thread(trainer.done.result)
+            adapters = load_file(folder / "saved" / "adapter_model.safetensors")
+            scale = engine.lora.alpha / engine.lora.rank
+            engine.reference = load_hf(engine.folder)
+            add_adapters(engine.reference, adapters, scale)
+            engine.reference.to(engine.dtype)
+            expected = {name: tensor * scale if ".lora_B." in name else tensor for name, tensor in adapters.items()}
+            sums = {name: checksum(tensor.to(engine.dtype)) for name, tensor in expected.items()}
+            assert await engine.strategy.weight_checksums() == sums
+        await serves(engine)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_an_engine_follows_a_trainer(make: Make, workers: int, ranks: RankPool, tmp_path: Path) -> None:
+    engine = await Harness.start(tmp_path / "model", "qwen3", make=make, hidden=128, lora=ALL, tensor_parallel=workers)
+    try:
+        await assert_follows(engine, ranks, tmp_path / "trainer", TP2_PP2 if workers == 1 else PP2)
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("other", ["vllm", "sglang"])
+async def test_layouts(other: Make, workers: int, ranks: RankPool, tmp_path: Path) -> None:
+    """Tied embeddings, and untied ones; float32 trainers of bfloat16 engines."""
+    require(other)
+    families: dict[str, tuple[Family, bool]] = {"tied": ("qwen2", True), "untied": ("llama", False)}
+    layouts = {"TP2": TP2, "PP2": PP2, "VPP2": PP2 | {"virtual_pipeline_parallel": 2}, "CP2": {"context_parallel": 2}, "one": {}}
+    for name, (family, tied) in families.items():
+        engine = await Harness.start(tmp_path / name, family, tied, make=other, layers=4, hidden=128, lora=ALL, tensor_parallel=workers)
+        try:
+            for layout, sizes in layouts.items():
+                await assert_follows(engine, ranks, tmp_path / f"{name}{layout}", sizes)
+        finally:
+            await engine.stop()
+    engine = await Harness.start(tmp_path / "half", dtype="bfloat16", make=other, hidden=128, lora=ALL, tensor_parallel=workers)
+    try:
+        await assert_follows(engine, ranks, tmp_path / "float32", TP2)
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine_layout", [{}, TP2, TP2 | EP2], ids=["one", "TP2", "EP2"])
+@pytest.mark.parametrize("other", ["vllm", "sglang"])
+async def test_attention_beside_experts(other: Make, engine_layout: dict[str, int], ranks: RankPool, tmp_path: Path) -> None:
+    require(other)
+    engine = await Harness.start(tmp_path / "m", "qwen3_moe", False, make=other, hidden=128, lora=ATTENTION, **engine_layout)
+    try:
+        for name, layout in {"EP2": EP2, "TP2": TP2, "PP2": PP2}.items():
+            options = {"sequence_parallel": True} if "tensor_parallel" in layout else {}
+            await assert_follows(engine, ranks, tmp_path / name, layout, **options)
+    finally:
+        await engine.stop()
