@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
 from roll_lite.distributed.strategy.inference.adapters import AdaptedLayer
 from roll_lite.distributed.strategy.vllm.compat.requests import ADAPTERS
@@ -31,6 +32,26 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
         raise RuntimeError(f"vLLM has no layers for adapters of {', '.join(sorted(astray)[:5])}")
     known.activate_adapter(ADAPTERS)
     adapters.loras.clear()  # copies of them stand beside the layers
+
+
+def multiply_plainly() -> None:
+    """On a CPU vLLM gathers A and B anew for every token, which may have other adapters than the next one. Here all have the same."""
+
+    def add_lora_linear(
+        self: PunicaWrapperCPU,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        **_: Any,
+    ) -> None:
+        outputs = y.view(-1, y.shape[-1]).split(output_slices, dim=-1)
+        for output, a, b in zip(outputs, lora_a_stacked, lora_b_stacked, strict=True):
+            output.addmm_(torch.nn.functional.linear(x.view(-1, x.shape[-1]), a[0, 0]), b[0, 0].t(), alpha=scale)
+
+    PunicaWrapperCPU.add_lora_linear = add_lora_linear
 
 
 def adapted_layers(runner: Any, rank: int) -> Iterator[AdaptedLayer]:

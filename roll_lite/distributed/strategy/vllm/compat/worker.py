@@ -25,7 +25,7 @@ from roll_lite.distributed.strategy.inference.adapters import IncomingAdapters, 
 from roll_lite.distributed.strategy.inference.answers import answering
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
 from roll_lite.distributed.strategy.inference.processes import HOST_PID, is_running, kill_all, when_host_is_gone
-from roll_lite.distributed.strategy.vllm.compat.adapters import adapted_layers, put_adapters
+from roll_lite.distributed.strategy.vllm.compat.adapters import adapted_layers, multiply_plainly, put_adapters
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
 
@@ -219,4 +219,5 @@ def _die_without_host(parent: psutil.Process | None) -> None:
 if not torch.cuda.is_available():
     _experts_of_this_worker_alone()
     _experts_without_adapters()
+    multiply_plainly()
 when_host_is_gone(partial(_die_without_host, psutil.Process().parent()))
