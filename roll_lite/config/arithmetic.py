@@ -239,9 +239,9 @@ def infer_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
 
 
 def adapters_of_engines(config: RunConfig) -> LoraConfig | None:
-    """What engines get alone; None where they get all weights."""
+    """What engines get alone; None where they get all weights, or nothing."""
     lora = config.actor_train.lora
-    return lora if lora is not None and lora.engines == "adapter" else None
+    return lora if lora is not None and lora.engines == "adapter" and config.mode == "full" else None
 
 
 def model_parallel_size(role: Role) -> int:

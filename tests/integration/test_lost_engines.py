@@ -58,6 +58,20 @@ def told(output: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("make", ["vllm", pytest.param("sglang", marks=NIGHTLY)])
+def test_a_run_whose_engines_get_adapters_alone_goes_on(begun: Any, make: Make) -> None:
+    run = begun(make, f"steps={STEPS}", "actor_train.lora={rank: 4, engines: adapter}", "actor_train.optimizer.lr=1e-3")
+    victim_of(run, of_engine=True).kill()
+    code, output = run.finish(400)
+    assert code == 0, output
+    assert len(told(output)) == 1 and "engines get the adapters alone: 0.1 MB in every update instead of 2 MB" in output
+    steps = [record for record in run.metrics() if "time/step" in record]
+    assert len(steps) == STEPS and max(record["mismatch/max"] for record in steps) < 1e-4
+    assert steps[-1]["sync/version"] == STEPS - 1 and max(record["sync/megabytes"] for record in steps) < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("make", "how", "of_engine"),
     [

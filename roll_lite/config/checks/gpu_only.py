@@ -56,7 +56,7 @@ def _fp8_of_sglang(config: RunConfig) -> Iterator[Problem]:
 
 def _adapters_alone(config: RunConfig) -> Iterator[Problem]:
     lora, strategy = adapters_of_engines(config), config.actor_infer.strategy
-    if lora is None or config.mode != "full" or not isinstance(strategy, VllmStrategyConfig) or not layout.gpus_visible():
+    if lora is None or not isinstance(strategy, VllmStrategyConfig) or not layout.gpus_visible():
         return
     if (dtype := infer_dtype(config)) == "float32":
         message = (

@@ -61,14 +61,14 @@ def _what_needs_whole_weights(config: RunConfig) -> Iterator[Problem]:
 
 def _alone_to_engines(config: RunConfig) -> Iterator[Problem]:
     lora, strategy = adapters_of_engines(config), config.actor_infer.strategy
-    if lora is not None and config.mode == "full" and isinstance(strategy, VllmStrategyConfig) and lora.rank > VLLM_RANKS[-1]:
+    if lora is not None and isinstance(strategy, VllmStrategyConfig) and lora.rank > VLLM_RANKS[-1]:
         message = f"vLLM takes adapters alone up to rank {VLLM_RANKS[-1]}; use less, or actor_train.lora.engines: merged"
         yield Problem("actor_train.lora.rank", message, lora.rank)
 
 
 def _alone_to_engines_of_experts(config: RunConfig) -> Iterator[Problem]:
     lora, strategy = adapters_of_engines(config), config.actor_infer.strategy
-    if lora is None or config.mode != "full":
+    if lora is None:
         return
     try:
         shape = read_model_shape(config.model.path)
@@ -97,7 +97,7 @@ def reference_notes(config: RunConfig) -> list[str]:
 def engine_notes(config: RunConfig) -> list[str]:
     """What travels where adapters do alone."""
     lora = adapters_of_engines(config)
-    if lora is None or config.mode != "full":
+    if lora is None:
         return []
     try:
         weights = weight_shapes(read_hf_config(config.model.path))
