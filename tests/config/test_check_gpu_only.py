@@ -35,6 +35,7 @@ def test_fp8_rollouts_without_a_gpu(project: Project, monkeypatch: pytest.Monkey
         (FP8, QUANTIZATION, "set algorithm.mismatch_correction (level: token"),
         (CORRECTED.replace("bfloat16", "float32"), QUANTIZATION, "model.dtype) is float32"),
         (CORRECTED + "weight_sync: {verify: sampled}", "weight_sync.verify", "bit for bit"),
+        (CORRECTED + "weight_sync: {verify: sampled}\nactor_train: {lora: {engines: adapter}}", None, ""),
         (CORRECTED, None, ""),
         (FP8 + "algorithm: {old_log_probs: rollout}", None, ""),
         (FP8 + "mode: rollout_only", None, ""),

@@ -93,7 +93,7 @@ FOLLOWED = (
     [
         ((ADAPTERS,), "actor_train.lora.rank=8", "actor_train.lora"),
         ((ADAPTERS,), "actor_train.lora=null", "actor_train.lora"),
-        ((ADAPTERS,), "actor_train.lora={rank: 4, targets: [o_proj, q_proj], export: adapter}", None),
+        ((ADAPTERS,), "actor_train.lora={rank: 4, targets: [o_proj, q_proj], export: adapter, engines: adapter}", None),
         (FOLLOWED, "reference.refresh.every=1", "reference.refresh"),
         (FOLLOWED, "actor_train.ema.decay=0.99", "actor_train.ema"),
         ((*FOLLOWED, "reference.refresh.weights=actor"), "actor_train.ema.decay=0.99", None),

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # also in the sender's process
-from support_models import EOS_ID, HEAD_DIM, Family, by_checkpoint, load_hf, make_model, make_tiny_model
+from support_models import EOS_ID, Family, by_checkpoint, load_hf, make_model, make_tiny_model
 from support_passes import forward
 
 from roll_lite.config.adapter_files import adapter_shapes
@@ -58,33 +58,38 @@ def require(make: Make) -> None:
     pytest.skip(reason)
 
 
-def random_state(family: Family, tied: bool, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def random_state(
+    family: Family, tied: bool, seed: int, dtype: torch.dtype = torch.float32, shape: Mapping[str, int] | None = None
+) -> dict[str, torch.Tensor]:
     """What a trainer would export."""
-    state = by_checkpoint(make_model(family, tied, seed=seed, sharpness=SHARPNESS).to(dtype).state_dict())
+    state = by_checkpoint(make_model(family, tied, seed=seed, sharpness=SHARPNESS, **shape or {}).to(dtype).state_dict())
     if tied:
         del state["lm_head.weight"]
     return state
 
 
-Sent = tuple[Family, bool, int, torch.dtype, LoraConfig | None]
-"""Family, whether embeddings are tied, the seed, and adapters where they come alone."""
+Sent = tuple[Family, bool, int, torch.dtype, LoraConfig | None, Mapping[str, int]]
+"""Family, whether embeddings are tied, the seed, adapters where they come alone, and what else make_model has to know."""
+NO_SHAPE: Mapping[str, int] = {}
 
 
-def sent_state(family: Family, tied: bool, seed: int, dtype: torch.dtype, lora: LoraConfig | None) -> dict[str, torch.Tensor]:
+def sent_state(
+    family: Family, tied: bool, seed: int, dtype: torch.dtype, lora: LoraConfig | None, shape: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
     """What a trainer sends of a seed: a model, or adapters with alpha / rank in their Bs."""
     if lora is None:
-        return random_state(family, tied, seed, dtype)
-    shapes = {name: tuple(tensor.shape) for name, tensor in random_state(family, tied, 0).items()}
+        return random_state(family, tied, seed, dtype, shape)
+    shapes = {name: tuple(tensor.shape) for name, tensor in random_state(family, tied, 0, dtype, shape).items()}
     generator = torch.Generator().manual_seed(seed)
     drawn = {name: torch.randn(shape, generator=generator) for name, shape in adapter_shapes(shapes, lora.targets, lora.rank).items()}
     return {name: (tensor / (3 if ".lora_B." in name else tensor.shape[1] ** 0.5)).to(dtype) for name, tensor in drawn.items()}
 
 
-def served_model(family: Family, tied: bool, seed: int, dtype: torch.dtype, lora: LoraConfig | None) -> Any:
+def served_model(family: Family, tied: bool, seed: int, dtype: torch.dtype, lora: LoraConfig | None, shape: Mapping[str, int]) -> Any:
     """The oracle of what was sent. Adapters stand beside the weights that the engine was started with."""
-    model = make_model(family, tied, seed=seed if lora is None else 0, sharpness=SHARPNESS)
+    model = make_model(family, tied, seed=seed if lora is None else 0, sharpness=SHARPNESS, **shape)
     if lora is not None:
-        add_adapters(model, sent_state(family, tied, seed, dtype, lora))
+        add_adapters(model, sent_state(family, tied, seed, dtype, lora, shape))
     return model.to(dtype).eval()
 
 
@@ -229,6 +234,7 @@ class Harness:
     plan: TransferPlan | None = None
     lora: LoraConfig | None = None
     """Of adapters that come alone."""
+    shape: Mapping[str, int] = field(default_factory=dict)
     counter: int = 0
     stores: list[Any] = field(default_factory=list)
 
@@ -242,15 +248,15 @@ class Harness:
         dtype: Literal["float32", "bfloat16"] = "float32",
         make: Make = "vllm",
         layers: int = 2,
-        hidden: int = 2 * HEAD_DIM,
+        shape: Mapping[str, int] = NO_SHAPE,
         lora: LoraConfig | None = None,
         **options: Any,
     ) -> Harness:
         torch_dtype = getattr(torch, dtype)
-        make_tiny_model(folder, family, tied, layers=layers, hidden=hidden, sharpness=SHARPNESS, dtype=torch_dtype)
+        make_tiny_model(folder, family, tied, layers=layers, sharpness=SHARPNESS, dtype=torch_dtype, **shape)
         strategy = make_strategy(make, ModelConfig(path=folder, dtype=dtype), max_model_len, lora, **options)
         await strategy.initialize()
-        return cls(strategy, make, folder, family, tied, load_hf(folder, torch_dtype), torch_dtype, lora=lora)
+        return cls(strategy, make, folder, family, tied, load_hf(folder, torch_dtype), torch_dtype, lora=lora, shape=shape)
 
     async def stop(self) -> None:
         await self.strategy.shutdown()
@@ -310,7 +316,7 @@ class Harness:
         await asyncio.gather(joining, self.strategy.connect_weights(self.plan.first_member(0), membership))
 
     def sent(self, seed: int) -> Sent:
-        return self.family, self.tied, seed, self.dtype, self.lora
+        return self.family, self.tied, seed, self.dtype, self.lora, self.shape
 
     @property
     def tensors(self) -> list[ExportedTensor]:

@@ -32,12 +32,16 @@ from trainer_ranks import Trainer
 
 from roll_lite.config.schema.models import LoraConfig
 from roll_lite.distributed.weight_sync.checksum import checksum
+from roll_lite.distributed.weight_sync.group import TransferError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.slow]
 
 SOME = LoraConfig(rank=3, alpha=5.0, targets=["k_proj", "o_proj", "up_proj"], engines="adapter")
-"""Of each fused layer a part alone, of a rank between those that vLLM makes room for, with a scale that is not exact."""
-ALL = LoraConfig(rank=8, alpha=12.0, engines="adapter", export="adapter")
+"""Of each fused layer a part alone, of a rank between those that vLLM makes room for."""
+ALL = LoraConfig(rank=6, alpha=13.0, engines="adapter", export="adapter")
+"""With a scale that no binary number is."""
+WIDE = {"hidden": 128}
+"""Two key/value heads."""
 ATTENTION = LoraConfig(rank=2, alpha=6.0, engines="adapter", export="adapter", targets=["q_proj", "v_proj", "o_proj"])
 
 
@@ -81,9 +85,26 @@ async def assert_follows(engine: Harness, ranks: RankPool, folder: Path, layout:
         await serves(engine)
 
 
+async def test_an_update_that_breaks_off_half_way_changes_nothing(engine: Harness) -> None:
+    await engine.connect(timeout_s=1.0)
+    assert engine.plan is not None
+    await engine.update(seed=171)
+    held, said = await engine.strategy.weight_checksums(), await engine.one(24)
+    await engine.strategy.begin_weight_update(engine.tensors)
+    await engine.transfer(0, seed=172)
+    with pytest.raises(TransferError, match="trainer rank 0 did not take part in bucket"):
+        await engine.strategy.receive_bucket(engine.plan.routes[1:2])
+    assert (await engine.one(24)).token_ids == said.token_ids
+    assert await engine.strategy.weight_checksums() == held
+    await engine.connect()
+    await engine.update(seed=173)
+    assert await engine.strategy.weight_checksums() == engine.checksums() != held
+    await assert_serves(engine)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_an_engine_follows_a_trainer(make: Make, workers: int, ranks: RankPool, tmp_path: Path) -> None:
-    engine = await Harness.start(tmp_path / "model", "qwen3", make=make, hidden=128, lora=ALL, tensor_parallel=workers)
+    engine = await Harness.start(tmp_path / "model", "qwen3", make=make, shape=WIDE, lora=ALL, tensor_parallel=workers)
     try:
         await assert_follows(engine, ranks, tmp_path / "trainer", TP2_PP2 if workers == 1 else PP2)
     finally:
@@ -95,20 +116,34 @@ async def test_an_engine_follows_a_trainer(make: Make, workers: int, ranks: Rank
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("other", ["vllm", "sglang"])
 async def test_layouts(other: Make, workers: int, ranks: RankPool, tmp_path: Path) -> None:
-    """Tied embeddings, and untied ones; float32 trainers of bfloat16 engines."""
+    """Tied embeddings, and untied ones; bfloat16 engines of trainers in float32 and bfloat16."""
     require(other)
     families: dict[str, tuple[Family, bool]] = {"tied": ("qwen2", True), "untied": ("llama", False)}
     layouts = {"TP2": TP2, "PP2": PP2, "VPP2": PP2 | {"virtual_pipeline_parallel": 2}, "CP2": {"context_parallel": 2}, "one": {}}
     for name, (family, tied) in families.items():
-        engine = await Harness.start(tmp_path / name, family, tied, make=other, layers=4, hidden=128, lora=ALL, tensor_parallel=workers)
+        engine = await Harness.start(tmp_path / name, family, tied, make=other, layers=4, shape=WIDE, lora=ALL, tensor_parallel=workers)
         try:
             for layout, sizes in layouts.items():
                 await assert_follows(engine, ranks, tmp_path / f"{name}{layout}", sizes)
         finally:
             await engine.stop()
-    engine = await Harness.start(tmp_path / "half", dtype="bfloat16", make=other, hidden=128, lora=ALL, tensor_parallel=workers)
+    engine = await Harness.start(tmp_path / "half", dtype="bfloat16", make=other, shape=WIDE, lora=ALL, tensor_parallel=workers)
     try:
         await assert_follows(engine, ranks, tmp_path / "float32", TP2)
+        await assert_follows(engine, ranks, tmp_path / "bfloat16", TP2, dtype="bfloat16")
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("workers", "shape"), [(2, {"hidden": 64}), (1, {"intermediate_size": 100}), (2, {"intermediate_size": 200})])
+async def test_what_does_not_divide(make: Make, workers: int, shape: dict[str, int], tmp_path: Path) -> None:
+    """Fewer key/value heads than workers, and feed-forward rows: on a CPU SGLang fills up with zeros."""
+    engine = await Harness.start(tmp_path / "m", make=make, lora=ALL, tensor_parallel=workers, shape=shape)
+    try:
+        await engine.update(seed=5)
+        await assert_serves(engine)
+        assert await engine.strategy.weight_checksums() == engine.checksums()
     finally:
         await engine.stop()
 
@@ -119,7 +154,7 @@ async def test_layouts(other: Make, workers: int, ranks: RankPool, tmp_path: Pat
 @pytest.mark.parametrize("other", ["vllm", "sglang"])
 async def test_attention_beside_experts(other: Make, engine_layout: dict[str, int], ranks: RankPool, tmp_path: Path) -> None:
     require(other)
-    engine = await Harness.start(tmp_path / "m", "qwen3_moe", False, make=other, hidden=128, lora=ATTENTION, **engine_layout)
+    engine = await Harness.start(tmp_path / "m", "qwen3_moe", False, make=other, shape=WIDE, lora=ATTENTION, **engine_layout)
     try:
         for name, layout in {"EP2": EP2, "TP2": TP2, "PP2": PP2}.items():
             options = {"sequence_parallel": True} if "tensor_parallel" in layout else {}

@@ -9,7 +9,7 @@ from roll_lite.config.arithmetic import adapters_of_engines, generates, infer_dt
 from roll_lite.config.checks import layout
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema.models import EngineStrategyConfig, MegatronStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
+from roll_lite.config.schema.models import EngineStrategyConfig, MegatronStrategyConfig, SglangStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 
 SGLANG_FP8 = ("qwen2", "qwen3")
@@ -30,7 +30,7 @@ def _fp8_rollouts(config: RunConfig) -> Iterator[Problem]:
     if (dtype := infer_dtype(config)) != "bfloat16":
         message = f"weights are quantised from bfloat16, actor_infer.dtype (where absent, model.dtype) is {dtype}; use bfloat16, or none"
         yield Problem(path, message, "fp8")
-    if config.weight_sync.verify != "none":
+    if config.weight_sync.verify != "none" and adapters_of_engines(config) is None:
         message = "an engine in fp8 does not hold the trainer's weights bit for bit; use none"
         yield Problem("weight_sync.verify", message, config.weight_sync.verify)
     if trains(config) and config.algorithm.mismatch_correction is None and config.algorithm.old_log_probs != "rollout":
@@ -55,13 +55,11 @@ def _fp8_of_sglang(config: RunConfig) -> Iterator[Problem]:
 
 
 def _adapters_alone(config: RunConfig) -> Iterator[Problem]:
-    lora, strategy = adapters_of_engines(config), config.actor_infer.strategy
-    if lora is None or not isinstance(strategy, VllmStrategyConfig) or not layout.gpus_visible():
+    lora = adapters_of_engines(config)
+    if lora is None or not isinstance(config.actor_infer.strategy, EngineStrategyConfig) or not layout.gpus_visible():
         return
     if (dtype := infer_dtype(config)) == "float32":
-        message = (
-            f"vLLM's kernels for adapters alone compute in 16 bits on GPUs, and actor_infer.dtype (where absent, model.dtype) is {dtype}"
-        )
+        message = f"on GPUs engines' kernels for adapters compute in 16 bits, and actor_infer.dtype (where absent, model.dtype) is {dtype}"
         yield Problem("actor_train.lora.engines", f"{message}; use bfloat16, or merged", lora.engines)
 
 

@@ -9,11 +9,10 @@ from math import prod
 
 from roll_lite.config.adapter_files import VLLM_RANKS, adapter_problems, adapter_shapes
 from roll_lite.config.arithmetic import actor_is_reference, adapters_of_engines, infer_dtype, kl_terms, trains
-from roll_lite.config.checks.gpu_only import no_gpus
 from roll_lite.config.hf_config import read_hf_config, read_model_shape
 from roll_lite.config.model_files import weight_shapes
 from roll_lite.config.problems import Problem, did_you_mean
-from roll_lite.config.schema.models import FEED_FORWARD, LINEAR_LAYERS, SglangStrategyConfig, VllmStrategyConfig
+from roll_lite.config.schema.models import FEED_FORWARD, LINEAR_LAYERS, VllmStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 
 
@@ -67,7 +66,7 @@ def _alone_to_engines(config: RunConfig) -> Iterator[Problem]:
 
 
 def _alone_to_engines_of_experts(config: RunConfig) -> Iterator[Problem]:
-    lora, strategy = adapters_of_engines(config), config.actor_infer.strategy
+    lora = adapters_of_engines(config)
     if lora is None:
         return
     try:
@@ -77,10 +76,6 @@ def _alone_to_engines_of_experts(config: RunConfig) -> Iterator[Problem]:
     if shape.experts and (feed_forward := [name for name in lora.targets if name in FEED_FORWARD]):
         message = f"engines get adapters of experts ({', '.join(feed_forward)} of targets) in merged weights only; use merged"
         yield Problem("actor_train.lora.engines", f"{message}, or targets of attention alone", lora.engines)
-    workers = strategy.tensor_parallel if isinstance(strategy, SglangStrategyConfig) and no_gpus(config) else 1
-    if shape.kv_heads % workers:
-        message = f"on a CPU SGLang's workers have adapters alone where they share the model's {shape.kv_heads} key/value heads evenly"
-        yield Problem("actor_infer.strategy.tensor_parallel", f"{message}; use fewer, or actor_train.lora.engines: merged", workers)
 
 
 def reference_notes(config: RunConfig) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from roll_lite.config.schema.models import JudgeServerConfig, ModelConfig, VllmStrategyConfig
+from roll_lite.config.adapter_files import VLLM_RANKS
+from roll_lite.config.schema.models import JudgeServerConfig, LoraConfig, ModelConfig, VllmStrategyConfig
 from roll_lite.data.samples import GenerationRequest, Sampling
 from roll_lite.distributed.strategy.base import EngineMemory, EngineSpec
 from roll_lite.distributed.strategy.inference.settings import check_engine_args
@@ -198,3 +199,11 @@ async def test_what_leaves_a_cpu() -> None:
     await engine.offload(list(EngineMemory), cache_stays=False)
     await engine.load([EngineMemory.KV_CACHE])
     assert engine.calls == [("forget",), ("roll_lite_drop_cache",), ("roll_lite_make_cache",)]
+
+
+def test_ranks_of_adapters_are_vllms() -> None:
+    config = pytest.importorskip("vllm.config.lora")
+    assert get_args(config.MaxLoRARanks) == VLLM_RANKS
+    for rank, room in ((1, 1), (3, 8), (8, 8), (129, 256), (300, 320), (512, 512)):
+        arguments = settings.engine_arguments(MODEL, VllmStrategyConfig(), 64, 1, cuda=True, lora=LoraConfig(rank=rank, targets=["k_proj"]))
+        assert (arguments["max_lora_rank"], arguments["lora_target_modules"]) == (room, ["k_proj", "q_proj", "v_proj"])

@@ -34,7 +34,12 @@ from roll_lite.distributed.strategy.inference.adapters import NAME, IncomingAdap
 from roll_lite.distributed.strategy.inference.answers import answering
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_weights
 from roll_lite.distributed.strategy.inference.seam import SEAM
-from roll_lite.distributed.strategy.sglang.compat.adapters import adapted_layers, do_without_pinned_memory, put_adapters
+from roll_lite.distributed.strategy.sglang.compat.adapters import (
+    adapted_layers,
+    adapters_leave_with_weights,
+    do_without_pinned_memory,
+    put_adapters,
+)
 from roll_lite.distributed.strategy.sglang.compat.stop_text import StopText
 from roll_lite.distributed.weight_sync.checksum import checksum
 from roll_lite.distributed.weight_sync.endpoints import WeightReceiver
@@ -76,7 +81,8 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_connect(self, first_member: int, membership: dict[str, Any]) -> None:
-        if refusal := _unsupported_derived_weight_cache_error(self.tp_worker.model_runner.model):
+        refusal = _unsupported_derived_weight_cache_error(self.tp_worker.model_runner.model)
+        if refusal and self.roll_lite_adapters is None:
             raise ValueError(f"SGLang cannot take new weights as it was started: {refusal}")
         self._receiver.join(membership, first_member + get_parallel().tp_rank)
 
@@ -268,6 +274,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     SamplingBatchInfo.from_schedule_batch = _with_seeds(SamplingBatchInfo.__dict__["from_schedule_batch"])
     penaltylib.BatchedMinNewTokensPenalizer = MinTokens
     Req._check_str_based_finish = ends_with_stop_text
+    adapters_leave_with_weights()
     if not torch.cuda.is_available():
         fused_moe_native.moe_forward_native = _of_this_worker_alone(fused_moe_native.moe_forward_native)
         ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # routed experts lie in pinned memory, which takes a GPU

@@ -55,6 +55,10 @@ OWN_ARGUMENTS = (
     "max_loaded_loras",
     "max_loras_per_batch",
     "lora_strict_loading",
+    "lora_eviction_policy",
+    "experts_shared_outer_loras",
+    "lora_use_virtual_experts",
+    "lora_drain_wait_threshold",
 )
 """Engine arguments that no configuration may set."""
 
@@ -133,7 +137,7 @@ def engine_arguments(
         arguments |= {"attention_backend": "torch_native", "disable_overlap_schedule": True, "sleep_on_idle": True}
     if lora is not None:
         # Two: without adapters SGLang warms up.
-        arguments |= {"enable_lora": True, "max_loras_per_batch": 2, "max_lora_rank": lora.rank}
+        arguments |= {"enable_lora": True, "max_loras_per_batch": 2, "max_lora_rank": lora.rank, "lora_strict_loading": True}
         arguments |= {"lora_target_modules": with_fused(lora.targets)} | ({} if cuda else {"lora_backend": "torch_native"})
     if is_fp8(strategy, cuda):
         # Quantised as `fp8` alone, a model cannot be loaded again: what its loaders know goes with the first weights. This one keeps it.

@@ -51,6 +51,11 @@ OWN_ARGUMENTS = (
     "lora_dtype",
     "lora_target_modules",
     "fully_sharded_loras",
+    "default_mm_loras",
+    "enable_tower_connector_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+    "max_lora_cls_labels",
 )
 """Engine arguments that no configuration may set."""
 

@@ -124,12 +124,12 @@ class WorkerExtension:
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
         """Of what the model holds, of these tensors or (None) of all, in the dtypes given. Collective, the first worker answers."""
         sums = {}
-        for name, tensor in self._held(names, shapes):
+        for name, tensor in self.roll_lite_held(names, shapes):
             if self.rank == 0:
                 sums[name] = checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor)
         return sums
 
-    def _held(self, names: Collection[str] | None, expected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def roll_lite_held(self, names: Collection[str] | None, expected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         model, adapters = self.get_model(), self.roll_lite_adapters
         if adapters is None:
             return held_weights(model, _layers(), names)
