@@ -62,7 +62,7 @@ class Trainer:
         folder: Path,
         engine: EngineStrategyConfig,
         transport: str,
-        dtype: torch.dtype,
+        engine_dtype: torch.dtype,
         **options: Any,
     ) -> None:
         """`engine`: of the one that follows it."""
@@ -71,7 +71,9 @@ class Trainer:
         self._folder = folder
         self._transport = transport
         workers = engine.tensor_parallel, engine.expert_parallel
-        self.done = ThreadPoolExecutor(1).submit(ranks, size, train, path, folder, *workers, self._store.port, transport, dtype, options)
+        self.done = ThreadPoolExecutor(1).submit(
+            ranks, size, train, path, folder, *workers, self._store.port, transport, engine_dtype, options
+        )
 
     async def plan(self) -> tuple[TransferPlan, Membership]:
         file = self._folder / "plan"

@@ -69,12 +69,13 @@ _Described = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
+    """Of one dtype each: what is gathered as one tensor has no other."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
         _, shape, dtype, _ = tensor
         size = torch.Size(shape).numel() * dtype.itemsize
-        if filled + size > bucket_bytes:
+        if filled + size > bucket_bytes or buckets[-1][-1][2] != dtype:
             buckets.append([])
             filled = 0
         buckets[-1].append(tensor)

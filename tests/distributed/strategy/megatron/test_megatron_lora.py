@@ -476,3 +476,35 @@ def two_in_one(path: Path, adapters: Path, layout: dict[str, Any], expected: Exp
 def test_the_actor_without_adapters_is_the_reference(ranks: RankPool, cases: Cases) -> None:
     for layout in ({}, {"tensor_parallel": 2}):
         ranks(2 if layout else 1, two_in_one, cases.path, cases.adapters["all"], layout, cases.expected["all"])
+
+
+def log_probs_and_adapters(path: Path, adapters: Path, folder: Path, layout: dict[str, Any]) -> torch.Tensor | None:
+    strategy = started(path, lora=lora_of(adapters, export="adapter"), **layout)
+    strategy.save_hf(folder)
+    result = forward(strategy, batch_of(), ["log_probs"], 6)
+    return None if result is None else result.ragged("log_probs").values
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("family", "size", "layout", "targets"),
+    [
+        ("qwen3", 2, {"tensor_parallel": 2, "sequence_parallel": True}, LINEAR_LAYERS),
+        ("llama", 2, {"pipeline_parallel": 2}, SOME),
+        ("qwen3_moe", 1, {}, ATTENTION),
+        ("qwen3_moe", 2, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2}, LINEAR_LAYERS),
+    ],
+)
+def test_peft_itself_computes_the_same_with_what_was_exported(
+    ranks: RankPool, tmp_path: Path, family: Any, size: int, layout: dict[str, Any], targets: Sequence[str]
+) -> None:
+    """Where it is installed (`pip install peft` beside the pinned packages)."""
+    peft = pytest.importorskip("peft")
+    path = tiny(tmp_path / "m", family, layers=4, tied=False)
+    adapters = make_adapters(path, tmp_path / "adapters", targets)
+    (found,) = [one for one in ranks(size, log_probs_and_adapters, path, adapters, tmp_path / "out", layout) if one is not None]
+    model, batch = peft.PeftModel.from_pretrained(load_hf(path), tmp_path / "out"), batch_of()
+    rows = [hf_log_probs(model, batch.ragged("input_ids").row(row), batch.tensor("temperature")[row])[0] for row in range(len(batch))]
+    masks = [batch.ragged("response_mask").row(row)[1:] for row in range(len(batch))]
+    expected = torch.cat([row.detach() * mask for row, mask in zip(rows, masks, strict=True)])
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)

@@ -13,6 +13,7 @@ from support_models import load_hf
 from transformers import AutoTokenizer
 
 from roll_lite.config.hf_config import read_hf_config
+from roll_lite.distributed.strategy.megatron.hf_export import _in_buckets
 from roll_lite.distributed.strategy.megatron.hf_mapping import LAYER, Layout, checkpoint_names, join, take_apart
 
 
@@ -179,3 +180,10 @@ def test_the_table_names_exactly_the_checkpoint(tmp_path: Path) -> None:
     for family in FAMILIES:
         path = tiny(tmp_path / family, family)
         assert checkpoint_names(read_hf_config(path)) == set(tensors_of(path))
+
+
+def test_a_bucket_has_one_dtype() -> None:
+    """What is gathered as one tensor would be made the widest of several."""
+    tensors = [("a", (4,), torch.bfloat16, 0), ("b", (4,), torch.float32, 0), ("c", (4,), torch.float32, 0), ("d", (9,), torch.float32, 0)]
+    buckets = [[name for name, *_ in bucket] for bucket in _in_buckets(tensors, 32)]
+    assert buckets == [["a"], ["b", "c"], ["d"]]
