@@ -62,7 +62,7 @@ class MicroBatchPlanner(Protocol):
 
 @dataclass(frozen=True)
 class RowsAtATime:
-    """A fixed number of rows, in the order of the batch: for models that pad them to the longest."""
+    """A fixed number of rows, in the order of the batch, whatever their lengths."""
 
     size: int
 
@@ -101,6 +101,25 @@ class TokenBudget:
 
     def _fits(self, tokens: np.ndarray) -> bool:
         return len(tokens) <= 1 or (len(tokens) * tokens.max() if self.with_padding else tokens.sum()) <= self.tokens
+
+
+@dataclass(frozen=True)
+class PaddedBudget:
+    """For models that pad rows to the longest: rows of like lengths together, as many as keep within `tokens` with their padding. A row
+    that is longer than that goes alone."""
+
+    tokens: int
+    rows: int | None = None
+    """The most rows of a micro-batch."""
+
+    def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
+        tokens = lengths.numpy()
+        found: list[list[int]] = []
+        for row in np.argsort(-tokens, kind="stable").tolist():
+            if not found or len(found[-1]) == self.rows or (len(found[-1]) + 1) * tokens[found[-1][0]] > self.tokens:
+                found.append([])
+            found[-1].append(row)
+        return [np.array(part, dtype=np.int64) for part in found]
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ def _is_template(template: str) -> str:
 class ModelReward(RewardType):
     """A sequence-classification reward model scores the response: the output of the one that `reward_models.<model>` describes.
 
+    A copy of the model takes up to `micro_batch_size` samples at a time, of whichever domains, and reads them in one forward pass, or in
+    several where one would have more than `micro_batch_tokens`.
+
     A text longer than the model's max_length is a failure. A process of a reward model that dies is started again: with `hf` that one, on
     Megatron all of the model's. What it was scoring fails with the cause and is tried again (`retries`); other copies go on, and where
     there is none, samples wait, without their `timeout_s` running, until the model is back. The number of replaced processes is

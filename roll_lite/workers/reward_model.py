@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from roll_lite.config.schema.models import ModelConfig, RewardModelConfig
-from roll_lite.data.microbatch import RowsAtATime
+from roll_lite.data.microbatch import MicroBatchPlanner, PaddedBudget, RowsAtATime, TokenBudget
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.templates import load_tokenizer
@@ -92,24 +92,24 @@ class RewardModelWorker(Worker):
         return self.strategy
 
     def _scores(self, strategy: ForwardStrategy, rows: list[list[int]]) -> list[float] | None:
-        """Rows of like lengths together, so that little is padded."""
-        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         batch = DataProto(
             {
-                "input_ids": Ragged.from_rows([torch.tensor(rows[row], dtype=torch.int64) for row in order], torch.int64),
-                "response_mask": Ragged.from_rows([torch.zeros(len(rows[row]), dtype=torch.bool) for row in order], torch.bool),
+                "input_ids": Ragged.from_rows([torch.tensor(row, dtype=torch.int64) for row in rows], torch.int64),
+                "response_mask": Ragged.from_rows([torch.zeros(len(row), dtype=torch.bool) for row in rows], torch.bool),
             }
         )
-        # A row's last digits depend on what it is padded to: alone in its pass it has the same score in every run.
-        planner = RowsAtATime(1 if self.spec.deterministic else self.spec.config.micro_batch_size)
         # Copies of the model take texts as they come: a pass is this copy's own.
-        outputs = strategy.forward(batch, ["final_value"], strategy.plan(batch.lengths, planner, together=False))
-        if outputs is None:
-            return None
-        scores = [0.0] * len(rows)
-        for row, score in zip(order, outputs.tensor("final_value").tolist(), strict=True):
-            scores[row] = score
-        return scores
+        plan = strategy.plan(batch.lengths, self._planner(strategy), together=False)
+        outputs = strategy.forward(batch, ["final_value"], plan)
+        return None if outputs is None else outputs.tensor("final_value").tolist()
+
+    def _planner(self, strategy: ForwardStrategy) -> MicroBatchPlanner:
+        config = self.spec.config
+        if self.spec.deterministic:  # a score's last digits depend on what else is in the pass: alone it is the same in every run
+            return RowsAtATime(1)
+        if strategy.pads_rows:
+            return PaddedBudget(config.micro_batch_tokens, config.micro_batch_size)
+        return TokenBudget(config.micro_batch_tokens, config.micro_batch_size, strategy.layout.attention_par)
 
 
 class TextTokens:

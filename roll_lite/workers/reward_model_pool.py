@@ -22,7 +22,7 @@ from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_ranks import RESTART_SECONDS, Copy, Ranks, is_gone
 
 WINDOW_SECONDS = 0.003
-"""How long an idle copy waits for more samples when there are fewer than a micro-batch."""
+"""How long an idle copy waits for more samples when there are fewer than it takes at a time."""
 
 
 @dataclass
@@ -150,7 +150,7 @@ class RewardModelClient:
     # ------------------------------------------------------------ samples
 
     async def _take(self) -> list[_Waiting]:
-        """At most a micro-batch, and no more than this copy's share of what waits."""
+        """At most micro_batch_size, and no more than this copy's share of what waits."""
         size = self._config.micro_batch_size
         self._idle += 1
         try:

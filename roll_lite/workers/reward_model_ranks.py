@@ -23,7 +23,7 @@ from roll_lite.workers.reward_model import NotInitialized
 RESTART_SECONDS = 600.0
 """For processes to start, and to load the model."""
 HANG_SECONDS = 600.0
-"""For a micro-batch; whoever waits for one of its samples has a limit of their own, which is shorter."""
+"""For what a copy takes at a time; whoever waits for one of its samples has a limit of their own, which is shorter."""
 KILL_SECONDS = 1.0
 """Until nobody meets a process any more that was told to end."""
 POLL_SECONDS = 0.25

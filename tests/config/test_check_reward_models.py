@@ -42,7 +42,10 @@ def found(project: Project, settings: str = "", args: str = "") -> dict[str, str
     return {problem.path: problem.message for problem in project.problems_of(SECTION % (settings, args))}
 
 
-@pytest.mark.parametrize("settings", ["", "strategy: {name: megatron}", "strategy: {name: megatron, tensor_parallel: 2}, max_length: 64"])
+@pytest.mark.parametrize(
+    "settings",
+    ["", "strategy: {name: megatron}, micro_batch_tokens: 32", "strategy: {name: megatron, tensor_parallel: 2}, max_length: 64"],
+)
 def test_what_is_right_passes_and_has_its_place_in_the_plan(helpful: Project, settings: str) -> None:
     assert found(helpful, settings, "template: '{prompt} -> {response}', scale: sigmoid") == {}
     config = helpful.load(name="changed")
@@ -126,6 +129,9 @@ LAYOUTS = {
     "heads": ("strategy: {name: megatron, tensor_parallel: 3}", "strategy.tensor_parallel", "8 attention heads and 4 key/value heads"),
     "context": ("strategy: {name: megatron, context_parallel: 3}", "devices", "context_parallel 3 does not divide 2 devices"),
     "length": ("max_length: 65", "max_length", "is more than the model's 64 positions"),
+    "no tokens": ("micro_batch_tokens: 0", "micro_batch_tokens", "expected integer > 0"),
+    "no limit of samples": ("micro_batch_size: null", "micro_batch_size", "expected integer > 0"),
+    "training": ("train_micro_batch_tokens: 64", "train_micro_batch_tokens", "unknown key"),
     "unknown strategy": ("strategy: {name: vllm}", "strategy.name", "expected one of hf, megatron"),
 }
 

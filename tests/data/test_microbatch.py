@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_lite.data import microbatch
-from roll_lite.data.microbatch import MicroBatchPlan, Multiples, RowsAtATime, TokenBudget, padded
+from roll_lite.data.microbatch import MicroBatchPlan, Multiples, PaddedBudget, RowsAtATime, TokenBudget, padded
 from roll_lite.data.minibatches import balanced_partition
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.ragged import Ragged
@@ -107,6 +107,15 @@ def test_where_padding_counts_it_fits_too() -> None:
     assert len(TokenBudget(20).cut(torch.tensor([10, 2, 2, 2, 2, 2]))) == 1
 
 
+def test_rows_of_like_lengths_are_padded_together() -> None:
+    """9 + 8, padded to 2 x 9, leave no room for a third row of 20 tokens; 3, 2 and 2 take 9; 25 is more than all."""
+    lengths = torch.tensor([2, 9, 25, 3, 8, 2])
+    assert [part.tolist() for part in PaddedBudget(20).cut(lengths)] == [[2], [1, 4], [3, 0, 5]]
+    assert [part.tolist() for part in PaddedBudget(18, rows=2).cut(lengths)] == [[2], [1, 4], [3, 0], [5]]
+    assert [part.tolist() for part in PaddedBudget(17).cut(lengths)] == [[2], [1], [4, 3], [0, 5]]
+    assert PaddedBudget(20).cut(torch.empty(0, dtype=torch.int64)) == []
+
+
 def test_costs_decide_what_goes_together() -> None:
     """By tokens 6 + 2 and 4 + 4 are equal; where a row costs its square, the last one goes where 32 are instead of to the 36."""
     lengths = torch.tensor([6, 4, 4, 2])
@@ -191,7 +200,7 @@ def test_outputs_are_collected_in_the_order_of_the_batch(lengths: list[int], siz
     shuffled = list(range(len(lengths)))
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     given_parts = Given([shuffled[start : start + size] for start in range(0, len(lengths), size)])
-    for planner in (RowsAtATime(size), given_parts, TokenBudget(9 * size, rows=size)):
+    for planner in (RowsAtATime(size), given_parts, TokenBudget(9 * size, rows=size), PaddedBudget(9 * size, rows=size)):
         plan = MicroBatchPlan.of(batch.lengths, planner, agree=lambda count: count + idle)
         micros = [padded(rows) for rows in plan.cut(batch)]
         assert all(micro.mask.shape == micro.columns["input_ids"][:, 1:].shape for micro in micros)

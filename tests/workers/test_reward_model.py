@@ -10,6 +10,8 @@ import pytest
 from support_models import BOS_ID, EOS_ID, PAD_ID, hf_scores, make_tiny_reward_model, make_tokenizer
 
 from roll_lite.config.schema.models import RewardModelConfig
+from roll_lite.data.microbatch import MicroBatchPlan
+from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.base import StateGroup
 from roll_lite.distributed.worker import ROLE
 from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker, TextTokens
@@ -49,6 +51,35 @@ def test_texts_of_any_order_and_length_have_the_scores_of_transformers(worker: R
     assert found[3] == "the text has 13 tokens, the reward model reads at most 12 (max_length)"
     assert found[6] == "the text has no tokens"
     assert worker.score([]) == []
+
+
+BUDGETS: list[tuple[dict[str, Any], list[list[int]]]] = [
+    ({}, [[40, 9, 8, 3, 2, 2]]),
+    ({"micro_batch_tokens": 20}, [[40], [9, 8], [3, 2, 2]]),
+    ({"micro_batch_tokens": 20, "micro_batch_size": 2}, [[40], [9, 8], [3, 2], [2]]),
+    ({"micro_batch_tokens": 1}, [[40], [9], [8], [3], [2], [2]]),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), BUDGETS)
+def test_a_pass_keeps_within_its_tokens(
+    worker: RewardModelWorker, model: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: list[list[int]]
+) -> None:
+    """Padding counts: three texts of 9 tokens would be 27. Scores are the same however they are cut."""
+    worker.spec = spec_of(model, **settings)
+    worker._tokens = TextTokens(worker.spec)
+    strategy = worker.strategy
+    assert strategy is not None
+    forward, plans = strategy.forward, []
+
+    def seen(batch: DataProto, outputs: list[str], plan: MicroBatchPlan) -> DataProto | None:
+        plans.extend(batch.lengths[part].tolist() for part in plan.parts)
+        return forward(batch, outputs, plan)
+
+    monkeypatch.setattr(strategy, "forward", seen)
+    texts = ["ab", "1+1=2abcd", "x" * 40, "7*8", "12345678", "cd"]
+    assert worker.score(texts) == pytest.approx(hf_scores(model, [encoded(text) for text in texts]), abs=1e-5)
+    assert plans == expected
 
 
 def test_an_offloaded_model_comes_back(worker: RewardModelWorker) -> None:

@@ -379,7 +379,8 @@ async def test_a_mistake_in_the_arguments_is_a_value_error_at_the_start() -> Non
 
 @contextmanager
 def cluster(path: Path, world_size: int, **settings: Any) -> Iterator[tuple[Cluster[RewardModelWorker], RewardModelConfig]]:
-    config = RewardModelConfig(path=path, dtype="float32", micro_batch_size=4, devices=world_size, **settings)
+    """Four samples at a time, in one pass where they are short."""
+    config = RewardModelConfig(path=path, dtype="float32", micro_batch_size=4, micro_batch_tokens=40, devices=world_size, **settings)
     spec = RewardModelSpec("toy", config, seed=1, deterministic=False)
     one = start_cluster(ClusterSpec("reward_models.toy", anywhere(world_size)), RewardModelWorker, spec)
     try:

@@ -326,8 +326,11 @@ class RewardModelConfig(Section):
     """How the model is run and laid out."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of its weights and forward passes. float32 on a CPU, bfloat16 on GPUs."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Tokens in one forward pass of a rank, at most; with hf, which pads samples to the longest, padding counts. A sample that is longer
+    goes alone."""
     micro_batch_size: PositiveInt = 8
-    """Samples in one forward pass of a rank."""
+    """Samples in one forward pass of a rank, at most, and those that a copy of the model takes at a time."""
     max_length: PositiveInt | None = None
     """Longest text in tokens, the model's max_position_embeddings where absent. A longer one is a failure, never cut."""
     offload: bool = False

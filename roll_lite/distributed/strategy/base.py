@@ -144,6 +144,8 @@ class ForwardStrategy(ABC):
 
     needs_process_group: ClassVar[bool] = True
     """The ranks work together: the caller makes a process group of them before `initialize`."""
+    pads_rows: ClassVar[bool] = False
+    """Each row of a micro-batch takes as much as the longest; elsewhere they lie one behind the other."""
     layout: RankLayout
 
     @abstractmethod

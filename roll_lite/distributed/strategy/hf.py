@@ -20,6 +20,7 @@ class HfRewardStrategy(ForwardStrategy):
     """The caller has set RANK and WORLD_SIZE (LOCAL_RANK on GPUs). No process group: ranks know nothing of each other."""
 
     needs_process_group = False
+    pads_rows = True
 
     def __init__(self, spec: ModelSpec) -> None:
         self._path = spec.model.path

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from support_models import VOCAB_SIZE, Family, hf_scores, make_tiny_model, make_tiny_reward_model
-from support_passes import forward
+from support_passes import Cut, forward
 from transformers import BertConfig, BertForSequenceClassification
 
 from roll_lite.config.schema.models import HfStrategyConfig, ModelConfig
+from roll_lite.data.microbatch import PaddedBudget, TokenBudget
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
 from roll_lite.distributed.strategy.base import ModelSpec, StateGroup
 from roll_lite.distributed.strategy.hf import HfRewardStrategy
 
-LENGTHS = (9, 1, 12, 2, 7, 5)
+LENGTHS = (9, 1, 40, 2, 7, 5)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def started(path: Path, dtype: str = "float32") -> HfRewardStrategy:
     return strategy
 
 
-def scores(strategy: HfRewardStrategy, of: list[list[int]], size: int) -> list[float]:
+def scores(strategy: HfRewardStrategy, of: list[list[int]], size: Cut) -> list[float]:
     out = forward(strategy, batch(of), ["final_value"], size)
     assert out is not None
     return out.tensor("final_value").tolist()
@@ -53,7 +54,7 @@ def test_batches_score_as_rows_alone(tmp_path: Path, family: Family) -> None:
     strategy = started(path)
     expected = hf_scores(path, rows())
     assert len({round(score, 3) for score in expected}) == len(LENGTHS), "scores that do not differ prove nothing"
-    for size in (1, 4, 6):
+    for size in (1, 4, 6, PaddedBudget(20), TokenBudget(20)):
         assert scores(strategy, rows(), size) == pytest.approx(expected, abs=1e-5)
     assert scores(strategy, [], 4) == []
     layout = strategy.layout

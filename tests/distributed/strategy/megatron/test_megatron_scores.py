@@ -11,12 +11,24 @@ from megatron_cases import FAMILIES, started
 from megatron_ranks import RankPool
 from support_models import VOCAB_SIZE, hf_scores, make_tiny_reward_model
 from support_passes import forward
-from test_megatron_values import FURTHER_LAYOUTS
+from test_megatron_values import FURTHER_LAYOUTS, SEQUENCE
 
+from roll_lite.config.schema.models import MegatronStrategyConfig, RewardModelConfig
+from roll_lite.data.microbatch import MicroBatchPlan, TokenBudget
 from roll_lite.data.proto import DataProto
 from roll_lite.data.ragged import Ragged
+from roll_lite.workers.reward_model import RewardModelSpec, RewardModelWorker
 
-LENGTHS = (9, 1, 12, 2, 7, 5)
+LENGTHS = (9, 1, 40, 2, 7, 5)
+EXPERTS_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "TP2 EP2": (2, {**SEQUENCE, "expert_parallel": 2}),
+    "TP2 ETP2": (2, {**SEQUENCE, "expert_tensor_parallel": 2}),
+    "PP2": (2, {"pipeline_parallel": 2}),
+    "CP2 EP2": (2, {"context_parallel": 2, "expert_parallel": 2}),
+    "TP2 CP2 EP4": (4, {**SEQUENCE, "context_parallel": 2, "expert_parallel": 4}),
+}
+"""In which the ranks of one copy share the experts."""
 
 
 def rows() -> list[list[int]]:
@@ -38,7 +50,7 @@ def batch() -> DataProto:
 def check_scores(cases: list[tuple[Path, list[float]]], layout: dict[str, Any]) -> None:
     for path, expected in cases:
         strategy = started(path, value_init="reward_model", path_key="reward_models.toy.path", **layout)
-        for size in (1, 4, 6):
+        for size in (1, 4, 6, TokenBudget(20)):
             out = forward(strategy, batch(), ["final_value"], size)
             assert (out is not None) == strategy.layout.is_head
             if out is not None:
@@ -46,7 +58,9 @@ def check_scores(cases: list[tuple[Path, list[float]]], layout: dict[str, Any]) 
 
 
 def scored(folder: Path, **overrides: Any) -> list[tuple[Path, list[float]]]:
+    """Mistral's window is shorter than the longer rows."""
     paths = [make_tiny_reward_model(folder / family, family, **overrides) for family in FAMILIES]  # type: ignore[arg-type]
+    paths.append(make_tiny_reward_model(folder / "mistral", "mistral", sliding_window=4, tied=False, **overrides))
     return [(path, hf_scores(path, rows())) for path in paths]
 
 
@@ -71,6 +85,53 @@ def test_scores_are_transformers(ranks: RankPool, checkpoints: list[tuple[Path, 
 def test_scores_in_further_layouts(ranks: RankPool, four_layers: list[tuple[Path, list[float]]], name: str) -> None:
     world_size, layout = FURTHER_LAYOUTS[name]
     ranks(world_size, check_scores, four_layers, layout)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one rank",
+        "TP2 EP2",
+        *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.nightly]) for name in list(EXPERTS_LAYOUTS)[2:]),
+    ],
+)
+def test_scores_of_a_mixture_of_experts(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    world_size, layout = EXPERTS_LAYOUTS[name]
+    path = make_tiny_reward_model(tmp_path / "qwen3_moe", "qwen3_moe")
+    ranks(world_size, check_scores, [(path, hf_scores(path, rows()))], layout)
+
+
+def check_worker(path: Path, expected: list[float], layout: dict[str, Any]) -> None:
+    """Rows [9, 1, 40, 2, 7, 5]: 24 tokens beside the long one, so that neither 20 tokens nor two rows hold them all."""
+    strategy = started(path, value_init="reward_model", path_key="reward_models.toy.path", **layout)
+    cuts: list[list[int]] = []
+    forward_of = strategy.forward
+
+    def seen(batch: DataProto, outputs: list[str], plan: MicroBatchPlan) -> DataProto | None:
+        cuts.extend(batch.lengths[part].tolist() for part in plan.parts)
+        return forward_of(batch, outputs, plan)
+
+    strategy.forward = seen  # type: ignore[method-assign, assignment]
+    for settings, deterministic, passes in (
+        ({}, False, [[40, 9, 7, 5, 2, 1]]),
+        ({"micro_batch_tokens": 20}, False, [[40], [9, 2, 1], [7, 5]]),
+        ({"micro_batch_size": 2}, False, [[40, 1], [9, 2], [7, 5]]),
+        ({"micro_batch_tokens": 20}, True, [[9], [1], [40], [2], [7], [5]]),
+    ):
+        config = RewardModelConfig(path=path, strategy=MegatronStrategyConfig(**layout), **settings)  # type: ignore[arg-type]
+        cuts.clear()
+        worker = RewardModelWorker.__new__(RewardModelWorker)
+        worker.spec = RewardModelSpec("toy", config, 1, deterministic)
+        found = worker._scores(strategy, rows())
+        assert cuts == passes
+        assert found == (pytest.approx(expected, abs=1e-5) if strategy.layout.is_head else None)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor_parallel": 2}], ids=["one rank", "TP2"])
+def test_a_workers_passes_keep_within_its_tokens(
+    ranks: RankPool, checkpoints: list[tuple[Path, list[float]]], layout: dict[str, Any]
+) -> None:
+    ranks(2 if layout else 1, check_worker, *checkpoints[0], layout)
 
 
 def refused(path: Path) -> str:
