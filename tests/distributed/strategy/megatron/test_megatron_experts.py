@@ -137,11 +137,23 @@ def test_three_steps_with_clipping(ranks: RankPool, models: dict[str, Path], nam
 
 
 @pytest.mark.slow
+def test_three_steps_of_experts_that_two_ranks_share(ranks: RankPool, models: dict[str, Path]) -> None:
+    check_steps(ranks, models["all layers"], CONFIG, LAYOUTS["ETP2"], [CONFIG.lr] * 3)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["EP2 ETP2", "TP2 EP4", "PP2 EP2"])
+def test_three_steps_on_four_ranks(ranks: RankPool, models: dict[str, Path], name: str) -> None:
+    check_steps(ranks, models["all layers"], CONFIG, OF_FOUR[name], [CONFIG.lr] * 3, 4)
+
+
+@pytest.mark.slow
 @pytest.mark.nightly
 def test_three_steps_in_further_layouts(ranks: RankPool, models: dict[str, Path]) -> None:
     for layout in ({"data": 2}, LAYOUTS["EP2"], LAYOUTS["TP2 EP2"], LAYOUTS["TP2"]):
         check_steps(ranks, models["all layers"], CONFIG, layout | {"distributed_optimizer": False}, [CONFIG.lr] * 3)
-    for layout in ({"data": 2}, LAYOUTS["TP2"]):
+    for layout in ({"data": 2}, LAYOUTS["TP2"], LAYOUTS["TP2 ETP2"], LAYOUTS["CP2 EP2"]):
         check_steps(ranks, models["all layers"], CONFIG, layout, [CONFIG.lr] * 3)
 
 

@@ -29,6 +29,8 @@ from roll_lite.data.proto import DataProto
 NO_CLIPPING = OptimizerConfig(lr=1e-30, clip_grad=0.0)
 STAGES, SHARED = {"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}
 INTERLEAVED = {**STAGES, "virtual_pipeline_parallel": 2}
+WIDE, NARROW = ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size} for size in (64, 16))
+"""All heads together are twice as wide as the hidden state, as in Qwen3-30B-A3B, and half as wide."""
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "one key with a bias": tiny(folder / "one_key_bias", "qwen2", num_key_value_heads=1),
         "three layers": tiny(folder / "three", "qwen2", layers=3),
         "odd vocabulary, untied": tiny(folder / "odd_untied", "qwen3", vocab_size=101, tied=False),
+        "wide": tiny(folder / "wide", "qwen3", **WIDE),
+        "wide llama": tiny(folder / "wide_llama", "llama", **WIDE),
+        "narrow": tiny(folder / "narrow", "qwen3", **NARROW),
+        "narrow mistral": tiny(folder / "narrow_mistral", "mistral", sliding_window=4, tied=False, **NARROW),
         "rope linear": tiny(folder / "linear", "llama", rope_parameters={"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}),
         "rope llama3": tiny(
             folder / "llama3",
@@ -117,12 +123,14 @@ def test_families(ranks: RankPool, models: dict[str, Path], layout: dict[str, in
     if not layout:
         cases += [(check_forward, models[name], 100, {}) for name in ("rope linear", "rope llama3", "mistral")]
         cases.append((check_gradients, models["mistral"], 100, {}, None, [TokenBudget(20)]))
+        for name in ("wide llama", "narrow mistral"):
+            cases += [(check_forward, models[name], 100, {}), (check_gradients, models[name], 100, {}, None, [TokenBudget(20)])]
     if "data" in layout:
         # One rank has no rows at all; one rank has a single row where the other runs five micro-batches.
         cases += [(check_gradients, models["qwen2"], 100, {}, sizes, [1]) for sizes in ([6, 0], [1, 5])]
         cases.append((check_gradients, models["qwen2"], 100, {"overlap_grad_reduce": True}, [0, 6], [2]))
     if "tensor_parallel" in layout:
-        for name in ("one key", "one key with a bias"):
+        for name in ("one key", "one key with a bias", "wide", "narrow"):
             cases += [(check_forward, models[name], 100, options), (check_gradients, models[name], 100, options, None, [3])]
         for name in ("odd vocabulary", "odd vocabulary, untied"):
             cases += [(check_forward, models[name], 101, options), (check_gradients, models[name], 101, options, None, [3])]

@@ -1,5 +1,5 @@
-"""Random combinations of model, layout, micro-batches and recompute: log-probs, loss and every gradient are Hugging Face's, whatever they
-are combined with."""
+"""Random combinations of model, layout, micro-batches and recompute: log-probs, distributions, loss and every gradient are Hugging Face's,
+whatever they are combined with."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from support_models import Family
 from support_passes import Cut
 from test_megatron_lora import ATTENTION, expected_of, like_hugging_face, make_adapters
 from test_megatron_oracle import check_forward, check_gradients, check_many
+from test_megatron_outputs import check_forward as check_distributions
 from test_megatron_values import check_values, reward_model
 from test_routing_replay import check_replayed
 
@@ -33,6 +34,7 @@ def drawn(draw: random.Random) -> tuple[int, Family, dict[str, Any], dict[str, A
     layers = draw.randint(2, 6)
     shape: dict[str, Any] = {"layers": layers, "tied": draw.random() < 0.5, "vocab_size": draw.choice([100, 101])}
     shape["num_key_value_heads"] = draw.choice([1, 2, 4])
+    shape["head_dim"] = draw.choice([16, 32, 64])  # of four heads beside 128 hidden
     if family == "mistral":
         shape["sliding_window"] = draw.choice([3, 5])
     if family == "qwen3_moe":
@@ -78,8 +80,9 @@ def test_random_combinations(ranks: RankPool, tmp_path: Path, seed: int) -> None
     draw = random.Random(seed)
     for number in range(CASES):
         world_size, family, shape, layout, cut = case = drawn(draw)
-        path = tiny(tmp_path / str(number), family, **shape)
-        cases = [(check_forward, path, shape["vocab_size"], layout), (check_gradients, path, shape["vocab_size"], layout, None, [cut])]
+        path, vocab = tiny(tmp_path / str(number), family, **shape), shape["vocab_size"]
+        cases: list[tuple[Any, ...]] = [(check, path, vocab, layout) for check in (check_forward, check_distributions)]
+        cases.append((check_gradients, path, vocab, layout, None, [cut]))
         with named(number, seed, case):
             ranks(world_size, check_many, cases)
 

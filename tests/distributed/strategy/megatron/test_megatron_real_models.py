@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_cases import batch_of, hf_gradients, hf_log_probs, hf_loss, shard, weighted_loss
+from megatron_cases import batch_of, hf_gradients, hf_log_probs, hf_loss, hf_values, shard, weighted_loss
 from megatron_ranks import RankPool
 from support_models import load_hf, make_tiny_model
 
@@ -34,10 +34,12 @@ HEADS = {"0.5b": (14, 2), "1.5b": (12, 2), "7b": (28, 4), "32b": (40, 8), "8b": 
 
 
 def small_model(name: str, folder: Path) -> Path:
-    """Four layers, heads of four numbers."""
+    """Four layers, heads of four numbers; all heads together are as wide as the hidden state but in Qwen3-30B-A3B, where they are twice as
+    wide."""
     size = next(size for size in HEADS if f"_{size}_" in name or name.endswith(f"{size}_ppo"))
     heads, keys = HEADS[size]
-    shape = {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": 4, "hidden": 4 * heads, "layers": 4}
+    shape = {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": 4, "layers": 4}
+    shape["hidden"] = (2 if size == "30b" else 4) * heads
     if name.startswith("llama"):
         return make_tiny_model(folder, "llama", tied=False, rope_parameters=LLAMA3, **shape)  # type: ignore[arg-type]
     if name.startswith("qwen3"):
@@ -54,11 +56,22 @@ def every_role(name: str, path: Path) -> list[str]:
                 ModelRole(ModelConfig(path=path, dtype="float32"), role, 800, seed=1, deterministic=False).model_spec
             )
             strategy.initialize()
-            one_pass(strategy, role, path)
+            head = None
+            if isinstance(role, CriticRoleConfig):
+                one_pass(strategy, role, path, torch.zeros(1, load_hf(path).config.hidden_size))
+                head = given_head(strategy)
+            one_pass(strategy, role, path, head)
             if isinstance(role, TrainRoleConfig):
-                one_step(strategy, role, path)
+                one_step(strategy, role, path, head)
             done.append(place)
     return done
+
+
+def given_head(strategy: MegatronStrategy) -> torch.Tensor:
+    """A random one: that of zeros, which a new critic has, lets no gradient through to the model below it."""
+    weight = strategy._model.output_layer.weight
+    weight.data.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)) / 8)
+    return weight.detach().clone()  # type: ignore[no-any-return]
 
 
 def several(strategy: MegatronStrategy, batch: DataProto, rows: int | None) -> MicroBatchPlan:
@@ -67,23 +80,23 @@ def several(strategy: MegatronStrategy, batch: DataProto, rows: int | None) -> M
     return plan
 
 
-def one_pass(strategy: MegatronStrategy, role: ForwardRoleConfig, path: Path) -> None:
+def one_pass(strategy: MegatronStrategy, role: ForwardRoleConfig, path: Path, head: torch.Tensor | None) -> None:
+    """`head`: a critic's."""
     own = shard(batch_of(LENGTHS), strategy)
-    output = "values" if isinstance(role, CriticRoleConfig) else "log_probs"
+    output = "log_probs" if head is None else "values"
     found = strategy.forward(own, [output], several(strategy, own, role.micro_batch_size))
     oracle = load_hf(path)
     for row in range(len(own)) if found is not None else ():
-        log_probs, _ = hf_log_probs(oracle, own.ragged("input_ids").row(row), own.tensor("temperature")[row])
-        expected = torch.zeros_like(log_probs) if output == "values" else log_probs * own.ragged("response_mask").row(row)[1:]
-        torch.testing.assert_close(found.ragged(output).row(row), expected, rtol=1e-5, atol=1e-5)
+        ids, mask = own.ragged("input_ids").row(row), own.ragged("response_mask").row(row)[1:]
+        expected = hf_log_probs(oracle, ids, own.tensor("temperature")[row])[0] if head is None else hf_values(oracle, head, ids)
+        torch.testing.assert_close(found.ragged(output).row(row), expected * mask, rtol=1e-5, atol=1e-5)
 
 
-def one_step(strategy: MegatronStrategy, role: TrainRoleConfig, path: Path) -> None:
+def one_step(strategy: MegatronStrategy, role: TrainRoleConfig, path: Path, head: torch.Tensor | None) -> None:
     batch = batch_of(LENGTHS)
-    own, value_model = shard(batch, strategy), isinstance(role, CriticRoleConfig)
-    outputs = ["values"] if value_model else ["log_probs"]
+    own, outputs = shard(batch, strategy), ["log_probs"] if head is None else ["values"]
     result = strategy.train_step(own, weighted_loss, outputs, several(strategy, own, role.in_training[1]))
-    loss, norm = of_values(path, batch) if value_model else of_policy(path, batch)
+    loss, norm = of_policy(path, batch) if head is None else of_values(path, batch, head)
     assert result.loss == pytest.approx(loss, rel=1e-5, abs=5e-4) and result.grad_norm == pytest.approx(norm, rel=1e-5)
     assert not result.skipped and result.lr == pytest.approx(role.optimizer.lr / role.optimizer.warmup_steps)
 
@@ -93,14 +106,13 @@ def of_policy(path: Path, batch: DataProto) -> tuple[float, float]:
     return loss, float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
 
 
-def of_values(path: Path, batch: DataProto) -> tuple[float, float]:
-    """A head of zeros lets no gradient through to the model below it."""
-    model = load_hf(path)
-    head = torch.zeros(1, model.config.hidden_size, requires_grad=True)
-    loss = hf_loss(model, batch, head=head)
+def of_values(path: Path, batch: DataProto, head: torch.Tensor) -> tuple[float, float]:
+    """The norm is the head's and the body's."""
+    model, weight = load_hf(path), head.clone().requires_grad_()
+    loss = hf_loss(model, batch, head=weight)
     loss.backward()
-    assert head.grad is not None
-    return loss.item(), float(head.grad.norm())
+    gradients = [parameter.grad for parameter in (weight, *model.model.parameters())]
+    return loss.item(), float(torch.stack([gradient.norm() for gradient in gradients if gradient is not None]).norm())
 
 
 def check(ranks: RankPool, folder: Path, name: str, processes: int) -> None:

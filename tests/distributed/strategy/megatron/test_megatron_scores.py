@@ -11,7 +11,7 @@ from megatron_cases import FAMILIES, started
 from megatron_ranks import RankPool
 from support_models import VOCAB_SIZE, hf_scores, make_tiny_reward_model
 from support_passes import forward
-from test_megatron_values import FURTHER_LAYOUTS, SEQUENCE
+from test_megatron_values import FURTHER_LAYOUTS, SEQUENCE, SLOW_OR_NIGHTLY
 
 from roll_lite.config.schema.models import MegatronStrategyConfig, RewardModelConfig
 from roll_lite.data.microbatch import MicroBatchPlan, TokenBudget
@@ -80,8 +80,7 @@ def test_scores_are_transformers(ranks: RankPool, checkpoints: list[tuple[Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", FURTHER_LAYOUTS)
+@pytest.mark.parametrize("name", SLOW_OR_NIGHTLY)
 def test_scores_in_further_layouts(ranks: RankPool, four_layers: list[tuple[Path, list[float]]], name: str) -> None:
     world_size, layout = FURTHER_LAYOUTS[name]
     ranks(world_size, check_scores, four_layers, layout)

@@ -30,11 +30,17 @@ CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-2, 
 STEPS = 4
 
 
-def torch_steps(path: Path, config: OptimizerConfig, learning_rates: list[float]) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The oracle: weights after the steps, and the gradient norms."""
+def torch_steps(
+    path: Path, config: OptimizerConfig, learning_rates: list[float], head: torch.Tensor | None = None
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The oracle: weights after the steps, and the gradient norms. With a critic's head, of the model below it and the head."""
     model = load_hf(path)
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    exempt = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    parameters = dict(model.named_parameters())
+    if head is not None:
+        head = torch.nn.Parameter(head.clone())
+        parameters = dict(model.model.named_parameters(prefix="model")) | {"score.weight": head}
+    decayed = [parameter for parameter in parameters.values() if parameter.dim() > 1]
+    exempt = [parameter for parameter in parameters.values() if parameter.dim() == 1]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
     norms = []
@@ -42,20 +48,20 @@ def torch_steps(path: Path, config: OptimizerConfig, learning_rates: list[float]
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
-        hf_loss(model, batch_of(seed=step), 0.7).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad or float("inf"))))
+        hf_loss(model, batch_of(seed=step), head=head).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), config.clip_grad or float("inf"))))
         optimizer.step()
-    return by_checkpoint({name: parameter.detach() for name, parameter in model.named_parameters()}), norms
+    return by_checkpoint({name: parameter.detach() for name, parameter in parameters.items()}), norms
 
 
 def megatron_steps(
-    path: Path, config: OptimizerConfig, layout: dict[str, Any], steps: int
+    path: Path, config: OptimizerConfig, layout: dict[str, Any], steps: int, value_init: ValueInit | None = None
 ) -> tuple[dict[str, torch.Tensor], list[TrainResult]]:
-    strategy = started(path, config, total_updates=steps, **layout)
-    results = []
+    strategy = started(path, config, total_updates=steps, value_init=value_init, **layout)
+    outputs, results = ["log_probs", "entropy"] if value_init is None else ["values"], []
     for step in range(steps):
         batch = shard(batch_of(seed=step), strategy, [2, 4] if strategy.layout.data_size == 2 else None)
-        results.append(train_step(strategy, batch, weighted_loss, ["log_probs", "entropy"], 3))
+        results.append(train_step(strategy, batch, weighted_loss, outputs, 3))
     return own_weights(strategy), results
 
 
@@ -65,18 +71,33 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_steps(
-    ranks: RankPool, path: Path, config: OptimizerConfig, layout: dict[str, Any], learning_rates: list[float], world_size: int | None = None
+    ranks: RankPool,
+    path: Path,
+    config: OptimizerConfig,
+    layout: dict[str, Any],
+    learning_rates: list[float],
+    world_size: int | None = None,
+    tolerance: float = 5e-5,
 ) -> None:
     """On two ranks unless told otherwise, on one where the layout is empty."""
     world_size = world_size or (2 if layout else 1)
     options = {name: value for name, value in layout.items() if name != "data"}
     returned = ranks(world_size, megatron_steps, path, config, options, len(learning_rates))
-    results = [result for _, result in returned]
+    compare_steps(returned, torch_steps(path, config, learning_rates), torch_steps(path, config, [])[0], learning_rates, tolerance)
+
+
+def compare_steps(
+    returned: list[tuple[dict[str, torch.Tensor], list[TrainResult]]],
+    oracle: tuple[dict[str, torch.Tensor], list[float]],
+    start: dict[str, torch.Tensor],
+    learning_rates: list[float],
+    tolerance: float = 5e-5,
+) -> None:
+    """What every rank returned of megatron_steps with what torch_steps did from the same `start`; to `tolerance` of the movement."""
+    results, (expected, norms) = [result for _, result in returned], oracle
     assert all(result == results[0] for result in results), "every rank reports the same"
-    expected, norms = torch_steps(path, config, learning_rates)
-    start = by_checkpoint({name: parameter.detach() for name, parameter in load_hf(path).named_parameters()})
     for result, norm, lr in zip(results[0], norms, learning_rates, strict=True):
-        assert result.grad_norm == pytest.approx(norm, rel=1e-4)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-5)
         assert result.lr == pytest.approx(lr, abs=1e-12)
         assert not result.skipped
     weights = {name: tensor for exported, _ in returned for name, tensor in exported.items()}
@@ -84,7 +105,7 @@ def check_steps(
     for name, tensor in expected.items():
         moved = float((tensor - start[name]).norm())
         assert moved > 0
-        assert float((weights[name] - tensor).norm()) < 1e-4 * moved, f"{name} moved by {moved}"
+        assert float((weights[name] - tensor).norm()) < tolerance * moved, f"{name} moved by {moved}"
 
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False], ids=["distributed", "replicated"])
@@ -93,34 +114,31 @@ def test_steps_equal_adamw(ranks: RankPool, path: Path, layout: dict[str, Any], 
     check_steps(ranks, path, CONFIG, {**layout, "distributed_optimizer": distributed_optimizer} if layout else {}, [CONFIG.lr] * STEPS)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "layout",
-    [{"pipeline_parallel": 2}, {"tensor_parallel": 2, "sequence_parallel": True}, {"data": 2, "overlap_grad_reduce": True}],
-    ids=["PP2", "TP2 SP", "DP2 overlap"],
-)
-def test_steps_equal_adamw_in_further_layouts(ranks: RankPool, path: Path, layout: dict[str, Any]) -> None:
-    check_steps(ranks, path, CONFIG, layout, [CONFIG.lr] * STEPS)
-
-
 FURTHER: dict[str, tuple[int, dict[str, Any]]] = {
     "CP2": (2, {"context_parallel": 2}),
     "PP2": (2, {"pipeline_parallel": 2}),
     "TP2 SP": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
     "VPP2": (2, {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}),
+    "DP2 overlap": (2, {"data": 2, "overlap_grad_reduce": True}),
     "TP2 PP2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "TP2 SP PP2, recomputed": (4, {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2, "recompute": "full"}),
     "CP2 DP2": (4, {"context_parallel": 2, "data": 2}),
 }
+ONCE = (("qwen2", "PP2"), ("qwen3", "VPP2"), ("llama", "TP2 SP"), ("mistral", "CP2"))
+"""Each kind of layout once, and each family; the others are nightly."""
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", FURTHER)
-@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        (family, name) if (family, name) in ONCE else pytest.param(family, name, marks=pytest.mark.nightly)
+        for family in ("qwen2", "qwen3", "llama", "mistral")
+        for name in FURTHER
+    ],
+)
 def test_steps_equal_adamw_in_every_family(ranks: RankPool, tmp_path: Path, family: str, name: str) -> None:
-    """Qwen3's embeddings are tied, the others' are not; Mistral's window is shorter than the samples."""
+    """Qwen2's and Qwen3's embeddings are tied, the others' are not; Mistral's window is shorter than the samples."""
     world_size, layout = FURTHER[name]
     options = {"sliding_window": 4, "tied": False} if family == "mistral" else {}
     path = tiny(tmp_path / family, family, layers=4, **options)
@@ -145,7 +163,8 @@ def test_learning_rates(ranks: RankPool, path: Path, decay: str, warmup: int, le
     """Update i of the warm-up runs at i parts of the way; from its last one, or over the last three (wsd), the rate goes to 1e-4, which
     the update after the run would have. Worked out by hand."""
     settings = {"decay": decay, "warmup_steps": warmup, "min_lr": 1e-4, "clip_grad": 0.0, "decay_steps": 3 if decay == "wsd" else None}
-    check_steps(ranks, path, CONFIG.model_copy(update=settings), {}, learning_rates)
+    # Where rates are small, the rounding of the weights is more of what they move.
+    check_steps(ranks, path, CONFIG.model_copy(update=settings), {}, learning_rates, tolerance=1e-4)
 
 
 def rates_of(path: Path, config: OptimizerConfig, total: int) -> list[float]:

@@ -24,6 +24,7 @@ from megatron_ranks import RankPool
 from safetensors.torch import load_file, save_file
 from support_models import by_checkpoint, load_hf
 from support_passes import forward, train_step
+from test_megatron_training import CONFIG, compare_steps, megatron_steps, torch_steps
 from transformers import AutoModelForSequenceClassification
 
 from roll_lite.config.schema.models import OptimizerConfig
@@ -44,6 +45,22 @@ FURTHER_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "CP2 PP2, recomputed": (4, {"context_parallel": 2, "pipeline_parallel": 2, "recompute": "full"}),
 }
 """Of heads, with the number of ranks; four layers divide by all of them."""
+SLOW_OR_NIGHTLY = [
+    name if name in ("PP2", "TP2 SP", "CP2", "VPP2") else pytest.param(name, marks=pytest.mark.nightly) for name in FURTHER_LAYOUTS
+]
+STEPS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "TP2 SP": (2, "qwen3", SEQUENCE),
+    "CP2": (2, "mistral", {"context_parallel": 2}),
+    "EP2": (2, "qwen3_moe", {"expert_parallel": 2}),
+    "DP2 overlap": (2, "qwen2", {"overlap_grad_reduce": True}),
+    "ETP2": (2, "qwen3_moe", {"expert_tensor_parallel": 2}),
+    "VPP2, replicated": (2, "qwen3", {**INTERLEAVED, "distributed_optimizer": False}),
+    "VPP2 EP2": (4, "qwen3_moe", {**INTERLEAVED, "expert_parallel": 2}),
+    "VPP2 TP2 SP": (4, "llama", {**INTERLEAVED, **SEQUENCE}),
+    "CP2 PP2, recomputed": (4, "qwen2", {"context_parallel": 2, "pipeline_parallel": 2, "recompute": "full"}),
+    "CP2 TP2 EP4": (4, "qwen3_moe", {**SEQUENCE, "context_parallel": 2, "expert_parallel": 4}),
+}
+"""Ranks, family, layout."""
 
 
 def reward_model(folder: Path, family: str, **overrides: Any) -> tuple[Path, torch.Tensor]:
@@ -115,11 +132,26 @@ def test_values_and_gradients(ranks: RankPool, checkpoints: list[tuple[Path, Pat
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", FURTHER_LAYOUTS)
+@pytest.mark.parametrize("name", SLOW_OR_NIGHTLY)
 def test_values_and_gradients_in_further_layouts(ranks: RankPool, four_layers: list[tuple[Path, Path, torch.Tensor]], name: str) -> None:
     world_size, layout = FURTHER_LAYOUTS[name]
     ranks(world_size, check_values_of_all, [(*case, layout, "reward_model") for case in four_layers])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name if name in ("TP2 SP", "CP2", "EP2") else pytest.param(name, marks=pytest.mark.nightly) for name in STEPS]
+)
+def test_steps_equal_adamw(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """Three, clipped, of the head and the model below it."""
+    world_size, family, layout = STEPS[name]
+    shape = {"layers": 4, "tied": False} | ({"sliding_window": 4} if family == "mistral" else {})
+    path, head = reward_model(tmp_path / "critic", family, **shape)
+    base, rates = tiny(tmp_path / "base", family, **shape), [CONFIG.lr] * 3
+    returned = ranks(world_size, megatron_steps, path, CONFIG, layout, len(rates), "reward_model")
+    oracle = torch_steps(base, CONFIG, rates, head)
+    assert min(oracle[1]) > CONFIG.clip_grad
+    compare_steps(returned, oracle, torch_steps(base, CONFIG, [], head)[0], rates)
 
 
 def fresh_critic(path: Path, target: Path) -> None:
