@@ -32,9 +32,16 @@ class Traces:
         return [process for process in new | inherited if _runs(process) and not _serves_this_process(process)]
 
     def shared(self) -> list[Path]:
-        """New ones that no process uses: what others have made meanwhile, they use."""
+        """New ones that no process uses: what others have made meanwhile, they use, or they are called after a folder of theirs and go with
+        it, as those of an engine that a run has lost."""
         new = set(_SHARED.iterdir()) - self._shared
-        return sorted(new - _in_use()) if new else []
+        unused = new - _in_use() if new else set()
+        return sorted(path for path in unused if not self._is_of_others(path))
+
+    def _is_of_others(self, path: Path) -> bool:
+        folder = path.name.removeprefix("sem.").rpartition("-")[0]
+        others = Path("/tmp").glob(f"**/{folder}") if folder.startswith("rl-") else ()
+        return any(self._folder not in found.parents for found in others)
 
     def folders(self) -> list[Path]:
         return sorted(self._folder.glob("rl-*"))

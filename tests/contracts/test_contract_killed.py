@@ -41,7 +41,7 @@ class Pair:
         return plan
 
     async def send(self, plan: TransferPlan, bucket: int, seed: int) -> None:
-        await self.sender.call("send", by_bucket(plan.routes)[bucket], ("qwen2", True, seed, torch.float32))
+        await self.sender.call("send", by_bucket(plan.routes)[bucket], ("qwen2", True, seed, torch.float32, None, {}))
 
     async def take(self, engine: Harness, plan: TransferPlan, bucket: int) -> None:
         await engine.strategy.receive_bucket(by_bucket(plan.routes)[bucket])

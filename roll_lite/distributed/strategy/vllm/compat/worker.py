@@ -124,17 +124,18 @@ class WorkerExtension:
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
         """Of what the model holds, of these tensors or (None) of all, in the dtypes given. Collective, the first worker answers."""
         sums = {}
-        for name, tensor in self.roll_lite_held(names, shapes):
+        for name, tensor in _held(self, names, shapes):
             if self.rank == 0:
                 sums[name] = checksum(tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor)
         return sums
 
-    def roll_lite_held(self, names: Collection[str] | None, expected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        model, adapters = self.get_model(), self.roll_lite_adapters
-        if adapters is None:
-            return held_weights(model, _layers(), names)
-        adapted = adapted_layers(self.model_runner, adapters.rank)
-        return held_adapters(adapted, model, _layers(), expected if names is None else names)
+
+def _held(worker: WorkerExtension, names: Collection[str] | None, expected: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    model, adapters = worker.get_model(), worker.roll_lite_adapters
+    if adapters is None:
+        return held_weights(model, _layers(), names)
+    adapted = adapted_layers(worker.model_runner, adapters.rank)
+    return held_adapters(adapted, model, _layers(), expected if names is None else names)
 
 
 def _experts_of_this_worker_alone() -> None:
