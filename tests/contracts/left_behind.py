@@ -23,6 +23,8 @@ class Traces:
         folder.mkdir(exist_ok=True)
         self._folder = folder
         self._shared = set(_SHARED.iterdir())
+        self._of_others: set[str] = set()
+        """Folders, that have been seen; what is called after one goes a moment after it."""
         self._children = set(psutil.Process().children(recursive=True))
 
     def processes(self) -> list[psutil.Process]:
@@ -40,8 +42,10 @@ class Traces:
 
     def _is_of_others(self, path: Path) -> bool:
         folder = path.name.removeprefix("sem.").rpartition("-")[0]
-        others = Path("/tmp").glob(f"**/{folder}") if folder.startswith("rl-") else ()
-        return any(self._folder not in found.parents for found in others)
+        places = os.walk("/tmp") if folder.startswith("rl-") and folder not in self._of_others else ()  # passes over what goes meanwhile
+        if any(folder in folders and not Path(place).is_relative_to(self._folder) for place, folders, _ in places):
+            self._of_others.add(folder)
+        return folder in self._of_others
 
     def folders(self) -> list[Path]:
         return sorted(self._folder.glob("rl-*"))
