@@ -19,13 +19,14 @@ import statistics
 import threading
 import time
 from collections.abc import Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from weight_sync import HOST, TIMEOUT_S, VOCAB, Remote
+import weight_sync
+from weight_sync import HOST, TIMEOUT_S, Remote
 
 MAX_TOKENS = 48
 REQUESTS = 32
@@ -39,34 +40,14 @@ def adapters(rank: int, way: Way) -> Any:
     return LoraConfig(rank=rank, alpha=2 * rank, engines=way)
 
 
-class Trainer:
+class Trainer(weight_sync.Trainer):
     """One rank with a random model and adapters."""
 
     def __init__(self, hidden: int, layers: int, rank: int, way: Way) -> None:
-        from train import one_rank
+        super().__init__(hidden, layers, 64, adapters(rank, way))
 
-        from roll_lite.distributed.weight_sync.endpoints import WeightSender
-
-        self.scope = ExitStack()
-        heads = hidden // 64
-        shape = {"vocab_size": VOCAB, "num_attention_heads": heads, "num_key_value_heads": heads}
-        strategy, self.folder = self.scope.enter_context(one_rank(None, hidden, layers, lora=adapters(rank, way), **shape))
-        self.sender = WeightSender(strategy, rank=0)
-        self.export = self.sender.plan(64 << 20)
-        self.port = self.sender.host(HOST, TIMEOUT_S)
-
-    def described(self) -> tuple[Any, int, Path]:
-        return self.export, self.port, self.folder / "model"
-
-    def join(self, plan: Any, membership: Any) -> None:
-        self.sender.join(plan, membership)
-
-    def send(self) -> None:
-        self.sender.send()
-
-    def leave(self) -> None:
-        self.sender.leave()
-        self.scope.close()
+    def model(self) -> Path:
+        return self.folder / "model"
 
 
 class Engine:
@@ -120,7 +101,9 @@ def connected(make: str, way: Way, chosen: argparse.Namespace) -> Iterator[tuple
 
     trainer = Remote(Trainer, chosen.hidden, chosen.layers, chosen.rank, way)
     trainer.call("described")
-    export, port, model = trainer.result()
+    export, port = trainer.result()
+    trainer.call("model")
+    model = trainer.result()
     engine = Remote(Engine, make, model, chosen.rank, way, starts_others=True)
     try:
         plan = plan_transfers(export, {0: 1})

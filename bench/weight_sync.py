@@ -73,16 +73,15 @@ def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...
 class Trainer:
     """One rank with a random model."""
 
-    def __init__(self, hidden: int, layers: int, bucket_mb: int) -> None:
+    def __init__(self, hidden: int, layers: int, bucket_mb: int, lora: Any = None) -> None:
         from train import one_rank
 
         from roll_lite.distributed.weight_sync.endpoints import WeightSender
 
         heads = hidden // 64
         self.scope = ExitStack()
-        strategy, _ = self.scope.enter_context(
-            one_rank(None, hidden, layers, vocab_size=VOCAB, num_attention_heads=heads, num_key_value_heads=heads)
-        )
+        shape = {"vocab_size": VOCAB, "num_attention_heads": heads, "num_key_value_heads": heads}
+        strategy, self.folder = self.scope.enter_context(one_rank(None, hidden, layers, lora=lora, **shape))
         self.sender = WeightSender(strategy, rank=0)
         self.export = self.sender.plan(bucket_mb << 20)
         self.port = self.sender.host(HOST, TIMEOUT_S)

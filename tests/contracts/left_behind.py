@@ -23,8 +23,6 @@ class Traces:
         folder.mkdir(exist_ok=True)
         self._folder = folder
         self._shared = set(_SHARED.iterdir())
-        self._of_others: set[str] = set()
-        """Folders, that have been seen; what is called after one goes a moment after it."""
         self._children = set(psutil.Process().children(recursive=True))
 
     def processes(self) -> list[psutil.Process]:
@@ -34,18 +32,18 @@ class Traces:
         return [process for process in new | inherited if _runs(process) and not _serves_this_process(process)]
 
     def shared(self) -> list[Path]:
-        """New ones that no process uses: what others have made meanwhile, they use, or they are called after a folder of theirs and go with
-        it, as those of an engine that a run has lost."""
+        """New ones that no process uses: what others have made meanwhile, they use, or it goes with a folder of theirs, as the semaphores
+        of an engine that a run has lost."""
         new = set(_SHARED.iterdir()) - self._shared
         unused = new - _in_use() if new else set()
         return sorted(path for path in unused if not self._is_of_others(path))
 
     def _is_of_others(self, path: Path) -> bool:
-        folder = path.name.removeprefix("sem.").rpartition("-")[0]
-        places = os.walk("/tmp") if folder.startswith("rl-") and folder not in self._of_others else ()  # passes over what goes meanwhile
-        if any(folder in folders and not Path(place).is_relative_to(self._folder) for place, folders, _ in places):
-            self._of_others.add(folder)
-        return folder in self._of_others
+        """Called after a folder that is somebody's who lives: of an engine, or in that of a run."""
+        name = path.name.removeprefix("sem.").rpartition("-")[0]
+        places = os.walk("/tmp") if name.startswith("rl-") else ()  # which passes over what goes meanwhile
+        found = [Path(place) / name for place, folders, _ in places if name in folders]
+        return any(_is_lived_in(one) or _is_lived_in(one.parent) for one in found if not one.is_relative_to(self._folder))
 
     def folders(self) -> list[Path]:
         return sorted(self._folder.glob("rl-*"))
@@ -96,6 +94,17 @@ def _in_use() -> set[Path]:
             continue
         found |= {Path(line.split(maxsplit=5)[5]) for line in lines if f" {_SHARED}/" in line}
     return found
+
+
+def _is_lived_in(folder: Path) -> bool:
+    """By an engine's processes, whose temporary folder it is, or a run's guard, which has been told of it."""
+    for process in psutil.process_iter() if folder != Path("/tmp") else ():
+        try:
+            if str(folder) in process.cmdline() or Path(process.environ().get("TMPDIR", "/")).is_relative_to(folder):
+                return True
+        except psutil.Error:
+            continue
+    return False
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -204,3 +204,4 @@ async def test_trainer_that_does_not_come_is_named_and_the_engine_goes_on(engine
     await engine.connect()
     await engine.update(seed=162)
     await assert_serves_reference(engine)
+    assert await engine.strategy.weight_checksums() == engine.checksums()

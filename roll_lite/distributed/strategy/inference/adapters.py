@@ -23,8 +23,8 @@ NAME = "actor_train"
 class IncomingAdapters:
     """A worker's, from the first bucket of an update to its end. What it computes with changes with the last step only."""
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[dict[str, torch.Tensor]], None]) -> None:
-        """`shapes`: of all adapters, by PEFT's names. `put`: puts them in the place of others. They begin as zeros."""
+    def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
+        """`shapes`: of all adapters, by PEFT's names. `put`: puts those of this rank in the place of others. They begin as zeros."""
         self.rank = rank
         self._shapes = shapes
         self._put = put
@@ -39,7 +39,8 @@ class IncomingAdapters:
         self._come |= {name: tensor.clone() for name, tensor in tensors}  # the sender writes over what it has sent
 
     def put_in_place(self) -> None:
-        self._put({name: self._come.get(name, torch.zeros(tuple(shape))) for name, shape in self._shapes.items()})
+        absent = {name: torch.zeros(tuple(shape)) for name, shape in self._shapes.items() if name not in self._come}
+        self._put(self.rank, self._come | absent)
         self._come.clear()
 
 

@@ -77,7 +77,7 @@ class RolloutScheduler(Scheduler):
     @_by_all
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
         """From now on nothing else comes, and requests run with them."""
-        self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.tp_worker.model_runner, rank))
+        self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.tp_worker.model_runner))
 
     @_by_all
     def roll_lite_connect(self, first_member: int, membership: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ class WorkerExtension:
     @answering
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
         """From now on nothing else comes."""
-        self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.model_runner, rank))
+        self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.model_runner))
 
     @answering
     def roll_lite_connect(self, first_member: int, membership: dict[str, Any]) -> None:
