@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,17 @@ def ray_local() -> Iterator[object]:
 
     with ray_session(RayConfig(object_store_mb=200), run_folder=None) as session:
         yield session
+
+
+@pytest.fixture
+def signals_arrive() -> Iterator[None]:
+    """Default handlers of SIGINT and SIGHUP, for the test and what it starts. Under nohup and in the background a shell ignores them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

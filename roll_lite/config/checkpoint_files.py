@@ -73,10 +73,7 @@ def resumption(folder: Path) -> Resumption:
     while not (checkpoints := found(folder)):
         earlier = resumed_from(folder)
         if earlier is None or earlier in seen:
-            raise ValueError(
-                f"{folder} is no checkpoint (no {STATE_FILE}) and no run with finished checkpoints (no {FOLDER}/step_*); "
-                "set checkpoint.every to write some"
-            )
+            raise ValueError(_no_checkpoints(folder))
         notes.append(f"{folder} has written no checkpoint; going on from where it began, {earlier}")
         if is_finished(earlier):
             return Resumption(earlier, notes + _unlisted(earlier))
@@ -86,6 +83,17 @@ def resumption(folder: Path) -> Resumption:
     if newer:
         notes.append(f"{', '.join(newer)} in {folder / FOLDER} was not finished; going on from {checkpoints[-1].name}")
     return Resumption(checkpoints[-1], notes + _unlisted(checkpoints[-1]))
+
+
+def _no_checkpoints(folder: Path) -> str:
+    """Why there is nothing to go on from: the folder is no run's, or its run wrote none, or ended before the first."""
+    try:
+        every = int(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))["checkpoint"]["every"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
+        return f"{folder} is no checkpoint (no {STATE_FILE}) and no run with finished checkpoints (no {FOLDER}/step_*)"
+    if every > 0:
+        return f"the run in {folder} ended before its first checkpoint was complete (checkpoint.every: {every}); start it anew"
+    return f"the run in {folder} wrote no checkpoints (checkpoint.every: 0); start it anew with checkpoint.every set"
 
 
 def remedy(checkpoint: Path) -> str:

@@ -55,6 +55,8 @@ class _Walker:
     problems: list[Problem] = field(default_factory=list)
 
     def section(self, cls: type[Section], data: Any, path: Path) -> Section | _Invalid:
+        if data is None and "enabled" in cls.model_fields:
+            data = {"enabled": False}
         if not isinstance(data, dict):
             self._refuse(path, data, f"expected a section with the keys {', '.join(cls.model_fields)}")
             return _INVALID

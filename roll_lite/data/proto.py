@@ -187,8 +187,6 @@ class DataProto:
 
     def save(self, path: Path | str) -> None:
         """As safetensors, which loading cannot make execute anything; OBJECT columns go to its header as JSON."""
-        from safetensors.torch import save_file
-
         tensors: dict[str, torch.Tensor] = {}
         objects: dict[str, list[Any]] = {}
         for name, column in self.columns.items():
@@ -204,7 +202,7 @@ class DataProto:
             raise ValueError(f"save: an object column holds something that JSON cannot express: {error}") from error
         target = Path(path)
         partial = target.with_name(target.name + ".partial")
-        save_file(tensors, partial, {**header, "order": json.dumps(list(self.columns))})
+        save_tensors(tensors, partial, {**header, "order": json.dumps(list(self.columns))})
         partial.replace(target)
 
     @staticmethod
@@ -275,3 +273,13 @@ def _concat_columns(name: str, columns: list[Column]) -> Column:
     if isinstance(columns[0], torch.Tensor):
         return torch.cat([column for column in columns if isinstance(column, torch.Tensor)])
     return np.concatenate([column for column in columns if isinstance(column, np.ndarray)])
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file that others may read as the umask says; safetensors itself gives every file mode 0600."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, dict(metadata))
+    path.chmod(mode)

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from roll_lite.observability.health import Finding
 from roll_lite.observability.report import OVERALL, Accuracy, Change, largest_k
 from roll_lite.observability.timers import OTHER, STEP
 
@@ -25,6 +26,8 @@ HEADER_EVERY = 20
 PROGRESS_EVERY_S = 10.0
 START_OF_LINE = "\r\x1b[2K"
 DOMAIN_WIDTH = 10
+SMALLEST_CHANGE = 0.05
+"""Percentage points that are shown as a change at all."""
 SHORT_PHASES = {
     "sync_weights": "sync",
     "generate": "gen",
@@ -164,8 +167,19 @@ class RunConsole:
             what = "held-out accuracy" if label == "held-out" else f"held-out {label}"
             self.message(f"{what} {'before training' if step == 0 else f'at step {step}'}: {shares}")
 
-    def finish(self, accuracy: Accuracy, held_out: Change, steps: int, seconds: float, folder: Path, resumed_after: int = 0) -> None:
-        """Held-out accuracy before and after, what several samples are worth (`held_out`: over all domains), and where to look on."""
+    def finish(self, accuracy: Accuracy, held_out: Change, findings: Iterable[Finding]) -> None:
+        """Show held-out accuracy before and after, with pass@k and maj@k over all domains (`held_out`), and repeat the run's warnings."""
+        if accuracy[OVERALL]["before"] is not None:
+            self._accuracy_table(accuracy, held_out)
+        for finding in findings:
+            self.message(f"warning, {finding.steps} step(s) from step {finding.first_step} on: {finding.message}", style="yellow")
+
+    def closing_line(self, steps: int, resumed_after: int, seconds: float, folder: Path) -> None:
+        """Say what the run did and where its files are."""
+        done = f"steps {resumed_after + 1} to {steps}" if resumed_after else f"{steps} step{'' if steps == 1 else 's'}"
+        self.message(f"{done} in {_duration(seconds)}; everything is in {folder}")
+
+    def _accuracy_table(self, accuracy: Accuracy, held_out: Change) -> None:
         table = Table(box=box.SIMPLE_HEAD, title="held-out accuracy", title_style="bold", pad_edge=False)
         table.add_column("domain")
         for title in ("before", "after", "change"):
@@ -175,7 +189,7 @@ class RunConsole:
         for name, measured in {**{name: accuracy[name] for name in [*self._domains, OVERALL]}, **further}.items():
             before, after = measured["before"], measured["after"]
             change = None if before is None or after is None else 100 * (after - before)
-            shade = "" if change is None else "green" if change >= 0 else "red"
+            shade = "" if change is None or abs(change) < SMALLEST_CHANGE else "green" if change > 0 else "red"
             if name == OVERALL:
                 table.add_section()
             table.add_row(
@@ -186,8 +200,6 @@ class RunConsole:
                 style="bold" if name == OVERALL else "",
             )
         self._console.print(table)
-        done = f"steps {resumed_after + 1} to {steps}" if resumed_after else f"{steps} steps"
-        self.message(f"{done} in {_duration(seconds)}; everything is in {folder}")
 
     # ------------------------------------------------------------ layout
 

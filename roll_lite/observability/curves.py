@@ -16,6 +16,7 @@ DOMAIN_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#8f7a3a
 OVERALL_COLOR = "#222222"
 PHASE_COLORS = ("#4c78a8", "#f2a65a", "#72b7a1", "#c66b6b", "#9d86b8", "#d9c36a", "#7f9fbf", "#b98b6b", "#94b06b", "#c08fb0")
 OTHER_COLOR = "#c9c9c9"
+WARNING_COLOR = "#b3541e"
 SMOOTHING_STEPS = 30
 """Runs longer than this show a running mean over about a tenth of their steps in front of the single steps."""
 
@@ -26,8 +27,10 @@ Records = Mapping[int, Mapping[str, float]]
 """Metrics by step, as `HistoryTracker.records` keeps them; step 0 is before training."""
 
 
-def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str) -> Path | None:
-    """Write the picture to `path`, whole or not at all; nothing where there is nothing to draw."""
+def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str, warnings: Sequence[str] = ()) -> Path | None:
+    """Write the picture to `path`, whole or not at all; nothing where there is nothing to draw.
+
+    `warnings`: signs that the run learns nothing."""
     if not any(records.values()):
         return None
     # Figures are made without pyplot, which would set a back end for the whole process; and only here, for matplotlib takes a second.
@@ -38,6 +41,9 @@ def draw_curves(path: Path, records: Records, domains: Sequence[str], title: str
     figure = Figure(figsize=(14, 8), dpi=110, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.12), facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
+    if warnings:
+        text = f"look at: {', '.join(name.replace('_', ' ') for name in warnings)} (summary.json)"
+        figure.text(0.988, 0.985, text, ha="right", va="top", fontsize=11, color=WARNING_COLOR)
     grid = figure.add_gridspec(2, 6, height_ratios=(1.25, 1))
     panels: list[tuple[Any, Callable[[Any, Records, Sequence[str]], None]]] = [
         (grid[0, :4], _accuracy),

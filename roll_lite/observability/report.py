@@ -9,7 +9,10 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+
+from roll_lite.observability.health import Finding
 
 OVERALL = "overall"
 SUMMARY_FILE = "summary.json"
@@ -61,6 +64,7 @@ def write_summary(
     tokens: Mapping[str, float],
     exit_state: str,
     resumed_after: int = 0,
+    findings: Iterable[Finding] = (),
 ) -> Path:
     """`steps`: done by now, those before a resumption (`resumed_after`) included; times and tokens are this run's own.
     `wall_s`: seconds, `total` and by phase. `exit_state`: "running", "completed", "interrupted", or "failed: <cause>".
@@ -76,6 +80,7 @@ def write_summary(
         "resumed_after": resumed_after,
         "wall_s": {phase: round(seconds, 3) for phase, seconds in wall_s.items()},
         "tokens": dict(tokens),
+        "warnings": [asdict(finding) for finding in findings],
         "exit": exit_state,
     }
     path = folder / SUMMARY_FILE

@@ -15,12 +15,14 @@ import torch
 from roll_lite.algorithms.rewards import Masked
 from roll_lite.algorithms.token_metrics import ratio_quantiles
 from roll_lite.config.checkpoint_files import resumption
+from roll_lite.config.checks.algorithm import compares_groups
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason
 from roll_lite.distributed.strategy.base import Moved
 from roll_lite.observability.console import RunConsole
 from roll_lite.observability.curves import CURVES_FILE, draw_curves
+from roll_lite.observability.health import RunHealth
 from roll_lite.observability.metrics import NO_DOMAIN, MetricSums
 from roll_lite.observability.report import OVERALL, Accuracy, Change, LivePicture, accuracy_change, held_out_change, write_summary
 from roll_lite.observability.timers import StepTimers
@@ -52,6 +54,7 @@ class Journal:
         self.timers = StepTimers()
         self.history = HistoryTracker()
         self.console = RunConsole(list(config.domains), config.steps)
+        self.health = RunHealth(compares_groups(config))
         self._config = config
         self._trackers = Trackers([self.history])
         self._sums = MetricSums()
@@ -85,8 +88,11 @@ class Journal:
             self._sums.add("time", seconds, label=label)
         metrics = self._sums.values()
         self._steps = number
+        warnings = self.health.look(number, metrics)
         self._note(number, metrics)
         self.console.step(number, metrics)
+        for warning in warnings:
+            self.console.message(warning, style="yellow")
 
     def synced(self, transfer: Pushed | None) -> None:
         if transfer is not None:
@@ -333,8 +339,8 @@ class Journal:
         accuracy, held_out = self._summarize(exit_state)
         self._picture.close()
         self._draw()
-        if accuracy[OVERALL]["before"] is not None:
-            self.console.finish(accuracy, held_out, self._steps, self.timers.wall()["total"], self.folder, resumed_after=self._first)
+        self.console.finish(accuracy, held_out, self.health.findings.values())
+        self.console.closing_line(self._steps, self._first, self.timers.wall()["total"], self.folder)
         self._trackers.close(exit_state)
 
     # ---------------------------------------------------------------- what the folder shows by now
@@ -358,12 +364,19 @@ class Journal:
             resumed_after=self._first,
             wall_s=self.timers.wall(),
             tokens=self._tokens,
+            findings=self.health.findings.values(),
             exit_state=exit_state,
         )
         return accuracy, change.get(OVERALL, {})
 
     def _draw(self) -> None:
-        draw_curves(self.folder / CURVES_FILE, dict(self.history.records), self._domains, self._config.experiment)
+        draw_curves(
+            self.folder / CURVES_FILE,
+            dict(self.history.records),
+            self._domains,
+            self._config.experiment,
+            [one.sign for one in self.health.findings.values()],
+        )
 
 
 def _flat(scores: torch.Tensor) -> bool:

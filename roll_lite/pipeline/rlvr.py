@@ -182,7 +182,7 @@ class RLVRPipeline:
         self.skipped.look()
         if self.refresh is not None and self.due(self.refresh.every):
             self.refresh_reference()
-        if self.due(self.config.checkpoint.every):
+        if self.due(self.config.checkpoint.every) or (self.config.checkpoint.every > 0 and self.steps_done == self.config.steps):
             self.save_checkpoint()
         if self.due(self.config.validation.every) or self.steps_done == self.config.steps:
             self.validate()

@@ -16,11 +16,12 @@ from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, Samplin
 from roll_lite.config.schema.models import ModelConfig, RewardModelConfig
 from roll_lite.data.prompts import PromptOrder, PromptSet, Split, load_prompts
 from roll_lite.data.proto import DataProto
-from roll_lite.data.samples import SampleGroup, Sampling
+from roll_lite.data.samples import FinishReason, RewardInput, SampleGroup, Sampling
 from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.dataflow import Block
 from roll_lite.distributed.fleet import Fleet, Policy
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
+from roll_lite.rewards.base import RewardFailed
 from roll_lite.scheduler.domain import Domain
 from roll_lite.scheduler.mix import MixedOrder
 from roll_lite.scheduler.router import Router
@@ -33,6 +34,8 @@ from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
 from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, rows_of, tokens_of, write_samples
 
+CANNED_RESPONSE = "The answer is 1."
+"""Scored once in every domain at the start."""
 ENGINE_POLICY = Policy(start_timeout_s=None, restarts=0)
 """An engine is not replaced: the others go on without it."""
 
@@ -133,6 +136,7 @@ class RolloutWorker(AsyncWorker):
         freeze_heap()
         gc.set_threshold(*GC_THRESHOLDS)
         await starting
+        await self._try_rewards(domains, judges or {})
         self._service = RolloutService(
             domains,
             router,
@@ -143,6 +147,30 @@ class RolloutWorker(AsyncWorker):
             engines_rest=spec.engines_rest,
             keep_left_out=spec.dumps is not None,
         )
+
+    async def _try_rewards(self, domains: Sequence[Domain], judges: Mapping[str, JudgeAddress]) -> None:
+        """Score one canned response per domain while the engines still load: a broken reward ends the run in seconds.
+
+        ValueError names the domain and the cause. Rewards that wait for a model or a judge of this run are left out.
+        """
+
+        async def attempt(domain: Domain) -> None:
+            config = self._spec.domains[domain.name]
+            item = RewardInput.of(domain.prompts[0], CANNED_RESPONSE, FinishReason.STOP)
+            for left in reversed(range(config.reward.retries + 1)):
+                try:
+                    await self._pools[domain.name].score(item)
+                    return
+                except RewardFailed as error:
+                    if left == 0:
+                        raise ValueError(
+                            f"domains.{domain.name}.reward: scoring a first response, {CANNED_RESPONSE!r}, failed: {error.cause}. "
+                            f"Look closer with: roll-lite reward --domain {domain.name}"
+                        ) from None
+
+        rewards = {domain.name: self._spec.domains[domain.name].reward for domain in domains}
+        waiting = {name for name, reward in rewards.items() if reward.type == MODEL_REWARD or with_addresses(reward, judges) != reward}
+        await asyncio.gather(*(attempt(domain) for domain in domains if domain.name not in waiting))
 
     def _pool(self, name: str, domain: DomainConfig, judges: Mapping[str, JudgeAddress]) -> RewardPool | RewardModelPool:
         reward = with_addresses(domain.reward, judges)

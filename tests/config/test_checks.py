@@ -602,6 +602,28 @@ def test_a_reference_that_becomes_another_one_is_told(project: Project) -> None:
         assert len(notes) == (told is not None) and all(str(told) in note for note in notes), (made, yaml, notes)
 
 
+def test_no_validation_can_be_written_as_null(project: Project) -> None:
+    assert not project.load("validation=null").validation.enabled and project.load().validation.enabled
+
+
+def test_a_resumed_run_says_which_settings_differ(project: Project) -> None:
+    made = project.load().model_dump(mode="json")
+    for changed, told in (
+        ({}, ["checkpoint.resume: every setting is as it was"]),
+        ({"seed": 7}, ["checkpoint.resume: these settings differ from the checkpoint's: seed: 7 -> 1"]),
+        (
+            {"domains": {"old": {"share": 2.0}}, "experiment": "another"},
+            [f"domains.old.share: 2.0 -> None; domains.{next(iter(made['domains']))}.", "; and "],
+        ),
+    ):
+        state = {"schema_version": 4, "pipeline": {}, "rollouts": {}, "config": made | changed}
+        checkpoint = project.write("old/checkpoints/step_000001/state.json", json.dumps(state)).parent
+        project.write(f"{checkpoint}/actor_train/weights", "")
+        config = project.load(f"checkpoint.resume={checkpoint}")
+        (note,) = [note for note in notes_on(config) if "setting" in note]
+        assert all(part in note for part in told), note
+
+
 def test_models_that_cannot_be_trained_are_refused_at_once(project: Project) -> None:
     project.write_model("window", use_sliding_window=True)
     project.write_model("rope", rope_scaling={"rope_type": "yarn", "factor": 4.0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_lite.data.keys import KEYS, Kind
-from roll_lite.data.proto import Column, DataProto, object_column
+from roll_lite.data.proto import Column, DataProto, object_column, save_tensors
 from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import FinishReason
 
@@ -246,3 +247,12 @@ def test_columns_of_vectors_are_saved(tmp_path: Path) -> None:
     batch = DataProto({"distribution": Ragged.from_rows([torch.randn(2, 5), torch.randn(1, 5)])})
     batch.save(tmp_path / "batch")
     assert DataProto.load(tmp_path / "batch").ragged("distribution").equals(batch.ragged("distribution"))
+
+
+def test_files_of_tensors_have_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save_tensors({"weight": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+        assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)

@@ -137,6 +137,7 @@ def test_a_stopped_rank_of_an_idle_cluster_is_noticed(ray_local: object, worker:
     busy.shutdown()
 
 
+@pytest.mark.usefixtures("signals_arrive")
 def test_ctrl_c_ends_a_wait(ray_local: object) -> None:
     cluster = start_cluster(ClusterSpec("actor_train", anywhere(1)), Adder)
     waiting = cluster.start_all(Adder.sleep, 60.0)

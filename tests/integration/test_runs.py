@@ -151,7 +151,7 @@ def test_grpo_runs_from_end_to_end_and_leaves_what_it_promises(start: Any) -> No
     assert "pass@2" in output
     assert summary["tokens"]["trained"] > 0
     assert (run.folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert (run.folder / "model" / "model.safetensors").exists() and (run.folder / "config.yaml").exists()
+    assert (run.folder / "model" / "model.safetensors").stat().st_mode == (run.folder / "config.yaml").stat().st_mode
     (checkpoint,) = found(run.folder)
     listed = read_list(checkpoint)
     files = {
@@ -297,6 +297,7 @@ def test_deterministic_runs_repeat_sample_for_sample_and_a_resumed_run_goes_on_l
     assert code == 0, output
     uninterrupted = [content(whole, step) for step in (1, 2, 3)]
     losses = [record["actor/loss"] for record in whole.metrics() if "actor/loss" in record]
+    assert [folder.name for folder in found(whole.folder)] == ["step_000002", "step_000003"], "the last step writes one too"
     checkpoint = whole.folder / "checkpoints" / "step_000002"
 
     again = start("tiny_grpo", *settings, "steps=2")
@@ -306,7 +307,7 @@ def test_deterministic_runs_repeat_sample_for_sample_and_a_resumed_run_goes_on_l
 
     (whole.run_dir / "latest").unlink()
     (whole.run_dir / "latest").symlink_to(checkpoint.parents[1])
-    resumed = start("tiny_grpo", *settings, "steps=3", f"checkpoint.resume={whole.run_dir / 'latest'}")
+    resumed = start("tiny_grpo", *settings, "steps=3", f"checkpoint.resume={whole.run_dir / 'latest' / 'checkpoints' / checkpoint.name}")
     code, output = resumed.finish()
     assert code == 0, output
     assert resumed.summary()["resumed_after"] == 2 and "resumed after step 2" in output

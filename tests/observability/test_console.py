@@ -1,10 +1,12 @@
 import io
 import math
+import re
 from pathlib import Path
 
 import pytest
 
 from roll_lite.observability.console import HEADER_EVERY, RunConsole
+from roll_lite.observability.health import Finding
 from roll_lite.observability.report import accuracy_change
 
 DOMAINS = ["add", "make", "repeat"]
@@ -127,7 +129,7 @@ def test_of_what_several_samples_are_worth_the_most_is_shown() -> None:
     ]
     assert [line.split() for line in lines(stream)[-2:]] == [["pass@16", *["0.95", "90%"] * 4], ["maj@16", *["-", "40%"] * 2, *["-"] * 4]]
     held_out = {"pass@2": {"before": 0.6, "after": 0.7}, "pass@16": {"before": 0.9, "after": 1.0}}
-    console.finish(accuracy_change(DOMAINS, validation(0.25), {}), held_out, 40, 1.0, Path("runs/demo"))
+    console.finish(accuracy_change(DOMAINS, validation(0.25), {}), held_out, [])
     assert ["pass@16", "90.0%", "100.0%", "+10.0"] in [line.split() for line in lines(stream)]
     assert "pass@2 " not in stream.getvalue()
 
@@ -150,7 +152,9 @@ def test_the_table_at_the_end() -> None:
     stream = io.StringIO()
     after = validation(0.75) | {"domain/make/validation/accuracy": 0.2}
     change = accuracy_change(DOMAINS, validation(0.25), after)
-    RunConsole(DOMAINS, 40, stream).finish(change, {}, 40, 134.0, Path("runs/demo"))
+    console = RunConsole(DOMAINS, 40, stream)
+    console.finish(change, {}, [Finding("truncated", "cut at max_tokens", 3, 5)])
+    console.closing_line(40, 0, 134.0, Path("runs/demo"))
     rows = {line.split()[0]: line.split()[1:] for line in lines(stream) if "%" in line}
     assert rows == {
         "add": ["25.0%", "75.0%", "+50.0"],
@@ -158,12 +162,32 @@ def test_the_table_at_the_end() -> None:
         "repeat": ["25.0%", "75.0%", "+50.0"],
         "overall": ["25.0%", "75.0%", "+50.0"],
     }
-    assert lines(stream)[-1] == "40 steps in 2 min 14 s; everything is in runs/demo"
+    assert lines(stream)[-2:] == [
+        "warning, 5 step(s) from step 3 on: cut at max_tokens",
+        "40 steps in 2 min 14 s; everything is in runs/demo",
+    ]
+
+
+@pytest.mark.parametrize(("after", "colors"), [(0.25, []), (0.2504, []), (0.3, ["32"]), (0.2, ["31"])])
+def test_no_change_is_not_shown_as_a_success(monkeypatch: pytest.MonkeyPatch, after: float, colors: list[str]) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    RunConsole(["add"], 40, stream).finish(accuracy_change(["add"], validation(0.25), validation(after)), {}, [])
+    (row,) = [line for line in stream.getvalue().splitlines() if "add" in line]
+    assert re.findall(r"\x1b\[(3[12])m", row) == colors
+
+
+def test_a_run_without_validation_has_a_closing_line() -> None:
+    stream = io.StringIO()
+    console = RunConsole(["add"], 40, stream)
+    console.finish(accuracy_change(["add"], {}, {}), {}, [])
+    console.closing_line(12, 10, 4.0, Path("runs/demo"))
+    assert lines(stream) == ["steps 11 to 12 in 4.0 s; everything is in runs/demo"]
 
 
 def test_the_table_without_a_second_validation() -> None:
     stream = io.StringIO()
-    RunConsole(["add"], 40, stream).finish(accuracy_change(["add"], validation(0.25), {}), {}, 3, 4.0, Path("runs/demo"))
+    RunConsole(["add"], 40, stream).finish(accuracy_change(["add"], validation(0.25), {}), {}, [])
     assert any(line.split() == ["add", "25.0%", "-", "-"] for line in lines(stream))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from roll_lite.observability.health import Finding
 from roll_lite.observability.report import LivePicture, accuracy_change, held_out_change, largest_k, write_summary
 
 
@@ -20,6 +21,7 @@ def test_the_summary_is_what_the_readme_promises(tmp_path: Path) -> None:
         wall_s={"total": 100.00049, "generate": 60.0},
         tokens={"prompt": 10, "response": 20},
         exit_state="completed",
+        findings=[Finding("truncated", "cut at max_tokens", 3, 5)],
     )
     assert json.loads((tmp_path / "summary.json").read_text()) == {
         "accuracy": {
@@ -36,6 +38,7 @@ def test_the_summary_is_what_the_readme_promises(tmp_path: Path) -> None:
         "resumed_after": 0,
         "wall_s": {"total": 100.0, "generate": 60.0},
         "tokens": {"prompt": 10, "response": 20},
+        "warnings": [{"sign": "truncated", "message": "cut at max_tokens", "first_step": 3, "steps": 5}],
         "exit": "completed",
     }
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"], "no draft is left"

@@ -61,6 +61,19 @@ def test_sums_by_domain_are_read_by_domain_and_overall(journal: Journal, tmp_pat
     assert record["actor/ratio_p01"] == pytest.approx(1.0) and record["actor/ratio_p99"] > 1e6
 
 
+def test_signs_of_a_run_that_learns_nothing_are_on_the_console_and_in_the_summary(
+    journal: Journal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(1, 5):
+        with journal.step(step):
+            journal.updates(step, {"actor": [[replace(update(0.1), result=replace(update(0.1).result, grad_norm=0.0))]]}, kl_coef=0.0)
+    journal.close("completed")
+    told = [line for line in capsys.readouterr().out.splitlines() if "its weights do not change" in line]
+    assert [line.split(":")[0] for line in told] == ["warning, step 3", "warning, 4 step(s) from step 1 on"]
+    (warning,) = json.loads((tmp_path / "summary.json").read_text())["warnings"]
+    assert (warning["sign"], warning["first_step"], warning["steps"]) == ("no_gradient", 1, 4)
+
+
 def test_what_was_moved_is_told_by_role(journal: Journal, tmp_path: Path) -> None:
     slow, fast = Moved(30_000_000, 20_000_000, 5_000_000, 0.5, 0.25), Moved(30_000_000, 20_000_000, 5_000_000, 0.125, 0.0625)
     with journal.step(1):

@@ -66,6 +66,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 @pytest.mark.parametrize("numbers", [[signal.SIGHUP], [signal.SIGTERM, signal.SIGHUP, signal.SIGINT]])
+@pytest.mark.usefixtures("signals_arrive")
 def test_a_closed_terminal_interrupts_a_run(tmp: Path, numbers: list[signal.Signals]) -> None:
     with driver("waiting", tmp) as process:
         process.stdout.close()  # type: ignore[union-attr]

@@ -283,6 +283,7 @@ def test_one_process_serves_many_samples() -> None:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.usefixtures("signals_arrive")
 def test_interrupting_leaves_no_process(project: Path, ending: signal.Signals) -> None:
     file = lines({"prompt_uid": 0, "response": text} for text in ("2", "hang")).to(project / "given.jsonl")
     changes = ["domains.sums.reward.type=preview_functions.moody", "domains.sums.reward.timeout_s=200"]

@@ -34,6 +34,10 @@ def tricky(sample: RewardInput) -> float:
     return 1.0
 
 
+def raises(sample: RewardInput) -> float:
+    raise KeyError("no such thing")
+
+
 def slow(sample: RewardInput) -> float:
     time.sleep(0.2)
     return 1.0

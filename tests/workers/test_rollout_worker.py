@@ -73,6 +73,16 @@ GREEDY = dict.fromkeys(("long", "math"), SamplingConfig(max_tokens=40).model_cop
 WRITTEN = ("step_000001", "step_000002", "validation_000002")
 
 
+def test_a_reward_that_cannot_score_is_told_before_the_engines_are_ready(model: ModelConfig, tmp_path: Path) -> None:
+    broken = domain(tmp_path, "sums", 1.0, f"{USER}.raises")
+    spec = replace(spec_of(model, tmp_path), domains={"sums": broken.model_copy(update={"reward": RewardConfig(type=f"{USER}.raises")})})
+    with engines(model, 1) as infer, pytest.raises(RankFailed) as told, rollouts(spec, infer):
+        raise AssertionError("it started")
+    message = str(told.value)
+    assert "domains.sums.reward: scoring a first response, 'The answer is 1.', failed" in message
+    assert "roll-lite reward --domain sums" in message
+
+
 def test_groups_that_are_finished_can_be_had_before_their_batch(model: ModelConfig, tmp_path: Path) -> None:
     spec = replace(spec_of(model, tmp_path), engine_slots=4, samples_folder=None, deterministic=False)
     with engines(model, 2, response_tokens=6, seconds_per_token=0.1) as infer, rollouts(spec, infer) as service:

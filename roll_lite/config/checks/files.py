@@ -189,6 +189,38 @@ def resumption_notes(config: RunConfig) -> list[str]:
     return [f"checkpoint.resume: KL is measured against model.path ({now}) from here on, and was so far against {was}"]
 
 
+NOT_COMPARED = ("experiment", "run_dir", "checkpoint.resume", "simulation")
+MOST_CHANGES = 12
+
+
+def resumption_changes(config: RunConfig) -> list[str]:
+    """One line that names the settings that differ from those the checkpoint was made with."""
+    folder = config.checkpoint.resume
+    if folder is None:
+        return []
+    before = read_state(resumption(folder).checkpoint).get("config")
+    was, now = flattened(before if isinstance(before, dict) else {}), flattened(config.model_dump(mode="json"))
+    paths = [
+        path
+        for path in {**was, **now}
+        if was.get(path) != now.get(path) and not f"{path}.".startswith(tuple(f"{one}." for one in NOT_COMPARED))
+    ]
+    if not paths:
+        return ["checkpoint.resume: every setting is as it was"]
+    told = [f"{path}: {was.get(path)!s:.60} -> {now.get(path)!s:.60}" for path in paths[:MOST_CHANGES]]
+    more = [f"and {len(paths) - MOST_CHANGES} more"] if len(paths) > MOST_CHANGES else []
+    return [f"checkpoint.resume: these settings differ from the checkpoint's: {'; '.join([*told, *more])}"]
+
+
+def flattened(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Settings by their whole path; lists count as one value."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        place = f"{path}.{key}" if path else str(key)
+        flat |= flattened(value, place) if isinstance(value, dict) and value else {place: value}
+    return flat
+
+
 def _same_model(config: RunConfig, role: str, checkpoint: Path) -> None:
     try:
         hf = read_hf_config(model_folder(config, roles(config)[role]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_lite.config.checks.files import resumption_notes
+from roll_lite.config.checks.files import resumption_changes, resumption_notes
 from roll_lite.config.checks.layout import sharing_notes
 from roll_lite.config.checks.lora import engine_notes, reference_notes
 from roll_lite.config.checks.replay import mode_notes
@@ -12,5 +12,14 @@ from roll_lite.config.schema.run import RunConfig
 
 
 def notes_on(config: RunConfig) -> list[str]:
-    notes_of_parts = (mode_notes, resumption_notes, sharing_notes, staleness_notes, reference_notes, engine_notes, plain_secrets)
+    notes_of_parts = (
+        mode_notes,
+        resumption_notes,
+        resumption_changes,
+        sharing_notes,
+        staleness_notes,
+        reference_notes,
+        engine_notes,
+        plain_secrets,
+    )
     return [note for notes in notes_of_parts for note in notes(config)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer
+from pydantic import AfterValidator, Field, PrivateAttr, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from roll_lite.config.problems import LEFT_OUT, without_secrets
 from roll_lite.config.schema.algorithm import AlgorithmConfig
@@ -46,10 +46,15 @@ class ValidationConfig(Section):
     enabled: bool = True
     """Validate at all."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_disables(cls, section: Any) -> Any:
+        return {"enabled": False} if section is None else section
+
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; 0 writes none during the run."""
+    """Steps between checkpoints; the last step writes one too. 0: none."""
     keep: PositiveInt = 2
     """Newest checkpoints to keep."""
     keep_every: Annotated[int, Field(ge=0)] = 0
@@ -178,7 +183,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     """Advantages, losses, KL, epochs."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
-    """Held-out accuracy."""
+    """Held-out accuracy. null: not measured."""
     batches: BatchFilesConfig = Field(default_factory=BatchFilesConfig)
     """What is kept of each step's batch."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

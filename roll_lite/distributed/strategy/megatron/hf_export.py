@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 
 from roll_lite.config.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.hf_fields import architecture
+from roll_lite.data.proto import save_tensors
 from roll_lite.distributed.strategy.megatron.hf_mapping import Binding, Entry, ranks_of_a_group, take_apart
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
@@ -213,7 +214,7 @@ def save_hf(
         if full is not None:
             on_host = {name: tensor.contiguous().to("cpu", dtype, copy=True) for name, tensor in full.items()}
             if write is None:
-                save_file(on_host, folder / file, metadata=OF_TORCH)
+                save_tensors(on_host, folder / file, OF_TORCH)
             else:
                 write(folder / file, save(on_host, metadata=OF_TORCH))
     if dist.get_rank() == 0:
@@ -236,7 +237,7 @@ def save_adapters(exporter: HfExporter, plan: ExportPlan, folder: Path, config: 
     dist.gather_object(own, gathered if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor for part in gathered for name, tensor in part.items()}, folder / ADAPTER_WEIGHTS, metadata=OF_TORCH)
+        save_tensors({name: tensor for part in gathered for name, tensor in part.items()}, folder / ADAPTER_WEIGHTS, OF_TORCH)
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
 

@@ -1,0 +1,56 @@
+"""Signs that a run learns nothing: each is told once, at the step that its rule names."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from roll_lite.observability.health import IN_A_ROW, RunHealth
+
+GOOD = {"reward/flat_groups": 0.5, "rollout/truncated": 0.1, "actor/entropy": 0.5, "actor/grad_norm": 0.8, "reward/mean": 0.4}
+
+
+def told(*steps: dict[str, float], compares_groups: bool = True) -> dict[int, list[str]]:
+    """Step to the messages that it brought, steps without any left out."""
+    health = RunHealth(compares_groups)
+    messages = {number: health.look(number, GOOD | step) for number, step in enumerate(steps, start=1)}
+    return {number: said for number, said in messages.items() if said}
+
+
+@pytest.mark.parametrize(
+    ("sign", "says"),
+    [
+        ({"reward/flat_groups": 1.0}, "nothing can be learned"),
+        ({"rollout/truncated": 0.51}, "51% of the responses were cut at max_tokens"),
+        ({"actor/entropy": 0.009}, "entropy has collapsed to 0.009 nats"),
+        ({"actor/grad_norm": 0.0}, "its weights do not change"),
+    ],
+)
+def test_each_sign_is_told_once_after_three_steps_in_a_row(sign: dict[str, float], says: str) -> None:
+    assert told(*[{}] * 20) == {}
+    said = told({}, sign, sign, {}, *[sign] * 10)
+    assert list(said) == [4 + IN_A_ROW] and len(said[7]) == 1 and said[7][0].startswith("warning, step 7: ") and says in said[7][0]
+
+
+def test_a_gradient_that_explodes_is_told_at_that_step() -> None:
+    assert list(told(*[{}] * 5, {"actor/grad_norm": 79.0}, {"actor/grad_norm": 81.0}, {"actor/grad_norm": 90.0})) == [7]
+    assert told({}, {}, {"actor/grad_norm": 1e6}) == {}, "two steps are no past to compare with"
+    assert told(*[{}] * 9, {"actor/grad_norm": math.nan}) == {}, "an update that is skipped has a message of its own"
+
+
+def test_equal_scores_are_no_sign_where_samples_of_a_prompt_are_not_compared() -> None:
+    assert told(*[{"reward/flat_groups": 1.0}] * 5, compares_groups=False) == {}
+
+
+def test_a_step_that_measures_nothing_shows_no_sign() -> None:
+    health = RunHealth(compares_groups=True)
+    assert [health.look(step, {}) for step in range(1, 6)] == [[]] * 5
+
+
+def test_findings_count_the_steps_that_show_them() -> None:
+    health = RunHealth(compares_groups=True)
+    for step in range(1, 11):
+        health.look(step, GOOD | ({"rollout/truncated": 0.9} if step > 4 else {}))
+    (finding,) = health.findings.values()
+    assert (finding.sign, finding.first_step, finding.steps) == ("truncated", 5, 6)
