@@ -1,9 +1,8 @@
-"""Checkpoints in Megatron's torch_dist format: weights, optimizer, learning-rate schedule; and the random numbers of every rank.
+r"""Checkpoints in Megatron's torch_dist format: weights, optimizer, learning-rate schedule, and every rank's random state.
 
-Tensors are stored with their place in the whole, so that another layout can load them. Of the optimizer that is its moments and, beside
-weights in bfloat16, its float32 weights, parameter by parameter, and the number of its steps; whatever else Megatron stores of it differs
-from one kind of optimizer to the next and follows from the configuration, and is not read. The random numbers belong to ranks: they are
-restored when the layout is the same and start afresh otherwise.
+Tensors are stored with their place in the whole model, so that another layout can load them. Of the optimizer, each parameter's moments are
+stored, its float32 weights beside bfloat16 weights, and the number of steps. Whatever else Megatron stores of the optimizer follows from
+the configuration and is not read. Random state belongs to a rank: it is restored under the same layout and starts afresh under another.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from roll_lite.distributed.strategy.megatron.shard_loading import ShardReader, s
 
 STATE_FOLDER = "state"
 TENSORS_SUFFIX = ".distcp"
-"""Of the files that the ranks write, in this format of torch's."""
+"""Suffix of the files that ranks write in torch's checkpoint format."""
 OPTIMIZER_TENSORS = "optimizer_tensors"
-"""Where they stand while they are read: apart from what else is stored of the optimizer."""
+"""Key of the optimizer's tensors while they are read, apart from its other state."""
 MAIN_WEIGHTS = re.compile(r"^optimizer\.state\.(fp32_)?param\.")
 MOMENTS = re.compile(r"^optimizer\.state\.(exp_avg|momentum_buffer)\.")
 _FORMAT = {
-    # The only one that can be loaded under another number of tensor and pipeline ranks.
+    # The only sharding type that loads under another number of tensor and pipeline ranks.
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
 }
@@ -66,7 +65,7 @@ def save_checkpoint(
     folder: Path,
     writer: FileSystemWriter,
 ) -> None:
-    """Collective; the folder is shared by all nodes. `model`: its description (checkpoint_files.py). `writer`: for its STATE_FOLDER."""
+    """Save; collective. All nodes share the folder. `model` describes the model (MODEL_FILE); `writer` writes STATE_FOLDER."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -79,15 +78,15 @@ def save_checkpoint(
 
 
 class RunningSave(CheckpointWrite):
-    """A checkpoint that all ranks have saved through a StagedWriter, and whose tensors a process of each of them writes. Collective."""
+    """Asynchronous save: all ranks have staged their tensors, and one process per rank writes them. Collective."""
 
     def __init__(self, folder: Path, layout: RankLayout, writer: StagedWriter) -> None:
         self._folder = folder
         self._writer = writer
-        dist.barrier()  # whatever else belongs to it is there
+        dist.barrier()  # until the rest of the checkpoint is written
         others = [path for path in folder.rglob("*") if path.is_file() and path.suffix != TENSORS_SUFFIX] if layout.rank == 0 else []
         listed = [others]
-        dist.broadcast_object_list(listed, src=0)  # nodes may see what others have just written at different times
+        dist.broadcast_object_list(listed, src=0)  # nodes may see each other's new files at different times
         self._process = writer.start(listed[0][layout.rank :: layout.world_size])
 
     @property
@@ -103,7 +102,7 @@ class RunningSave(CheckpointWrite):
 
 
 def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: RankLayout, model: Mapping[str, Any], folder: Path) -> None:
-    """Collective. Learning rate, betas and weight decay stay those of the configuration."""
+    """Load; collective. Learning rate, betas and weight decay stay as configured."""
     check_model(folder, model)
     wanted = _sharded_state(chunks, optimizer, loading=True)
     own = wanted.pop("optimizer", None)
@@ -138,7 +137,7 @@ def load_checkpoint(chunks: Sequence[Any], optimizer: Optimizer | None, layout: 
 
 @contextmanager
 def _told(state_folder: Path) -> Iterator[str]:
-    """Upstream's errors for files that are not what was written are a dictionary of tracebacks, or a line of some parser."""
+    """Turn Megatron's errors about damaged files (dictionaries of tracebacks, parser messages) into one clear error."""
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(str(state_folder)):
             raise ValueError("it is none of this strategy, or not a complete one")
@@ -148,7 +147,7 @@ def _told(state_folder: Path) -> Iterator[str]:
     except (CheckpointingException, pickle.UnpicklingError, ValueError, FileNotFoundError, EOFError) as error:
         raise _unreadable(state_folder, error) from error
     except RuntimeError as error:
-        if "PytorchStreamReader" not in str(error):  # what is seen of another rank's death, for instance
+        if "PytorchStreamReader" not in str(error):  # such as another rank's death
             raise
         raise _unreadable(state_folder, error) from error
 
@@ -159,7 +158,7 @@ def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
 
 
 def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """None under more ranks than have saved it."""
+    """This rank's own file; None where fewer ranks saved the checkpoint."""
     own = _rank_file(folder, layout.rank)
     if own.is_file():
         return own
@@ -174,7 +173,7 @@ def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
 
 def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: bool) -> dict[str, Any]:
     metadata = {**_FORMAT, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    # What the copies share goes to the first of them alone, which writes it. Else all of them would have all of it in host memory.
+    # Shared entries are written by the first copy alone; otherwise every copy would hold all of them in host memory.
     metadata["distrib_optim_fully_reshardable_mem_efficient"] = True
     weights = {name: _kept_of(chunk, chunk.sharded_state_dict(metadata=metadata), optimizer) for name, chunk in _named_chunks(chunks)}
     state: dict[str, Any] = {name: own for name, own in weights.items() if own}  # loading, Megatron drops what is empty
@@ -189,13 +188,13 @@ def _sharded_state(chunks: Sequence[Any], optimizer: Optimizer | None, loading: 
 def _state_to_store(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
     if not isinstance(optimizer.megatron, LayerWiseDistributedOptimizer):
         return optimizer.megatron.sharded_state_dict(weights, metadata=metadata)
-    # Megatron's own is for weights in bfloat16 only. Ranks have different weights in their parts: names tell them, not places in a list.
+    # Megatron's own is for bfloat16 weights only. Ranks hold different weights, so entries are matched by name, not by index.
     tensors = list(_sharded_in([_whole_state(optimizer.megatron, part, weights, metadata) for part in optimizer.parts]))
     return {"common_step": optimizer.scheduler.num_steps, "tensors": dict(enumerate(tensors))}
 
 
 def _state_to_fill(optimizer: Optimizer, weights: Any, metadata: Any) -> Any:
-    """As the chain of optimizers has it, without the tensors that a ShardReader reads."""
+    """Optimizer state to load into, as the chained optimizer lays it out, without the tensors that a ShardReader reads."""
     states = [_whole_state(optimizer.megatron, part, weights, metadata) for part in optimizer.parts]
     return states[0] if len(states) == 1 else dict(enumerate(states))
 
@@ -215,19 +214,19 @@ def _sharded_in(state: Any) -> Iterator[Any]:
 
 
 def _kept_of(chunk: Any, state: dict[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
-    """All of it, or of a model that adapters train beside the adapters, of which a chunk may have none."""
+    """Parts of the state to store: all, or the adapters alone where only adapters train (a chunk may have none)."""
     left_out = _frozen_in(chunk, optimizer)
     return {name: value for name, value in state.items() if not _is_extra(name) and name not in left_out}
 
 
 def _is_extra(name: str) -> bool:
-    """Scaling factors for fp8 of Transformer Engine's modules. Nothing trains in fp8 here, and torch's layers have none: without them a
-    checkpoint goes from one kind of layers to the other."""
+    """True for fp8 scaling factors of Transformer Engine. Nothing trains in fp8, and torch's layers have none; without them a checkpoint
+    moves between both kinds of layers."""
     return name.rpartition(".")[2].startswith("_extra_state")
 
 
 def _frozen_in(chunk: Any, optimizer: Optimizer | None) -> set[str]:
-    """What adapters train beside, and what stays in the model's folder. Without an optimizer all is frozen, and stored."""
+    """Weights beside the adapters, which stay in the model's folder. Without an optimizer everything is stored."""
     return set() if optimizer is None else {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
 
 
@@ -237,8 +236,11 @@ def _named_chunks(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 class _SaveThrough(TorchDistSaveShardedStrategy):
-    """Upstream's save forks writers and spawns a manager process even for a synchronous save. Under Ray, with gloo's and CUDA's
-    threads running, forks can hang; torch's own writer stores the same format from this process."""
+    r"""Save strategy that writes from this process.
+
+    Megatron's own forks writers and spawns a manager process even for a synchronous save. Beside the threads of Ray, gloo and CUDA, forks
+    can hang. torch's writer stores the same format without them.
+    """
 
     def __init__(self, writer: FileSystemWriter) -> None:
         super().__init__("torch_dist", 1)
@@ -257,9 +259,12 @@ class _SaveThrough(TorchDistSaveShardedStrategy):
 
 
 def _keep_padding(chunks: Sequence[Any]) -> None:
-    """To save its state, the distributed optimizer of Megatron-Core 0.16 puts the buckets of a buffer one behind the other without the
-    padding at their ends, and looks parameters up where they are with it. Behind padding it would store what belongs to their neighbours,
-    weights too: tied embeddings under pipeline parallelism have a bucket of their own, and `overlap_grad_reduce` makes several."""
+    r"""Work around Megatron-Core 0.16, whose distributed optimizer drops the padding between buckets when it saves but looks parameters up
+    with it.
+
+    Behind padding it would store the neighbours' values, weights too. Tied embeddings under pipeline parallelism have a bucket of their
+    own, and `overlap_grad_reduce` makes several.
+    """
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             buffer.numel_unpadded = buffer.numel
@@ -268,7 +273,7 @@ def _keep_padding(chunks: Sequence[Any]) -> None:
 
 
 def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]:
-    """Where tensors that a checkpoint has stand in nested lists and dictionaries: the container, and the key in it."""
+    """Find where stored tensors stand in nested lists and dictionaries: (container, key) pairs."""
     places = []
     for key, value in list(_items(state)):
         if isinstance(value, LocalNonpersistentObject):
@@ -286,7 +291,7 @@ def _stored_places(state: Any, stored: Collection[str]) -> list[tuple[Any, Any]]
 
 
 def _moments_of(optimizer: Optimizer, state: Any, weights: Any) -> list[str]:
-    """The names by which a checkpoint of this optimizer stores them."""
+    """Names under which a checkpoint of this optimizer stores its moments."""
     names = [value.key for value in _sharded_in(state)]
     if any(isinstance(part, DistributedOptimizer) for part in optimizer.parts):
         names += [f"optimizer.state.exp_avg.{value.key}" for value in _sharded_in(weights)]
@@ -294,7 +299,7 @@ def _moments_of(optimizer: Optimizer, state: Any, weights: Any) -> list[str]:
 
 
 def _refuse_other_optimizer(moments: Iterable[str], stored: Collection[str], folder: Path) -> None:
-    """Of a matrix there is a momentum (Muon) or two moments (AdamW)."""
+    """Refuse a checkpoint of another optimizer: Muon stores one momentum per matrix, AdamW two moments."""
     for name in moments:
         kind = MOMENTS.match(name)
         if kind is not None and name not in stored:
@@ -309,13 +314,13 @@ def _items(state: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _steps_in(stored: Any) -> float:
-    """Of an optimizer of whatever kind. One that is not distributed stores none before its first step."""
+    """Step count stored by any kind of optimizer. A non-distributed one stores none before its first step."""
     own = [float(value) for key, value in _items(stored) if key in ("common_step", "step")]
     return max([*own, *(_steps_in(value) for _, value in _items(stored))], default=0.0)
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -> None:
-    """`state`: what the optimizer would store now, with the tensors of the checkpoint in it, but for those that the reader reads."""
+    """Load the optimizer. `state` is what it would store now, filled with the checkpoint's tensors except those that the reader reads."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
         if is_muon(part):
@@ -335,8 +340,8 @@ def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -
 
 
 def _set_states(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
-    """DistributedOptimizer._set_main_param_and_optimizer_states of Megatron-Core 0.16 looks up every state of torch's AdamW in what was
-    loaded, also `step`, which is stored with the parameter groups: KeyError."""
+    """Replace DistributedOptimizer._set_main_param_and_optimizer_states of Megatron-Core 0.16, which looks up `step` among the tensors
+    although it is stored with the parameter groups (KeyError)."""
     group, place = self.model_param_group_index_map[model_param]
     main = self.optimizer.param_groups[group]["params"][place]
     states = self.optimizer.state[main]

@@ -1,11 +1,10 @@
-"""Writing a rank's part of a checkpoint beside its next steps, in a process of its own.
+r"""Write a rank's part of a checkpoint in a process of its own, beside the next training steps.
 
-A thread would not do: torch.save holds the interpreter's lock for most of its time, and a rank that computes small things beside it loses
-half of its time or more. Megatron's asynchronous save forks its writers, or spawns them beside a manager process, out of a process in
-which Ray, gloo and CUDA have threads, which forks can hang on. Here a fresh interpreter is started, which inherits nothing but memory
-without a name (memfd, not bounded by /dev/shm): the rank copies its tensors there, which is all that it waits for.
+A thread would hold up the rank: torch.save keeps the interpreter's lock most of the time. Megatron's asynchronous save forks its writers,
+or spawns them beside a manager process; forks can hang beside the threads of Ray, gloo and CUDA. Here a fresh interpreter starts that
+inherits only anonymous memory (memfd, not limited by /dev/shm). The rank copies its tensors there, and waits for nothing else.
 
-What it has to do, and what it has done, stands in such memory too. Exit codes say nothing, for Ray takes them away.
+The job and its result are passed in such memory too. Exit codes are useless, because Ray reaps child processes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ COPIED_AT_ONCE = 16 << 20
 
 @dataclass(frozen=True)
 class Place:
-    """Of a tensor in the copied memory."""
+    """Place of a tensor in the copied memory."""
 
     offset: int
     dtype: torch.dtype
@@ -56,11 +55,11 @@ class Job:
     folder: Path
     plan: SavePlan
     contents: dict[Any, Place | bytes]
-    """By the index of each item of the plan."""
+    """Contents by the plan's item index."""
     later: list[tuple[Path, int]]
-    """Further files, and the descriptors of the memory that holds them."""
+    """Further files to write, with the descriptors of the memory that holds them."""
     others: list[Path]
-    """Files that are there already, of which checksums are wanted."""
+    """Existing files to checksum."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Written:
 
 
 class StagedWriter(FileSystemWriter):
-    """Torch's writer, up to where it would write: the ranks have agreed who writes what, and the contents are copied."""
+    """torch's writer up to the point of writing: ranks have agreed who writes what, and the contents are copied."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -79,7 +78,7 @@ class StagedWriter(FileSystemWriter):
         self._later: list[tuple[Path, io.FileIO]] = []
 
     def write_later(self, file: Path, content: bytes) -> None:
-        """In the process as well."""
+        """Have the process write this file as well."""
         memory = _memory("file")
         shutil.copyfileobj(io.BytesIO(content), memory, COPIED_AT_ONCE)
         memory.seek(0)
@@ -95,7 +94,7 @@ class StagedWriter(FileSystemWriter):
                 size += -(-content.nbytes // ALIGNMENT) * ALIGNMENT
             else:
                 contents[index] = content.getvalue()
-        self._memory = _memory("tensors", max(size, 1))  # nothing at all cannot be mapped
+        self._memory = _memory("tensors", max(size, 1))  # mmap refuses zero bytes
         copied = mmap.mmap(self._memory.fileno(), 0)
         for index, content in found.items():
             if isinstance(place := contents[index], Place) and isinstance(content, torch.Tensor):
@@ -104,7 +103,7 @@ class StagedWriter(FileSystemWriter):
         return _done([])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On one rank: kept for `complete`."""
+        """Keep the results on the coordinating rank, for `complete`."""
         self._metadata = metadata
 
     def start(self, others: Sequence[Path]) -> WriterProcess:
@@ -113,7 +112,7 @@ class StagedWriter(FileSystemWriter):
         return WriterProcess(job, self._memory, [memory for _, memory in self._later])
 
     def complete(self, results: list[list[WriteResult]]) -> dict[Path, FileRecord]:
-        """The index of what all ranks have written, from the one that has agreed on it with them."""
+        """Write the index of all ranks' files; on the rank that coordinated the plan."""
         if self._metadata is None:
             return {}
         super().finish(self._metadata, results)
@@ -146,7 +145,7 @@ class WriterProcess:
         return self._process.poll() is not None
 
     def result(self) -> Written:
-        """Waits for the process. RuntimeError where it has failed."""
+        """Wait for the process; RuntimeError if it failed."""
         self._process.wait()
         with self._written, self._errors:
             if written := _all_of(self._written):
@@ -157,7 +156,7 @@ class WriterProcess:
 
 
 class _Copied(DefaultSavePlanner):
-    """Contents for torch's writer."""
+    """Copied contents for torch's writer."""
 
     def __init__(self, contents: dict[Any, Place | bytes], memory: mmap.mmap) -> None:
         super().__init__()
@@ -169,10 +168,10 @@ class _Copied(DefaultSavePlanner):
 
 
 def write(job_descriptor: int, tensors_descriptor: int, written_descriptor: int) -> None:
-    """All that the process does."""
+    """Entry point of the writing process."""
     job: Job = pickle.loads(_all_of(io.FileIO(job_descriptor)))
     results = FileSystemWriter(job.folder).write_data(job.plan, _Copied(job.contents, mmap.mmap(tensors_descriptor, 0))).wait()
-    files = sorted(job.folder.glob(f"{job.plan.storage_data.prefix}*"))  # also one that has nothing in it
+    files = sorted(job.folder.glob(f"{job.plan.storage_data.prefix}*"))  # even if it is empty
     for path, descriptor in job.later:
         with io.FileIO(descriptor) as memory, path.open("wb") as file:
             shutil.copyfileobj(memory, file, COPIED_AT_ONCE)

@@ -1,6 +1,6 @@
-"""What rewritten Megatron-Core code finds in place of `torch.cuda` on a machine without CUDA: the same names, acting on the CPU.
+r"""Stand-in for `torch.cuda` in rewritten Megatron-Core code on a machine without CUDA: the same names, acting on the CPU.
 
-Only what the training path touches; anything else is an AttributeError, which is what it should be.
+It has only what the training path uses; anything else raises AttributeError, as it should.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def is_available() -> bool:
 
 
 def set_device(device: Any) -> None:
-    """There is only one."""
+    """Do nothing: there is one device."""
 
 
 def synchronize(device: Any = None) -> None:
-    """CPU work is done when the call returns."""
+    """Do nothing: CPU work is done when the call returns."""
 
 
 def empty_cache() -> None:
-    """The CPU allocator keeps no cache of ours."""
+    """Do nothing: the CPU allocator keeps no cache."""
 
 
 # Random numbers: Megatron's "CUDA" streams of random numbers are streams of the CPU's generator.
@@ -70,7 +70,7 @@ class random:
 
 
 def _lazy_init() -> None:
-    """There is no driver to start."""
+    """Do nothing: there is no driver to start."""
 
 
 def _lazy_call(callback: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ def device(index: Any) -> Iterator[None]:
     yield
 
 
-# Streams and events: one queue that is always finished.
+# Streams and events: a queue that is always finished.
 
 
 class Stream:
@@ -123,7 +123,7 @@ def stream(which: Stream | None) -> Iterator[None]:
     yield
 
 
-# Collectives of pieces that differ in size, which gloo has not (expert parallelism beside expert tensor parallelism).
+# Collectives over pieces of different sizes, which gloo lacks (expert parallelism beside expert tensor parallelism).
 
 
 def ragged_all_gather(outputs: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:

@@ -1,11 +1,11 @@
-"""Megatron-Core on a machine without CUDA: the one seam where its version matters.
+r"""Run Megatron-Core on a machine without CUDA: the one seam that depends on its version.
 
-Megatron-Core 0.16 names CUDA throughout (devices, streams, random numbers, tensor type strings) although little of the training
-path needs it. `install()` puts an import hook in front of `megatron.core` that rewrites the source of the modules listed here as
-they are imported. Nothing on disk changes, torch stays as it is, and where CUDA is available nothing happens at all.
+Megatron-Core 0.16 names CUDA throughout (devices, streams, random numbers, tensor type strings), though little of the training path needs
+it. `install()` puts an import hook in front of `megatron.core` that rewrites the source of the listed modules as they are imported. Files
+on disk and torch stay unchanged, and where CUDA is available nothing happens.
 
-Every module has the number of rewrites it must come to. Another number means that upstream changed: the import fails and names
-the module, so that somebody reads the change instead of running it.
+Each module lists its expected number of rewrites. Another number means that upstream changed: the import fails and names the module, so
+that somebody reads the change before running it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch
 from roll_lite.distributed.strategy.megatron import cpu_device
 
 SUPPORTED = ((0, 16, 1), (0, 17, 0))
-"""First supported version of megatron-core and the first that is not."""
+"""First supported version of megatron-core, and the first unsupported one."""
 
 _STAND_IN = "_roll_lite_cpu_device"
-"""Name under which a rewritten module finds cpu_device. It is put into the module's namespace, so no line number moves."""
+"""Name of cpu_device in a rewritten module. It goes into the module's namespace, so line numbers stay the same."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ _REWRITES = (
     # Pinned host memory exists only beside a GPU.
     _Rewrite(re.compile(r"\bpin_memory=True"), "pin_memory=False"),
     _Rewrite(re.compile(r"\.cpu\(\)\.pin_memory\(\)"), ".cpu()"),
-    # moe_utils.py moves what a token dispatcher has to know to the host as numpy arrays, but only from a GPU.
+    # moe_utils.py moves the dispatcher's counts to the host as numpy arrays, but only from a GPU.
     _Rewrite(
         re.compile(r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:"),
         "if torch.is_tensor(tensor := tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor) and tensor.is_cuda:",
@@ -100,11 +100,11 @@ EXPECTED: dict[str, int] = {
     "transformer.utils": 2,
     "utils": 32,
 }
-"""Rewrites by module below megatron.core. What is not listed is imported as it is."""
+"""Number of rewrites per module below megatron.core. Other modules are imported unchanged."""
 
 
 def install() -> None:
-    """Put the hook in place; must run before the first import of megatron.core. Repeated calls do nothing."""
+    """Install the hook before the first import of megatron.core. Repeated calls do nothing."""
     _check_version()
     if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -115,7 +115,7 @@ def install() -> None:
 
 
 def rewrite(module: str, source: str) -> str:
-    """The source of megatron.core.<module> without CUDA."""
+    """Source of megatron.core.<module> without CUDA."""
     count = 0
     for rule in _REWRITES:
         source, found = rule.pattern.subn(rule.replacement, source)
@@ -137,7 +137,7 @@ def _check_version() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Hands the listed modules to a loader of our own; the rest of megatron.core is found as always."""
+    """Finder that hands the listed modules to our loader and leaves the rest of megatron.core alone."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> ModuleSpec | None:
         if fullname.removeprefix("megatron.core.") not in EXPECTED or not fullname.startswith("megatron.core."):
@@ -151,7 +151,7 @@ class _Finder(MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
-        """Always from the source: cached bytecode is that of the unchanged module."""
+        """Compile from source, never from cached bytecode, which is that of the unchanged module."""
         source = self.get_data(self.path).decode()
         return compile(rewrite(fullname.removeprefix("megatron.core."), source), self.path, "exec", dont_inherit=True)
 

@@ -1,6 +1,6 @@
-"""The log-probs of a whole vocabulary that may be spread over tensor-parallel ranks, for terms that need more than the sampled token.
+r"""Log-probs of the whole vocabulary, possibly split over tensor-parallel ranks, for losses that need more than the sampled token.
 
-Unlike log_probs.py this costs N x V float32 numbers on every rank, and gathers them: for small vocabularies or few rows.
+Unlike log_probs.py this takes N x V float32 numbers on every rank and gathers them: for small vocabularies or few rows.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from roll_lite.distributed.strategy.megatron.vocabulary import DROPPED, HeadGrad
 
 
 def distribution(hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-    """log_softmax(hidden @ weight.T / temperatures), [N, vocab_size] float32 and differentiable, the same on every rank of the group.
+    r"""log_softmax(hidden @ weight.T / temperatures): [N, vocab_size] float32, differentiable, equal on all ranks of the group.
 
-    Tokens that were not kept have the log-prob DROPPED and no gradient. Arguments and gradients are those of log_probs_and_entropy.
+    Tokens that sampling dropped have the log-prob DROPPED and no gradient. Arguments and gradients are those of log_probs_and_entropy.
     """
     result: torch.Tensor = _Distribution.apply(hidden, weight, vocabulary)
     return result

@@ -1,4 +1,5 @@
-"""An exponential moving average of the weights, on the host: of those that this rank exports, so that every weight has one owner."""
+"""Exponential moving average of the weights, kept on the host. Each rank averages the weights that it exports, so every weight has one
+owner."""
 
 from __future__ import annotations
 
@@ -11,29 +12,29 @@ from roll_lite.distributed.strategy.megatron.hf_mapping import Binding
 
 
 class WeightAverage:
-    """float32 also beside weights in bfloat16, in which a slow average would stand still."""
+    """Average of the exported weights, in float32: in bfloat16 a slow average would never move."""
 
     def __init__(self, bindings: Sequence[Binding], decay: float) -> None:
-        """`bindings`: of the weights that this rank exports; possibly none."""
+        """`bindings`: weights that this rank exports; may be empty."""
         self._decay = decay
         self._means = {binding.parameter: _copy_on_host(binding.parameter) for binding in bindings}
         self.bindings = [replace(binding, parameter=self._means[binding.parameter]) for binding in bindings]
-        """The same tensors of the checkpoint, with the average behind them: loading into them sets it."""
+        """Bindings whose parameters are the averages: loading through them sets the average."""
 
     @torch.no_grad()
     def update(self) -> None:
-        """decay * average + (1 - decay) * weights."""
+        """average = decay * average + (1 - decay) * weights."""
         for weight, mean in self._means.items():
             mean.lerp_(weight.to("cpu", torch.float32), 1 - self._decay)
 
     @torch.no_grad()
     def restart(self) -> None:
-        """From the weights as they are now."""
+        """Restart the average from the current weights."""
         for weight, mean in self._means.items():
             mean.copy_(weight)
 
     def read(self, weight: torch.nn.Parameter) -> torch.Tensor:
-        """In the place of the weight, where it is exported."""
+        """Return the average in place of a weight, for export."""
         return self._means[weight].detach().to(weight.device)
 
 

@@ -1,4 +1,4 @@
-"""Layers with experts: Megatron's, with a router that counts whom it chooses and can be trained to choose evenly."""
+"""Mixture-of-experts layers: Megatron's own, with a router that counts its choices and can be trained to balance them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 from roll_lite.distributed.strategy.megatron.routing import ChosenExperts
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # Megatron-Core 0.16 asks for it, and forgets to say that there is none without Transformer Engine
+    moe_utils.te_general_gemm = None  # Megatron-Core 0.16 asks for it, and does not say that it needs Transformer Engine
 
 
 def experts_config(hf: HfConfig) -> dict[str, Any]:
-    """Fields of Megatron's configuration."""
+    """Expert fields of Megatron's configuration."""
     if hf.experts is None:
         return {}
     experts = hf.experts
@@ -32,10 +32,10 @@ def experts_config(hf: HfConfig) -> dict[str, Any]:
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.feed_forward,
-        # The softmax of the chosen is that of all, made to add up to 1.
+        # Softmax over the chosen experts equals softmax over all, renormalised.
         "moe_router_pre_softmax": not experts.normalised,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",  # there is our own
+        "moe_router_load_balancing_type": "none",  # our own balance loss instead
         # A list also tells Megatron's checkpoints that layers differ.
         "moe_layer_freq": 1 if all(experts.layers) else [int(sparse) for sparse in experts.layers],
     }
@@ -46,11 +46,11 @@ def experts_spec(experts: ModuleSpec, balance: Balance) -> Any:
 
 
 class Balance:
-    """How evenly routers choose, over the micro-batches of an optimizer step, and the loss that makes them.
+    r"""Balance of the routers' choices over the micro-batches of an optimizer step, and the loss that improves it.
 
-    The loss of a row in a layer is the Switch Transformer's: experts x sum over them of (share of the row's choices x mean probability),
-    1 where all are chosen alike. Added to the objective is `coef` x its mean over the rows of the mini-batch, for every layer. Rows are
-    whole wherever they are computed, so that it does not depend on micro-batches and ranks.
+    A row's loss in a layer is the Switch Transformer's: experts x sum over experts of (share of the row's choices x mean probability),
+    which is 1 when choices are even. The objective gets `coef` x its mean over the mini-batch's rows, for every layer. A row is never split
+    over ranks here, so the loss does not depend on micro-batches or ranks.
     """
 
     def __init__(self, coef: float) -> None:
@@ -61,25 +61,25 @@ class Balance:
         self._rerouted: list[torch.Tensor] = []
 
     def begin(self, rows: int) -> None:
-        """`rows`: of the mini-batch, on all ranks."""
+        """Start a mini-batch of `rows` rows over all ranks."""
         self._rows = max(rows, 1)
         self._losses, self._choices, self._rerouted = [], {}, []
 
     def count(self, layer: int, choices: torch.Tensor) -> None:
-        """How often each expert was chosen in a micro-batch."""
+        """Count how often each expert was chosen in a micro-batch."""
         self._choices[layer] = self._choices[layer] + choices if layer in self._choices else choices
 
     def replayed(self, counts: torch.Tensor) -> None:
-        """See ChosenExperts.rerouted."""
+        """Count rerouted tokens; see ChosenExperts.rerouted."""
         self._rerouted.append(counts)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """What a micro-batch's rows add to the objective in a layer: `loss` is the sum of theirs."""
+        """Weight a micro-batch's balance loss in one layer; `loss` is the sum over its rows."""
         self._losses.append(loss.detach())
         return loss * (self.coef / self._rows)
 
     def end(self, experts: ExpertsConfig, device: torch.device) -> ExpertUse:
-        """Collective over all ranks: each has counted its own tokens in its own layers."""
+        """Sum up the step. Collective over all ranks: each counted its own tokens in its own layers."""
         sums = torch.zeros(len(experts.layers) * experts.count + 3, dtype=torch.float64, device=device)
         choices = sums[:-3].view(len(experts.layers), experts.count)
         for layer, counted in self._choices.items():
@@ -98,7 +98,7 @@ class Balance:
 
 class Router(TopKRouter):
     rows: PackedRows
-    """Those that the tokens belong to; set before every forward pass."""
+    """Rows of the tokens; set before every forward pass."""
 
     def __init__(self, config: Any, pg_collection: Any, balance: Balance) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -111,22 +111,22 @@ class Router(TopKRouter):
         weights, chosen = super().routing(logits, padding_mask)
         if replay is not None and routes is not None and routes.taken is not None:
             routes.taken[number] = replay.chosen.to(torch.int16)
-        if torch.is_grad_enabled():  # once for a micro-batch, also where layers are computed again
+        if torch.is_grad_enabled():  # once per micro-batch, also when layers are recomputed
             weights = self._count(weights, chosen, logits.view(-1, self.num_experts))
         return weights, chosen
 
     @property
     def _number(self) -> int:
-        """Among the layers with experts."""
+        """Index of this layer among the layers with experts."""
         layer, frequency = self.layer_number - 1, self.config.moe_layer_freq
         return layer if isinstance(frequency, int) else sum(frequency[:layer])
 
     def _own(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Those that come to this tensor rank."""
+        """Tokens that this tensor rank holds."""
         return tokens.chunk(self.tp_group.size())[self.tp_group.rank()] if self.config.sequence_parallel else tokens
 
     def _count(self, weights: torch.Tensor, chosen: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The weights, which carry the loss's gradient where there is one. Padding is a row behind the others, and left out."""
+        """Count the choices and attach the balance loss's gradient to the weights. Padding is an extra row at the end and left out."""
         rows, layer = self.rows, self.layer_number - 1
         row_of = self._own(rows.row_of)
         empty = logits.new_zeros(len(rows.lengths) + 1, self.num_experts)
@@ -137,7 +137,7 @@ class Router(TopKRouter):
             self._balance.replayed(replay.rerouted())
         if not self._balance.coef:
             return weights
-        if replay is not None:  # what the router would choose is what it can learn to choose otherwise
+        if replay is not None:  # the router learns from what it would choose now
             ones = torch.ones_like(replay.own, dtype=logits.dtype)
             choices = empty.index_add(0, row_of, torch.zeros_like(logits).scatter(1, replay.own, ones))[:-1]
         if self.tp_cp_group.size() > 1:  # the ranks that share the rows
@@ -150,14 +150,14 @@ class Router(TopKRouter):
 
 
 class Experts(MoELayer):
-    """Where it is computed again on its own, it tells the router once more whose tokens they are: pipeline stages are several micro-batches
-    ahead of their gradients."""
+    """Expert layer that tells the router again whose tokens it recomputes: pipeline stages run several micro-batches ahead of their
+    gradients."""
 
     router: Router
 
     def __init__(self, config: Any, **options: Any) -> None:
         super().__init__(config=config, **options)
-        self.moe_layer_recompute = False  # Megatron's knows of no rows
+        self.moe_layer_recompute = False  # Megatron's layer knows nothing of rows
         self._recomputed = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -171,7 +171,7 @@ class Experts(MoELayer):
 
 
 class ExpertsLayer(TransformerLayer):
-    """Tells the router whose tokens come."""
+    """Transformer layer that tells its router which rows the tokens belong to."""
 
     def forward(self, *args: Any, packed_seq_params: PackedRows, **options: Any) -> Any:
         self.mlp.router.rows = packed_seq_params

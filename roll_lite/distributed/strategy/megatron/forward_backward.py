@@ -1,4 +1,4 @@
-"""Micro-batches through the pipeline stages: Megatron's schedules, and the sums that come back."""
+"""Run micro-batches through the pipeline stages with Megatron's schedules, and sum up the results."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from roll_lite.distributed.strategy.megatron.model_io import ModelInput
 
 OnHead = Callable[[torch.Tensor, ModelInput], Any]
-"""What the last stage does with the model's result for a micro-batch."""
+"""Function of the last stage: model output and micro-batch to result."""
 
 
 def sum_gradients(chunks: list[Any], num_tokens: torch.Tensor | None = None, **options: Any) -> None:
-    """Megatron's finalize_model_grads without its division by tokens: the loss weights hold the global counts already."""
+    """Megatron's finalize_model_grads without its division by tokens: loss weights already hold the global counts."""
     finalize_model_grads(chunks, None, **options)
 
 
 def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """What on_head returns for every micro-batch; empty on other than last stages. No gradient."""
+    """Forward pass without gradients: on_head's result for every micro-batch; empty except on the last stage."""
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         given = next(iterator)
@@ -34,9 +34,9 @@ def run_forward(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: On
 
 
 def run_training(chunks: Sequence[Any], inputs: Sequence[ModelInput], on_head: OnHead) -> list[Any]:
-    """Forward and backward of all micro-batches; gradients are summed over them and over data-parallel ranks.
+    r"""Forward and backward of all micro-batches; gradients are summed over micro-batches and data-parallel ranks.
 
-    on_head returns the loss and what to hand back; empty on other than last stages.
+    on_head returns the loss and the value to hand back. Empty except on the last stage.
     """
 
     def step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -60,7 +60,7 @@ def _run(step: Any, chunks: Sequence[Any], inputs: Sequence[ModelInput], **optio
         data_iterator=iterators if several else iterators[0],
         model=list(chunks) if several else [chunks[0]],
         num_microbatches=len(inputs),
-        # Both only matter where all micro-batches have one shape; stages tell each other theirs.
+        # Both matter only where all micro-batches have one shape; stages exchange theirs.
         seq_length=inputs[0].input_ids.shape[1],
         micro_batch_size=inputs[0].input_ids.shape[0],
         **options,
@@ -68,7 +68,7 @@ def _run(step: Any, chunks: Sequence[Any], inputs: Sequence[ModelInput], **optio
 
 
 def most_over_data_ranks(count: int) -> int:
-    """The largest of the data-parallel ranks' counts."""
+    """Largest count over data-parallel ranks."""
     return _over_data_ranks(count, dist.ReduceOp.MAX)
 
 
@@ -77,7 +77,7 @@ def sum_over_data_ranks(count: int) -> int:
 
 
 def _over_data_ranks(count: int, reduction: Any) -> int:
-    """Travels on the host, the device is not waited for."""
+    """Reduce a count over data-parallel ranks on the host, without waiting for the device."""
     if parallel_state.get_data_parallel_world_size() > 1:
         total = torch.tensor(count)
         dist.all_reduce(total, reduction, group=parallel_state.get_data_parallel_group_gloo())
@@ -86,9 +86,10 @@ def _over_data_ranks(count: int, reduction: Any) -> int:
 
 
 def reduce_sums(sums: Sequence[dict[str, torch.Tensor]], is_last_stage: bool, device: torch.device) -> dict[str, float]:
-    """Sums over micro-batches and data-parallel ranks, the same on every rank. One wait for the device.
+    r"""Sum over micro-batches and data-parallel ranks; equal on every rank. Waits for the device once.
 
-    Context-parallel ranks have equal sums, and take part all the same: what is not finite on one of them is so on all."""
+    Context-parallel ranks hold equal sums and take part too, so that a non-finite value on one of them shows on all.
+    """
     named: tuple[list[str], list[float]] = ([], [])
     if is_last_stage:
         names = sorted(sums[0])

@@ -1,4 +1,4 @@
-"""AdamW's moments in float16, as Megatron-Core has them (its precision-aware optimizer) on Transformer Engine's Adam."""
+"""AdamW moments in float16: Megatron-Core's precision-aware optimizer on Transformer Engine's Adam."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def half_moments() -> dict[str, Any]:
-    """Fields of Megatron's configuration. ValueError where this machine has no Adam for them."""
+    """Optimizer fields of Megatron's configuration. ValueError where no such Adam is installed."""
     try:
         adam = import_module("transformer_engine.pytorch.optimizers").FusedAdam
     except ImportError as error:
@@ -22,13 +22,13 @@ def half_moments() -> dict[str, Any]:
         "use_precision_aware_optimizer": True,
         "exp_avg_dtype": torch.float16,
         "exp_avg_sq_dtype": torch.float16,
-        # Float32 weights whole: their lower halves alone, which it could keep, are no tensors that another optimizer loads.
+        # Keep float32 weights whole: their lower halves alone are not tensors that another optimizer can load.
         "store_param_remainders": False,
     }
 
 
 def make_half_moments(optimizer: Any, config: Any = None) -> None:
-    """In the place of Megatron-Core 0.16's, which leaves out the second argument that Transformer Engine has since 2.1."""
+    """Replace Megatron-Core 0.16's factory, which omits the second argument that Transformer Engine needs since 2.1."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if not optimizer.state[weight]:

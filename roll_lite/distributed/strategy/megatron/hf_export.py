@@ -1,4 +1,4 @@
-"""The model as Hugging Face tensors: who owns which, and gathering them over tensor ranks, one bucket at a time."""
+"""Export the model as Hugging Face tensors: who owns which, gathered over tensor ranks, one bucket at a time."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from roll_lite.distributed.strategy.megatron.parallel import cut_group
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
-"""What is exported of a parameter: its values, or its gradient."""
+"""Reads what is exported of a parameter: its values or its gradient."""
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Of a rank's cut of a tensor, to another of its shape and dtype. The tensor itself stays as it is."""
+"""Changes a rank's cut of a tensor, keeping shape and dtype. The original stays as it is."""
 Write = Callable[[Path, bytes], None]
-"""What writes a file in place of save_hf."""
+"""Writes a file in place of save_hf."""
 
 OF_TORCH = {"format": "pt"}
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-"""Ends of the names of files that hold weights; every other file of the model's folder belongs to its tokenizer or configuration."""
+"""Suffixes of weight files; every other file of the model's folder belongs to its tokenizer or configuration."""
 
 
 def weights(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -45,9 +45,9 @@ class _Source:
 
     group: dist.ProcessGroup
     ranks: Sequence[int]
-    """The first one ends up with the full tensor."""
+    """The first rank receives the full tensor."""
     takes_part: bool
-    """Other groups hold copies of what this one has."""
+    """False for groups that hold copies."""
 
     @staticmethod
     def of_layers() -> _Source:
@@ -70,7 +70,7 @@ _Described = tuple[str, tuple[int, ...], torch.dtype, int]
 
 
 def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_Described]]:
-    """Of one dtype each: what is gathered as one tensor has no other."""
+    """Cut into buckets of one dtype each, because a bucket is gathered as one tensor."""
     buckets: list[list[_Described]] = []
     filled = bucket_bytes
     for tensor in tensors:
@@ -85,10 +85,10 @@ def _in_buckets(tensors: Sequence[_Described], bucket_bytes: int) -> list[list[_
 
 
 class HfExporter:
-    """Executes an ExportPlan on the ranks that hold the tensors: of every pipeline stage the first copy, of every expert too."""
+    """Exporter that runs an ExportPlan on the ranks that hold the first copy of each pipeline stage and expert."""
 
     def __init__(self, bindings: Sequence[Binding], hf: HfConfig, changes: Mapping[str, Change] | None = None) -> None:
-        """`changes`: of tensors on their way out, by their names."""
+        """`changes`: applied to tensors on their way out, by name."""
         self._hf = hf
         self._changes = changes or {}
         self._sources = {False: _Source.of_layers(), True: _Source.of_experts()}
@@ -98,13 +98,13 @@ class HfExporter:
 
     @property
     def read_here(self) -> list[Binding]:
-        """What this rank has a part in exporting."""
+        """Parameters that this rank helps to export."""
         bindings = {id(binding): binding for binding, _ in self._places.values()}.values()
         return [binding for binding in bindings if self._sources[binding.entry.of_experts].takes_part]
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
-        """Collective over all ranks. Buckets are cut per owner, in the order of the layers, experts apart; a tensor larger than a bucket
-        gets its own. Owners take turns: while the engines load from one, others gather and write."""
+        """Plan the export; collective. Buckets are cut per owner in layer order, experts apart; a tensor larger than a bucket gets its own.
+        Owners take turns, so that others gather and write while the engines load from one."""
         mine: dict[bool, list[_Described]] = {False: [], True: []}
         for name, (binding, number) in self._places.items():
             if self._sources[binding.entry.of_experts].owns:
@@ -117,7 +117,7 @@ class HfExporter:
         return ExportPlan(tuple(ExportedTensor(*tensor, number) for number, bucket in buckets for tensor in bucket))  # type: ignore[call-arg]
 
     def bucket(self, tensors: Sequence[ExportedTensor], read: Read = weights) -> dict[str, torch.Tensor] | None:
-        """Full tensors on the owner, None elsewhere. They may lie in the model's own memory, and change when training goes on."""
+        """Full tensors on the owner, None elsewhere. They may share the model's memory and change when training continues."""
         if tensors[0].name not in self._places:
             return None
         source = self._sources[self._places[tensors[0].name][0].entry.of_experts]
@@ -141,12 +141,12 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, group: torch.Tensor) -> list[torch.Tensor]:
-        """What this rank has of each of the checkpoint's tensors: all that its group has, or one rank's share of it."""
+        """This rank's cut of each Hugging Face tensor: its group's whole cut, or one rank's share of it."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, group, self._hf)]
 
     def _group_of(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks that share a key/value head with this one. Collective over the tensor ranks where there are such."""
+        """Gather the rows of ranks that share a key/value head with this one. Collective over tensor ranks that do."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         if sharing == 1:
             return local
@@ -156,12 +156,12 @@ class HfExporter:
         return torch.cat(pieces[first : first + sharing])
 
     def _like_group(self, entry: Entry, local: torch.Tensor) -> torch.Tensor:
-        """Of its shape, without contents."""
+        """Empty tensor of the group's shape."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return torch.empty(sharing * len(local), *local.shape[1:], dtype=local.dtype, device="meta")
 
     def _gather(self, tensors: Sequence[ExportedTensor], cuts: Sequence[torch.Tensor], source: _Source) -> dict[str, torch.Tensor] | None:
-        """One collective for the bucket: what is cut travels flat; what every rank has is taken from the owner."""
+        """Gather a bucket in one collective: split tensors travel flat; replicated ones come from the owner."""
         entries = [self._places[tensor.name][0].entry for tensor in tensors]
         spread = [cut for cut, entry in zip(cuts, entries, strict=True) if entry.cut is not None]
         pieces: list[torch.Tensor] = []
@@ -201,7 +201,7 @@ def save_hf(
     read: Read = weights,
     write: Write | None = None,
 ) -> None:
-    """Safetensors (one file per bucket, written by its owner), config and tokenizer. Collective; the folder is shared by all nodes."""
+    """Write safetensors (one file per bucket, by its owner), config and tokenizer. Collective; all nodes share the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     buckets = plan.buckets()
     files: dict[str, str] = {}
@@ -229,7 +229,7 @@ def save_hf(
 
 
 def save_adapters(exporter: HfExporter, plan: ExportPlan, folder: Path, config: Mapping[str, Any]) -> None:
-    """In PEFT's format: one file, written by the first rank. Collective."""
+    """Write adapters in PEFT's format, as one file from the first rank. Collective."""
     own: dict[str, torch.Tensor] = {}
     for tensors in plan.buckets():
         own |= {name: tensor.contiguous().to("cpu", copy=True) for name, tensor in (exporter.bucket(tensors) or {}).items()}

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face checkpoint into the model: every rank reads only its own cuts."""
+"""Read a Hugging Face checkpoint into the model; every rank reads only its own cuts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from roll_lite.distributed.strategy.megatron.hf_mapping import LM_HEAD, VALUE_HE
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
 
 _HARMLESS = ("rotary_emb.inv_freq",)
-"""Ends of names that old checkpoints carry although they are computed."""
+"""Suffixes of tensors that old checkpoints store although they are computed."""
 
 
 class HfCheckpoint:
-    """The safetensors of a folder, in one file or several."""
+    """Safetensors of a folder, in one file or several."""
 
     def __init__(self, folder: Path, key: str, single: str = "model.safetensors") -> None:
-        """`key`: where the YAML names the folder. `single`: the file's name where there is only one."""
+        """`key`: YAML path of the folder. `single`: file name where there is only one."""
         self.folder = folder
         self.named = f"{key}: {folder}"
         index = folder / "model.safetensors.index.json"
@@ -43,14 +43,14 @@ class HfCheckpoint:
         return set(self._files)
 
     def slice(self, name: str) -> Any:
-        """A lazy view of a tensor; indexing it reads."""
+        """Lazy view of a tensor; indexing reads it."""
         file = self._files[name]
         if file not in self._open:
             self._open[file] = safe_open(str(self.folder / file), framework="pt")
         return self._open[file].get_slice(name)
 
     def check(self, shapes: Mapping[str, Sequence[int]], by: str = "config.json") -> None:
-        """ValueError for a tensor that cannot be read as a weight of this shape, which `by` tells of."""
+        """ValueError for a tensor whose shape does not match; `by` names the file that gives the expected shape."""
         for name, shape in shapes.items():
             stored = self.slice(name)
             if message := misfit(name, stored.get_dtype(), stored.get_shape(), shape, by):
@@ -89,7 +89,7 @@ def load_weights(
 
 
 def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -> None:
-    """Adapters in PEFT's format. `wanted`: the names of those of the whole model; others, missing and misshapen ones are a ValueError."""
+    """Load adapters in PEFT's format. `wanted`: adapter names of the whole model; others, missing and misshapen ones are a ValueError."""
     checkpoint = HfCheckpoint(folder, "actor_train.lora.path", ADAPTER_WEIGHTS)
     for names, what in ((wanted - checkpoint.names, "lacks"), (checkpoint.names - wanted, "has")):
         if names:
@@ -102,7 +102,7 @@ def load_adapters(bindings: Sequence[Binding], folder: Path, wanted: Set[str]) -
 
 
 def _whole_shape(binding: Binding) -> list[int]:
-    """In the checkpoint: of it tensor ranks hold even cuts, or all."""
+    """Shape in the checkpoint: tensor ranks hold even cuts of it, or all of it."""
     shape = list(binding.parameter.shape)
     if binding.entry.cut is not None:
         shape[binding.entry.cut] *= cut_group(binding.entry.of_experts).size()
@@ -110,7 +110,7 @@ def _whole_shape(binding: Binding) -> list[int]:
 
 
 def _read(checkpoint: HfCheckpoint, name: str, entry: Entry, sharing: int = 1) -> torch.Tensor:
-    """This rank's cut of a tensor, or that of the ranks that share one."""
+    """Read this rank's cut of a tensor, or the cut of the ranks that share one."""
     group = cut_group(entry.of_experts)
     tensor_rank, tensor_size = group.rank() // sharing, group.size() // sharing
     view = checkpoint.slice(name)
@@ -132,7 +132,7 @@ def _copy(binding: Binding, local: torch.Tensor) -> None:
 
 
 def _refuse_unknown(checkpoint: HfCheckpoint, hf: HfConfig, value_model: bool) -> None:
-    """Every tensor of the checkpoint must have a place: in a layer that exists, or outside the layers."""
+    """Refuse tensors without a place: each must belong to an existing layer, or stand outside the layers."""
     known = checkpoint_names(hf)
     harmless = {*VALUE_HEAD.hf, *LM_HEAD.hf} if value_model else set(LM_HEAD.hf) if hf.tied_embeddings else set()
     unknown = sorted(name for name in checkpoint.names - known - harmless if not name.endswith(_HARMLESS))

@@ -1,7 +1,7 @@
-"""Which Hugging Face tensors make up which Megatron tensor: one table, read in both directions.
+r"""Table of the Hugging Face tensors behind each Megatron tensor, read in both directions.
 
-Tensor parallelism cuts every Hugging Face tensor evenly along one dimension; a rank's Megatron tensor is put together from its cuts
-alone. So a rank reads only its cuts, and exporting is taking the local tensor apart and joining the cuts of all tensor ranks.
+Tensor parallelism cuts every Hugging Face tensor evenly along one dimension, and a rank's Megatron tensor is joined from its own cuts. So a
+rank reads only its cuts, and exporting splits the local tensor and joins the cuts of all tensor ranks.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ class Layout(Enum):
 
 
 EXPERT = "<expert>"
-"""Stands for an expert's number: among all of them in the checkpoint, among this rank's in the Megatron model."""
+"""Placeholder for an expert's number: global in the checkpoint, local to the rank in the Megatron model."""
 
 
 @dataclass(frozen=True)
 class Entry:
     megatron: str
-    """Name in the Megatron model, below `decoder.layers.<n>.` for the entries of a layer."""
+    """Name in the Megatron model; layer entries below `decoder.layers.<n>.`."""
     hf: tuple[str, ...]
-    """Names in the checkpoint, below `model.layers.<n>.` for the entries of a layer."""
+    """Names in the checkpoint; layer entries below `model.layers.<n>.`."""
     cut: int | None
-    """Dimension that tensor parallelism cuts; None where every tensor rank has all of it."""
+    """Dimension that tensor parallelism cuts; None where every tensor rank holds the whole."""
     layout: Layout = Layout.PLAIN
     vocabulary: bool = False
     """Cut along a vocabulary that is padded so that all ranks hold equally many rows."""
     only_with: Literal["qkv_bias", "qk_norm", "experts", "no experts"] | None = None
-    """What a layer has no such tensor without."""
+    """Feature of the model that this tensor needs."""
     fused: str | None = None
-    """Name in Transformer Engine's modules, where that is another one."""
+    """Name in Transformer Engine's modules, if different."""
 
     @property
     def of_experts(self) -> bool:
-        """There is one for each expert, cut over expert_tensor_parallel."""
+        """True if there is one per expert, cut over expert_tensor_parallel."""
         return EXPERT in self.megatron
 
     def megatron_name(self, layer: int, expert: int | None, among: Container[str]) -> str:
-        """The one of its names that a model's `layer` has; both numbers are this rank's own."""
+        """Name in one `layer` of the model, of those in `among`; both numbers are local to this rank."""
         names = [f"decoder.layers.{layer}.{name}".replace(EXPERT, str(expert)) for name in (self.megatron, self.fused) if name]
         found = next((name for name in names if name in among), None)
         assert found is not None, f"the Megatron model has no {' or '.join(names)}"
@@ -115,25 +115,25 @@ EMBEDDING = Entry("embedding.word_embeddings.weight", ("model.embed_tokens.weigh
 FINAL_NORM = Entry("decoder.final_layernorm.weight", ("model.norm.weight",), cut=None)
 LM_HEAD = Entry("output_layer.weight", ("lm_head.weight",), cut=0, vocabulary=True)
 TIED_HEAD = Entry("output_layer.weight", EMBEDDING.hf, cut=0, vocabulary=True)
-"""The last pipeline stage's copy of tied embeddings."""
+"""Copy of tied embeddings on the last pipeline stage."""
 VALUE_HEAD = Entry("output_layer.weight", ("score.weight",), cut=None)
-"""Named as in Hugging Face's sequence classification with one label: transformers loads a value model that was saved, and a reward
+"""Value head, named as in Hugging Face's sequence classification with one label: transformers loads a saved value model, and a reward
 model's checkpoint can become a critic."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """One parameter of this rank and the checkpoint's tensors behind it."""
+    """One parameter of this rank and the checkpoint tensors behind it."""
 
     entry: Entry
     hf: tuple[str, ...]
     parameter: torch.nn.Parameter
     exported: bool = True
-    """False for copies: the tensor is exported by the stage that owns it."""
+    """False for copies: the stage that owns the tensor exports it."""
 
 
 def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
-    """All parameters of this rank's chunks (RollModel), each exactly once, in the order of the layers."""
+    """Bind all parameters of this rank's chunks (RollModel), each once, in layer order."""
     bindings: list[Binding] = []
     for chunk in chunks:
         parameters = dict(chunk.named_parameters())
@@ -155,13 +155,15 @@ def bind(chunks: Sequence[Any], hf: HfConfig) -> list[Binding]:
 
 
 def ranks_of_a_group(entry: Entry, hf: HfConfig, tensor_ranks: int) -> int:
-    """Consecutive tensor ranks that share a key/value head with its queries, where there are more ranks than heads: Megatron cuts the rows
-    of such a group (its queries, its key, its value) evenly over them, and gathers what they make of the tokens in every layer."""
+    r"""Consecutive tensor ranks that share a key/value head, where ranks outnumber heads.
+
+    Megatron cuts the rows of such a group (queries, key, value) evenly over them and gathers their outputs in every layer.
+    """
     return max(tensor_ranks // hf.key_value_heads, 1) if entry.layout is Layout.GROUPED else 1
 
 
 def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0) -> torch.Tensor:
-    """This rank's Megatron tensor from its cuts of the checkpoint's tensors. `dim`: of their rows."""
+    """Join this rank's Megatron tensor from its cuts of the checkpoint's tensors. `dim`: the dimension of their rows."""
     match entry.layout:
         case Layout.PLAIN:
             return cuts[0]
@@ -173,7 +175,7 @@ def join(entry: Entry, cuts: Sequence[torch.Tensor], hf: HfConfig, dim: int = 0)
 
 
 def take_apart(entry: Entry, local: torch.Tensor, hf: HfConfig) -> list[torch.Tensor]:
-    """The inverse of join."""
+    """Split a local tensor into cuts; the inverse of join."""
     match entry.layout:
         case Layout.PLAIN:
             return [local]

@@ -1,4 +1,4 @@
-"""AdamW's moments in host memory, and its arithmetic there: the device is rid of eight bytes per trained weight for good."""
+"""AdamW on the host: moments stay in host memory, which frees eight bytes per trained weight on the device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def take_adam_of_torch() -> None:
-    """Of this process. Megatron-Core 0.16 takes that of Transformer Engine or Apex where one is installed, which computes on the device."""
+    """Make this process use torch's Adam. Megatron-Core 0.16 prefers Transformer Engine's or Apex's, which compute on the device."""
     optimizer.USING_PYTORCH_OPTIMIZER = True
-    distrib_optimizer.HAVE_APEX_OR_TE = False  # it keeps the number of steps as torch's does
+    distrib_optimizer.HAVE_APEX_OR_TE = False  # it keeps the step count as torch does
 
 
 @dataclass
@@ -29,8 +29,8 @@ class Staged:
 
 
 class HostStep:
-    """In the place of `step` of torch's AdamW. All gradients and weights set out for the host at once, over a stream of their own; one
-    weight is updated while others still arrive or are on their way back."""
+    """Replacement for torch AdamW's `step`. Gradients and weights travel to the host together on a stream of their own; a weight is updated
+    while others still arrive or travel back."""
 
     def __init__(self, adam: torch.optim.AdamW, device: torch.device) -> None:
         self._optimizer = adam
@@ -43,11 +43,11 @@ class HostStep:
                 adam.state[weight] = {name: self._zeros_like(weight) for name in MOMENTS}
 
     def _zeros_like(self, weight: torch.Tensor) -> torch.Tensor:
-        """Never on the device, which may have no room for them."""
+        """Zeros in host memory: the device may have no room."""
         return torch.zeros(weight.shape, dtype=weight.dtype, pin_memory=self._pin)
 
     def keep_moments(self) -> None:
-        """In host memory, wherever they were loaded."""
+        """Move moments to host memory, wherever they were loaded."""
         for state in self._optimizer.state.values():
             for name in MOMENTS:
                 if not self._pin:
