@@ -1,5 +1,5 @@
-"""What decoder layers are made of: torch's parts, or Transformer Engine's, which have a norm inside the product that follows it and
-multiply with all experts in one call. Attention is ours under both (layers.py): packed rows, windows, context parallelism."""
+"""Parts of decoder layers: torch's, or Transformer Engine's, which fuse a norm into the following product and run all experts in one call.
+Attention is ours under both (layers.py): packed rows, windows, context parallelism."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from roll_lite.config.hf_config import HfConfig
 from roll_lite.distributed.strategy.megatron.experts import Balance, ExpertsLayer, experts_spec
 from roll_lite.distributed.strategy.megatron.layers import SdpaAttention, TorchRMSNorm
 
-# Norms are stored under the names that Transformer Engine has for them: what one kind of layers has saved the other finds.
+# Norms are stored under Transformer Engine's names: either kind of layers finds what the other saved.
 STORED_NAMES = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 STORED_NAMES_WITHOUT_EXPERTS = {**STORED_NAMES, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
@@ -31,7 +31,7 @@ STORED_NAMES_WITHOUT_EXPERTS = {**STORED_NAMES, "pre_mlp_layernorm.": "mlp.linea
 class LayerParts:
     norm: Any
     normed_column: Any
-    """A product cut by rows, of inputs that are normed: by a norm before it, or where `fused` by itself."""
+    """Column-parallel linear whose inputs are normed: by a norm before it, or where `fused` by itself."""
     row: Any
     experts: Any
     fused: bool
@@ -47,7 +47,7 @@ TORCH = LayerParts(
 
 
 def chosen_parts(wanted: Literal["auto", "torch", "transformer_engine"], has_adapters: bool) -> LayerParts:
-    """ValueError where Transformer Engine is asked for and cannot be had."""
+    """Choose the parts. ValueError if Transformer Engine is asked for and not available."""
     obstacle = _obstacle(has_adapters)
     if wanted == "transformer_engine" and obstacle is not None:
         raise ValueError(f"strategy.layers: transformer_engine {obstacle}; use torch, or auto")
@@ -78,7 +78,7 @@ def transformer_engine() -> LayerParts:
 
 
 def layer_spec(hf: HfConfig, number: int, balance: Balance, parts: LayerParts = TORCH) -> Any:
-    """A decoder layer, numbered from 0."""
+    """Spec of a decoder layer, numbered from 0."""
     head_norm = parts.norm if hf.qk_norm else IdentityOp
     separate_norm = IdentityOp if parts.fused else parts.norm
     attention = SelfAttentionSubmodules(

@@ -1,4 +1,4 @@
-"""Our own layers in Megatron's model: norm, core attention over packed rows, and the critic's head."""
+"""Layers of our own in Megatron's model: norm, core attention over packed rows, and the critic's head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
-    """The norm of torch that comes with Megatron refuses sequence parallelism, the fused one needs Apex."""
+    """RMSNorm that works under sequence parallelism. Megatron's wrapper of torch's refuses it, and its fused norm needs Apex."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=current_device())
@@ -25,11 +25,11 @@ class TorchRMSNorm(torch.nn.RMSNorm):
 
 
 class SdpaAttention(MegatronModule):
-    """Causal attention with grouped queries within packed rows, on torch's scaled_dot_product_attention; where the model has a sliding
-    window, to that many tokens before.
+    r"""Causal grouped-query attention within packed rows on torch's scaled_dot_product_attention, with the model's sliding window if it has
+    one.
 
-    Megatron hands over [tokens, 1, heads, head_dim] and takes [tokens, 1, heads * head_dim]. Where context-parallel ranks share the rows,
-    each of them gathers the keys and values of all.
+    Megatron passes [tokens, 1, heads, head_dim] and takes [tokens, 1, heads * head_dim]. Where context-parallel ranks share the rows, each
+    gathers the keys and values of all.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class SdpaAttention(MegatronModule):
         return packed(q, k, v, rows).reshape(len(query), 1, -1)
 
     def _variable_length(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Flash attention; a window of (-1, 0) is the causal one, in which the last token sees everything."""
+        """Flash attention; a window of (-1, 0) is causal, and the last token sees everything."""
         window = (-1 if self.looks_back is None else self.looks_back, 0)
         seen_starts = rows.starts if rows.seen_starts is None else rows.seen_starts
         sizes = rows.most_tokens, rows.most_seen
@@ -79,7 +79,7 @@ class SdpaAttention(MegatronModule):
         return output
 
     def _run_by_run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        """Neighbours that are alike are a batch without padding, and no copy."""
+        """Batch adjacent rows of equal length for SDPA, without padding or copies."""
         cuts = ([count * size for count, size, _ in rows.runs], [count * seen for count, _, seen in rows.runs])
         outputs = []
         for (count, size, seen), *parts in zip(rows.runs, q.split(cuts[0]), k.split(cuts[1]), v.split(cuts[1]), strict=True):
@@ -92,7 +92,7 @@ class SdpaAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _before(self, size: int, seen: int, device: torch.device) -> torch.Tensor | None:
-        """[size, seen] which tokens each token of a piece attends to; None: all from the piece's first on."""
+        """Attention mask [size, seen] of a piece; None if each token sees all from the piece's first on."""
         windowed = self.looks_back is not None and self.looks_back + 1 < seen
         if size == seen and not windowed:
             return None
@@ -101,14 +101,14 @@ class SdpaAttention(MegatronModule):
 
 
 class ValueHead(torch.nn.Module):
-    """One number per position, replicated over tensor ranks."""
+    """Value head: one number per position, replicated over tensor ranks."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=current_device()))
-        # For AdamW alone, of Megatron's optimizers.
+        # Of Megatron's optimizers, for AdamW alone.
         self.weight.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, hidden] to [N] float32; the product is taken in float32, values are regressed on."""
+        """[N, hidden] to [N] float32, computed in float32 because values are regressed on."""
         return torch.nn.functional.linear(hidden.float(), self.weight.float()).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of hidden states, without their logits where these are many: see vocabulary.py."""
+"""Log-probs and entropy from hidden states, without storing large logits: see vocabulary.py."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from torch.autograd.function import once_differentiable
 from roll_lite.distributed.strategy.megatron.vocabulary import HeadGradients, SoftmaxSums, Vocabulary
 
 KEPT_LOGITS = 1 << 24
-"""As many (64 MiB in float32) are kept for the backward pass; of more, it multiplies them once more."""
+"""Most logits kept for the backward pass (64 MiB in float32); beyond that they are computed again."""
 
 
 def log_probs_and_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary, entropy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of softmax(hidden @ weight.T / temperatures), both [N] float32 and differentiable; the same on every rank of the group.
+    r"""Log-probs and entropy of softmax(hidden @ weight.T / temperatures): both [N] float32, differentiable, equal on all ranks of the
+    group.
 
-    hidden [N, H], weight [V/tp, H]. Every rank computes the same loss. The gradient of hidden is only that of this rank's words, that of
-    tokens which were not kept is 0.
+    hidden [N, H], weight [V/tp, H]. Every rank computes the same loss. The gradient of hidden covers this rank's part of the vocabulary
+    only, and is 0 for tokens that were not kept.
     """
     keep = torch.is_grad_enabled() and len(hidden) * len(weight) <= KEPT_LOGITS
     log_probs, entropies = _LogProbs.apply(hidden, weight, vocabulary, entropy, keep)
@@ -55,7 +56,7 @@ class _LogProbs(torch.autograd.Function):
         on_target = torch.zeros_like(scale) if grad_log_probs is None else grad_log_probs * scale
         slope = None if grad_entropy is None else -grad_entropy * scale / exponentials
         constant = -on_target / exponentials if slope is None else -on_target / exponentials - slope * mean
-        kept, ctx.logits = ctx.logits, []  # this writes over them
+        kept, ctx.logits = ctx.logits, []  # overwrites them
         for block, logits in kept or vocabulary.logits(hidden, weight):
             z = vocabulary.scaled(logits, largest)
             if slope is None:

@@ -1,12 +1,11 @@
-"""LoRA: low-rank matrices beside frozen layers, in PEFT's arithmetic, under every layout but that in which tensor ranks
-have a key/value head together, or the matrices of an expert (config/checks/lora.py).
+r"""LoRA: low-rank matrices beside frozen layers, in PEFT's arithmetic.
 
-As in PEFT each Hugging Face projection has an A [rank, in] and a B [out, rank] of its own, and adds alpha / rank * B A x to its output,
-although a layer of Megatron's may hold several projections. Tensor parallelism cuts B where it cuts the rows of a layer (q, k, v, gate,
-up), and A where it cuts the columns (o, down); the other of the two every rank has. What crosses ranks is the product with A.
+As in PEFT, each Hugging Face projection has its own A [rank, in] and B [out, rank] and adds alpha / rank * B A x to its output, though one
+Megatron layer may hold several projections. Where tensor parallelism cuts a layer's rows (q, k, v, gate, up) it cuts B; where it cuts the
+columns (o, down) it cuts A; the other matrix is replicated. Only the product with A crosses ranks.
 
-Adapters of an expert are where the expert is, and whole there: tokens have come to it, and gradients are summed over the ranks that hold
-the same experts, as those of its weights would be.
+An expert's adapters live whole beside the expert: tokens are already there, and gradients are summed over the ranks that hold the same
+expert. Layouts in which tensor ranks share a key/value head, or an expert's matrices, are refused (config/checks/lora.py).
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class Projection(torch.nn.Module):
-    """The two matrices of a Hugging Face projection, or this tensor rank's cuts of them. B is zero at first: nothing is changed."""
+    """A and B of one Hugging Face projection, or this tensor rank's cuts of them. B starts at zero, so nothing changes at first."""
 
     def __init__(self, name: str, base: torch.Tensor, entry: Entry, lora: LoraConfig, seed: int) -> None:
-        """`base`: this rank's cut of the projection's weight. A is the same whatever the layout."""
+        """`base`: this rank's cut of the projection's weight. A is the same in every layout."""
         super().__init__()
         rows, columns = base.shape
         group = cut_group(entry.of_experts)
@@ -51,22 +50,22 @@ class Projection(torch.nn.Module):
 
     @torch.no_grad()
     def scaled(self, lora_b: torch.Tensor) -> torch.Tensor:
-        """With which B A x has only to be added."""
+        """B multiplied by alpha / rank, so that B A x can be added as it is."""
         return (lora_b.float() * self.scale).to(lora_b.dtype)
 
     @torch.no_grad()
     def merged_with(self, base: torch.Tensor) -> torch.Tensor:
-        """The projection's weight as if this had been trained into it; `base` stays as it is."""
+        """Weight with the adapter merged in; `base` stays unchanged."""
         return (base.float() + self.scale * (self.lora_B.float() @ self.lora_A.float())).to(base.dtype)
 
 
 class Adapter(torch.nn.Module):
-    """The projections of one of Megatron's layers that are adapted."""
+    """Adapted projections of one Megatron layer."""
 
     def __init__(
         self, config: Any, entry: Entry, rows: Sequence[int], projections: dict[int, tuple[str, Projection]], hf: HfConfig
     ) -> None:
-        """`rows`: of this rank's cut of each projection of the layer; `projections`: by their place among them."""
+        """`rows`: rows of this rank's cut of each projection; `projections`: by index."""
         super().__init__()
         self.active = True
         self._entry, self._hf, self._rows = entry, hf, rows
@@ -79,7 +78,7 @@ class Adapter(torch.nn.Module):
                 if entry.of_experts:
                     parameter.allreduce = False  # type: ignore[attr-defined]
                     axis = axis or 0
-                # The gradient norm counts what is cut on every rank, and the rest on tensor rank 0: what an expert has is nobody else's.
+                # The gradient norm counts cut weights on every rank, others on tensor rank 0; an expert's adapter has no copy elsewhere.
                 if axis is not None:
                     set_tensor_model_parallel_attributes(parameter, True, axis, 1)
                 else:
@@ -87,7 +86,7 @@ class Adapter(torch.nn.Module):
                     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """[tokens, 1, in] to [tokens, 1, out], of experts [tokens, in] to [tokens, out]; in the arrangement of the layer's rows."""
+        """[tokens, 1, in] to [tokens, 1, out]; experts [tokens, in] to [tokens, out]. Output follows the order of the layer's rows."""
         low = torch.nn.functional.linear(inputs, torch.cat([one.lora_A for one in self._projections.values()]))
         low = self._over_tensor_ranks(low)
         lows = iter(low.chunk(len(self._projections), dim=-1))
@@ -100,7 +99,7 @@ class Adapter(torch.nn.Module):
         return join(self._entry, outputs, self._hf, dim=low.dim() - 1)
 
     def _over_tensor_ranks(self, low: torch.Tensor) -> torch.Tensor:
-        """What the layer itself does with its input, or its output, done to the few numbers between A and B."""
+        """Communicate the small product with A as the layer communicates its input or output."""
         if self._entry.of_experts:
             return low
         match self._entry.cut, self._sequence_parallel:
@@ -125,21 +124,21 @@ class Adapter(torch.nn.Module):
 
 
 class Adapters:
-    """All of a rank's."""
+    """All adapters of a rank."""
 
     def __init__(self, chunks: Sequence[RollModel], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
-        """Freezes the model and puts them beside its layers."""
+        """Freeze the model and put adapters beside its layers."""
         feed_forward = sorted(set(FEED_FORWARD) & set(lora.targets))
         if hf.experts is not None and feed_forward and (ranks := cut_group(of_experts=True).size()) > 1:
             message = f"{ranks} ranks share an expert, whose {', '.join(feed_forward)} (actor_train.lora.targets) is adapted whole; use 1"
             raise ValueError(f"actor_train.strategy.expert_tensor_parallel: {message}")
         self._all: list[Adapter] = []
         self.bindings: list[Binding] = []
-        """With PEFT's names."""
+        """Bindings under PEFT's names."""
         self.merging: dict[str, Change] = {}
-        """What makes merged ones of the weights, by their names."""
+        """Changes that merge adapters into weights, by weight name."""
         self.scaling: dict[str, Change] = {}
-        """What puts alpha / rank into Bs, by their names."""
+        """Changes that scale B by alpha / rank, by name."""
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:
@@ -149,12 +148,12 @@ class Adapters:
                             self._adapt(layer, entry, (place, expert), hf, lora, seed)
 
     def _adapt(self, layer: Any, entry: Entry, expert: tuple[int, int | None], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
-        """`expert`: its place on this rank, and its number."""
+        """Adapt one layer. `expert`: its index on this rank and its global number."""
         names = entry.hf_names(layer.layer_number - 1, expert[1])
         chosen = {place: name for place, name in enumerate(names) if target_of(name) in lora.targets}
         parent, _, own_name = entry.megatron.replace(EXPERT, str(expert[0])).removesuffix(".weight").rpartition(".")
         linear = layer.get_submodule(parent).get_submodule(own_name)
-        # The hook needs what the weight is multiplied with: a layer that has its norm inside is given something else.
+        # The hook needs the input of the product; a layer with a fused norm gets the input of the norm.
         assert isinstance(linear, ColumnParallelLinear | RowParallelLinear), type(linear)
         cuts = take_apart(entry, linear.weight.detach(), hf)
         projections = {}
@@ -173,7 +172,7 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside it the model is the one that they were put beside."""
+        """Switch the adapters off inside the block: the model is the base model."""
         for adapter in self._all:
             adapter.active = False
         try:
@@ -188,5 +187,5 @@ def _adaptable(hf: HfConfig, layer: int) -> list[Entry]:
 
 
 def cut_of(matrix: str, entry: Entry) -> int | None:
-    """The dimension in which tensor parallelism cuts an A or a B, of a layer that is cut as `entry` says."""
+    """Dimension of A or B that tensor parallelism cuts, in a layer cut as `entry` says."""
     return entry.cut if matrix.endswith(A if entry.cut == 1 else B) else None

@@ -1,4 +1,4 @@
-"""The model: Megatron-Core's GPT with our norm and attention, and a head that sees only the positions that count."""
+"""The model: Megatron-Core's GPT with our norm and attention, and a head that runs only where it counts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from roll_lite.distributed.strategy.megatron.layers import ValueHead
 from roll_lite.distributed.strategy.megatron.packed_rows import PackedRows
 
 ROTARY_STEP = 256
-"""Rotary embeddings are made for multiples of this many tokens: Megatron keeps a few of them."""
+"""Multiple of tokens that rotary embeddings are made for, so that Megatron caches only a few."""
 
 
 def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: torch.dtype, deterministic: bool) -> Any:
-    """Megatron's view of the model. Weights always come from a checkpoint, so none are initialised."""
+    """Megatron's configuration of the model. Weights always come from a checkpoint, so none are initialised."""
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=hf.layers,
@@ -54,20 +54,20 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
         expert_model_parallel_size=strategy.expert_parallel,
         expert_tensor_parallel_size=strategy.expert_tensor_parallel,
         sequence_parallel=strategy.sequence_parallel,
-        # One exchange at a time: with both directions in one batch, two stages that are each other's neighbours on either side would take
-        # one another's gradients for activations.
+        # One exchange at a time: with both directions in one batch, two stages that neighbour each other on both sides would
+        # take gradients for activations.
         overlap_p2p_comm=strategy.virtual_pipeline_parallel > 1,
         batch_p2p_comm=strategy.virtual_pipeline_parallel == 1,
-        # Every micro-batch has its own number of tokens, so stages must tell each other the shapes.
+        # Micro-batches differ in tokens, so stages must tell each other the shapes.
         variable_seq_lengths=strategy.pipeline_parallel > 1,
-        moe_token_dispatcher_type="alltoall",  # dense models too: the default is refused beside variable lengths
+        moe_token_dispatcher_type="alltoall",  # needed for dense models too: the default is refused with variable lengths
         **experts_config(hf),
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,
-        # Gradients are sums of weighted token losses: nothing is divided by micro-batches, tokens or ranks.
+        # Gradients are sums of weighted token losses: never divided by micro-batches, tokens or ranks.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
@@ -85,21 +85,21 @@ def transformer_config(hf: HfConfig, strategy: MegatronStrategyConfig, dtype: to
 
 
 def _pipeline_layout(layers: Sequence[int]) -> list[list[str]]:
-    """What each part of the pipeline has, in Megatron's words."""
+    """Layers of each pipeline part, as Megatron writes it."""
     parts = [["decoder"] * count for count in layers]
     return [["embedding", *parts[0]], *parts[1:-1], [*parts[-1], "loss"]]
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows of the embedding: every tensor rank holds equally many. The rows added are never looked up and masked out of the softmax."""
+    """Rows of the embedding, padded so that all tensor ranks hold equally many. Added rows are never looked up; the softmax masks them."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
 class RollModel(GPTModel):
-    """One pipeline stage, or one of the parts that an interleaved stage has.
+    r"""One pipeline stage, or one part of an interleaved stage.
 
-    On the last stage forward returns, for the N positions asked for, the hidden states [N, hidden] that output_weight is multiplied
-    with, or [N] values. Prompt tokens and padding never reach the head, the largest matrix of a small model.
+    The last stage's forward returns, for the N requested positions, hidden states [N, hidden] to multiply with output_weight, or [N]
+    values. Prompt tokens and padding never reach the head, the largest matrix of a small model.
     """
 
     def __init__(
@@ -126,46 +126,48 @@ class RollModel(GPTModel):
         if last and value_head:
             self.output_layer = ValueHead(config)
         for tensor in (*self.parameters(), *self.buffers()):
-            if tensor.device.type != current_device().type:  # routers of experts, which Megatron moves in the first pass
+            if tensor.device.type != current_device().type:  # expert routers, which Megatron moves in the first pass
                 tensor.data = tensor.data.to(current_device())
         _mark_weights(bind([self], hf))
 
     def forward(self, input_ids: torch.Tensor, rows: PackedRows, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids [1, tokens], the rows one behind the other, or what this context-parallel rank has of them; positions [N] of those
-        tokens whose next one counts."""
+        """input_ids [1, tokens]: rows one behind the other, or this context-parallel rank's part. positions [N]: tokens whose next token
+        counts."""
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if embedded is not None and self.config.recompute_granularity is not None:
-            # Layers that are computed again get a gradient only where their input asks for one, which frozen embeddings do not.
+            # Recomputed layers get a gradient only if their input requires one, which frozen embeddings do not.
             embedded.requires_grad_()
-        # `packed_seq`: of all places, not of those that Megatron would give this context-parallel rank.
+        # `packed_seq`: all positions, not those that Megatron would assign to this context-parallel rank.
         rotary = self.rotary_pos_emb(-(-rows.longest // ROTARY_STEP) * ROTARY_STEP, packed_seq=True).index_select(0, rows.places)
         hidden = self.decoder(hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=rows)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
-            # The gradient that comes from a rank's words is partial, that of the replicated value head is complete on every rank.
+            # The gradient through a rank's vocabulary rows is partial; through the replicated value head it is complete.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not self.has_value_head)
         chosen = hidden.squeeze(1).index_select(0, positions)
         if self.has_value_head:
             return self.output_layer(chosen)
-        # Where no gather does it, the ranks' partial gradients are summed here.
+        # Without a gather to do it, partial gradients are summed over ranks here.
         return chosen if self.config.sequence_parallel else tensor_parallel.copy_to_tensor_model_parallel_region(chosen)
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """[V/tp, hidden], on the last stage of a model without value head."""
+        """Output weight [V/tp, hidden] of the last stage; a language model only."""
         tied = self.share_embeddings_and_output_weights
         weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
 
 
 def _mark_weights(bindings: Sequence[Binding]) -> None:
-    """Megatron marks weights that tensor parallelism cuts only where it also initialises the weights (perform_initialization). Without
-    the mark the gradient norm counts a weight on tensor rank 0 alone, and clipping comes out wrong.
+    r"""Mark cut weights as Megatron does only where it also initialises them (perform_initialization).
 
-    Weights of experts have ranks of their own that share and sum them (allreduce False). Megatron treats them so only under expert
-    parallelism: without it their gradients would miss the tokens of other tensor ranks where expert_tensor_parallel is smaller, and
-    checkpoints could not be loaded under another expert_parallel."""
+    Without the mark the gradient norm counts a weight on tensor rank 0 alone, and clipping is wrong.
+
+    Expert weights are shared and summed by ranks of their own (allreduce False). Megatron treats them so only under expert parallelism.
+    Without it, gradients would miss the tokens of other tensor ranks where expert_tensor_parallel is smaller, and checkpoints would not
+    load under another expert_parallel.
+    """
     for binding in bindings:
         weight: Any = binding.parameter
         if binding.entry.cut is not None and not hasattr(weight, "tensor_model_parallel"):

@@ -1,4 +1,4 @@
-"""Between micro-batches and the model: rows are packed for it, only positions that count reach its head, losses see padded columns."""
+"""Between micro-batches and the model: rows are packed, only positions that count reach the head, losses see padded columns."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ from roll_lite.distributed.strategy.megatron.routing import EXPERTS, REPLAYED, R
 from roll_lite.distributed.strategy.megatron.vocabulary import Vocabulary
 
 KEPT, TEMPERATURE = "kept_ids", "temperature"
-"""The columns that say which tokens a softmax goes over, and what their logits are divided by. They are for the head; losses do not see
-them."""
+"""Columns for the head alone: which tokens a softmax covers, and the temperature. Losses do not see them."""
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A micro-batch on the device, ready for the model."""
+    """Micro-batch on the device, ready for the model."""
 
     input_ids: torch.Tensor
-    """[1, tokens], the rows one behind the other, or what this context-parallel rank has of them. So are positions, slots, targets, kept
-    and temperatures."""
+    """[1, tokens]: rows one behind the other, or this context-parallel rank's part; the same holds for positions, slots, targets, kept and
+    temperatures."""
     rows: PackedRows
     positions: torch.Tensor
-    """[N] of the tokens whose next one counts. Behind them, where final_value is asked for, those of the last tokens of rows."""
+    """[N] tokens whose next token counts; then, if final values are asked for, the last token of each row."""
     slots: torch.Tensor
-    """[N] b * (T - 1) + t: where their results go in [B, T - 1]."""
+    """[N] index b * (T - 1) + t: where each result goes in [B, T - 1]."""
     ends: torch.Tensor
     """Rows whose last token is asked for."""
     targets: torch.Tensor
-    """[N] the tokens that follow."""
+    """[N] next tokens."""
     micro_batch: MicroBatch
-    """For the loss; without rows where this one only keeps step with other ranks."""
+    """For the loss; without rows if this rank only keeps in step with others."""
     kept: torch.Tensor | None = None
-    """[N, K] the column kept_ids, where the batch has it."""
+    """[N, K] kept_ids, if the batch has them."""
     temperatures: torch.Tensor | None = None
-    """[N] that of the position's row; a value head does without."""
+    """[N] temperature of each position's row; None for a value head."""
 
 
 def model_inputs(
@@ -58,8 +57,8 @@ def model_inputs(
     experts: ExpertsConfig | None = None,
     record: bool = False,
 ) -> list[ModelInput]:
-    """The plan's micro-batches. `columns`: those that the loss sees; all where None. `ends`: with the last token of each row. `experts`:
-    of the model. `record`: where its tokens go is asked for."""
+    """Micro-batches of the plan. `columns`: those that the loss sees, None for all. `ends`: include the last token of each row. `experts`:
+    settings of the model's experts. `record`: record the routes of its tokens."""
     inputs = []
     for rows in plan.cut(batch):
         given, cut = _model_input(rows, plan.token_multiple, device, columns, ends)
@@ -76,7 +75,7 @@ def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: b
     places, given = cut.places(), None
     if replayed is not None:
         values, width = batch.ragged(replayed).values, sum(experts.layers) * experts.per_token
-        values = values.expand(-1, width) if values.dim() == 2 else values.new_full((0, width), -1)  # one column: nobody knows any
+        values = values.expand(-1, width) if values.dim() == 2 else values.new_full((0, width), -1)  # all one -1: no row knows its experts
         whole = torch.nn.functional.pad(values, (0, 0, 0, cut.tokens - len(values)), value=-1)
         given = whole[places].view(len(places), -1, experts.per_token)
     return Routes(places, cut.tokens, given, {} if record else None)
@@ -85,7 +84,7 @@ def _routes(batch: DataProto, cut: ContextCut, experts: ExpertsConfig, record: b
 def _model_input(
     batch: DataProto, token_multiple: int, device: torch.device, columns: Collection[str] | None, ends: bool
 ) -> tuple[ModelInput, ContextCut]:
-    """Positions are worked out on the host, so that the device is never waited for."""
+    """Compute positions on the host, so that the device is never waited for."""
     micro_batch = padded(batch.select(name for name in batch.columns if name not in REPLAYED))
     transitions = micro_batch.mask.shape[1]
     slots = micro_batch.mask.reshape(-1).nonzero().squeeze(1)
@@ -123,8 +122,7 @@ def outputs_of(
     vocab_size: int,
     group: dist.ProcessGroup,
 ) -> MicroBatchOutputs:
-    """The padded columns that losses read, 0 where the mask is 0, of what the model's last stage returned: values, or hidden states that go
-    with the output weight."""
+    """Turn the last stage's result (values, or hidden states and output weight) into padded columns for the loss, 0 where masked."""
     shape = given.micro_batch.mask.shape
     if set(outputs) & {"values", "final_value"}:
         values, ends = result.split([len(given.slots), len(result) - len(given.slots)])
@@ -150,7 +148,7 @@ def outputs_of(
 
 
 def to_host(outputs: MicroBatchOutputs) -> MicroBatchOutputs:
-    """What is too large to stay on the device until the last micro-batch is done."""
+    """Move large outputs to the host before the last micro-batch is done."""
     return outputs if outputs.distribution is None else replace(outputs, distribution=outputs.distribution.cpu())
 
 
@@ -163,8 +161,8 @@ def check_outputs(outputs: Sequence[str], value_head: bool, training: bool = Fal
 
 
 def _scatter(flat: torch.Tensor, slots: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """[N, ...] to [*shape, ...], differentiable. With what the other context-parallel ranks have: all of them compute the whole loss, and
-    each gets the gradient of its own tokens."""
+    """[N, ...] to [*shape, ...], differentiable, with the other context-parallel ranks' entries: each computes the whole loss and gets the
+    gradient of its own tokens."""
     entry = flat.shape[1:]
     scattered = flat.new_zeros(shape.numel(), *entry).index_copy(0, slots, flat).view(*shape, *entry)
     return tensor_parallel.reduce_from_tensor_model_parallel_region(scattered, group=parallel_state.get_context_parallel_group())

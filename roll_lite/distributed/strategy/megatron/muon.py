@@ -1,4 +1,4 @@
-"""Muon as Megatron-Core has it: for the matrices of layers, beside AdamW for the rest, and behind a package of its own."""
+"""Megatron-Core's Muon for the layers' matrices, beside AdamW for the rest. It needs a package of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGE = "emerging-optimizers"
 
 
 def check_muon() -> None:
-    """ValueError where this machine has no package for it, or one that Megatron-Core cannot call."""
+    """ValueError if the package is missing or Megatron-Core cannot call it."""
     if not upstream.HAVE_EMERGING_OPTIMIZERS:
         raise ValueError(
             f"optimizer.muon: the package {PACKAGE} is not installed here; install it (docs/parallelism.md), or remove the section"
@@ -32,7 +32,7 @@ def check_muon() -> None:
 
 
 def muon_optimizer(muon: MuonConfig, config: MegatronOptimizerConfig, chunks: Sequence[Any], shared: bool) -> Any:
-    """`config`: what AdamW gets. `shared`: copies of the model share the state, whole weights of it each."""
+    """`config`: settings of AdamW. `shared`: data-parallel copies share the state, in whole weights."""
     check_muon()
     settings = replace(
         config,
@@ -41,11 +41,11 @@ def muon_optimizer(muon: MuonConfig, config: MegatronOptimizerConfig, chunks: Se
         muon_use_nesterov=muon.nesterov,
         muon_scale_mode=muon.scale,
         muon_extra_scale_factor=muon.factor,
-        # Query, key and value are matrices of their own. Whole ones, also where tensor ranks share them: the layout changes no update.
+        # Query, key and value are separate matrices, and whole even if tensor ranks share them: the layout changes no update.
         muon_split_qkv=True,
         muon_tp_mode="duplicated",
     )
-    # Of one copy there is nothing to share, and Megatron would count gradients of experts that tensor ranks have in common twice.
+    # A single copy has nothing to share, and Megatron would count expert gradients that tensor ranks share twice.
     shared = shared and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
     chain = upstream.get_megatron_muon_optimizer(settings, list(chunks), layer_wise_distributed_optimizer=shared)
     if shared:
@@ -55,10 +55,10 @@ def muon_optimizer(muon: MuonConfig, config: MegatronOptimizerConfig, chunks: Se
 
 
 def send_updated(chain: LayerWiseDistributedOptimizer) -> None:
-    """To the other copies. Gloo has no gathering of tensors of different sizes."""
+    """Send updated weights to the other copies, because gloo cannot gather tensors of different sizes."""
     chain.allgather_params() if current_device().type == "cuda" else chain.broadcast_params()
 
 
 def is_muon(part: Any) -> bool:
-    """Of Megatron's optimizers behind the chain."""
+    """True for Muon, of the optimizers in Megatron's chain."""
     return isinstance(part.optimizer, upstream.TensorParallelMuon)

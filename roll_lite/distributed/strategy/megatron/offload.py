@@ -1,14 +1,13 @@
-"""Moving state out of device memory and back, by emptying the storages that Megatron's buffers and views share.
+r"""Move state out of device memory and back by emptying the storages that Megatron's buffers and views share.
 
-A storage that is emptied and refilled keeps its identity: every view of it (parameters into the parameter buffer, main_grad into the
-gradient buffer, optimizer shards into the parameters) is valid again, and no reference has to be found and replaced.
+A storage that is emptied and refilled keeps its identity: all views of it (parameters in the parameter buffer, main_grad in the gradient
+buffer, optimizer shards in the parameters) become valid again, and no reference has to be replaced.
 
-Every storage has one copy in host memory, allocated once (beside a GPU pinned, which takes longer than copying) and kept when the state
-comes back. Until somebody writes to the state the copy stays current, and the storage is emptied without being copied again: a
-reference is copied once in a run.
+Each storage has one copy in host memory (pinned beside a GPU), allocated once and kept when the state returns. The copy stays current until
+somebody writes to the state, so an unchanged storage is emptied without another copy: a reference is copied once per run.
 
-Copies go over a stream of their own. `load` only starts them; `require` has the computation wait for the groups it names, so that the
-optimizer's state arrives while the first micro-batches run. On a CPU torch's streams are empty shells: the same lines copy at once.
+Copies use a stream of their own. `load` only starts them; `require` makes the computation wait for the groups it names, so that the
+optimizer's state arrives while the first micro-batches run. On a CPU torch's streams are empty shells, and the same lines copy at once.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ class HostCopy:
     storage: torch.UntypedStorage
     size: int
     memory: torch.Tensor | None = None
-    """None: gradients, which are dropped, or what has never left."""
+    """None for gradients, which are dropped, and for state that never left."""
     is_current: bool = False
     is_frozen: bool = False
-    """Holds nothing but weights that do not train."""
+    """True if it holds only frozen weights."""
 
 
 class StateMover:
@@ -47,7 +46,7 @@ class StateMover:
         self._away: set[StateGroup] = set()
         self._arriving: dict[StateGroup, Any] = {}
         self.moved = Moved()
-        """All that has been moved so far."""
+        """Bytes and seconds moved so far."""
 
     def offload(self, groups: Iterable[StateGroup]) -> None:
         """The memory is free when this returns."""
@@ -128,7 +127,7 @@ class StateMover:
         }
 
     def _storages(self, group: StateGroup) -> list[torch.UntypedStorage]:
-        """Each once. What belongs to several groups belongs to the first of weights, gradients, optimizer."""
+        """Storages of a group, each once. A storage of several groups belongs to the first of weights, gradients, optimizer."""
         order = list(StateGroup)
         earlier = {key for other in order[: order.index(group)] for key in self._keyed(self._tensors(other))}
         return [storage for key, storage in self._keyed(self._tensors(group)).items() if key not in earlier]
@@ -161,7 +160,7 @@ class StateMover:
 
 
 def _return_free_memory() -> None:
-    """To whoever shares the device: both allocators keep what is freed for themselves otherwise."""
+    """Return freed memory to others on the device; both allocators would keep it."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc

@@ -1,4 +1,4 @@
-"""Megatron's optimizer and its parameter scheduler, and one step of both."""
+"""Megatron's optimizer and parameter scheduler, and one step of both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from roll_lite.distributed.strategy.megatron.host_step import HostStep, take_ada
 from roll_lite.distributed.strategy.megatron.muon import muon_optimizer, send_updated
 
 STRETCH = 4096
-"""Entries whose squares are added up in float32."""
+"""Entries per float32 partial sum of squares."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StepResult:
 
 
 def check_schedule(config: OptimizerConfig, total_updates: int | None) -> None:
-    """ValueError for a learning rate that does not go with the number of optimizer steps."""
+    """ValueError for a learning-rate schedule that does not fit the number of updates."""
     if config.decay != "constant" and total_updates is None:
         raise ValueError(f"optimizer.decay: {config.decay!r} needs the number of optimizer steps of the whole run (total_updates)")
     if config.min_lr > config.lr:
@@ -63,7 +63,7 @@ class Optimizer:
         self._host_steps: list[HostStep] = []
         self._make_states()
         # The constructor's step(0) also applies the weight-decay multipliers: without a scheduler, norms and biases would decay.
-        # Megatron's warm-up would spend the first update at init_lr: begun one part of the way up, it arrives with update warmup_steps.
+        # Megatron's warm-up would spend the first update at init_lr: started one part up, it arrives with update warmup_steps.
         rest = max(config.warmup_steps - 1, 0)
         self.scheduler = OptimizerParamScheduler(
             self.megatron,
@@ -71,7 +71,7 @@ class Optimizer:
             max_lr=config.lr,
             min_lr=config.min_lr if config.decay != "constant" else config.lr,
             lr_warmup_steps=rest,
-            # A rate that stays where it is has no last step; Megatron wants one behind the warm-up.
+            # A constant rate has no last step; Megatron wants one after the warm-up.
             lr_decay_steps=total_updates if total_updates is not None and config.decay != "constant" else rest + 1,
             lr_decay_style="WSD" if config.decay == "wsd" else config.decay,
             wsd_decay_steps=config.decay_steps,
@@ -84,11 +84,12 @@ class Optimizer:
 
     @property
     def parts(self) -> list[Any]:
-        """Megatron's optimizers behind the chain."""
+        """Optimizers in Megatron's chain."""
         return list(self.megatron.chained_optimizers)
 
     def _make_states(self) -> None:
-        """Moments now instead of at the first step: memory is known from the start, and a checkpoint has something to load into."""
+        """Create the moments now rather than at the first step: memory use is known from the start, and a checkpoint has something to load
+        into."""
         for part in self.parts:
             if self.on_host:
                 self._host_steps.append(HostStep(part.optimizer, current_device()))
@@ -101,16 +102,19 @@ class Optimizer:
         self.settle_states()
 
     def _state_of_nobody(self, part: Any) -> dict[str, Any]:
-        """What Megatron's state_dict would return, had it not to ask a parameter for the number of steps: a pipeline stage without experts
-        has a part for them all the same, so that checkpoints agree over stages; one without layers has nothing that adapters train."""
+        """State dict of a part without parameters. Megatron's own would ask a parameter for the step count, but a pipeline stage without
+        experts, or without adapted layers, has such a part so that checkpoints agree over stages."""
         steps = float(self.scheduler.num_steps)
         groups = [{key: value for key, value in group.items() if key != "params"} | {"step": steps} for group in part.param_groups]
         return {"optimizer": {"param_groups": groups}}
 
     def settle_states(self) -> None:
-        """After they were made or loaded. Moments go to the host where they belong there. One step counter per parameter: for torch's
-        AdamW, Megatron-Core 0.16 makes none when it makes the moments, and loads one tensor into all of them, which every update of a
-        parameter then advances: Adam's bias correction would be silently wrong."""
+        r"""Finish moments that were created or loaded: move them to the host if they belong there, and give every parameter its own step
+        counter.
+
+        For torch's AdamW, Megatron-Core 0.16 creates no counter with the moments, and loads one tensor into all of them. Every parameter's
+        update would advance the shared counter, and Adam's bias correction would be silently wrong.
+        """
         for step in self._host_steps:
             step.keep_moments()
         for part in self.parts:
@@ -123,11 +127,11 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, loss: float) -> StepResult:
-        """Clip, update, advance the schedule. A loss or a gradient that is not finite on any rank leaves weights, moments and schedule
-        alone on all of them. (An infinite advantage under a clipped ratio has a loss that is infinite and no gradient.)
+        r"""Clip, update, advance the schedule. If loss or gradient is not finite on any rank, weights, moments and schedule stay as they
+        are on all ranks. (An infinite advantage under a clipped ratio gives an infinite loss without a gradient.)
 
-        Megatron's own step() finds out about infinities only when it scales losses; for float32 and bfloat16 it would update. Its norm
-        and its clipping, where neither Apex nor Transformer Engine is installed, wait for the device once per parameter.
+        Megatron's own step() checks for infinities only with loss scaling; in float32 and bfloat16 it would update. Its norm and clipping,
+        without Apex or Transformer Engine, wait for the device once per parameter.
         """
         lr = self.megatron.param_groups[0]["lr"]
         self.megatron.prepare_grads()
@@ -136,7 +140,7 @@ class Optimizer:
             return StepResult(grad_norm, lr, skipped=True)
         if 0 < self._clip_grad < grad_norm:
             all_of_them = (_gradient(parameter) for part in self.parts for parameter in part.get_parameters())
-            if gradients := [one for one in all_of_them if one is not None]:  # a rank may have none, of a small adapter
+            if gradients := [one for one in all_of_them if one is not None]:  # a rank may hold nothing of a small adapter
                 torch._foreach_mul_(gradients, self._clip_grad / (grad_norm + 1e-6))
         self.megatron.step_with_ready_grads()
         if isinstance(self.megatron, LayerWiseDistributedOptimizer):
@@ -145,7 +149,7 @@ class Optimizer:
         return StepResult(grad_norm, lr, skipped=False)
 
     def _grad_norm(self, is_finite: bool) -> tuple[float, bool]:
-        """Over the whole model: gradients that several ranks hold count once. And whether all ranks say `is_finite`."""
+        """Gradient norm of the whole model, counting shared gradients once, and whether all ranks report `is_finite`."""
         sums = torch.zeros(2, dtype=torch.float64, device=current_device())
         for part in self.parts:
             squares = squared_norm(part.get_main_grads_for_grad_norm(), current_device())
@@ -180,16 +184,16 @@ def _megatron_optimizer(config: OptimizerConfig, chunks: Sequence[Any], distribu
 
 
 def _gradient(parameter: Any) -> torch.Tensor | None:
-    """In float32. Beside moments in float16 the parameter is the weight in bfloat16, whose `grad` could only be of its dtype."""
+    """Gradient in float32. With float16 moments the parameter is the bfloat16 weight, whose `grad` must share its dtype."""
     decoupled: torch.Tensor | None = getattr(parameter, "decoupled_grad", None)
     return parameter.grad if decoupled is None else decoupled
 
 
 def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Of all entries together, float64 on the device, which is not waited for.
+    r"""Sum of squares over all tensors, in float64 on the device, without waiting for it.
 
-    On a CPU torch adds up a whole float32 tensor in eight running sums: the norm of 10^7 entries comes out a thousandth too small, that
-    of 10^9 nearly two hundredths. Stretches keep its speed, and their sum is taken in float64. GPUs add up as a tree.
+    On a CPU torch adds up a float32 tensor in eight running sums: the norm of 10^7 entries is a thousandth too small, of 10^9 almost two
+    hundredths. Short stretches keep that speed, and their sums are added in float64. GPUs add up as a tree.
     """
     if device.type == "cpu":
         tensors = [part for tensor in tensors for part in _stretches(tensor)]
@@ -200,7 +204,7 @@ def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch
 
 
 def _stretches(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """All entries, as matrices of short rows."""
+    """All entries as matrices of short rows."""
     flat = tensor.flatten()
     whole = len(flat) - len(flat) % STRETCH
     return [flat[:whole].view(-1, STRETCH), flat[None, whole:]]

@@ -1,4 +1,4 @@
-"""Rows one behind the other in a single sequence of tokens, and the part of it that a context-parallel rank has."""
+"""Rows packed one behind the other into one sequence, and a context-parallel rank's part of it."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from roll_lite.distributed.strategy.megatron.routing import Routes
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The tokens that a rank has: which others each of them sees, and where in its row it stands.
+    r"""Tokens of a rank: which others each sees, and its position in its row.
 
-    Goes through Megatron's layers in the place of its own PackedSeqParams, of whose formats it declares the one in which rotary
-    embeddings come ready for every token: those of `thd` are cut and joined row by row in every layer, waiting for the device each time.
+    Replaces Megatron's PackedSeqParams and declares its format in which rotary embeddings come ready for every token. With `thd` they would
+    be cut and joined row by row in every layer, waiting for the device each time.
     """
 
     runs: tuple[tuple[int, int, int], ...]
-    """(pieces, tokens of each, tokens that each sees) of neighbours that are alike. A piece is a row or, where ranks share the tokens,
-    consecutive tokens of one; its last token sees all that the piece sees, the one before it one less."""
+    """(pieces, tokens per piece, tokens that a piece sees) of adjacent equal pieces. A piece is a row or, if ranks share the tokens,
+    consecutive tokens of one. Its last token sees everything that the piece sees, the one before it one less."""
     places: torch.Tensor
-    """[tokens] int64: of each token in its row, from 0."""
+    """[tokens] int64: position of each token in its row, from 0."""
     starts: torch.Tensor
-    """[pieces + 1] int32: where each piece begins, and where the last one ends."""
+    """[pieces + 1] int32: start of each piece, and the end of the last."""
     longest: int
     """Tokens of the longest row."""
     row_of: torch.Tensor
-    """[tokens] int64: of each token its row; padding is a row behind the last one."""
+    """[tokens] int64: row of each token; padding is a row after the last."""
     lengths: torch.Tensor
-    """[rows] int64: all tokens of each row."""
+    """[rows] int64: tokens of each whole row."""
     seen: torch.Tensor | None = None
-    """[sum of what the pieces see] int64: what each piece sees, among the tokens of all ranks, in the order of the ranks. None where a
-    piece sees itself alone."""
+    """[total seen] int64: indices of what each piece sees, among the tokens of all ranks in rank order. None if each piece sees only
+    itself."""
     seen_starts: torch.Tensor | None = None
-    """[pieces + 1] int32: where it begins there."""
+    """[pieces + 1] int32: start of each piece's range in `seen`."""
     routes: Routes | None = None
-    """To experts, where they are recorded or replayed."""
+    """Routes to experts, if they are recorded or replayed."""
     qkv_format = "sbhd"
 
     @staticmethod
     def of(lengths: torch.Tensor, padding: bool = False) -> PackedRows:
-        """All of them, the last one being padding or not. On the host."""
+        """All rows, the last one padding or not; on the host."""
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         places = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
         pieces = [(length, length) for length in lengths.tolist()]
@@ -52,7 +52,7 @@ class PackedRows:
 
     @staticmethod
     def of_rank(lengths: torch.Tensor, cut: ContextCut, padding: bool = False) -> PackedRows:
-        """Those that a rank has."""
+        """Rows of one context-parallel rank."""
         whole = PackedRows.of(lengths, padding)
         bounds = whole.starts.tolist()
         pieces, places, seen = [], [], []
@@ -70,7 +70,7 @@ class PackedRows:
 
     @property
     def most_tokens(self) -> int:
-        """Of a piece."""
+        """Tokens of the longest piece."""
         return max(tokens for _, tokens, _ in self.runs)
 
     @property
@@ -84,8 +84,8 @@ def _runs(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(frozen=True)
 class ContextCut:
-    """How `ranks` share `tokens`: cut into twice as many parts, of which a rank has one from the beginning and the one as far from the end,
-    so that all have about as many tokens to look back at."""
+    """Split of `tokens` over `ranks`: into twice as many parts. Each rank takes one from the front and its mirror from the back, so that
+    all look back at about as many tokens."""
 
     tokens: int
     rank: int
@@ -93,31 +93,31 @@ class ContextCut:
 
     @property
     def part(self) -> int:
-        """Tokens of a part."""
+        """Tokens per part."""
         return self.tokens // (2 * self.ranks)
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """Where this rank's begin and end."""
+        """Start and end of this rank's parts."""
         return [(number * self.part, (number + 1) * self.part) for number in (self.rank, 2 * self.ranks - 1 - self.rank)]
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's, of what all of them have."""
+        """This rank's entries."""
         return torch.cat([tokens[low:high] for low, high in self.parts])
 
     def among_all(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where the tokens lie when the ranks' are put one behind the other."""
+        """Indices of the tokens once the ranks' parts are concatenated."""
         number = positions // self.part
         early = number < self.ranks
         owner = torch.where(early, number, 2 * self.ranks - 1 - number)
         return (2 * owner + (~early).long()) * self.part + positions % self.part
 
     def places(self) -> torch.Tensor:
-        """Where this rank's tokens lie among all of them."""
+        """Indices of this rank's tokens."""
         return torch.arange(self.tokens) if self.ranks == 1 else self.own(torch.arange(self.tokens))
 
     def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of the tokens this rank has, [N] bool, and where among its own those lie."""
+        """Which of the tokens this rank holds ([N] bool), and their local indices."""
         if self.ranks == 1:
             return torch.ones_like(positions, dtype=torch.bool), positions
         first = 2 * self.rank * self.part
@@ -129,8 +129,8 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, token_multiple: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """This rank's token ids, its rows, and how the ranks share all of them. What is missing to a multiple is a further row of padding, of
-    which nothing is asked; so is the one that the model runs where there are no rows."""
+    """This rank's token ids and rows, and the split over ranks. A row of padding fills up to a multiple; the model runs the same where
+    there are no rows."""
     missing = -len(ids) % token_multiple if len(ids) else token_multiple
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

@@ -1,4 +1,4 @@
-"""The process groups of a layout, and where this rank stands in it."""
+"""Process groups of a layout, and this rank's place in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roll_lite.distributed.strategy.base import RankLayout
 
 
 def check_layout(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: int) -> None:
-    """ValueError for a layout that cannot be."""
+    """ValueError for an impossible layout."""
     tensor, pipeline, context = strategy.tensor_parallel, strategy.pipeline_parallel, strategy.context_parallel
     if world_size % (tensor * pipeline * context):
         of_context = f" x context_parallel {context}" if context > 1 else ""
@@ -56,17 +56,17 @@ def _check_experts(strategy: MegatronStrategyConfig, hf: HfConfig, world_size: i
 
 
 def cut_group(of_experts: bool) -> dist.ProcessGroup:
-    """The ranks that share a matrix."""
+    """Group of ranks that share a matrix."""
     return parallel_state.get_expert_tensor_parallel_group() if of_experts else parallel_state.get_tensor_model_parallel_group()
 
 
 def layout_multiples(strategy: MegatronStrategyConfig) -> Multiples:
-    """What the layout asks of a plan of micro-batches."""
+    """Multiples that the layout asks of a micro-batch plan."""
     return Multiples(token_multiple(strategy), count_multiple(strategy))
 
 
 def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
-    """Make the process groups of the layout, or share those that another role made in this process. Collective."""
+    """Create the layout's process groups, or share those of another role in this process. Collective."""
     virtual = strategy.virtual_pipeline_parallel if strategy.virtual_pipeline_parallel > 1 else None
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
@@ -95,7 +95,7 @@ def join_groups(strategy: MegatronStrategyConfig, seed: int) -> RankLayout:
 
 
 def _require_own_layout(strategy: MegatronStrategyConfig, virtual: int | None) -> None:
-    """ValueError where the process groups are another layout's."""
+    """ValueError if the existing process groups belong to another layout."""
     of_layers = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),

@@ -1,4 +1,4 @@
-"""Which experts tokens go to: recorded in one pass, replayed in others."""
+"""Routes of tokens to experts: recorded in one pass, replayed in others."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 EXPERTS = "experts"
-"""The output of a forward pass that says where its tokens went."""
+"""Forward output that reports the routes."""
 REPLAYED = ("old_experts", "rollout_experts")
-"""The columns that say where tokens have to go; a batch has one of them at most."""
+"""Columns with routes to replay; a batch has at most one of them."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Of the tokens of a micro-batch that a rank has. They go through the layers with its rows, so that layers that are computed again, and
-    pipeline stages that are several micro-batches ahead of their gradients, find those of the right tokens: the targets of Megatron's own
-    RouterReplay are a list that passes must use up in its order."""
+    r"""Routes of a rank's tokens in a micro-batch.
+
+    They travel through the layers with the rows, so that recomputed layers, and pipeline stages several micro-batches ahead of their
+    gradients, use the right ones. Megatron's RouterReplay keeps a list that passes must consume in order.
+    """
 
     places: torch.Tensor
-    """[tokens] int64: where each of them lies among those of all ranks."""
+    """[tokens] int64: index of each token among those of all ranks."""
     all_tokens: int
-    """Of all ranks, padding included."""
+    """Tokens of all ranks, padding included."""
     given: torch.Tensor | None = None
-    """[tokens, layers with experts, experts of a token] int16, to be replayed; -1: as the router chooses. None: it always does."""
+    """[tokens, expert layers, experts per token] int16 to replay; -1 leaves the choice to the router, None all choices."""
     taken: dict[int, torch.Tensor] | None = None
-    """Where they went, [tokens, experts of a token] int16 by layer with experts, counted from 0. None: nobody asks."""
+    """Recorded routes, [tokens, experts per token] int16 by expert layer from 0. None: not recorded."""
 
     def on_device(self, to: Callable[[torch.Tensor], torch.Tensor]) -> Routes:
         return replace(self, places=to(self.places), given=None if self.given is None else to(self.given))
 
 
 class ChosenExperts:
-    """One router's choice for one micro-batch, in the place of Megatron's RouterReplay."""
+    """One router's choice for one micro-batch, in place of Megatron's RouterReplay."""
 
     def __init__(self, given: torch.Tensor | None) -> None:
-        """`given` [tokens, experts of a token]."""
+        """`given` [tokens, experts per token]."""
         self.given = given
 
     def get_replay_topk(
@@ -50,7 +52,7 @@ class ChosenExperts:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores of the chosen, through which the router learns, and the chosen; [tokens, experts of a token] both."""
+        """Scores of the chosen experts, through which the router learns, and the experts; both [tokens, experts per token]."""
         assert default_compute_topk is not None
         values, self.own = default_compute_topk(scores, topk, num_groups, group_topk)
         self.chosen = self.own
@@ -60,7 +62,7 @@ class ChosenExperts:
         return values, self.chosen
 
     def rerouted(self) -> torch.Tensor:
-        """[2]: how many of the choices were replayed, and how many of these the router would not have made."""
+        """[2]: replayed choices, and those among them that the router would not have made."""
         assert self.given is not None
         replayed = self.given >= 0
         other = (self.chosen[:, :, None] != self.own[:, None, :]).all(2)
@@ -68,8 +70,8 @@ class ChosenExperts:
 
 
 def collect_routes(routes: Sequence[Routes], layers: int, per_token: int, sequence_parallel: bool) -> list[torch.Tensor]:
-    """Those that were taken, on the host: [all tokens, layers x per_token] int16 of every micro-batch, padding included. Collective over
-    the ranks of a copy of the model: each has some of the tokens and some of the layers."""
+    """Gather recorded routes on the host: [all tokens, layers x per_token] int16 per micro-batch, padding included. Collective over the
+    ranks of a copy: each has some tokens and some layers."""
     return [_collected(each, layers, per_token, sequence_parallel) for each in routes]
 
 
@@ -82,6 +84,6 @@ def _collected(routes: Routes, layers: int, per_token: int, sequence_parallel: b
         whole[places, layer] = chosen
     tokens = parallel_state.get_tensor_and_context_parallel_group() if sequence_parallel else parallel_state.get_context_parallel_group()
     for group in (tokens, parallel_state.get_pipeline_model_parallel_group()):
-        if dist.get_world_size(group) > 1:  # no back end adds int16; what one rank has is 0 on the others, and bytes never carry
+        if dist.get_world_size(group) > 1:  # no back end sums int16; each entry is 0 on all ranks but one, so bytes never carry
             dist.all_reduce(whole.view(torch.uint8), group=group)
     return whole.flatten(1).cpu()

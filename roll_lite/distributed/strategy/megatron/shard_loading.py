@@ -1,7 +1,7 @@
-"""Reads of a checkpoint what a rank owns of the distributed optimizer's state.
+r"""Read from a checkpoint only the part of the distributed optimizer's state that a rank owns.
 
-Megatron-Core 0.16 has every rank read that of its whole tensor and pipeline part, and cut its own out of it. Here a rank reads the rows
-that hold its own, of a few weights at a time and without waiting for others. Beside these rows it has one stored tensor in host memory.
+Megatron-Core 0.16 lets every rank read its whole tensor and pipeline part and cut out its own. Here a rank reads only the rows that hold
+its entries, a few weights at a time and without waiting for others, plus at most one stored tensor in host memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BATCH_ENTRIES = 1 << 22
-"""Of weights whose states are read together: 50 MB, unless a single one has more."""
+"""Entries read together: 50 MB, unless a single weight has more."""
 
 
 @dataclass(frozen=True)
 class Owned:
-    """Entries of a weight, flattened."""
+    """Flattened entries of a weight."""
 
     weight: torch.nn.Parameter
     start: int
@@ -39,15 +39,15 @@ class Owned:
 
 class ShardReader:
     def __init__(self, state_folder: str, weights: Any) -> None:
-        """`weights`: where they stand in the whole (sharded_state_dict)."""
+        """`weights`: places in the whole model (sharded_state_dict)."""
         self._reader = FileSystemReader(state_folder)
         self._stored = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._stored, is_coordinator=True)
         self._places = {place.data: place for place in nested_values(extract_sharded_tensors_and_factories(weights)[0])}
 
     def load(self, parts: Iterable[Any]) -> None:
-        """Of the optimizers in a chain the distributed ones."""
-        gc.collect()  # torch.load leaves what it has read in cycles: the weights until now
+        """Load the distributed optimizers of a chain."""
+        gc.collect()  # torch.load leaves what it has read in reference cycles: the weights until now
         for part in parts:
             if isinstance(part, DistributedOptimizer):
                 for batch in _batches(part):
@@ -64,7 +64,7 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Memory for what is owned, by Megatron's name and in pieces; what is to be read into it is added to `wanted`."""
+        """Allocate what is owned, by Megatron's name and in pieces; add what has to be read to `wanted`."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -81,7 +81,8 @@ class ShardReader:
         return tensors
 
     def _rows(self, key: str, piece: ShardedTensor, start: int, end: int) -> tuple[ShardedTensor, torch.Tensor]:
-        """Those in which entries `start` to `end` of the piece are, and these. What is not stored (padding of a vocabulary) is zero."""
+        """Rows that contain entries `start` to `end` of the piece, and those entries. Entries that were not stored (vocabulary padding) are
+        zero."""
         width = math.prod(piece.local_shape[1:])
         first, behind = start // width, -(-end // width)
         axes = piece.prepend_axis_num
@@ -119,8 +120,8 @@ def _owned(part: DistributedOptimizer) -> Iterator[Owned]:
 
 
 def stored_name(name: str, weight: str, stored: Any) -> str | None:
-    """The distributed optimizer stores float32 weights under one name, the others under another one. A model in float32 is its own: where
-    none are stored, none are wanted."""
+    """Name of a stored tensor: the distributed optimizer stores float32 weights under a name of its own. A float32 model has no separate
+    copy: where none are stored, none are wanted."""
     if name in MOMENTS:
         return f"optimizer.state.{name}.{weight}"
     return next((found for found in (f"optimizer.state.{main}.{weight}" for main in ("param", "fp32_param")) if found in stored), None)

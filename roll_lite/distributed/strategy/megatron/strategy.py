@@ -61,15 +61,16 @@ from roll_lite.distributed.strategy.megatron.routing import EXPERTS, REPLAYED, c
 from roll_lite.distributed.weight_sync.plan import ExportPlan
 
 SAVE_BUCKET_BYTES = 4 << 30
-"""The most bytes in one safetensors file."""
+"""Most bytes per safetensors file."""
 AVERAGE_FOLDER = "ema"
-"""Of a checkpoint: the average of the weights, as a model in float32."""
+"""Folder of a checkpoint with the average of the weights, as a float32 model."""
 LOSS = ""
-"""Name under which the loss travels with the metrics; no metric can have it."""
+"""Name under which the loss travels with the metrics; no metric can be called so."""
 
 
 class MegatronStrategy(TrainStrategy):
-    """The caller has set RANK and WORLD_SIZE (LOCAL_RANK on GPUs) and called torch.distributed.init_process_group."""
+    """Hugging Face model trained by Megatron-Core. The caller sets RANK and WORLD_SIZE (LOCAL_RANK on GPUs) and calls
+    torch.distributed.init_process_group."""
 
     layout: RankLayout
 
@@ -188,7 +189,7 @@ class MegatronStrategy(TrainStrategy):
         sums = run_training(self._chunks, inputs, on_head)
         metrics = reduce_sums(sums, self.layout.pipeline_rank == self._config.pipeline_parallel - 1, self.device)
         loss = metrics.pop(LOSS)
-        self._mover.require_to_write(StateGroup.OPTIMIZER)  # what it works with is first needed here, and may only now have arrived
+        self._mover.require_to_write(StateGroup.OPTIMIZER)  # its inputs are first needed here and may only just have arrived
         experts = None if self._hf.experts is None else self._balance.end(self._hf.experts, self.device)
         step = self._optimizer.step(loss)
         if self._average is not None and not step.skipped:
@@ -266,5 +267,5 @@ class MegatronStrategy(TrainStrategy):
         read_checkpoint(self._chunks, self._optimizer, self.layout, self._described, folder)
         if self._average is not None and (folder / AVERAGE_FOLDER).is_dir():
             self._load_weights(self._average.bindings, folder / AVERAGE_FOLDER, "checkpoint.resume")
-        elif self._average is not None:  # the checkpoint is from before there was one
+        elif self._average is not None:  # the checkpoint is older than this state
             self._average.restart()

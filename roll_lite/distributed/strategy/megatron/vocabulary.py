@@ -1,6 +1,6 @@
-"""The output layer's product with a vocabulary that may be spread over tensor-parallel ranks, a block of words at a time.
+r"""Product of the output layer with a vocabulary, possibly split over tensor-parallel ranks, one block of words at a time.
 
-Where they are many, logits [N, V/tp] never exist as a whole: a block is multiplied, used and dropped, and multiplied once more in the
+For large vocabularies the logits [N, V/tp] never exist as a whole: a block is computed, used and dropped, and computed again in the
 backward pass.
 """
 
@@ -13,22 +13,22 @@ import torch
 import torch.distributed as dist
 
 BLOCK_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Logits at a time: on a CPU as many as its cache holds, on a GPU as many as keep it busy (64 MiB in float32)."""
+"""Logits per block: on a CPU what fits its cache, on a GPU what keeps it busy (64 MiB in float32)."""
 FEWEST_WORDS = 256
-"""In a block, however many rows there are: narrower products are slow. Such a block is no larger than the hidden states of most models."""
+"""Fewest words per block, however many rows: narrower products are slow. Such a block is no larger than the hidden states of most models.
+"""
 
 DROPPED = -1e4
-"""Log-prob of a token that truncated sampling could not choose. Its exp is exactly 0, in float64 too, so that p log p and its gradient
-are 0; and it is finite, so that differences and squares of two of them are no NaN, which they would be with -inf."""
+"""Log-prob of a token that truncated sampling could not choose. Its exp is exactly 0, in float64 too, so p log p and its gradient are 0. It
+is finite, so that differences of two are not NaN, as with -inf."""
 
 
 class Vocabulary:
-    """The words of this rank, its share [V/tp] of the rows of the output weight, and the softmax that each of N positions has over them.
+    r"""This rank's words, a share [V/tp] of the output weight's rows, and the softmax of each of N positions over them.
 
-    vocab_size: how many of all ranks' words are real ones; the others only make the shares equal. group None: this rank has them all.
-    targets [N]; temperatures [N] float32: what a position's logits are divided by.
-    kept [N, K]: the tokens that a position's softmax goes over, beside its target; -1 pads, a row of -1 alone and kept None mean all.
-    block_words: how many are multiplied at a time, chosen by the device where None.
+    vocab_size: real words over all ranks; the rest only makes shares equal. group None: this rank has all. targets [N]; temperatures [N]
+    float32 divide the logits. kept [N, K]: tokens in a position's softmax beside its target; -1 pads, and a row of -1 or kept None means
+    all. block_words: words per block; None chooses by device.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Vocabulary:
             dist.all_reduce(tensor, operation, group=self.group)
 
     def blocks(self) -> Iterator[slice]:
-        """Columns of this rank; none where it has no words."""
+        """Blocks of this rank's columns; none where it has no words."""
         for start in range(0, self.words, self._block_words):
             yield slice(start, min(start + self._block_words, self.words))
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Block by block, [N, words] in the weight's dtype, to be written to; -inf where a word takes no part in the softmax."""
+        """Logits block by block, [N, words] in the weight's dtype, free to overwrite; -inf for words outside the softmax."""
         for block in self.blocks():
             logits = hidden @ weight[block].t()
             if self._kept is not None and self._truncated is not None:
@@ -69,7 +69,7 @@ class Vocabulary:
             yield block, logits
 
     def scaled(self, logits: torch.Tensor, shift: torch.Tensor, *shifts: torch.Tensor) -> torch.Tensor:
-        """logits / temperatures - shifts, each [N], in float32; DROPPED where a word takes no part. May overwrite the logits."""
+        """logits / temperatures - shifts, each [N], in float32; DROPPED outside the softmax. May overwrite the logits."""
         scaled = logits.float()
         torch.addcmul(-shift[:, None], scaled, self.inverse_temperatures[:, None], out=scaled)
         for further in shifts:
@@ -77,36 +77,36 @@ class Vocabulary:
         return scaled if self._kept is None else scaled.masked_fill_(scaled == -torch.inf, DROPPED)
 
     def target_columns(self, block: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns [N, 1] of the targets in the block, 0 where they are elsewhere, and which ones are in it."""
+        """Columns [N, 1] of targets in the block, 0 where elsewhere, and a mask of those inside."""
         column = self.targets[:, None] - (self.start + block.start)
         here = (column >= 0) & (column < block.stop - block.start)
         return column.where(here, 0), here
 
     def _dropped(self, kept: torch.Tensor, block: slice) -> torch.Tensor:
-        """[N, words] bool: what takes no part in the softmax of a position that is truncated."""
+        """Mask [N, words] of words outside a truncated position's softmax."""
         words = block.stop - block.start
         column = kept - (self.start + block.start)
-        # One column more than there are words takes everything that is elsewhere.
+        # An extra column takes everything that is elsewhere.
         column = column.where((column >= 0) & (column < words), words)
         dropped = torch.ones(len(kept), words + 1, dtype=torch.bool, device=kept.device).scatter_(1, column, False)
         return dropped[:, :words]
 
 
 class SoftmaxSums:
-    """What log-probs and entropy need to know of a position's logits z, [N] each: the largest z, the target's, and relative to the
-    largest the sums of exp(z) and exp(z) * z. Blocks are added one by one, ranks at the end."""
+    """Running sums for log-probs and entropy, [N] each: the largest logit z, the target's z, and relative to the largest the sums of exp(z)
+    and exp(z) * z. Blocks are added one by one, ranks at the end."""
 
     def __init__(self, vocabulary: Vocabulary, entropy: bool) -> None:
         self._vocabulary = vocabulary
         self._entropy = entropy
         rows, device = len(vocabulary.targets), vocabulary.targets.device
-        # Not -inf, of which a difference may be NaN.
+        # Not -inf: differences of two could be NaN.
         self.largest = torch.full((rows,), torch.finfo(torch.float32).min, device=device)
         self._sums = torch.zeros(3, rows, device=device)
         self.exponentials, self.weighted, self.target = self._sums
 
     def add(self, block: slice, logits: torch.Tensor) -> None:
-        """May overwrite the logits."""
+        """Add a block. May overwrite the logits."""
         inverse_temperatures = self._vocabulary.inverse_temperatures
         column, here = self._vocabulary.target_columns(block)
         self.target.add_(logits.gather(1, column).where(here, 0).squeeze(1) * inverse_temperatures)
@@ -132,8 +132,8 @@ class SoftmaxSums:
 
 
 class HeadGradients:
-    """Gradients of hidden states and output weight, from blocks of the logits' gradient. That of the hidden states comes from this rank's
-    words only: the model adds up the ranks. None for what needs none."""
+    """Gradients of hidden states and output weight from blocks of the logits' gradient. The hidden gradient covers this rank's words only;
+    the model sums over ranks. None where not needed."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight
