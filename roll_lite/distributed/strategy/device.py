@@ -1,4 +1,4 @@
-"""Which device this rank computes on: a GPU, or the CPU where there is none."""
+"""Device of this rank: a GPU, or the CPU where there is none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def take_local_device() -> torch.device:
-    """The GPU that LOCAL_RANK names becomes the current one."""
+    """Make the GPU that LOCAL_RANK names the current one."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return current_device()

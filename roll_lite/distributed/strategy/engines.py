@@ -1,4 +1,4 @@
-"""The inference engines by the name of their strategy: how a replica is built, which arguments are not the user's.
+r"""Inference engines by strategy name: how a replica is built, and which arguments are reserved.
 
 Nothing here imports an engine, nor torch before one is built.
 """
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 def build_engine(spec: EngineSpec) -> InferenceStrategy:
-    """The one place where an engine is chosen. Each is imported only where it runs: they are large and exclude each other."""
+    """Build an engine; the one place where its make is chosen. Each is imported only where it runs: they are large and exclude each
+    other."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.inference.engine import EngineStrategy
@@ -50,8 +51,8 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """The settings of one of the engines that share a GPU, each with an equal part of what one would take. `place`: how many of them are
-    there already when it starts. vLLM's setting is a part of the GPU, SGLang's one of what is free."""
+    """Settings of one of several engines on a GPU, each with an equal share. `place`: engines already there when it starts. vLLM's
+    setting is a share of the GPU, SGLang's a share of what is free."""
     if not isinstance(strategy, EngineStrategyConfig):
         return strategy
     part = strategy.gpu_memory_utilization / sharers
@@ -60,7 +61,7 @@ def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> 
 
 
 def build_part(spec: EngineSpec) -> EnginePart:
-    """What an engine has on another node than its first."""
+    """Build an engine's part on a node other than its first."""
     match spec.strategy:
         case VllmStrategyConfig():
             from roll_lite.distributed.strategy.vllm.compat.part import VllmPart
@@ -75,11 +76,11 @@ def build_part(spec: EngineSpec) -> EnginePart:
 
 
 QUANTIZATION = dict.fromkeys(("quantization", "quantization_config", "modelopt_quant"), "quantization")
-"""Engine arguments that have a key of their own where an engine's weights are replaced; a judge may have any."""
+"""Engine arguments with a key of their own where an engine's weights are replaced; a judge may use any."""
 
 
 def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
-    """Engine arguments in a configuration that are not the user's to set, have a key of their own, or are unknown to the engine."""
+    """Problems with engine arguments that are reserved, have a key of their own, or are unknown to the engine."""
     infer = config.actor_infer.strategy
     if isinstance(infer, EngineStrategyConfig):
         own, settings, fields = (
@@ -97,7 +98,7 @@ def engine_arguments_fit(config: RunConfig) -> Iterator[Problem]:
 def _problems(
     role: str, given: Mapping[str, Any], own: tuple[str, ...], settings: Mapping[str, str], known: Collection[str]
 ) -> Iterator[Problem]:
-    """`known`: empty where the engine is not installed here; then nothing is said of what it knows."""
+    """`known`: empty where the engine is not installed; unknown arguments are then not checked."""
     for argument, value in sorted(given.items()):
         place = f"{role}.strategy.engine_args.{argument}"
         if argument in own:
@@ -109,8 +110,8 @@ def _problems(
 
 
 def declared_fields(package: str, places: Sequence[tuple[str, str | None]]) -> frozenset[str]:
-    """The fields of an installed package's classes, read from its source: importing it takes seconds. Empty where it is not installed, or
-    declares them elsewhere; then the engine itself tells at its start."""
+    """Fields of an installed package's classes, read from its source because importing takes seconds. Empty if it is not installed or
+    declares them elsewhere; the engine then complains at its start."""
     spec = find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec is not None else []
     names: set[str] = set()

@@ -1,4 +1,4 @@
-"""HfRewardStrategy: a sequence-classification model on Hugging Face transformers, one whole copy on each rank."""
+"""HfRewardStrategy: a sequence-classification model on Hugging Face transformers, one whole copy per rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUTPUTS = ["final_value"]
 
 
 class HfRewardStrategy(ForwardStrategy):
-    """The caller has set RANK and WORLD_SIZE (LOCAL_RANK on GPUs). No process group: ranks know nothing of each other."""
+    """Reward model on transformers. The caller sets RANK and WORLD_SIZE (LOCAL_RANK on GPUs). Ranks need no process group."""
 
     needs_process_group = False
     pads_rows = True
@@ -47,7 +47,7 @@ class HfRewardStrategy(ForwardStrategy):
         self._model = model.eval().requires_grad_(False).to(self.device)
 
     def plan(self, lengths: torch.Tensor, planner: MicroBatchPlanner, together: bool = True) -> MicroBatchPlan:
-        """No rank waits for another one here: each has a number of micro-batches of its own."""
+        """Plan this rank's own micro-batches; no rank waits for another."""
         return MicroBatchPlan.of(lengths, planner)
 
     def forward(self, batch: DataProto, outputs: Sequence[str], plan: MicroBatchPlan) -> DataProto | None:
@@ -74,7 +74,8 @@ class HfRewardStrategy(ForwardStrategy):
         return self._head(ends).squeeze(-1)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """In float32, as Megatron's: bfloat16 would round scores to two or three digits, and groups are compared by the rest."""
+        """Run the head in float32, as Megatron does: bfloat16 would round scores to two or three digits, and groups are compared by the
+        rest."""
         head = self._model.score
         if not isinstance(head, torch.nn.Linear):
             return head(hidden)

@@ -1,4 +1,4 @@
-"""The strategies that hold a model to train or to run forward, by the name in the configuration."""
+"""Strategies that hold a model, by the name in the configuration."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _hf(spec: ModelSpec) -> ForwardStrategy:
 @dataclass(frozen=True)
 class ModelStrategy:
     build: Callable[[ModelSpec], ForwardStrategy]
-    """Imports the strategy, which happens only where it runs."""
+    """Imports and builds the strategy where it runs."""
     connects_ranks: bool
-    """A process group spans all ranks, so that none of them can be replaced alone."""
+    """True if a process group spans all ranks, so that none can be replaced alone."""
 
 
 STRATEGIES: Mapping[str, ModelStrategy] = {"megatron": ModelStrategy(_megatron, True), "hf": ModelStrategy(_hf, False)}
 
 
 def build_model(spec: ModelSpec) -> ForwardStrategy:
-    """The one place where the strategy is chosen."""
+    """Build the strategy; the one place where it is chosen."""
     return STRATEGIES[spec.strategy.name].build(spec)

@@ -1,4 +1,4 @@
-"""A stand-in engine with declared lengths, delays and failures: scheduler tests and simulations.
+r"""Scripted engine with declared lengths, delays and failures, for scheduler tests and simulations.
 
 It keeps every promise of an inference engine except the numbers: tokens mean nothing, log-probs are a constant.
 """
@@ -28,24 +28,24 @@ LOG_PROB = -1.0
 
 @dataclass(frozen=True)
 class Response:
-    """What the script says about one request."""
+    """Scripted answer to one request."""
 
     tokens: int
     seconds_per_token: float = 0.0
     delay_s: float = 0.0
-    """Before the first token."""
+    """Seconds before the first token."""
     text: str | None = None
     error: str | None = None
-    """The request fails with this once its time is up."""
+    """Error with which the request fails once its time is up."""
     fatal: bool = False
-    """The engine dies with this request."""
+    """True if the engine dies with this request."""
 
 
 Script = Callable[[GenerationRequest], Response]
 
 
 def script_from(config: ScriptedStrategyConfig) -> Script:
-    """Equal responses, and failures drawn by a hash of the request's id, so that another attempt may succeed."""
+    """Script of equal responses, with failures drawn by a hash of the request's id, so that another attempt may succeed."""
 
     def script(request: GenerationRequest) -> Response:
         failed = stable_hash("failure", request.request_id) % 1_000_000 < config.failure_rate * 1_000_000
@@ -56,7 +56,7 @@ def script_from(config: ScriptedStrategyConfig) -> Script:
 
 @dataclass
 class _Running:
-    """One request on its way. `elapsed` counts while `since` is not set."""
+    """Request in progress. `elapsed` counts while `since` is not set."""
 
     request: GenerationRequest
     response: Response
@@ -68,7 +68,7 @@ class _Running:
 
     @property
     def length(self) -> int:
-        """Of what is still to come: the script speaks of whole responses."""
+        """Tokens still to come: the script gives whole responses."""
         return min(max(0, self.response.tokens - self.request.resumed), self.request.sampling.max_tokens)
 
     @property
@@ -88,7 +88,7 @@ class _Running:
 
 
 class ScriptedEngine(InferenceStrategy):
-    """Runs up to `slots` requests at a time, in the order in which they come; the rest wait."""
+    """Engine that runs up to `slots` requests at a time, in order of arrival; the rest wait."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ScriptedEngine(InferenceStrategy):
         slots: int | None = None,
         weights: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`weights`: names and shapes that the pretended model has; where absent, any update fits."""
+        """`weights`: names and shapes of the pretended model; without them any update fits."""
         self._script = script_from(script or ScriptedStrategyConfig()) if not callable(script) else script
         self._slots = slots
         self._weights = weights
@@ -107,7 +107,7 @@ class ScriptedEngine(InferenceStrategy):
         self._idle.set()
 
     async def initialize(self) -> None:
-        """Nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Completion]:
         out: asyncio.Queue[Completion] = asyncio.Queue()
@@ -168,7 +168,7 @@ class ScriptedEngine(InferenceStrategy):
         )
 
     def kill(self, cause: str) -> None:
-        """The engine dies, with everything in it."""
+        """Kill the engine with everything in it."""
         self._life.die(cause)
         for run in [*self._running.values(), *self._waiting]:
             self._freeze(run)
@@ -178,7 +178,7 @@ class ScriptedEngine(InferenceStrategy):
     # ------------------------------------------------------------ control
 
     def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
-        """Of those whose first token is on its way."""
+        """Tokens of requests whose first token is on its way."""
         now = asyncio.get_running_loop().time()
         runs = [self._running[one] for one in request_ids if one in self._running]
         return {run.request.request_id: run.produced(now) for run in runs if run.elapsed_at(now) >= run.response.delay_s}
@@ -219,7 +219,7 @@ class ScriptedEngine(InferenceStrategy):
             self._freeze(run)
 
     def _go_on(self) -> None:
-        """With what is frozen and what waits, if nothing is in the way any more."""
+        """Continue frozen and waiting requests, if nothing holds them up."""
         if self._life.state is EngineState.SERVING:
             for run in self._running.values():
                 if run.timer is None:
@@ -229,7 +229,7 @@ class ScriptedEngine(InferenceStrategy):
     # ------------------------------------------------------------ weights, memory
 
     async def connect_weights(self, first_member: int, membership: Membership) -> None:
-        """No weights travel here."""
+        """Do nothing: no weights travel."""
         self._life.require(EngineEvent.CONNECT)
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
@@ -254,7 +254,7 @@ class ScriptedEngine(InferenceStrategy):
         return {}
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """There are no weights to sum."""
+        """Do nothing: there are no weights to sum."""
         self._life.require(EngineEvent.READ_WEIGHTS)
         return {}
 
@@ -263,7 +263,7 @@ class ScriptedEngine(InferenceStrategy):
         self._go_on()
 
     async def offload(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:
-        """There is nothing to free, but requests end and wait as they would."""
+        """End and hold requests as a real engine would; there is nothing to free."""
         self._life.require(EngineEvent.OFFLOAD)
         leaving = set(parts)
         if leaving:

@@ -1,1 +1,1 @@
-"""What the real inference engines have in common, whatever their make."""
+"""Code that all inference engines share, whatever their make."""

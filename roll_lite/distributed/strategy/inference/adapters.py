@@ -1,7 +1,7 @@
-"""Adapters that come to an engine alone: its weights stay as it has read them, and A and B stand beside its layers.
+r"""Adapter-only weight updates: the engine keeps the weights it loaded, and A and B stand beside its layers.
 
-Bs come with alpha / rank in them. Engines fuse projections; those of a fused layer that have no adapters get zeros, for an engine may know
-its adapters by layers.
+B arrives multiplied by alpha / rank. Engines fuse projections; projections of a fused layer that have no adapter get zeros, because an
+engine may track adapters by layer.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from roll_lite.config.adapter_files import A, B, adapter_name
 from roll_lite.distributed.strategy.inference.held_weights import Layers, held_layers, shares
 
 NAME = "actor_train"
-"""Of the adapters in an engine: there are no others."""
+"""Name of the only adapter in an engine."""
 
 
 class IncomingAdapters:
-    """A worker's, from the first bucket of an update to its end. What it computes with changes with the last step only."""
+    """Adapters that a worker receives during an update. The engine's computation changes with the last step only."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], rank: int, put: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
-        """`shapes`: of all adapters, by PEFT's names. `put`: puts those of this rank in the place of others. They begin as zeros."""
+        """`shapes`: all adapters by PEFT's names. `put`: installs those of this rank. They begin as zeros."""
         self.rank = rank
         self._shapes = shapes
         self._put = put
@@ -32,11 +32,11 @@ class IncomingAdapters:
         self.put_in_place()
 
     def begin(self, again: bool) -> None:
-        """`again`: an update broke off, of which some may have come."""
+        """Begin an update; `again` if an earlier one broke off and left part of its tensors."""
         self._come.clear()
 
     def take(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._come |= {name: tensor.clone() for name, tensor in tensors}  # the sender writes over what it has sent
+        self._come |= {name: tensor.clone() for name, tensor in tensors}  # the sender reuses its buffer
 
     def put_in_place(self) -> None:
         absent = {name: torch.zeros(tuple(shape)) for name, shape in self._shapes.items() if name not in self._come}
@@ -46,20 +46,20 @@ class IncomingAdapters:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A layer of an engine's model, with what its worker has of the adapters of all projections in it."""
+    """Layer of an engine's model with its worker's part of all adapters in it."""
 
     path: str
     layer: Any
     a: torch.Tensor
-    """[projections x rank, columns]"""
+    """Shape [projections x rank, columns]."""
     b: torch.Tensor
-    """[rows of all projections, rank]"""
+    """Shape [rows of all projections, rank]."""
 
 
 def held_adapters(
     adapted: Iterable[AdaptedLayer], model: nn.Module, layers: Layers, names: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The named tensors, full size, as the engine computes with them. All workers of an engine iterate together."""
+    """Yield the named tensors, full size, as the engine computes with them. All workers of an engine iterate together."""
     for one in adapted:
         projections = [f"{held}.weight" for held in held_layers(one.path, model)]
         sizes, copies = shares(one.layer, len(one.b), layers)

@@ -1,7 +1,7 @@
-"""What an engine's worker raises comes back as a value, and is raised in the hosting process once all workers have answered.
+r"""Return a worker's exception as a value, and raise it in the hosting process after all workers have answered.
 
-vLLM's executor of several workers raises at the first one that does. The others' answers stay in their queues, where the next call takes
-them for its own. SGLang's RPC tells of nothing but the first worker's success, or the text of its error.
+vLLM's executor raises at the first worker that fails and leaves the other answers in their queues, where the next call takes them for
+its own. SGLang's RPC reports only the first worker's success or the text of its error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _VALUE, _RAISED, _BROKE_OFF, _STALE = "value", "raised", "broke off", "stale"
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """A worker's method, as `values` wants it."""
+    """Decorate a worker's method so that `values` can read its answer."""
 
     @wraps(method)
     def answer(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -25,14 +25,14 @@ def answering(method: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
             return {_VALUE: method(*args, **kwargs)}
         except TransferError as error:
             return {_STALE if isinstance(error, StaleEpoch) else _BROKE_OFF: str(error)}
-        except Exception as error:  # an edge of the process: `values` raises it on the other side
+        except Exception as error:  # the edge of the process: `values` raises it on the other side
             return {_RAISED: f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"}
 
     return answer
 
 
 def values(answers: Sequence[dict[str, Any]]) -> list[Any]:
-    """Of all workers, or the error that may be the cause of the others'."""
+    """Values of all workers. Raises the error that probably caused the others."""
     for what, kind in ((_RAISED, RuntimeError), (_BROKE_OFF, TransferError), (_STALE, StaleEpoch)):
         if told := [answer[what] for answer in answers if what in answer]:
             raise kind("; ".join(told))

@@ -1,4 +1,4 @@
-"""Where an engine says that tokens went, in the form in which trainers replay it."""
+"""Expert choices that an engine reports, in the form that trainers replay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from roll_lite.config.hf_config import ExpertsConfig
 
 
 def chosen_experts(told: np.ndarray, experts: ExpertsConfig) -> np.ndarray:
-    """[tokens, layers with experts x experts of a token] int16. `told` [tokens, layers, experts of a token]: of those layers, or of all."""
+    """[tokens, expert layers x experts per token] int16 from `told` [tokens, layers, experts per token], which covers expert layers or
+    all layers."""
     if told.shape[1] == len(experts.layers):
         told = told[:, np.array(experts.layers)]
     assert told.shape[1:] == (sum(experts.layers), experts.per_token), f"the engine tells of {told.shape[1:]} experts of a token"

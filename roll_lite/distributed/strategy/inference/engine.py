@@ -1,6 +1,6 @@
-"""An inference engine in processes of its own: bookkeeping of requests, refusals, the order of a weight update, and its death.
+r"""Inference engine in processes of its own: its requests, refusals, the order of a weight update, and its death.
 
-Where the engine stands is `life.py`; what a make of engine adds is `make.py`.
+Its state is kept in `life.py`; a make of engine implements `make.py`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ DIED = "the engine's process died"
 class _InFlight:
     request: GenerationRequest
     entered: bool = False
-    """The engine has it."""
+    """True once the engine has the request."""
     aborted: bool = False
 
 
 class EngineStrategy(InferenceStrategy):
-    """An engine of any make: what all of them promise is kept here."""
+    """Engine of any make; keeps the promises that all makes share."""
 
     def __init__(self, make: EngineMake, spec: EngineSpec) -> None:
         assert isinstance(spec.strategy, EngineStrategyConfig)
@@ -62,15 +62,15 @@ class EngineStrategy(InferenceStrategy):
         self._life = EngineLife(make.name)
         self._in_flight: dict[asyncio.Task[Completion], _InFlight] = {}
         self._order = asyncio.Lock()
-        """Calls that change what the engine does are carried out one after the other."""
+        """Lock that serialises calls which change the engine's state."""
         self._halted: bool | None = False
-        """The engine itself is paused. None: on the way, or nobody knows, because a call was cancelled."""
+        """Whether the engine itself is paused. None: unknown, because a call is running or was cancelled."""
         self._watching: list[asyncio.Task[None]] = []
         self._steps = StepWatch(make.answered, step_limit(spec.step_s), self.processes.are_compiling)
         self._vocabulary = 0
         self._dtypes: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """Of what updates bring: the checkpoint's tensors, or adapters beside them."""
+        """Shapes of the tensors that updates bring: the checkpoint's, or the adapters'."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -124,7 +124,7 @@ class EngineStrategy(InferenceStrategy):
         self._in_flight[task] = one
 
         def ended(task: asyncio.Task[Completion]) -> None:
-            """Also of a task that was cancelled before its first step."""
+            """Completion callback, which also runs for a task cancelled before its first step."""
             del self._in_flight[task]
             gone = task.cancelled()
             finished.put_nowait(Completion(request.request_id, error=self._life.failure or "cancelled") if gone else task.result())
@@ -144,7 +144,7 @@ class EngineStrategy(InferenceStrategy):
             completion = await self.make.run(request, self._life.version)
             self._steps.responded()
             return completion
-        except Exception as error:  # an edge of the process: whatever it was, this one request failed of it
+        except Exception as error:  # the edge of the process: this one request failed, whatever the error
             return Completion(request.request_id, error=self._check() or f"{type(error).__name__}: {error.__cause__ or error}")
 
     def _refusal(self, request: GenerationRequest) -> str | None:
@@ -182,7 +182,7 @@ class EngineStrategy(InferenceStrategy):
             await self.make.abort(known)
 
     async def pause(self, mode: PauseMode) -> None:
-        """An engine that an update or missing memory holds up has nothing to wait for: there WAIT freezes, as KEEP does."""
+        """Pause generation. If an update or offloaded memory already holds the engine up, WAIT freezes as KEEP does."""
         self._require(EngineEvent.PAUSE)
         if mode is PauseMode.ABORT:
             await self.abort()  # which also ends an earlier WAIT
@@ -196,7 +196,7 @@ class EngineStrategy(InferenceStrategy):
             self._life.pause()
 
     async def resume(self) -> None:
-        """Takes back what callers have paused: an engine that an update or missing memory holds up goes on after that."""
+        """Undo `pause`. An engine that an update or offloaded memory holds up resumes after that."""
         self._require(EngineEvent.RESUME)
         async with self._order:
             self._require(EngineEvent.RESUME)
@@ -204,7 +204,7 @@ class EngineStrategy(InferenceStrategy):
             await self._settle()
 
     async def _settle(self) -> None:
-        """Let the engine do what its state says."""
+        """Pause or resume the engine as its state demands."""
         self._require_alive()
         halt = self._life.state is not EngineState.SERVING
         if halt and not self._halted:
@@ -267,13 +267,13 @@ class EngineStrategy(InferenceStrategy):
             await self._call_workers("roll_lite_connect", first_member=first_member, membership=membership.plain())
 
     async def begin_weight_update(self, tensors: Sequence[ExportedTensor]) -> None:
-        """Until the first bucket has arrived the old weights stay in place, and beginning again starts over."""
+        """Announce an update. Until the first bucket arrives the old weights stay, and announcing again starts over."""
         self._require(EngineEvent.BEGIN_UPDATE)
         check_tensors(tensors, self._shapes)
         self._life.begin_update(WeightUpdate(tensors))
 
     async def receive_bucket(self, routes: Sequence[Route], following: Sequence[Route] = ()) -> None:
-        """From the first bucket on the engine is frozen, until an update is finished."""
+        """Receive a bucket. From the first one the engine is frozen until an update is finished."""
         self._require_update()
         async with self._order:
             tensors = tensors_of(routes)
@@ -285,7 +285,7 @@ class EngineStrategy(InferenceStrategy):
                 await self._call_workers("roll_lite_load_bucket", routes=now, following=then)
             except EngineDead:
                 raise
-            except Exception:  # whatever it was, half-loaded weights must not serve
+            except Exception:  # half-loaded weights must not serve, whatever the error was
                 await self._broke_off()
                 raise
             except asyncio.CancelledError:
@@ -294,10 +294,10 @@ class EngineStrategy(InferenceStrategy):
             update.arrived.update(tensor.name for tensor in tensors)
 
     async def _broke_off(self) -> None:
-        """Frozen half-way the engine waits for another update, which may come once the transfer group has connected again."""
+        """Keep the engine frozen between two sets of weights until another update, after the transfer group has reconnected."""
         try:
             touched = any(await self._call_workers("roll_lite_weights_touched"))
-        except Exception as unknown:  # an engine that cannot say so must not go on
+        except Exception as unknown:  # an engine whose state is unknown must not continue
             self.fail(f"a weight update broke off, and the engine does not say whether its weights are whole: {unknown}")
             return
         self._life.break_off(half_way=touched)
@@ -311,7 +311,7 @@ class EngineStrategy(InferenceStrategy):
             try:
                 answers = await self._call_workers("roll_lite_put_in_place")
                 await self._at_length(self.make.renew(version))
-            except BaseException as error:  # a cancelled one as well: what the engine holds now is unknown
+            except BaseException as error:  # also when cancelled: the engine's contents are unknown now
                 self.fail(self._life.failure or f"new weights could not be put in place: {error}")
                 raise
             self._dtypes = update.dtypes()
@@ -320,11 +320,11 @@ class EngineStrategy(InferenceStrategy):
         return largest(answers)
 
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Of what updates bring, as the workers hold it and compute with it: fused and sharded parameters are taken apart and put together
-        again (see `held_weights`, `adapters`).
+        r"""Checksums of the tensors that updates bring, as the workers hold them and compute with them: fused and sharded parameters are
+        taken apart and reassembled (see `held_weights`, `adapters`).
 
-        In the dtype of the last update's tensors (before the first one, in the engine's): where the engine keeps fewer bits than it
-        was sent, the checksums differ.
+        Taken in the dtype of the last update (before the first, the engine's): if the engine keeps fewer bits than it was sent, the
+        checksums differ.
         """
         self._require(EngineEvent.READ_WEIGHTS)
         async with self._order:
@@ -341,20 +341,20 @@ class EngineStrategy(InferenceStrategy):
         return await self._at_length(self.make.call_workers(method, **arguments))
 
     async def _at_length(self, call: Awaitable[T]) -> T:
-        """What the engine takes no steps in, and may wait for others in."""
+        """Run a call during which the engine takes no steps and may be waiting for others."""
         with self._steps.suspended():
             return await call
 
     # ------------------------------------------------------------ liveness
 
     def _check(self) -> str | None:
-        """Why the engine cannot serve, or None."""
+        """Reason why the engine cannot serve, or None."""
         if self._life.failure is None and (self.make.is_dead() or not self.processes.running()):
             self._life.die(DIED)
         return self._life.failure
 
     async def _watch(self) -> None:
-        """Engines notice only after a while, or never, that one of their processes was killed or stopped."""
+        """Watch the processes. Engines notice late, or never, that one of theirs was killed or stopped."""
         stopped_s = 0.0
         while self._check() is None:
             await asyncio.sleep(LIVENESS_POLL_S)
@@ -382,7 +382,7 @@ class EngineStrategy(InferenceStrategy):
         return self._life.require_update()
 
     def _give_up(self, why: str) -> None:
-        """From now on nothing is served; what runs comes back as failed."""
+        """Stop serving; running requests return as failed."""
         if self._life.state is not EngineState.DEAD:
             self._life.die(why)
         assert self._life.failure is not None

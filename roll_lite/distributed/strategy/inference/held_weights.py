@@ -1,9 +1,8 @@
-"""The model's weights as Hugging Face tensors again: what the engine computes with, not what it was sent.
+r"""Read an engine's weights back as Hugging Face tensors: what it computes with, not what it was sent.
 
-vLLM and SGLang, whose layers are of one descent, fuse projections and shard them over workers; vLLM also packs matrices into an opaque
-layout on a CPU and drops the original. A packed matrix is read back by multiplying the identity with it, through the very kernel that
-inference uses: each output is one product with 1 and sums of zeros, which is exact (but for the sign of zero and, on some CPUs, for
-numbers below the smallest normal one).
+vLLM and SGLang share the design of their layers. Both fuse projections and shard them over workers; vLLM on a CPU also packs matrices
+into an opaque layout and drops the original. A packed matrix is read by multiplying the identity with it, through the same kernel as
+inference. Each output is one product with 1 plus zeros, which is exact except for the sign of zero and, on some CPUs, subnormal numbers.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
 ReadExperts = Callable[[Any], tuple[int, torch.Tensor, torch.Tensor]]
-"""Of a layer: how many experts there are, then what this worker has of them. [experts, 2 x rows, columns]: gate_proj above up_proj.
+"""Reads a layer: its number of experts, then this worker's part of them. [experts, 2 x rows, columns]: gate_proj above up_proj.
 [experts, columns, rows]: down_proj."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """An engine's layer classes, and how its workers put a sharded tensor together: `gather(part, dim)`."""
+    """Layer classes of an engine, and the function that joins a sharded tensor: `gather(part, dim)`."""
 
     linear: type[Any]
     column_parallel: type[Any]
@@ -47,7 +46,7 @@ class Layers:
     def of(
         cls, linear: ModuleType, vocabulary: ModuleType, experts: type[Any], read_experts: ReadExperts, workers: int, gather: Gather
     ) -> Layers:
-        """From an engine's modules: the classes have the same names in both, but for experts."""
+        """Layer classes from an engine's modules; both makes use the same names, except for experts."""
         return cls(
             linear=linear.LinearBase,
             column_parallel=linear.ColumnParallelLinear,
@@ -63,7 +62,7 @@ class Layers:
         )
 
     def whole(self, part: torch.Tensor, dim: int, copies: int = 1) -> torch.Tensor:
-        """`copies`: on how many workers each part is repeated."""
+        """Join a sharded tensor. `copies`: number of workers that repeat each part."""
         if self.workers == 1:
             return part
         gathered = self.gather(part.contiguous(), dim)
@@ -71,7 +70,7 @@ class Layers:
 
 
 def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor, or the named ones, full size. All workers of an engine iterate together."""
+    """Yield every tensor, or the named ones, full size. All workers of an engine iterate together."""
     parents = {name.rpartition(".")[0] for name in names or ()}
     for path, module in model.named_modules():
         held, tensors = _of_module(path, module, model, layers)
@@ -80,7 +79,7 @@ def held_weights(model: nn.Module, layers: Layers, names: Collection[str] | None
 
 
 def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -> tuple[list[str], Iterator[tuple[str, torch.Tensor]]]:
-    """The checkpoint's layers that it is, and their tensors, which are read only when they are asked for."""
+    """Checkpoint layers of a module, with functions that read their tensors."""
     if isinstance(module, layers.linear):
         held = held_layers(path, model)
         return held, _linear(held, module, layers)
@@ -95,7 +94,7 @@ def _of_module(path: str, module: nn.Module, model: nn.Module, layers: Layers) -
 
 
 def held_layers(path: str, model: nn.Module) -> list[str]:
-    """The checkpoint's linear layers that one of the engine's is."""
+    """Checkpoint's linear layers behind one of the engine's layers."""
     packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", FUSED)
     prefix, _, leaf = path.rpartition(".")
     return [f"{prefix}.{part}" if prefix else part for part in packed.get(leaf, [leaf])]
@@ -117,7 +116,7 @@ def _linear(names: Sequence[str], module: Any, layers: Layers) -> Iterator[tuple
 
 
 def _experts(path: str, count: int, gate_up: torch.Tensor, down: torch.Tensor, layers: Layers) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every worker has a part of each expert, or some whole ones, in the workers' order."""
+    """Expert tensors. Each worker holds a part of every expert, or whole experts in worker order."""
     here = len(gate_up)
     for number in range(here):
         for part, tensor, dim in zip(EXPERT, (*gate_up[number].chunk(2), down[number]), (0, 0, 1), strict=True):
@@ -133,7 +132,7 @@ def _columns(module: Any) -> int:
 
 
 def shares(module: Any, rows: int, layers: Layers) -> tuple[list[int], list[int]]:
-    """Rows of each fused matrix on this worker, and on how many workers each is repeated."""
+    """Rows of each fused matrix on this worker, and the number of workers that repeat each."""
     if isinstance(module, layers.qkv):
         keys = module.num_kv_heads * module.head_size
         values = module.num_kv_heads * int(getattr(module, "v_head_size", module.head_size))

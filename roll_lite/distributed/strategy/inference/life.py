@@ -1,4 +1,4 @@
-"""The states of an engine, what each of them allows, and where it leads."""
+"""States of an engine, what each allows, and the state that follows."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ NOT_STARTED = "not started"
 
 
 class EngineDead(RuntimeError):
-    """The engine cannot serve any more; a new one has to be started."""
+    """Engine that cannot serve any more and has to be replaced."""
 
 
 class EngineState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     PAUSED = "paused"
-    """By `pause`: it generates nothing until `resume`, and holds everything that it needs to."""
+    """Paused by `pause`: generates nothing until `resume`, and keeps its memory."""
     UPDATING = "updating"
-    """It holds parts of two sets of weights."""
+    """Holds parts of two sets of weights."""
     HALF_UPDATED = "half updated"
-    """It does so because an update broke off, and waits for another, whole one."""
+    """Holds parts of two sets of weights because an update broke off; needs another, whole one."""
     CACHE_OFFLOADED = "cache offloaded"
-    """The KV cache alone; the weights are on the device."""
+    """KV cache offloaded; the weights are on the device."""
     WEIGHTS_OFFLOADED = "weights offloaded"
-    """The weights are in host memory; the KV cache may be offloaded as well."""
+    """Weights in host memory; the KV cache may be offloaded as well."""
     DEAD = "dead"
 
 
@@ -37,10 +37,10 @@ class EngineEvent(StrEnum):
     RESUME = "resume"
     CONNECT = "connect"
     BEGIN_UPDATE = "begin update"
-    """An update is announced. Nothing has arrived yet; another announcement takes its place."""
+    """Announce an update. Nothing has arrived yet; another announcement replaces it."""
     RECEIVE = "receive"
     BREAK_OFF = "break off"
-    """A bucket did not come. If it was the first one, the old weights are still whole."""
+    """A bucket did not arrive. If it was the first, the old weights are still whole."""
     FINISH_UPDATE = "finish update"
     READ_WEIGHTS = "read weights"
     OFFLOAD = "offload"
@@ -62,8 +62,8 @@ ALLOWED: Mapping[EngineState, Set[EngineEvent]] = {
     _S.WEIGHTS_OFFLOADED: _STARTED,
     _S.DEAD: {_E.DIE},
 }
-"""What each state allows; anything else is refused. Where it leads follows from the facts that EngineLife keeps: that somebody has paused
-the engine is one of them, and remembered in every state."""
+"""Events that each state allows; any other is refused. The next state follows from the facts in EngineLife, such as that somebody paused
+the engine, which every state remembers."""
 
 _MEANWHILE = {
     _E.CONNECT: "finish it first",
@@ -71,24 +71,24 @@ _MEANWHILE = {
     _E.OFFLOAD: "finish it before anything is offloaded",
     _E.READ_WEIGHTS: "the engine holds parts of two sets of weights",
 }
-"""Why an update under way forbids it."""
+"""Advice for events that an update under way forbids."""
 
 
 class EngineLife:
-    """Where an engine stands."""
+    """State of an engine."""
 
     def __init__(self, make: str, failure: str | None = NOT_STARTED) -> None:
         self._make = make
         self.failure = failure
-        """Why it cannot serve."""
+        """Reason why it cannot serve."""
         self.paused = False
-        """`pause` was called, and `resume` not yet."""
+        """True after `pause` until `resume`."""
         self.away: set[EngineMemory] = set()
-        """What is offloaded."""
+        """Offloaded parts."""
         self.update: WeightUpdate | None = None
-        """The weight update that was announced and is not finished."""
+        """Update that was announced and is not finished."""
         self.receiving = False
-        """Buckets of it, or of one that broke off, have come in."""
+        """True once buckets of this update, or of one that broke off, have arrived."""
         self.version = 0
         """Version of the weights that generate."""
 
@@ -104,7 +104,7 @@ class EngineLife:
 
     @property
     def held_up(self) -> bool:
-        """It could not generate now even if nobody had paused it."""
+        """True if it could not generate even if nobody had paused it."""
         return self.state not in (EngineState.SERVING, EngineState.PAUSED)
 
     # ------------------------------------------------------------ what is allowed
@@ -126,7 +126,7 @@ class EngineLife:
         raise RuntimeError("no weight update is under way")
 
     def require_update(self) -> WeightUpdate:
-        """The one that has been announced, in a state in which its buckets may come."""
+        """Announced update, in a state that accepts its buckets."""
         self.require(EngineEvent.RECEIVE)
         if self.update is None:
             raise RuntimeError("no weight update has begun: begin_weight_update comes first")

@@ -1,4 +1,4 @@
-"""What a make of engine adds to what all engines have in common (`engine.py`)."""
+"""Interface of an engine make: what vLLM and SGLang each add to `engine.py`."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from roll_lite.distributed.strategy.inference.processes import EngineProcesses
 
 
 class EnginePart(Protocol):
-    """The processes that an engine has on one node."""
+    """Processes of an engine on one node."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name for messages."""
         ...
 
     def check_version(self) -> object:
-        """RuntimeError where the engine is not installed, or in a version that is not supported."""
+        """RuntimeError if the engine is not installed or its version is not supported."""
 
     async def start(self) -> list[int]:
-        """Process ids of what has been started."""
+        """Start, and return the process ids."""
         ...
 
     def is_dead(self) -> bool: ...
 
     async def stop(self, processes: EngineProcesses) -> None:
-        """Nothing of it stays behind, whatever had been started."""
+        """Stop and clean up, however far the start got."""
 
 
 class EngineMake(EnginePart, Protocol):
-    """One engine in processes of its own. Calls come in an order that an engine allows; those that never come back when it dies raise
-    EngineDead instead. In its workers, methods `roll_lite_connect`, `roll_lite_load_bucket`, `roll_lite_put_in_place`,
-    `roll_lite_weights_touched` and `roll_lite_checksums` move weights, or adapters alone after `roll_lite_take_adapters`."""
+    r"""Engine in processes of its own. Calls come in an allowed order; those that the engine's death leaves unanswered raise EngineDead.
+
+    Its workers' methods `roll_lite_connect`, `roll_lite_load_bucket`, `roll_lite_put_in_place`, `roll_lite_weights_touched` and
+    `roll_lite_checksums` move weights, or adapters alone after `roll_lite_take_adapters`.
+    """
 
     @property
     def notes(self) -> Sequence[str]:
@@ -45,19 +47,19 @@ class EngineMake(EnginePart, Protocol):
     # ------------------------------------------------------------ life
 
     async def prepare(self, config: HfConfig) -> None:
-        """The engine runs and is watched: what is left to do before it serves."""
+        """Finish the start of an engine that runs and is watched."""
 
     async def answered(self) -> object:
-        """Done when the loop that takes the engine's steps has answered, between two of them; also while it is paused."""
+        """Return when the engine's step loop has answered between two steps, also while paused."""
         ...
 
     def give_up(self, why: str) -> None:
-        """The engine will not answer any more: fail whatever waits for it."""
+        """Fail all pending requests: the engine will not answer any more."""
 
     # ------------------------------------------------------------ requests
 
     async def run(self, request: GenerationRequest, version: int) -> Completion:
-        """A request that nothing speaks against. Cancelled, it is aborted in the engine. `version`: of the weights."""
+        """Run a checked request; cancelling aborts it in the engine. `version`: of the weights."""
         ...
 
     def generated(self, request_ids: Collection[str]) -> Mapping[str, int]:
@@ -77,14 +79,14 @@ class EngineMake(EnginePart, Protocol):
     # ------------------------------------------------------------ weights, memory
 
     async def call_workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Of all workers, in their order. TransferError where a transfer broke off."""
+        """Call a method on all workers, in order. TransferError if a transfer broke off."""
         ...
 
     async def renew(self, version: int) -> None:
-        """New weights are in place: no keys and values of old ones stay, and tokens carry the version from now on."""
+        """Use new weights: drop cached keys and values of old ones, and give further tokens this version."""
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """Parts that are there. The engine is paused and runs nothing."""
+        """Offload parts that are on the device. The engine is paused and idle."""
 
     async def load(self, parts: Collection[EngineMemory]) -> None:
-        """Parts that are away."""
+        """Load parts that are offloaded."""

@@ -1,4 +1,4 @@
-"""The operating system processes of an engine: are they alive, and are they gone."""
+"""Operating system processes of an engine: whether they live, and how they end."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from roll_lite.distributed.strategy.inference.scratch import SCRATCH
 from roll_lite.distributed.watchdog import name_of, status_of
 
 HOST_PID = "ROLL_LITE_ENGINE_HOST_PID"
-"""Process whose end must end the engine's processes too, whatever way it ended."""
+"""Variable with the process whose end must also end the engine's processes."""
 _PATIENCE_S = 3.5
 _HOST_CHECK_S = 1.0
 
 
 COMPILERS = frozenset({"ninja", "nvcc", "cudafe++", "cicc", "ptxas", "ptxas-blackwell", "nvlink", "fatbinary"})
-"""That Triton and CUDA's own toolchain start, by the names that the system has for them."""
+"""Compilers that Triton and CUDA's toolchain start, by process name."""
 
 
 class EngineProcesses:
-    """An engine's process and its workers."""
+    """Engine process and its workers."""
 
     def __init__(self) -> None:
         self._all: list[psutil.Process] = []
@@ -44,22 +44,22 @@ class EngineProcesses:
         return bool(self._all)
 
     def running(self) -> bool:
-        """All of them: an engine that has lost a worker may itself take a while to notice."""
+        """True while all run: an engine may notice the loss of a worker late."""
         return all(is_running(process) for process in self._all)
 
     def stopped(self) -> str | None:
-        """One of them that can do nothing, in words."""
+        """Describe a process that is stopped, if there is one."""
         found = next((process for process in self._all if status_of(process) == psutil.STATUS_STOPPED), None)
         return f"its process {found.pid} ({name_of(found)})" if found is not None else None
 
     def are_compiling(self) -> bool:
-        """One of them has started a compiler of kernels."""
+        """True if one of them has started a kernel compiler."""
         own = {process.pid for process in self._all}
         compilers = [process for process in psutil.process_iter() if name_of(process) in COMPILERS]
         return any(not own.isdisjoint(_ancestors(compiler)) for compiler in compilers)
 
     async def end(self, ask: Callable[[], None]) -> None:
-        """Ask them to leave, which must not take long, and see to it that they did."""
+        """Ask them to leave, which must be quick, and make sure that they did."""
         await asyncio.wait({asyncio.create_task(asyncio.to_thread(ask))}, timeout=_PATIENCE_S)
         self.kill()
         await asyncio.to_thread(psutil.wait_procs, self._all, _PATIENCE_S)
@@ -79,7 +79,7 @@ def _ancestors(process: psutil.Process) -> set[int]:
 
 
 def cleans_up(process: psutil.Process) -> bool:
-    """Python's own resource tracker: it removes what processes leave in shared memory, and then ends by itself."""
+    """True for Python's resource tracker, which removes shared memory left by others and then ends."""
     try:
         return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.Error:
@@ -87,7 +87,7 @@ def cleans_up(process: psutil.Process) -> bool:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """A process that has ended but that nobody has waited for is not running."""
+    """True unless the process has ended, a zombie included."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -95,7 +95,7 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def shared_memory(pid: int) -> set[Path]:
-    """Files of shared memory that a process has mapped: one that is killed leaves them behind."""
+    """Shared-memory files that a process has mapped; a killed process leaves them behind."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -105,7 +105,7 @@ def shared_memory(pid: int) -> set[Path]:
 
 
 def _left_behind(processes: Iterable[psutil.Process]) -> set[Path]:
-    """Not semaphores: those may be the host's own, and Python's resource tracker removes them in any case."""
+    """Shared-memory files to remove. Semaphores are excluded: they may be the host's, and the resource tracker removes them."""
     return {path for process in processes for path in shared_memory(process.pid) if not path.name.startswith("sem.")}
 
 
@@ -115,7 +115,7 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def when_host_is_gone(act: Callable[[], None]) -> None:
-    """In a process of an engine: watch the process that hosts it, however it goes."""
+    """Call `act` in an engine's process when its host is gone, however it ended."""
     host = _host()
     if host is None:
         return
@@ -146,12 +146,12 @@ def _remove_scratch() -> None:
 
 
 def end_group_with_host() -> None:
-    """In an engine's processes, of which one or more lead or share a group of their own: kill the group when the host is gone."""
+    """Kill the engine's process group when the host is gone."""
     when_host_is_gone(lambda: kill_all(group(os.getpgid(0))))
 
 
 def end_group_with_host_or_leader() -> None:
-    """In the processes of a group whose leader starts them all: it may be gone before they watch it in a way of their own."""
+    """Kill the process group when the host or the group's leader is gone; the leader may die before its children watch it."""
     end_group_with_host()
     leader, host = os.getpgid(0), _host()
     if leader == os.getpid():
@@ -169,7 +169,7 @@ def end_group_with_host_or_leader() -> None:
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:
-    """But for those that clean up. This process, if it is among them, is the last. What they share in memory goes with them."""
+    """Kill all but cleaning processes, this process last, and remove their shared memory."""
     remove(_left_behind(processes))
     killed = [process for process in processes if not cleans_up(process)]
     for process in sorted(killed, key=lambda process: process.pid == os.getpid()):

@@ -1,4 +1,4 @@
-"""A folder for the files that an engine's processes leave lying about: sockets, rendezvous files, caches."""
+"""Temporary folder for an engine's sockets, rendezvous files and caches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from roll_lite.distributed.session_guard import remove_folder
 
 SCRATCH = "ROLL_LITE_ENGINE_SCRATCH"
 _LOCK = ".host"
-"""A file of the folder that its host holds locked."""
+"""Lock file that the host keeps locked."""
 _LONGEST_BASE = 50  # a socket's path has at most 107 bytes, and the engines' own part of it has up to 36
 
 
 class Scratch:
-    """Made when an engine starts, removed when it is shut down or its host ends; by the engine's own processes if their host was killed.
-    Where it was killed before there were any, the next engine of this make that starts on the machine removes it."""
+    r"""Folder that is made when an engine starts and removed when it shuts down or its host ends.
+
+    If the host was killed, the engine's own processes remove it; if there were none yet, the next engine of this make on the machine
+    does.
+    """
 
     def __init__(self, prefix: str, *variables: str) -> None:
         """`variables`: further environment variables that name the folder to the engine."""
@@ -38,7 +41,7 @@ class Scratch:
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
-        """Processes started inside take the folder for their temporary one; the host keeps its own."""
+        """Make processes started inside the block use the folder as temporary folder; the host keeps its own."""
         names = dict.fromkeys(self._variables, self.path)
         before = {name: os.environ.get(name) for name in names}
         os.environ.update(names)
@@ -58,19 +61,19 @@ class Scratch:
 
 
 def _remove_in(pid: int, path: str, lock: int) -> None:
-    """Processes that were forked from the one that made the folder end without taking it away."""
+    """Remove the folder, but not in processes forked from the one that made it."""
     if os.getpid() == pid:
         remove_folder(Path(path))
         os.close(lock)
 
 
 def _locked(path: str) -> int | None:
-    """The folder's lock. None where another host has just taken the folder for an abandoned one."""
+    """Lock the folder; None if another host just took it for abandoned."""
     try:
         lock = os.open(f"{path}/{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
     except FileNotFoundError:
         return None
-    with suppress(OSError):  # a file system without locks: there nothing is ever abandoned
+    with suppress(OSError):  # without locks in the file system nothing counts as abandoned
         fcntl.flock(lock, fcntl.LOCK_EX)
     if not Path(path).exists():
         os.close(lock)
@@ -79,7 +82,7 @@ def _locked(path: str) -> int | None:
 
 
 def _clear_if_abandoned(folder: Path) -> None:
-    with suppress(OSError):  # somebody else's, gone meanwhile, or held
+    with suppress(OSError):  # somebody else's, already gone, or held
         lock = os.open(folder / _LOCK, os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,8 +92,11 @@ def _clear_if_abandoned(folder: Path) -> None:
 
 
 def name_semaphores() -> None:
-    """In an engine's first process, where the host's `inherited` does not say it already: semaphores of this process and its children are
-    called after the folder, whose removal is then theirs too. Python's resource tracker also removes them, unless it is killed as well."""
+    r"""Name the semaphores of this process and its children after the folder, so that removing it removes them.
+
+    For an engine's first process if the host's `inherited` does not do it. Python's resource tracker also removes them, unless it is
+    killed too.
+    """
     _call_semaphores(_semaphores_of(os.environ[SCRATCH]))
 
 
@@ -99,8 +105,7 @@ def _semaphores_of(path: str) -> str:
 
 
 def _call_semaphores(prefix: str) -> str:
-    """What begins the names of semaphores that this process and those that multiprocessing starts for it make from now on. Returns what
-    did before."""
+    """Set the prefix of semaphore names in this process and those that multiprocessing starts for it. Returns the old prefix."""
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     before, config["semprefix"] = config["semprefix"], prefix
     return str(before)

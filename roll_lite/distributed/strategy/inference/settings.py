@@ -1,4 +1,4 @@
-"""What an engine is started with, as far as all makes agree: the supported range, environment variables, arguments, the cache's size."""
+"""Start-up settings that engines share: supported versions, environment variables, arguments, cache size."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from roll_lite.config.schema.models import EngineStrategyConfig
 
 CPU_KV_CACHE_MB = 256
 FP8_CAPABILITY = (8, 9)
-"""Ada. vLLM refuses older GPUs at its start; SGLang packs weights for them in a way that no update can come to."""
+"""Compute capability of Ada. vLLM refuses older GPUs; SGLang packs weights for them so that updates cannot reach them."""
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-"""Layers that engines make of several, where a model does not say itself what it fuses."""
+"""Layers that engines fuse, for models that do not declare it themselves."""
 
 Range = tuple[str, str]
-"""From, up to but not including."""
+"""First supported version and first unsupported one."""
 
 
 def check_version(distributions: Sequence[str], supported: Range, remedy: str) -> str:
-    """Version of the first distribution that is installed. RuntimeError with the `remedy` where none is, or with the range."""
+    """Version of the first installed distribution. RuntimeError with the `remedy` if none is installed, or with the supported range."""
     low, high = supported
     for name in distributions:
         try:
@@ -43,18 +43,18 @@ class Environment:
     """Environment variables of an engine's processes."""
 
     preset: Mapping[str, str]
-    """Where the user has not set them."""
+    """Defaults, unless the user sets them."""
     required: Mapping[str, str] = field(default_factory=dict)
-    """Whatever the user has set: the engine, or what it returns, would be wrong without."""
+    """Values that override the user's: without them the engine or its results would be wrong."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Those that a setting in YAML or the placement decides."""
+    """Values decided by YAML or the placement."""
 
     def variables(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """All of them, with what the user has set in its place."""
+        """All variables, with the user's values in place of defaults."""
         return {name: given.get(name, value) for name, value in self.preset.items()} | dict(self.required) | dict(self.settings)
 
     def notes(self, given: Mapping[str, str] = os.environ) -> list[str]:
-        """What of the user's does not stay."""
+        """Messages for values of the user that are overridden."""
         return [
             f"the environment's {name}={given[name]} is set to {value!r} for the engine, which needs that"
             for name, value in self.required.items()
@@ -63,17 +63,17 @@ class Environment:
 
 
 def kv_cache_mb(given: int | None, cuda: bool) -> int | None:
-    """Size of the KV cache; None where it takes what is left of the GPU."""
+    """Size of the KV cache; None to use the rest of the GPU."""
     return given if given is not None or cuda else CPU_KV_CACHE_MB
 
 
 def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
-    """ValueError where that is asked for and there is no GPU that computes in it."""
+    """True for fp8; ValueError without a GPU that supports it."""
     if strategy.quantization != "fp8":
         return False
     if not cuda:
         raise ValueError("strategy.quantization: fp8 needs a GPU, and there is none here; use none")
-    import torch  # where a run starts: configurations are checked without
+    import torch  # at the start of a run: configurations are checked without GPUs
 
     if (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
         least, found = (".".join(map(str, numbers)) for numbers in (FP8_CAPABILITY, capability))
@@ -82,13 +82,13 @@ def is_fp8(strategy: EngineStrategyConfig, cuda: bool) -> bool:
 
 
 def with_fused(targets: Collection[str]) -> list[str]:
-    """Linear layers that get adapters, and those that engines have in one layer with one of them."""
+    """Linear layers with adapters, and those that engines fuse with them."""
     together = {part for parts in FUSED.values() if not set(parts).isdisjoint(targets) for part in parts}
     return sorted({*targets, *together})
 
 
 def check_engine_args(make: str, given: Mapping[str, Any], own: Collection[str], known: Collection[str]) -> None:
-    """ValueError for one that the engine does not have, or that is roll_lite's `own`."""
+    """ValueError for an argument that the engine lacks, or that is roll_lite's `own`."""
     for name in sorted(given):
         path = f"actor_infer.strategy.engine_args.{name}"
         if name in own:

@@ -1,12 +1,11 @@
-"""Whether an engine still steps, although its processes live and answer: a kernel that hangs and a deadlocked loop stop nothing else.
+r"""Watch whether an engine still steps although its processes live and answer: a hung kernel and a deadlocked loop stop nothing else.
 
-The sign is that the engine's own loop answers a question, which both makes do between two steps only, whatever they generate. A step is
-bounded, prompts being prefilled in chunks of at most `max_batched_tokens`, so an answer that is late for much longer than any step so far
-will not come. Tokens would be a worse sign: a long prompt yields none for many steps, and an idle engine none at all.
+The engine's loop answers a question between two steps only, whatever it generates. A step is bounded, because prompts are prefilled in
+chunks of at most `max_batched_tokens`; an answer much later than any step so far will not come. Tokens would be a worse sign: a long
+prompt yields none for many steps, an idle engine none at all.
 
-On GPUs a step may stop for a kernel that is used for the first time and has to be compiled: long at the start, where both makes also
-capture their CUDA graphs and tune, and now and then later, when a request wants something new. Compilers are processes of their own, which
-are seen.
+On GPUs a step may wait for a kernel to be compiled: long at the start, with CUDA graphs and tuning, and sometimes later. Compilers are
+separate processes and can be seen.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ import torch
 
 AUTO_S = 7.0
 AUTO_CPU_S = 300.0
-"""A CPU takes as long for a step as it takes; vLLM's never cuts a prompt there."""
+"""Limit on a CPU, where steps may be slow and vLLM never splits a prompt."""
 ASK_S = 1.0
-"""Between an answer and the next question."""
+"""Seconds between an answer and the next question."""
 LISTEN_S = 0.25
 LATE = 0.5
-"""Share of the limit after which it is looked for a compiler: what a compilation does in the engine's own process is shorter."""
+"""Share of the limit after which to look for a compiler; compilation inside the engine's process is shorter."""
 SLOWER = 4.0
-"""A step may take so many times as long as the longest so far, of those after the first response."""
+"""Factor over the longest step since the first response."""
 FIRST_STEPS = 40.0
-"""So many times as long as later ones those may take that come before the first response has ended: kernels are compiled in them."""
+"""Factor for steps before the first response has ended, in which kernels are compiled."""
 
 
 def step_limit(setting: float | str | None) -> float | None:
-    """`limits.engine_step` in seconds, on this machine; None: without limit."""
+    """`limits.engine_step` in seconds on this machine; None for no limit."""
     if setting == "auto":
         return AUTO_S if torch.cuda.is_available() else AUTO_CPU_S
     assert not isinstance(setting, str)
@@ -40,13 +39,12 @@ def step_limit(setting: float | str | None) -> float | None:
 
 
 class StepWatch:
-    """Of one engine. Time in which this process itself does not run is not the engine's."""
+    """Watch over one engine's steps. Time in which this process does not run is not counted."""
 
     def __init__(
         self, ask: Callable[[], Awaitable[object]], limit_s: float | None, is_compiling: Callable[[], bool] = lambda: False
     ) -> None:
-        """`ask`: done when the engine's loop has answered, between two steps. `is_compiling`: a compiler runs for it; is asked only when an
-        answer is late."""
+        """`ask` returns when the engine's loop has answered between two steps. `is_compiling` is asked only when an answer is late."""
         self._ask = ask
         self._is_compiling = is_compiling
         self._limit_s = limit_s
@@ -55,13 +53,13 @@ class StepWatch:
         self._suspended = 0
 
     def responded(self) -> None:
-        """A response has ended: every kind of step has been taken. How long the first ones took says nothing of later ones."""
+        """Note that a response has ended: every kind of step has run, and the first ones' times no longer count."""
         if not self._has_responded:
             self._has_responded, self._longest_s = True, 0.0
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """While the engine's loop does something else that we have asked of it, which takes as long as it takes."""
+        """Suspend the watch while the loop does other work for us."""
         self._suspended += 1
         try:
             yield
@@ -69,7 +67,7 @@ class StepWatch:
             self._suspended -= 1
 
     async def until_stuck(self) -> str:
-        """Why the engine is of no use any more."""
+        """Wait until the engine is stuck; return the reason."""
         while True:
             waited = 0.0
             question = asyncio.ensure_future(self._ask())
@@ -82,7 +80,7 @@ class StepWatch:
                         return f"no step has ended for {limit:g} s, {longest} (limits.engine_step)"
             finally:
                 question.cancel()
-            if not question.cancelled() and question.exception() is None:  # what fails is told by those who watch its processes
+            if not question.cancelled() and question.exception() is None:  # failures are reported by the watch over its processes
                 self._longest_s = max(self._longest_s, waited)
             await asyncio.sleep(ASK_S)
 
