@@ -1,6 +1,5 @@
-"""All that roll_lite knows of SGLang, whatever may change with its version.
+r"""Everything that depends on SGLang's version.
 
-`engine.py` is the hosting process's half and speaks to `server.py`, which runs SGLang in a process of its own. SGLang is imported by
-functions that run there; `scheduler.py` is imported by SGLang's scheduler processes only; `cpu_stubs.py` and `models/` serve engines on a
-CPU.
+`engine.py` is the hosting process's half; it talks to `server.py`, which runs SGLang in a process of its own and imports it there.
+SGLang's scheduler processes import `scheduler.py`; `cpu_stubs.py` and `models/` serve engines on a CPU.
 """

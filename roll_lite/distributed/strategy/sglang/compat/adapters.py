@@ -1,4 +1,4 @@
-"""Adapters in SGLang's scheduler processes, in the place that it has for those that it reads from files."""
+"""Adapters in SGLang's scheduler processes, in the slots that SGLang has for adapters from files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from roll_lite.distributed.strategy.inference.adapters import NAME, AdaptedLayer
 
 
 def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """In the place of others, for all requests that run or come. What they are multiplied by is in them."""
+    """Replace the adapters for all running and further requests. B already contains alpha / rank."""
     manager = runner.lora_manager
     reference = LoRARef(lora_id=NAME, lora_name=NAME, lora_path=NAME, pinned=False)
     described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted({name.split(".")[-3] for name in tensors})}
@@ -31,7 +31,7 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def _padded(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
-    """On a CPU SGLang's model has heads and feed-forward rows of zeros at the end, where they do not divide."""
+    """Pad a tensor: on a CPU, SGLang's model ends with heads and feed-forward rows of zeros where sizes do not divide."""
     *_, target, matrix, _ = name.split(".")
     head = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
@@ -44,7 +44,7 @@ def _padded(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def adapters_leave_with_weights() -> None:
-    """SGLang makes room for adapters where no offload reaches it."""
+    """Move SGLang's adapter buffers where an offload of the weights reaches them."""
     init = model_runner.ModelRunner.init_lora_manager
 
     def init_lora_manager(runner: Any) -> None:
@@ -64,7 +64,7 @@ def adapted_layers(runner: Any) -> Iterator[AdaptedLayer]:
 
 
 class _Unpinned:
-    """torch, for modules that put what they compute with into pinned memory, which takes a GPU."""
+    """torch for modules that compute in pinned memory, which needs a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -77,6 +77,6 @@ class _Unpinned:
 
 
 def do_without_pinned_memory() -> None:
-    """SGLang's adapters on a CPU, in this process."""
+    """Let SGLang's adapters run in this process without pinned memory."""
     lora_layers.torch = torch_backend.torch = _Unpinned()
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]

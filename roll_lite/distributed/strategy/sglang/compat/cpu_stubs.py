@@ -1,7 +1,7 @@
-"""Stand-ins for what SGLang imports and, on a CPU, never calls: Triton, its own CUDA kernels, torchvision, IPython.
+r"""Stand-ins for packages that SGLang imports but never calls on a CPU: Triton, its CUDA kernels, torchvision, IPython.
 
-SGLang's wheel is built for GPUs. With these it imports on a machine without any and takes its native torch paths. They live in the
-engine's own processes only (`server.py` installs them there), and never where CUDA is. One operator is real: the hash behind seeds.
+SGLang's wheel is built for GPUs. With these it imports without one and takes its native torch paths. They exist in the engine's own
+processes only (`server.py` installs them), and never with CUDA. One operator is real: the hash behind seeds.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from transformers.utils import is_torchvision_available
 
 STAND_INS = ("triton", "sgl_kernel", "torchvision", "IPython")
 ABSENT = ("vllm",)
-"""SGLang would borrow its operators where it finds it, and load all of it for that."""
+"""Modules to hide: SGLang would load all of vLLM to borrow its operators."""
 _LOW = 0xFFFFFFFF
 
 
 class _Anything:
-    """A class that can be made, and derived from."""
+    """Class that can be instantiated and derived from."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
 
 class _StandIn(ModuleType):
-    """A module in which every name is there: classes by their capital letter, anything else a stand-in that also decorates."""
+    """Module that has every name: capitalised names are classes, all others stand-ins that also decorate."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "active":  # Triton's active driver: there is none
@@ -39,7 +39,7 @@ class _StandIn(ModuleType):
         return value
 
     def __call__(self, *args: Any, **_: Any) -> Any:
-        """`@triton.jit` and `@triton.jit(...)` leave a function as it is: nobody here runs it."""
+        """`@triton.jit` and `@triton.jit(...)` leave a function unchanged: nobody runs it."""
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __iter__(self) -> Iterator[Any]:
@@ -66,7 +66,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] of uint32: MurmurHash3 over a row's seed (64 bits), its position and the column, as SGLang's Triton kernel has it."""
+    """[rows, columns] of uint32: MurmurHash3 over a row's seed (64 bits), its position and the column, as in SGLang's Triton kernel."""
     seed, positions, columns = seed.to(torch.int64)[:, None], positions.to(torch.int64)[:, None], columns.to(torch.int64)[None, :]
     hashed = torch.zeros_like(seed)
     for block in (seed & _LOW, (seed >> 32) & _LOW, positions & _LOW, columns & _LOW):
@@ -86,13 +86,13 @@ _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """Before SGLang is imported; once per process."""
+    """Install the stand-ins, once per process and before SGLang is imported."""
     global _library
     if torch.cuda.is_available():
         raise RuntimeError("SGLang's CPU stand-ins must not be installed where CUDA is")
     if _library is not None:
         return
-    is_torchvision_available()  # remembered: transformers goes on without, and does not take the stand-in for the real one
+    is_torchvision_available()  # cached: transformers then works without it, and does not mistake the stand-in for the real one
     sys.meta_path.insert(0, _Finder())
     _library = torch.library.Library("sgl_kernel", "FRAGMENT")
     _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")

@@ -1,4 +1,4 @@
-"""One SGLang engine, behind a server process of its own."""
+"""One SGLang engine behind a server process of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVER = "roll_lite.distributed.strategy.sglang.compat.server"
 
 
 class SglangEngine:
-    """Talks to `server.py`, which runs SGLang."""
+    """Client of `server.py`, which runs SGLang."""
 
     name = "SGLang"
 
@@ -46,10 +46,10 @@ class SglangEngine:
         self.notes = environment.notes()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        """Futures of requests and of calls, by number."""
+        """Futures of requests and calls, by number."""
         self._request_ids: dict[int, str] = {}
         self._generated: dict[str, int] = {}
-        """Tokens of what runs, by request id, as the server has told them."""
+        """Tokens of running requests by id, as the server reported them."""
         self._scratch: Scratch | None = None
         self._channel: PickleChannel | None = None
         self._server: subprocess.Popen[bytes] | None = None
@@ -65,7 +65,7 @@ class SglangEngine:
         self._scratch = scratch = Scratch("rl-sgl-")
         ours, theirs = socket.socketpair()
         with scratch.inherited(), theirs:
-            self._server = subprocess.Popen(  # noqa: ASYNC220 (takes a moment)
+            self._server = subprocess.Popen(  # noqa: ASYNC220 (quick)
                 [sys.executable, "-m", SERVER, str(theirs.fileno())],
                 env=os.environ | self._variables | {HOST_PID: str(os.getpid())},
                 pass_fds=[theirs.fileno()],
@@ -103,8 +103,8 @@ class SglangEngine:
         if self._listening is not None:
             self._listening.cancel()
         if self._channel is not None:
-            self._channel.close()  # the server ends when it hears nothing more
-        if processes.watched:  # one that is still starting does not listen
+            self._channel.close()  # the server ends when its channel closes
+        if processes.watched:  # a server that is still starting does not listen
             await processes.end(self._wait_for_server)
         self._kill_server()
         if self._scratch is not None:
@@ -116,7 +116,7 @@ class SglangEngine:
                 self._server.wait(_LAST_S)
 
     def _kill_server(self) -> None:
-        """And all that it has started, of which some may outlive it. Once: the group's id is free for others afterwards."""
+        """Kill the server and all it started, some of which may outlive it. Once only: the group's id may be reused afterwards."""
         server, self._server = self._server, None
         if server is not None:
             processes = group(server.pid)
@@ -142,7 +142,7 @@ class SglangEngine:
         return {request_id: self._generated[request_id] for request_id in self._generated.keys() & request_ids}
 
     async def grown(self, since: Mapping[str, int]) -> list[Completion]:
-        """Not of requests that have seen another set of weights."""
+        """Report tokens, except of requests that have run under two sets of weights."""
         wanted = {number: since[request_id] for number, request_id in self._request_ids.items() if request_id in since}
         found: list[Completion] = await self._call("grown", wanted)
         return found
@@ -166,7 +166,7 @@ class SglangEngine:
         await self._call("new_weights", str(version))
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """A CPU engine only notes it."""
+        """Offload; a CPU engine only records it."""
         await self._call("offload", list(parts))
 
     async def load(self, parts: Collection[EngineMemory]) -> None:
@@ -197,7 +197,7 @@ class SglangEngine:
         self._channel.send(message)
 
     async def _listen(self) -> None:
-        """Until the server is gone."""
+        """Handle messages until the server is gone."""
         assert self._channel is not None
         with contextlib.suppress(Closed):
             while True:

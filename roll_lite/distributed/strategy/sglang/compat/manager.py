@@ -1,4 +1,4 @@
-"""A running SGLang engine, asked for what the server needs. In the engine's own process."""
+"""Calls into a running SGLang engine for the server, in the engine's own process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TAGS = {EngineMemory.WEIGHTS: "weights", EngineMemory.KV_CACHE: "kv_cache"}
 
 
 def launch(start: Start) -> Any:
-    """An engine, or the part of one that this node has: without a tokenizer manager where it is not the first."""
+    """Launch an engine, or this node's part of one: only the first part has a tokenizer manager."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import ServerArgs
 
@@ -52,7 +52,7 @@ def launch(start: Start) -> Any:
 
 
 class Manager:
-    """SGLang's engine and the tokenizer manager in it, through which everything goes."""
+    """SGLang's engine and its tokenizer manager, which handles every call."""
 
     def __init__(self, engine: Any, start: Start) -> None:
         self._engine = engine
@@ -66,23 +66,23 @@ class Manager:
     # ------------------------------------------------------------ life
 
     async def scheduler_answers(self) -> None:
-        """SGLang's scheduler takes messages in every round of its loop."""
+        """Return when the scheduler has answered; it takes messages in every round of its loop."""
         await self._manager.get_internal_state()
 
     async def freeze_gc(self) -> None:
-        """SGLang collects garbage with every clearing of its cache, that is with every update: not what the imports have left."""
+        """Freeze the imported objects for the garbage collector, which SGLang runs whenever it clears its cache, so at every update."""
         await self._manager.freeze_gc()
 
     # ------------------------------------------------------------ requests
 
     async def generate(self, request: GenerationRequest, rid: str, seed: int, aborted: Callable[[], bool]) -> Completion:
-        """`rid` must be no prefix of another. `aborted`: whether somebody has asked for that, when it has ended."""
+        """Generate. `rid` must be no prefix of another. `aborted` tells, once the request ended, whether somebody asked for that."""
         asked = generate_input(request, rid, seed, self._max_model_len, self._vocabulary, self._experts is not None)
         output = await anext(self._manager.generate_request(asked, None))
         return completion(request, output, self._manager.tokenizer, aborted(), self._experts)
 
     def on_dispatch(self, dispatched: Callable[[str], None]) -> None:
-        """Called with the rid when SGLang hands a request to its scheduler: what is sent there afterwards finds it."""
+        """Call `dispatched` with the rid when SGLang hands a request to its scheduler; later messages to the scheduler find it there."""
         send = self._manager._send_one_request
 
         async def send_and_tell(tokenized: Any) -> None:
@@ -92,12 +92,12 @@ class Manager:
         self._manager._send_one_request = send_and_tell
 
     def generated(self, rid: str) -> int:
-        """SGLang's scheduler speaks of a request that is not streamed every 50 tokens, for the first time with the first."""
+        """Tokens generated so far. SGLang's scheduler reports a request that is not streamed at its first token and every 50 tokens."""
         state = self._manager.rid_to_state.get(rid)
         return 0 if state is None else len(state.output_ids)
 
     def grown(self, request: GenerationRequest, rid: str, first: int) -> Completion | None:
-        """Of a request that has known no other weights."""
+        """Tokens after the first ones, of a request that has run under one set of weights only."""
         state = self._manager.rid_to_state.get(rid)
         return None if state is None else grown(request, state, first, int(self._version))
 
@@ -105,13 +105,12 @@ class Manager:
         self._manager.abort_request(rid)
 
     async def stop_scheduler(self) -> None:
-        """Comes back when the scheduler has stopped. SGLang's own pause would keep later requests outside of it, from where they enter
-        in no fixed order."""
+        """Return when the scheduler has stopped. SGLang's own pause would hold later requests outside, and admit them in no fixed order."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        # `retract` puts running requests back into the queue: they are recomputed from their tokens when they go on.
+        # `retract` puts running requests back into the queue: they are recomputed from their tokens on resume.
         await self._manager._async_dispatch_to_scheduler(PauseGenerationReqInput(mode="retract"))
-        # The scheduler takes messages in their order, and answers this one, which changes nothing.
+        # The scheduler handles messages in order, and answers this one, which changes nothing.
         await self.set_version(self._version)
 
     async def continue_scheduler(self) -> None:
@@ -122,7 +121,7 @@ class Manager:
     # ------------------------------------------------------------ weights, memory
 
     async def call_workers(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Call a method of RolloutScheduler on all workers: what each answers. It may wait for a trainer, hence the thread."""
+        """Call a method of RolloutScheduler on all workers and collect the answers, in a thread because it may wait for a trainer."""
         answer = self._answer
         answer.unlink(missing_ok=True)
         try:
@@ -142,7 +141,7 @@ class Manager:
         return bool((await self._manager.flush_cache()).success)
 
     async def offload(self, parts: Collection[EngineMemory]) -> None:
-        """Release the memory of these parts. The cache has to be cleared before."""
+        """Release the memory of these parts. The cache must be clear."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[_TAGS[part] for part in parts]), None)
@@ -154,7 +153,7 @@ class Manager:
 
 
 def end(engine: Any) -> None:
-    """Not SGLang's own way, which also kills the process that clears shared memory. Its watchdog takes this for a crash."""
+    """End the engine. SGLang's own way also kills the process that clears shared memory, which its watchdog takes for a crash."""
     atexit.unregister(engine.shutdown)
     if engine.tokenizer_manager is not None:
         engine.tokenizer_manager._subprocess_watchdog.stop()

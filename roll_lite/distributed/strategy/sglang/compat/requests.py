@@ -1,4 +1,4 @@
-"""Requests and completions as SGLang has them."""
+"""Requests and completions in SGLang's format."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def generate_input(
     request: GenerationRequest, rid: str, seed: int, max_model_len: int, vocabulary: int, experts: bool = False
 ) -> GenerateReqInput:
-    """`seed`: for requests without one of their own. `rid` must be no prefix of another: SGLang aborts by prefix. `experts`: it is to say
-    where tokens went."""
+    """`seed`: for requests without their own. `rid` must be no prefix of another: SGLang aborts by prefix. `experts`: report expert
+    choices."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     sampling = request.sampling
@@ -48,8 +48,11 @@ def generate_input(
 
 
 def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
-    """Greedy decoding is top_k 1, and only that: a top_k of 1 under a temperature goes as a min_p of 1, which keeps the likeliest token
-    as well but has log-prob 0, not that of the whole distribution (see the sampler). Who asks for survivors has to give a top_k."""
+    r"""Sampling parameters. Greedy decoding is top_k 1, and only that.
+
+    A top_k of 1 under a temperature becomes a min_p of 1, which keeps the likeliest token as well but reports its log-prob as 0, not
+    that of the whole distribution (see the sampler). To report the kept tokens, a top_k is required.
+    """
     sampling = request.sampling
     if sampling.temperature == 0:
         return {"temperature": 1.0, "top_k": 1}
@@ -64,13 +67,13 @@ def _choice(request: GenerationRequest, vocabulary: int) -> dict[str, Any]:
 
 
 def reports_survivors(request: GenerationRequest) -> bool:
-    """Whether to ask which tokens survived; greedy decoding knows no truncation."""
+    """True to report the tokens that truncation kept; greedy decoding has no truncation."""
     return request.sampling.keep_mask and request.sampling.temperature > 0 and is_truncated(request.sampling)
 
 
 def grown(request: GenerationRequest, state: Any, first: int, version: int) -> Completion | None:
-    """What SGLang has reported of a request, every 50 tokens, beyond its first ones, so many, and without the newest; None where it is
-    nothing. `version`: of all of them."""
+    """Tokens that SGLang has reported (every 50) after a request's first ones and without the newest; None if none. `version`: of all of
+    them."""
     end = min(len(state.output_ids), len(state.output_token_logprobs_val)) - 1
     kept: tuple[tuple[int, ...], ...] | None = None
     if request.sampling.keep_mask:
@@ -88,7 +91,7 @@ def grown(request: GenerationRequest, state: Any, first: int, version: int) -> C
 def completion(
     request: GenerationRequest, output: Mapping[str, Any], tokenizer: Any, aborted: bool, experts: ExpertsConfig | None = None
 ) -> Completion:
-    """The final output of a request. `aborted`: somebody asked for that. `experts`: of the model, where it says where tokens went."""
+    """Final output of a request. `aborted`: by request. `experts`: the model's, if expert choices are reported."""
     meta = output["meta_info"]
     finish = meta["finish_reason"] or {"type": "none"}
     if finish["type"] not in {reason.value for reason in FinishReason} or (finish["type"] == FinishReason.ABORT and not aborted):
@@ -108,14 +111,14 @@ def completion(
         finish_reason=FinishReason(finish["type"]),
         versions=tuple(VersionSpan(span["start"], int(span["version"])) for span in meta.get("weight_versions") or ()) if tokens else (),
         kept_ids=kept,
-        # A request that was recomputed finds its own tokens there too.
+        # A recomputed request finds its own tokens in the cache too.
         cached_tokens=min(int(meta.get("cached_tokens") or 0), len(request.prompt_ids)),
         experts=None if experts is None else _experts(meta, experts),
     )
 
 
 def _experts(meta: Mapping[str, Any], experts: ExpertsConfig) -> np.ndarray | None:
-    """A request that ended before it had begun has none."""
+    """Expert choices; none if the request ended before it began."""
     if (told := meta.get("routed_experts")) is None:
         return None
     flat = np.frombuffer(base64.b64decode(told), dtype=np.int32)

@@ -1,6 +1,6 @@
-"""What runs inside SGLang's scheduler processes: how weights arrive and are loaded, what the model holds, how tokens are sampled.
+r"""Code inside SGLang's scheduler processes: receiving and loading weights, reading the model back, sampling.
 
-The other half, in the engine's first process, is `manager.py`.
+The half in the engine's first process is `manager.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _GREEDY_TOP_K = 1
 
 
 def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
-    """A worker's method that every worker takes part in. The first one writes all answers into the file `answer`."""
+    """Decorate a method that all workers run together. The first one writes all answers to the file `answer`."""
     answering_method = answering(method)
 
     @wraps(method)
@@ -63,10 +63,10 @@ def _by_all(method: Callable[..., Any]) -> Callable[..., None]:
 
 
 class RolloutScheduler(Scheduler):
-    """SGLang's scheduler with methods that its RPC calls by name on every worker of an engine."""
+    """SGLang's scheduler with methods that its RPC calls by name on every worker."""
 
     roll_lite_adapters: IncomingAdapters | None = None
-    """None: whole models come."""
+    """None while whole models arrive."""
 
     @cached_property
     def _receiver(self) -> WeightReceiver:
@@ -76,7 +76,7 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """From now on nothing else comes, and requests run with them."""
+        """Receive adapters alone from now on, and run requests with them."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.tp_worker.model_runner))
 
     @_by_all
@@ -110,7 +110,7 @@ class RolloutScheduler(Scheduler):
 
     @_by_all
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Of what the model holds, of these tensors or (None) of all, in the dtypes given. Collective, the first worker answers."""
+        """Checksums of the model's tensors, named or all (None), in the dtypes given. Collective; the first worker answers."""
         sums = {}
         for name, tensor in self._held(names, shapes):
             if get_parallel().tp_rank == 0:
@@ -125,11 +125,11 @@ class RolloutScheduler(Scheduler):
         return held_adapters(adapted_layers(runner), runner.model, _layers(), expected if names is None else names)
 
     def get_init_info(self) -> dict[str, Any]:
-        """What the engine's first process learns of its scheduler."""
+        """Facts that the engine's first process learns about its scheduler."""
         return {**super().get_init_info(), "page_size": self.page_size}
 
     def get_internal_state(self, recv_req: GetInternalStateReq) -> GetInternalStateReqOutput:
-        """Asked every second, for the answer alone: SGLang's own collects all of its settings."""
+        """Answer the liveness question, asked every second; SGLang's own method collects all settings."""
         return GetInternalStateReqOutput(internal_state={})
 
     # ------------------------------------------------------------ requests
@@ -140,7 +140,7 @@ class RolloutScheduler(Scheduler):
         super().handle_generate_request(recv_req, **options)
 
     def abort_request(self, recv_req: AbortReq) -> None:
-        """Of waiting requests that have run before (a pause put them back) SGLang would report only what it has sent on so far."""
+        """Abort a request. For one that ran before a pause put it back, SGLang would report only what it had forwarded."""
         begun = [r for r in self.waiting_queue if r.output_ids and (recv_req.abort_all or r.rid.startswith(recv_req.rid))]
         for request in begun:
             self.waiting_queue.remove(request)
@@ -151,30 +151,30 @@ class RolloutScheduler(Scheduler):
         super().abort_request(recv_req)
 
     def _record_scheduler_state_for_paused_engine(self) -> None:
-        """Called in every round of a paused scheduler, which would otherwise keep a core busy."""
+        """Sleep in each round of a paused scheduler, which would otherwise keep a core busy."""
         super()._record_scheduler_state_for_paused_engine()
         time.sleep(_PAUSED_POLL_S)
 
 
 class RolloutSampler(Sampler):
-    """Samples with torch on every device, by one definition of truncation (vLLM's) for both engines, and reports the log-probs of the
-    distribution that it sampled from."""
+    """Sampler on torch for every device, with vLLM's definition of truncation for both engines, which reports log-probs of the
+    distribution it sampled from."""
 
     def _sample_from_probs(self, probs: torch.Tensor, sampling_info: Any, positions: torch.Tensor, simple_sampling_case: bool) -> Any:
-        """SGLang takes the log-probs and the survivors from `probs` afterwards."""
+        """Sample; SGLang reads log-probs and kept tokens from `probs` afterwards."""
         if simple_sampling_case:
             return super()._sample_from_probs(probs, sampling_info, positions, True)
         greedy = sampling_info.top_ks == _GREEDY_TOP_K
         whole = probs[greedy]
         truncate_(probs, sampling_info.top_ks, sampling_info.top_ps, sampling_info.min_ps)
         sampled = super()._sample_from_probs(probs, sampling_info, positions, True)
-        probs[greedy] = whole  # a greedy request among others: as if it were alone
+        probs[greedy] = whole  # a greedy request in a mixed batch: as if it were alone
         return sampled
 
 
 def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> None:
-    """Tokens that min_p, then top_k, then top_p drop get probability 0; the others, all that tie with the last one of top_k among them,
-    are renormalised. [rows, vocabulary], in place."""
+    """Set tokens that min_p, then top_k, then top_p drop to probability 0 and renormalise the others, ties with the last of top_k
+    included. [rows, vocabulary], in place."""
     columns = probs.shape[-1]
     probs.masked_fill_(probs < probs.amax(-1, keepdim=True) * min_p[:, None], 0.0)
     ordered, order = probs.sort(-1, descending=True)
@@ -187,7 +187,7 @@ def truncate_(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
 
 
 def _with_seeds(make: Any) -> Any:
-    """SGLang uses the seeds of requests in its deterministic mode only, which has kernels for GPUs; sampling by seed needs none."""
+    """Use requests' seeds outside of SGLang's deterministic mode, whose kernels are for GPUs; sampling by seed needs none."""
 
     def from_schedule_batch(cls: type[SamplingBatchInfo], batch: Any, vocab_size: int) -> SamplingBatchInfo:
         info: SamplingBatchInfo = make.__func__(cls, batch, vocab_size)
@@ -199,8 +199,8 @@ def _with_seeds(make: Any) -> Any:
 
 
 class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
-    """SGLang counts from zero whenever a request is prefilled, also one that a pause or a full cache has put back: beyond its min_tokens
-    the end would be forbidden once more."""
+    """Count of min_tokens over prefills. SGLang restarts at zero when a pause or a full cache puts a request back, and would forbid the
+    end again."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -209,8 +209,11 @@ class MinTokens(penaltylib.BatchedMinNewTokensPenalizer):
 
 
 def ends_with_stop_text(request: Req, _: int = 1) -> bool:
-    """In place of SGLang's own check, which knows nothing of min_tokens, takes the text of special tokens for text, and looks no further
-    back than a stop string has tokens when it is encoded. Kept on the request: it goes on where it was when it is prefilled again."""
+    r"""Replace SGLang's stop check, which ignores min_tokens, takes the text of special tokens for text, and looks back only as many
+    tokens as the stop string encodes to.
+
+    The state is kept on the request and survives another prefill.
+    """
     parameters = request.sampling_params
     if not parameters.stop_strs:
         return False
@@ -228,7 +231,7 @@ def ends_with_stop_text(request: Req, _: int = 1) -> bool:
 
 
 def _without_padding(name: str, tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """On a CPU with more workers than key/value heads SGLang adds heads of zeros at the end."""
+    """Remove the heads of zeros that SGLang adds on a CPU with more workers than key/value heads."""
     whole = tensor[tuple(slice(size) for size in shape)]
     if whole.numel() != tensor.numel() and tensor.count_nonzero() != whole.count_nonzero():
         raise RuntimeError(f"{name}: what SGLang has added to it is not zero")
@@ -241,13 +244,14 @@ def _layers() -> Layers:
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
-    if module.w13_weight.device.type != "cpu":  # what kernels make of them there is not known here
+    if module.w13_weight.device.type != "cpu":  # kernels' layouts on GPUs are not known here
         raise RuntimeError("weight_sync.verify: experts cannot be read back from SGLang on a GPU; use none")
     return module.num_experts, module.w13_weight.detach(), module.w2_weight.detach()
 
 
 def _of_this_worker_alone(multiply: Any) -> Any:
-    """SGLang marks experts that other workers have by -1, for kernels on GPUs; its native path would take that for a place."""
+    """Restrict SGLang's native path to this worker's experts: it marks others by -1 for GPU kernels, which the native path would take as
+    an index."""
 
     def moe_forward_native(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if layer.num_local_experts == layer.num_experts:
@@ -268,7 +272,7 @@ def _pageable(dims: tuple[int, ...], dtype: torch.dtype, **_: Any) -> torch.Tens
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """The scheduler process, from its start to its end."""
+    """Run the scheduler process from start to end."""
     scheduler_module.Scheduler = RolloutScheduler
     model_runner.create_sampler = RolloutSampler
     SamplingBatchInfo.from_schedule_batch = _with_seeds(SamplingBatchInfo.__dict__["from_schedule_batch"])
@@ -277,6 +281,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     adapters_leave_with_weights()
     if not torch.cuda.is_available():
         fused_moe_native.moe_forward_native = _of_this_worker_alone(fused_moe_native.moe_forward_native)
-        ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # routed experts lie in pinned memory, which takes a GPU
+        ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # routed experts lie in pinned memory, which needs a GPU
         do_without_pinned_memory()
     run_scheduler_process(*args, **kwargs)

@@ -1,5 +1,5 @@
-"""An SGLang engine as a program of its own: an exception in SGLang's scheduler kills the whole tree of processes above it, which must end
-here and not in the process that hosts the strategy.
+r"""SGLang engine as a program of its own. An exception in SGLang's scheduler kills all processes above it; that must end here and not in
+the process that hosts the strategy.
 
 Started as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in a session of its own; FD is its end of a channel.
 """
@@ -34,25 +34,25 @@ _GENERATED_POLL_S = 0.5
 
 @dataclass
 class _Running:
-    """A request on its way."""
+    """Request in progress."""
 
     number: int
     request: GenerationRequest
     aborted: bool = False
     generated: int = 0
-    """Tokens, as the host knows."""
+    """Tokens that the host knows of."""
     had_other_weights: bool = False
-    """It runs under a second set of weights. Which of its tokens are whose is known only when it has ended."""
+    """True once it runs under a second set of weights. Versions of its tokens are then known only at its end."""
     dispatched: asyncio.Event = field(default_factory=asyncio.Event)
-    """SGLang's scheduler has it, or it has ended."""
+    """Set when SGLang's scheduler has the request, or it has ended."""
 
     @property
     def rid(self) -> str:
-        return f"{self.number}/"  # no rid may be the beginning of another
+        return f"{self.number}/"  # no rid may be a prefix of another
 
 
 class EngineServer:
-    """The hosting process's commands, carried out on one engine."""
+    """Executor of the hosting process's commands on one engine."""
 
     def __init__(self, manager: Manager, seed: int, channel: PickleChannel) -> None:
         self._manager = manager
@@ -60,7 +60,7 @@ class EngineServer:
         self._seeds = random.Random(seed)
         self._running: dict[str, _Running] = {}
         self._held: list[_Running] | None = None
-        """Requests that came while the engine is being emptied."""
+        """Requests that arrived while the engine is being emptied."""
         self._empty = asyncio.Condition()
         self._paused = False
         self._order = asyncio.Lock()
@@ -76,7 +76,7 @@ class EngineServer:
         }
 
     async def serve(self) -> None:
-        """Until the host is gone."""
+        """Serve until the host is gone."""
         self._start(self._tell_generated())
         while True:
             command, *arguments = await self._channel.receive()
@@ -97,20 +97,20 @@ class EngineServer:
         task.add_done_callback(self._tasks.discard)
 
     async def _reply(self, command: str, call: int, *arguments: Any) -> None:
-        """Commands are carried out one after the other."""
+        """Run a command and reply; commands run one after the other."""
         try:
             async with self._order:
                 answer = (True, await self._commands[command](*arguments))
-        except Exception as error:  # an edge of the process: the host raises it again
+        except Exception as error:  # the edge of the process: the host raises it again
             answer = (False, f"{error}" or type(error).__name__)
         self._channel.send(("reply", call, *answer))
 
     async def _answer_of_scheduler(self, call: int) -> None:
-        """Not in the order of commands, for which it would wait."""
+        """Answer for the scheduler, outside of the order of commands."""
         try:
             await self._manager.scheduler_answers()
             answer: tuple[bool, str | None] = (True, None)
-        except Exception as error:  # an edge of the process, as above
+        except Exception as error:  # the edge of the process, as above
             answer = (False, f"{error}" or type(error).__name__)
         self._channel.send(("reply", call, *answer))
 
@@ -128,7 +128,7 @@ class EngineServer:
         try:
             seed = self._seeds.getrandbits(62)
             completion = await self._manager.generate(request, running.rid, seed, lambda: running.aborted)
-        except Exception as error:  # an edge of the process: whatever it was, this one request failed of it
+        except Exception as error:  # the edge of the process: this one request failed, whatever the error
             completion = Completion(request.request_id, error=f"{type(error).__name__}: {error}")
         await self._finish(running, completion)
 
@@ -187,7 +187,7 @@ class EngineServer:
             self._start(self._generate(running))
 
     async def _drain(self, abort: bool) -> None:
-        """End what runs; what comes meanwhile is held."""
+        """End running requests; hold those that arrive meanwhile."""
         self._held = []
         if self._paused and not abort:
             await self._continue_scheduler()
@@ -214,7 +214,7 @@ class EngineServer:
     # ------------------------------------------------------------ weights, memory
 
     async def new_weights(self, version: str) -> None:
-        """Nobody goes on with keys and values of the old ones. The scheduler is paused, so that its cache can be cleared."""
+        """Use new weights: drop cached keys and values of old ones. The scheduler is paused, so that its cache can be cleared."""
         await self._flush()
         for running in self._running.values():
             running.had_other_weights = True
@@ -233,17 +233,17 @@ class EngineServer:
 
 
 def _stop(engine: Any, scratch: str) -> NoReturn:
-    """The host may be gone: its part is done too."""
+    """Stop the engine; the host may be gone and cannot do its part."""
     end(engine)
     remove_folder(Path(scratch))
-    os._exit(0)  # without the wait for sockets on which nobody listens
+    os._exit(0)  # without waiting for sockets on which nobody listens
 
 
 async def _serve(channel: PickleChannel, start: Start, engine: Any) -> None:
     pids = list(engine.get_all_child_pids())
     if start.spec.node is not None and start.spec.node.number > 0:  # the first node calls the schedulers of this one
         channel.send(("ready", pids))
-        await channel.receive()  # nothing comes but the end of its host
+        await channel.receive()  # no messages come but the host's end
         raise Closed
     manager = Manager(engine, start)
     await manager.freeze_gc()
@@ -262,7 +262,7 @@ def main() -> None:
     channel, start = loop.run_until_complete(_first_message(socket.socket(fileno=int(sys.argv[1]))))
     try:
         engine = launch(start)
-    except Exception as error:  # an edge of the process: the host raises it again
+    except Exception as error:  # the edge of the process: the host raises it again
         channel.send(("failed", str(error) if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {error}"))
         loop.run_until_complete(asyncio.sleep(0.1))
         raise

@@ -1,4 +1,4 @@
-"""What SGLang is started with: the supported range, its environment, its arguments, the folder for what it would write elsewhere."""
+"""Start-up settings of SGLang: supported versions, environment, arguments, and a folder for its files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OWN_ARGUMENTS = (
     "load_format",
     "stream_interval",
     "enable_return_routed_experts",
-    # Which worker has which expert is what updates go by.
+    # Updates depend on which worker holds which expert.
     "enable_eplb",
     "ep_num_redundant_experts",
     "init_expert_location",
@@ -73,12 +73,12 @@ SETTINGS = {
 }
 """Engine arguments that have a key of their own beside engine_args."""
 FIELDS = (("srt/arg_groups/fields/[a-z]*.py", None),)
-"""Where SGLang declares its arguments: files of the package, and the class in them (None: all of them)."""
+"""Files of the package that declare SGLang's arguments, and the class in them (None: all)."""
 
 CPU_MODELS = "roll_lite.distributed.strategy.sglang.compat.models"
 _ERRORS = "errors"
 _INPUT_MARGIN = 8
-"""Places of the context that SGLang does not let a prompt fill."""
+"""Tokens of the context that SGLang reserves from prompts."""
 
 
 def check_version() -> str:
@@ -86,19 +86,19 @@ def check_version() -> str:
 
 
 def engine_environment(threads: int, cuda: bool, workers: int = 1, node: EngineNode | None = None) -> Environment:
-    """What the engine's process finds when it starts."""
-    follows = {} if node is None or node.number == 0 else {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}  # or its start never comes back
+    """Environment of the engine's process."""
+    follows = {} if node is None or node.number == 0 else {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}  # or its start never returns
     preset = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONWARNINGS": "ignore::UserWarning,ignore::DeprecationWarning,ignore::FutureWarning",
     }
-    # The context is a few places longer than the model's, since prompts may not fill SGLang's; no response gets that far.
+    # The context is slightly longer than the model's, because SGLang reserves some from prompts; no response gets that far.
     required = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if cuda:
         return Environment(preset, required, follows)
     preset |= {
-        # Left to itself, SGLang wants a NUMA node for each worker. Its native path binds nothing, whatever stands here.
+        # By default SGLang wants a NUMA node per worker. Its native path binds nothing, whatever this says.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * workers),
         # Some sampling paths are compiled at their first call, which takes half a minute.
         "TORCHDYNAMO_DISABLE": "1",
@@ -128,7 +128,7 @@ def engine_arguments(
         "grammar_backend": "none",
         "log_level": "error",
         "enable_memory_saver": cuda,
-        "enable_weights_cpu_backup": cuda,  # or what is offloaded comes back as noise
+        "enable_weights_cpu_backup": cuda,  # or offloaded weights return as noise
         "disable_cuda_graph": strategy.enforce_eager or not cuda,
     }
     if cuda:
@@ -140,7 +140,7 @@ def engine_arguments(
         arguments |= {"enable_lora": True, "max_loras_per_batch": 2, "max_lora_rank": lora.rank, "lora_strict_loading": True}
         arguments |= {"lora_target_modules": with_fused(lora.targets)} | ({} if cuda else {"lora_backend": "torch_native"})
     if is_fp8(strategy, cuda):
-        # Quantised as `fp8` alone, a model cannot be loaded again: what its loaders know goes with the first weights. This one keeps it.
+        # A model quantised as plain `fp8` cannot be loaded again: its loaders lose their data with the first weights. This one keeps it.
         arguments |= {"quantization": "fp8", "load_format": "flash_rl"}
     megabytes = kv_cache_mb(strategy.kv_cache_mb, cuda)
     if megabytes is not None:
@@ -149,7 +149,7 @@ def engine_arguments(
 
 
 def node_arguments(node: EngineNode | None) -> dict[str, Any]:
-    """Those by which an engine's parts on several nodes find each other."""
+    """Arguments by which an engine's parts on several nodes find each other."""
     if node is None:
         return {}
     host, port = node.meeting
@@ -159,9 +159,9 @@ def node_arguments(node: EngineNode | None) -> dict[str, Any]:
 def check_cache(
     model: ModelConfig, strategy: SglangStrategyConfig, max_model_len: int, cuda: bool, cache_tokens: int, page_size: int
 ) -> None:
-    """ValueError where one request of the greatest length does not fit: SGLang would cut its response short without a word.
+    r"""ValueError if the longest request does not fit into the cache: SGLang would silently cut its response.
 
-    `cache_tokens`: what SGLang has made room for; of that it leaves a page and one more token empty when it admits a request.
+    `cache_tokens`: room that SGLang has made; it leaves a page and one token of it empty when it admits a request.
     """
     needed = max_model_len + 2 * page_size
     if cache_tokens >= needed:
@@ -179,31 +179,31 @@ def check_cache(
 
 
 def _token_bytes(model: ModelConfig, strategy: SglangStrategyConfig) -> int:
-    """Of a token's keys and values, on each device."""
+    """Bytes of a token's keys and values on each device."""
     shape = read_hf_config(model.path)
     heads = -(-shape.key_value_heads // strategy.tensor_parallel)
     return 2 * shape.layers * heads * shape.head_dim * (4 if model.dtype == "float32" else 2)
 
 
 def keep_files_in(folder: Path) -> None:
-    """In each of the engine's processes, before SGLang does anything."""
+    """Keep SGLang's files in a folder; runs in each of the engine's processes before anything else."""
     from sglang.srt.managers import load_snapshot
 
-    # In /dev/shm, where SGLang has it, a start that fails leaves this file behind.
+    # In /dev/shm, SGLang's default, a failed start leaves this file behind.
     load_snapshot.shm_path_for = lambda _: str(folder / "loads.shm")
     errors = logging.FileHandler(folder / _ERRORS)
     errors.setLevel(logging.ERROR)
-    # Not on the root, whose handlers SGLang takes away: what it has there stays, and writes to the host's log.
+    # Not on the root logger, whose handlers SGLang removes: its own handler stays, and writes to the host's log.
     logging.getLogger("sglang").addHandler(errors)
 
 
 def logged_error(folder: Path) -> str | None:
-    """The end of the first error that the engine's processes have logged: the others follow from it."""
+    """End of the first error that the engine's processes logged; the others follow from it."""
     try:
         text = (folder / _ERRORS).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     _, _, failed = text.partition("Traceback (most recent call last):")
-    # An exception's own lines are the first that stand at the margin again.
+    # An exception's own lines are the first without indentation.
     lines = (line for line in failed.splitlines() if line and not line.startswith(" "))
     return next(lines, None) or next((line for line in text.splitlines() if line), None)

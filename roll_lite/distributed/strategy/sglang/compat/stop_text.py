@@ -1,4 +1,4 @@
-"""Stop strings in the text of a response that grows token by token, found where vLLM finds them."""
+"""Stop strings in the text of a growing response, found where vLLM finds them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections.abc import Sequence
 from typing import Any
 
 _CONTEXT = 8
-"""Tokens of the prompt that are decoded together with the first ones of the response."""
+"""Prompt tokens that are decoded together with the response's first ones."""
 _INCOMPLETE = "\ufffd"
-"""What a part of a character is decoded to."""
+"""Text of a part of a character."""
 
 
 class StopText:
-    """Special tokens have no text here. A character of several tokens comes with the last of them."""
+    """Text of a response, token by token. Special tokens have none; a character of several tokens appears with the last."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stops: Sequence[str], seam: int = 0) -> None:
-        """`seam`: so many tokens at the end of the prompt belong to the response."""
+        """`seam`: number of tokens at the prompt's end that belong to the response."""
         begin = len(prompt_ids) - seam
         self._tokenizer = tokenizer
         self._stops = stops
         self._pending = list(prompt_ids[max(0, begin - _CONTEXT) : begin])
-        """Tokens that the next one is decoded together with: alone it may read otherwise."""
+        """Tokens to decode together with the next one: alone it may read differently."""
         self._shown = len(self._pending)
-        """So many of them have their text in `_text`, or belong to the prompt."""
+        """Number of them whose text is in `_text` or belongs to the prompt."""
         self._before = self._decoded().rstrip(_INCOMPLETE)
         self._text = ""
         self._longest = max(map(len, stops))
         self.tokens = -seam
-        """Of the response so far, as far as the engine has generated it."""
+        """Response tokens that the engine has generated so far."""
         for token in prompt_ids[begin:]:
             self.next(token)
 
     def next(self, token: int) -> str | None:
-        """The stop string that the token's text completes."""
+        """Stop string that the token's text completes, or None."""
         self.tokens += 1
         new = self._new_text(token)
         if not new:

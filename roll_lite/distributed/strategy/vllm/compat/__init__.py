@@ -1,5 +1,5 @@
-"""All that roll_lite knows of vLLM, whatever may change with its version.
+r"""Everything that depends on vLLM's version.
 
-vLLM reads its environment when it is imported: functions of the hosting process import it themselves, after the environment is set.
-`worker.py` is imported by vLLM, in its own processes; `judge_server.py` is a program.
+vLLM reads its environment when it is imported: functions of the hosting process import it only after setting the environment. vLLM
+imports `worker.py` in its own processes; `judge_server.py` is a program.
 """

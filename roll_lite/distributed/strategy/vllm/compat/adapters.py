@@ -1,4 +1,4 @@
-"""Adapters in vLLM's workers, in the place that it has for those that it reads from files."""
+"""Adapters in vLLM's workers, in the slots that vLLM has for adapters from files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_lite.distributed.strategy.vllm.compat.requests import ADAPTERS
 
 
 def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """In the place of others, for all requests that run or come. What they are multiplied by is in them."""
+    """Replace the adapters for all running and further requests. B already contains alpha / rank."""
     known = runner.lora_manager._adapter_manager
     mapper = getattr(known.model, "hf_to_vllm_mapper", None)
     adapters = LoRAModel.from_lora_tensors(
@@ -28,14 +28,15 @@ def put_adapters(runner: Any, rank: int, tensors: dict[str, torch.Tensor]) -> No
     )
     known.remove_adapter(ADAPTERS)
     known.add_adapter(adapters)
-    if astray := adapters.loras.keys() - known.modules.keys():  # vLLM would go on without
+    if astray := adapters.loras.keys() - known.modules.keys():  # vLLM would continue without them
         raise RuntimeError(f"vLLM has no layers for adapters of {', '.join(sorted(astray)[:5])}")
     known.activate_adapter(ADAPTERS)
     adapters.loras.clear()  # copies of them stand beside the layers
 
 
 def multiply_plainly() -> None:
-    """On a CPU vLLM gathers A and B anew for every token, which may have other adapters than the next one. Here all have the same."""
+    """Multiply with the one adapter by a plain product. vLLM on a CPU gathers A and B for every token, in case tokens differ in their
+    adapters."""
 
     def add_lora_linear(
         self: PunicaWrapperCPU,

@@ -34,7 +34,7 @@ _LAST_S = 3.0  # for the engine to end what it has started
 
 
 def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
-    """Of all parts of an engine the same, but for their number."""
+    """Engine arguments, the same for all parts of an engine except for their number."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     assert isinstance(spec.strategy, VllmStrategyConfig)
@@ -44,7 +44,7 @@ def engine_args(spec: EngineSpec, cuda: bool) -> AsyncEngineArgs:
 
 
 class VllmEngine:
-    """Of AsyncLLM's calls only `generate` and `abort` come back when the engine's process dies; for the others see `_answer`."""
+    """vLLM engine. Of AsyncLLM's calls only `generate` and `abort` return when the engine's process dies; `_answer` guards the others."""
 
     name = "vLLM"
 
@@ -60,7 +60,7 @@ class VllmEngine:
         self._running: AsyncLLM | None = None
         self._given_up: asyncio.Future[str] | None = None
         self._requests: dict[str, tuple[GenerationRequest, int]] = {}
-        """Those that run, with the weights' version at their beginning."""
+        """Running requests with the weights' version at their start."""
 
     # ------------------------------------------------------------ life
 
@@ -68,7 +68,7 @@ class VllmEngine:
         return settings.check_version()
 
     async def start(self) -> list[int]:
-        """Blocks the event loop while the engine starts: its processes belong to the thread that starts them."""
+        """Start; blocks the event loop, because the engine's processes belong to the thread that starts them."""
         os.environ.update(self._variables | {HOST_PID: str(os.getpid())})
         self._given_up = asyncio.get_running_loop().create_future()
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
@@ -90,12 +90,12 @@ class VllmEngine:
     async def prepare(self, config: HfConfig) -> None:
         read = (self._vocabulary, self._tied)
         if read != (config.vocab_size, config.tied_embeddings):
-            # Where engine_args overrides it, for one.
+            # Such as an override in engine_args.
             raise ValueError(
                 f"vLLM has another model than {self._spec.model.path / 'config.json'}: vocabulary and tied embeddings are {read}"
             )
         self._experts = config.experts if self._spec.experts else None
-        # Once this answer is remembered, requests enter in the order of their submission.
+        # Once this answer is cached, requests enter in the order of submission.
         await self._answer(self._llm.get_supported_tasks())
         await self._set_version(0)
 
@@ -103,7 +103,7 @@ class VllmEngine:
         return self._running is not None and bool(self._running.errored)
 
     async def answered(self) -> object:
-        """vLLM's core looks at its calls in every round of its loop."""
+        """Return when the engine core has answered; it handles calls in every round of its loop."""
         return await self._answer(self._llm.get_weight_version())
 
     def give_up(self, why: str) -> None:
@@ -127,7 +127,7 @@ class VllmEngine:
         return self._running
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
-        """Of an engine call, which vLLM leaves waiting for ever when its process dies."""
+        """Await an engine call that vLLM never ends if its process dies."""
         assert self._given_up is not None
         task = asyncio.ensure_future(call)
         either: list[asyncio.Future[Any]] = [task, self._given_up]
@@ -155,7 +155,7 @@ class VllmEngine:
         return Completion(request.request_id, error="vLLM ended the request without an output")
 
     def _alternatives(self, request: GenerationRequest) -> int | None:
-        """Tokens whose log-probs say which ones survived truncation; None where nobody asks. Greedy decoding knows no truncation."""
+        """Number of tokens whose log-probs show what truncation kept; None if not asked for. Greedy decoding has no truncation."""
         sampling = request.sampling
         if not sampling.keep_mask:
             return None
@@ -174,7 +174,7 @@ class VllmEngine:
         return [one for one in found if one is not None]
 
     def _states(self, request_ids: Iterable[str]) -> Iterator[tuple[str, RequestState]]:
-        """vLLM knows requests by ids of its own."""
+        """Request states; vLLM uses ids of its own."""
         known = self._llm.output_processor
         for request_id in request_ids:
             for own in known.external_req_ids.get(request_id, ()):
@@ -203,12 +203,15 @@ class VllmEngine:
         await self._answer(self._llm.update_weight_version(str(version)))
 
     async def _forget(self) -> None:
-        """Running requests are recomputed from their tokens: none goes on with keys and values of other weights."""
+        """Drop cached keys and values; running requests are recomputed from their tokens under the new weights."""
         await self._answer(self._llm.reset_prefix_cache(reset_running_requests=True))
 
     async def offload(self, parts: Collection[EngineMemory], cache_stays: bool) -> None:
-        """By the workers' own methods: vLLM's `wake_up` would resume a paused engine. It lets the cache go alone, but the weights only
-        with it. On a CPU the cache is all that leaves: weights in host memory would be where they are."""
+        r"""Offload through the workers' own methods, because vLLM's `wake_up` would resume a paused engine.
+
+        vLLM can offload the cache alone, but the weights only with it. On a CPU only the cache is freed: weights are in host memory
+        already.
+        """
         if not self._cuda:
             if EngineMemory.KV_CACHE in parts:
                 await self._forget()

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server as a program of its own: its arguments, and its end when whoever started it is gone.
+r"""vLLM's OpenAI-compatible server as a program of its own, which ends with the process that started it.
 
 Started as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS`, in a session of its own, so that one signal
 reaches all its processes.
@@ -24,7 +24,7 @@ SAGEMAKER = "model_hosting_container_standards"
 
 
 def command(config: JudgeServerConfig, host: str, port: int, name: str, cuda: bool) -> list[str]:
-    """`name`: what the model is called in requests."""
+    """Command line of the server. `name`: the model's name in requests."""
     check_version()
     for note in notes(config.strategy, _longest(config, cuda), cuda, engine_environment(config.threads, cuda)):
         sys.stderr.write(f"judges.{name}: {note}\n")
@@ -57,7 +57,7 @@ def server_arguments(config: JudgeServerConfig, cuda: bool) -> dict[str, Any]:
 
 
 def _longest(config: JudgeServerConfig, cuda: bool) -> int | None:
-    """Of prompt and response; None where vLLM finds out."""
+    """Longest prompt and response together; None to let vLLM find out."""
     if config.strategy.max_model_len is not None or cuda:
         return config.strategy.max_model_len
     try:
@@ -76,13 +76,12 @@ def _words(key: str, value: Any) -> list[str]:
 
 
 def _stand_in_for_sagemaker() -> None:
-    """vLLM always adds SageMaker's two routes, for which its CPU build would need five packages more: here they stay what they are
-    without that service."""
+    """Stand in for SageMaker's two routes, which vLLM always adds and for which its CPU build would need five more packages."""
     if find_spec(SAGEMAKER) is not None:
         return
 
     def unchanged(first: Any = None, *_: Any, **__: Any) -> Any:
-        """A decorator that changes nothing, usable with arguments or without."""
+        """Decorator that changes nothing, usable with or without arguments."""
         return first if callable(first) else unchanged
 
     package, module = ModuleType(SAGEMAKER), ModuleType(f"{SAGEMAKER}.sagemaker")

@@ -1,4 +1,4 @@
-"""The part of a vLLM engine that lies on another node than its requests: workers, called from there."""
+"""Part of a vLLM engine on a node other than the first: workers that the first node calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class VllmPart:
-    """What `vllm serve --headless` runs on all nodes but the first."""
+    """Workers as `vllm serve --headless` runs them on all nodes but the first."""
 
     name = "vLLM"
 
@@ -33,7 +33,7 @@ class VllmPart:
         return settings.check_version()
 
     async def start(self) -> list[int]:
-        """Blocks the event loop until the workers of all nodes have met: they belong to the thread that starts them."""
+        """Start; blocks the event loop until the workers of all nodes have met, because they belong to the starting thread."""
         os.environ.update(self._variables | {HOST_PID: str(os.getpid())})
         self._scratch = Scratch("rl-vllm-", settings.SOCKETS)
         with self._scratch.inherited():

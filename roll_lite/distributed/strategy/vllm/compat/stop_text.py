@@ -1,4 +1,4 @@
-"""Stop strings that begin before the seam of a response that goes on: vLLM looks for them in what it has generated itself."""
+"""Stop strings that begin before a resume point: vLLM searches only what it has generated itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def look_across_seams(processor: OutputProcessor) -> None:
-    """Requests that carry a SEAM start with the text of so many of their prompt's last tokens. Nothing else reads that text."""
+    """Start requests that carry a SEAM with the text of that many last prompt tokens. Nothing else reads that text."""
     add = processor.add_request
 
     def add_request(request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
@@ -38,7 +38,7 @@ def detokenizer_across(tokenizer: Any, request: EngineCoreRequest, seam: int) ->
     for token in request.prompt_token_ids[-seam:]:
         detokenizer.token_ids.append(token)
         detokenizer.output_text += detokenizer.decode_next(token)
-    # They are not among the tokens that were generated.
+    # They are not among the generated tokens.
     if isinstance(detokenizer, SlowIncrementalDetokenizer):
         detokenizer.prompt_len += seam
     else:

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: how weights arrive and are loaded, what the model holds, when to die.
+r"""Code inside vLLM's worker processes: receiving and loading weights, reading the model back, ending with the host.
 
 The hosting process's half is `engine.py`.
 """
@@ -36,7 +36,7 @@ def _layers() -> Layers:
 
 
 def _all_say(mine: bool) -> bool:
-    """Whether all workers of this engine do."""
+    """True if all workers of this engine report true."""
     group = get_tp_group()
     if group.world_size == 1:
         return mine
@@ -46,7 +46,7 @@ def _all_say(mine: bool) -> bool:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class; called by name through collective_rpc, through which none of them may raise."""
+    """Methods that vLLM adds to its worker class. collective_rpc calls them by name, and none may raise through it."""
 
     rank: int
     device: torch.device
@@ -56,7 +56,7 @@ class WorkerExtension:
     model_runner: Any
     roll_lite_dropped: list[tuple[torch.UntypedStorage, int]]
     roll_lite_adapters: IncomingAdapters | None = None
-    """None: whole models come."""
+    """None while whole models arrive."""
 
     @cached_property
     def roll_lite_receiver(self) -> WeightReceiver:
@@ -64,7 +64,7 @@ class WorkerExtension:
 
     @answering
     def roll_lite_take_adapters(self, shapes: dict[str, list[int]], rank: int) -> None:
-        """From now on nothing else comes."""
+        """Receive adapters alone from now on."""
         self.roll_lite_adapters = IncomingAdapters(shapes, rank, partial(put_adapters, self.model_runner))
 
     @answering
@@ -76,7 +76,7 @@ class WorkerExtension:
         model = self.get_model()
 
         def begin(again: bool) -> None:
-            if again:  # layers remember how much of them has come
+            if again:  # layers remember how much of them has arrived
                 finalize_layerwise_reload(model, self.model_config)
             if self.device.type == "cpu":
                 _make_expert_kernels_anew(model)
@@ -107,7 +107,8 @@ class WorkerExtension:
 
     @answering
     def roll_lite_drop_cache(self) -> None:
-        """vLLM frees nothing on a CPU. An emptied storage keeps its identity: once it has its size again, all views of it are valid."""
+        """Drop the cache; vLLM frees nothing on a CPU. An emptied storage keeps its identity: once refilled, all views of it are valid
+        again."""
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self.model_runner.kv_caches}
         self.roll_lite_dropped = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage in storages.values():
@@ -118,11 +119,11 @@ class WorkerExtension:
         dropped, self.roll_lite_dropped = self.roll_lite_dropped, []
         for storage, size in dropped:
             storage.resize_(size)
-            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # what a masked place multiplies must be a number
+            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # masked places are multiplied and must hold numbers
 
     @answering
     def roll_lite_checksums(self, dtypes: dict[str, str], shapes: dict[str, list[int]], names: list[str] | None) -> dict[str, str]:
-        """Of what the model holds, of these tensors or (None) of all, in the dtypes given. Collective, the first worker answers."""
+        """Checksums of the model's tensors, named or all (None), in the dtypes given. Collective; the first worker answers."""
         sums = {}
         for name, tensor in _held(self, names, shapes):
             if self.rank == 0:
@@ -139,7 +140,7 @@ def _held(worker: WorkerExtension, names: Collection[str] | None, expected: Coll
 
 
 def _experts_of_this_worker_alone() -> None:
-    """vLLM's kernel for experts on a CPU takes no notice of the map from all experts to those of a worker, and would read beyond them."""
+    """Restrict vLLM's CPU kernel to this worker's experts: it ignores the map from all experts and would read beyond its own."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply = CPUUnquantizedExperts.apply
@@ -157,7 +158,7 @@ def _experts_of_this_worker_alone() -> None:
 
 
 def _experts_without_adapters() -> None:
-    """Where any layer has adapters, vLLM takes the kernel for experts that has them too, which is written in Triton. Ours never do."""
+    """Use the expert kernel without adapters. If any layer has adapters, vLLM takes its Triton kernel for experts with adapters."""
     select = unquantized_fused_moe_method.select_unquantized_moe_backend
 
     def without(moe_config: Any) -> Any:
@@ -168,14 +169,14 @@ def _experts_without_adapters() -> None:
 
 
 def _pack_lm_head_again(model: torch.nn.Module) -> None:
-    """A tied LM head gets no weights of its own, so the reload leaves the CPU's packed copy of the old embedding in place."""
+    """Pack a tied LM head again: it has no weights of its own, so the reload leaves the CPU's packed copy of the old embedding."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
 
 def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
-    """vLLM packs experts for the CPU where it makes their kernel, which it does with the first weights alone."""
+    """Rebuild the expert kernels, which pack the weights for the CPU only when first built."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, unquantized_fused_moe_method.UnquantizedFusedMoEMethod):
@@ -183,11 +184,11 @@ def _make_expert_kernels_anew(model: torch.nn.Module) -> None:
 
 
 _DIGIT = 128
-"""Numbers below are exact in every dtype."""
+"""Base of the digits below, so that numbers are exact in every dtype."""
 
 
 def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """As they were before vLLM padded and packed them for the CPU. What other kernels make of them is not known here."""
+    """Expert weights before vLLM padded and packed them for the CPU. Other kernels' layouts are not known here."""
     if module.w13_weight.device.type != "cpu":
         raise RuntimeError("weight_sync.verify: experts cannot be read back from vLLM on a GPU; use none")
     rows, isa = module.moe_config.intermediate_size_per_partition_unpadded, module.quant_method.experts_cls.isa
@@ -197,7 +198,7 @@ def _read_experts(module: Any) -> tuple[int, torch.Tensor, torch.Tensor]:
 
 
 def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
-    """Packing moves numbers about within an expert: packed row and column numbers, digit by digit, tell where each has come from."""
+    """Undo packing, which moves numbers within an expert: packing row and column numbers, digit by digit, shows where each came from."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     _, rows, columns = packed.shape
@@ -212,7 +213,7 @@ def _unpacked(packed: torch.Tensor, isa: str) -> torch.Tensor:
 
 
 def _die_without_host(parent: psutil.Process | None) -> None:
-    """vLLM's engine process, which stands between this one and the host, does not notice when the host is killed."""
+    """End with the host. vLLM's engine process, which stands between, does not notice that the host was killed."""
     engine = [parent] if parent is not None and parent.pid != int(os.environ[HOST_PID]) and is_running(parent) else []
     kill_all([*engine, psutil.Process()])
 

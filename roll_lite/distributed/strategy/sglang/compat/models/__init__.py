@@ -1,1 +1,1 @@
-"""The architectures that roll_lite trains, as SGLang's "external" models: with them it does not import the two hundred others at start."""
+"""Architectures that roll_lite trains, as SGLang's "external" models: with them it skips importing two hundred others."""
