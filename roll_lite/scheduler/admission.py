@@ -1,4 +1,4 @@
-"""Which prompts are started, and when."""
+"""Admission: which prompts start, and when."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_lite.scheduler.supply import Pacing
 
 
 class Admission:
-    """As many prompts as the supply and the queues of engines and rewards allow, in the proportions of the mix."""
+    """Starts as many prompts as the supply, the engines' queues and the rewards' queues allow, in the proportions of the mix."""
 
     def __init__(
         self,
@@ -26,14 +26,14 @@ class Admission:
         pacing: Pacing,
         batches: int | None,
     ) -> None:
-        """`batches`: nothing is admitted for later ones."""
+        """`batches`: number of batches in the run; no prompt is admitted beyond them."""
         self.plan = BatchPlan({name: one.share for name, one in domains.items()}, {name: one.least for name, one in domains.items()})
         self.size = 0
-        """Prompts of a batch."""
+        """Prompts per batch."""
         self.asked = self.handed_out = self._resumed_at = 0
-        """Batches."""
+        """Batch counts."""
         self.announced, self._announced_tokens = 0, 0.0
-        """Requests of groups that were started, and whose tasks have not run yet."""
+        """Requests of groups that have just started; the router does not know of them yet."""
         self._domains, self._schedulers = domains, schedulers
         self._router = router
         self._recorder = recorder
@@ -41,15 +41,18 @@ class Admission:
         self._batches = batches
         self._loop = asyncio.get_running_loop()
         self._behind: set[str] = set()
-        """Domains that start nothing for later batches, because their rewards are behind."""
+        """Domains whose rewards lag: they start nothing for later batches."""
         self._looked = 0.0
 
     def admit(self) -> None:
-        """In waves replacements wait until nothing runs any more, so that which prompt follows which does not depend on timing."""
+        """Start prompts while there is room.
+
+        In waves (deterministic runs) replacements wait until no group runs, so that the order of prompts does not depend on timing.
+        """
         if self._router.gate is not None and any(one.running for one in self._schedulers.values()):
             return
         if self.asked == self.handed_out and self._pacing.supply.max_staleness == 0:
-            return  # it would be too old for the batch that comes next
+            return  # a prompt started now would be too old for the next batch
         for scheduler in self._schedulers.values():
             while scheduler.owed and self._has_room():
                 if scheduler.replace(self.asked):
@@ -69,7 +72,7 @@ class Admission:
                     room[name] -= self._domains[name].group_size
 
     def _announce(self, name: str) -> None:
-        """Until the tasks of a group of this domain have run, which were made just now: then the router knows of its requests."""
+        """Count a new group's requests until its tasks have run: from then on the router counts them."""
         domain = self._domains[name]
         requests = domain.group_size
         tokens = requests * self._router.expected_tokens(name, domain.sampling.max_tokens)
@@ -85,28 +88,30 @@ class Admission:
         return self._router.has_room(self.announced, self._announced_tokens)
 
     def drop_exhausted(self) -> bool:
-        """Domains without further prompts leave the mix; True: all have left it."""
+        """Remove domains without further prompts from the mix; True if none is left."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted:
                 self.plan.drop(name)
         return self.plan.exhausted
 
     def is_due(self, domain: str) -> bool:
-        """A prompt of this domain is still to be started for a batch that was asked for."""
+        """Whether a batch already asked for still needs a prompt of this domain."""
         return self.plan.has_open(domain, self._due_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
-        """When groups of this domain must have been admitted, on the clock of batches, to train in the next batch that has some of it."""
+        """Oldest admission (in batches) that may still train in the next batch that contains this domain."""
         most = self._pacing.supply.max_staleness
         return self.asked + self.plan.turns_until(domain, self.size, most) - most
 
     def _has_enough(self, domain: str) -> bool:
-        """What two batches hold of it is finished behind the next one: what was started for later ones would only grow old. One would not
-        carry it over the time in which a long response keeps the next batch waiting. Others, with longer responses, go on."""
+        """Whether finished groups fill the next batch and two more: groups started now would only grow stale.
+
+        A reserve of one batch would run out while the next batch waits for a long response of another domain.
+        """
         return self._schedulers[domain].finished >= 3 * self._of_a_batch(self._domains[domain])
 
     def _most_places(self) -> int:
-        """Places of batches that may have been charged by now."""
+        """Number of batch places that may be charged by now."""
         batches = self._pacing.supply.batches(self.asked, self.handed_out)
         ahead = ceil((self._pacing.oversample - 1) * self.size)
         if self._batches is not None:
@@ -114,17 +119,17 @@ class Admission:
         return (batches - self._resumed_at) * self.size + ahead if batches else 0
 
     def _due_places(self) -> int:
-        """Those of batches that were asked for."""
+        """Number of places in batches already asked for."""
         return (self.asked - self._resumed_at) * self.size
 
-    # ------------------------------------------------------------ rewards that are behind
+    # ------------------------------------------------------------ rewards that lag
 
     def _room_in_rewards(self) -> dict[str, float]:
-        """How many samples of each domain may be started for later batches.
+        """Samples of each domain that may start for later batches.
 
-        As many may wait for their scores as a batch holds, beside those that its rewards score at a time. More would only grow old, while
-        engines could work for other domains. What was asked for is always started, so every batch is completed; and where batches are
-        generated one after the other, that is bound enough.
+        At most one batch of samples may wait for scores, beyond those being scored: more would only grow stale while engines could serve
+        other domains. Prompts of batches already asked for always start, so every batch completes. Where batches are generated one at a
+        time, no further bound is needed.
         """
         if self._pacing.supply.whole_batches:
             return dict.fromkeys(self._domains, inf)
@@ -132,11 +137,11 @@ class Admission:
         return {name: samples - self._schedulers[name].waiting_for_scores for name, samples in groups.items()}
 
     def _of_a_batch(self, domain: Domain) -> int:
-        """Groups."""
+        """Number of the domain's groups in a batch."""
         return max(1, domain.least, ceil(self.plan.shares.get(domain.name, 0.0) * self.size))
 
     def _note_behind(self, behind: set[str]) -> None:
-        """Counts the time since this was last called, for the domains that were behind by then."""
+        """Add the time since the last call to the domains that lagged in it."""
         if self._behind or behind:
             now = self._loop.time()
             for name in self._behind:
@@ -144,7 +149,7 @@ class Admission:
             self._behind, self._looked = behind, now
 
     def finish_batch(self) -> None:
-        """It is complete: its statistics end here."""
+        """Close the statistics of a complete batch."""
         self._note_behind(self._behind)
         self.handed_out = self.asked
 
@@ -154,7 +159,7 @@ class Admission:
         return {"mix": self.plan.state_dict(), "batches": self.handed_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Once the domains know what they have left: those that had left the mix by then are not in its account."""
+        """Restore the mix; call it after the domains are restored. Domains that had left the mix are not part of the state."""
         for name, scheduler in self._schedulers.items():
             if scheduler.exhausted and name not in state["mix"]["weights"]:
                 self.plan.drop(name)

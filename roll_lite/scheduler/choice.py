@@ -1,4 +1,4 @@
-"""Which engine takes a request: the one that has least to do afterwards, what it holds of the prompt already taken into account."""
+"""Choice of the engine for a request: the least loaded one, prompts in its prefix cache taken into account."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ PREFIXES_REMEMBERED = 131_072
 
 @dataclass(eq=False)
 class EngineLoad:
+    """Load of one engine, as the router knows it."""
+
     client: EngineClient
     tokens: float = 0.0
-    """Of the requests in flight: tokens of the responses, as expected by now, and those of the prompts that it does not share among
-    them."""
+    """Tokens of the requests in flight: expected response tokens, and prompt tokens that requests do not share."""
     done: float = 0.0
-    """Of those, what it need not do any more by its own reports; less than nothing where responses turn out longer than expected."""
+    """Tokens reported done; negative if responses outgrow the estimate."""
     requests: int = 0
-    """Number of requests in flight, or given to it and about to be."""
+    """Requests in flight or about to be sent."""
     generating: int = 0
-    """Requests that it is known to have begun and not to have ended."""
+    """Requests started and not finished."""
     last_sign: float = 0.0
-    """When it was last heard to have begun or ended one."""
+    """Time of the last start or end of a request."""
     served: int = 0
     dead: str | None = None
-    """Why it cannot serve any more."""
+    """Cause of its loss; None while it lives."""
     serves: bool = True
-    """It gets requests."""
+    """False once it is withdrawn."""
     number: int = 0
-    """Among all that there ever were."""
+    """Serial number; breaks ties in the heap."""
 
     @property
     def left(self) -> float:
-        """Its load: tokens to be prefilled, and tokens that its responses are expected to grow by. See Asked.left."""
+        """Tokens still to prefill and to generate, as expected. See Asked.left."""
         return self.tokens - self.done
 
 
 class EngineChoice:
-    """`most_requests` and `most_tokens`: of what is in flight to one engine; None: without limit.
+    """Picks engines for requests. `most_requests`, `most_tokens`: limits of what is in flight to one engine; None: no limit.
 
-    The least loaded engine lies on top of a heap. An entry whose engine's load has changed since is dropped when it comes to the top; what
-    engines report changes many at a time, and is looked at with the next choice.
+    A heap keeps the least loaded engine on top. Entries with an outdated load are dropped when they reach the top. Progress reports change
+    many loads at once; they are applied at the next choice.
     """
 
     def __init__(self, engines: Iterable[EngineLoad], most_requests: int | None, most_tokens: int | None) -> None:
@@ -54,12 +55,12 @@ class EngineChoice:
         self._most_tokens = most_tokens
         self._heap: list[tuple[float, int, EngineLoad]] = []
         self._reported: set[EngineLoad] = set()
-        """Engines whose entries are out of date."""
+        """Engines with outdated heap entries."""
         self._numbers = itertools.count()
         self.serving = 0
-        """Engines."""
+        """Number of engines that serve."""
         self._tokens = 0.0
-        """In flight to them."""
+        """Tokens in flight to the engines that serve."""
         self._prefixes: OrderedDict[str, dict[EngineLoad, None]] = OrderedDict()
         for engine in engines:
             self.add(engine)
@@ -70,7 +71,7 @@ class EngineChoice:
         self._offer(engine)
 
     def withdraw(self, engine: EngineLoad) -> EngineLoad:
-        """It gets nothing new."""
+        """Send no further requests to this engine."""
         if engine.serves:
             self.serving -= 1
             self._tokens -= engine.tokens
@@ -78,28 +79,30 @@ class EngineChoice:
         return engine
 
     def takes(self, tokens: float) -> float:
-        """Requests of so many tokens that all engines together take."""
+        """Number of requests of this size that all engines together take."""
         by_requests = inf if self._most_requests is None else self._most_requests * self.serving
         return by_requests if self._most_tokens is None else min(by_requests, self._most_tokens * self.serving / max(1.0, tokens))
 
     @property
     def free_tokens(self) -> float:
-        """For what is to come."""
+        """Tokens that all engines together still take."""
         return inf if self._most_tokens is None else max(0.0, self._most_tokens * self.serving - self._tokens)
 
     def _offer(self, engine: EngineLoad) -> None:
-        """It may be chosen, with the load that it has now."""
+        """Push the engine with its current load."""
         heapq.heappush(self._heap, (engine.left, engine.number, engine))
-        if len(self._heap) > 1024 + 16 * self.serving:  # most of it is out of date
+        if len(self._heap) > 1024 + 16 * self.serving:  # most entries are outdated
             self._heap = [(engine.left, engine.number, engine) for engine in {engine for _, _, engine in self._heap}]
             heapq.heapify(self._heap)
 
     def choose(self, prefix: str, shared_tokens: int, own_tokens: float) -> tuple[EngineLoad, float] | None:
-        """The engine, and what the request adds to its load. `prefix`: what requests have in common whose prompts begin alike, with so many
-        shared tokens. None: all of them have enough to do."""
+        """The engine and the tokens that the request adds to its load; None if all engines are full.
+
+        `prefix` identifies a prompt beginning that requests share, of `shared_tokens` tokens.
+        """
         best, cost = self._least(), shared_tokens + own_tokens
         for holder in self._prefixes.get(prefix, ()):
-            # Also where another has less to do, as long as computing the prompt once more there would take longer than that.
+            # An engine that has the prefix cached wins unless it is busier by more than the prefill costs elsewhere.
             if self._has_room(holder) and (best is None or holder.left + own_tokens <= best.left + cost):
                 best, cost = holder, own_tokens
         return None if best is None else (best, cost)
@@ -111,14 +114,14 @@ class EngineChoice:
         self.remember(prefix, engine)
 
     def remember(self, prefix: str, engine: EngineLoad) -> None:
-        """It holds what begins so."""
+        """Note that the engine has this prefix cached."""
         self._prefixes.setdefault(prefix, {})[engine] = None
         self._prefixes.move_to_end(prefix)
         if len(self._prefixes) > PREFIXES_REMEMBERED:
             self._prefixes.popitem(last=False)
 
     def forget(self) -> None:
-        """Nobody holds anything."""
+        """Forget all prefixes, since the engines' caches were cleared."""
         self._prefixes.clear()
 
     def take_back(self, engine: EngineLoad, cost: float) -> None:
@@ -132,7 +135,7 @@ class EngineChoice:
         engine.tokens = tokens
 
     def report(self, engine: EngineLoad, done: float, grown: float) -> None:
-        """So much more of what is in flight to it is done, and so much longer than expected it will become."""
+        """Apply a progress report. `done`: tokens finished; `grown`: change of the expected length."""
         engine.done += done
         self._set_tokens(engine, engine.tokens + grown)
         self._reported.add(engine)
@@ -144,7 +147,7 @@ class EngineChoice:
             left, _, engine = self._heap[0]
             if left == engine.left and self._has_room(engine):
                 return engine
-            heapq.heappop(self._heap)  # it comes back with its next change
+            heapq.heappop(self._heap)  # pushed again when its load changes
         return None
 
     def _has_room(self, engine: EngineLoad) -> bool:

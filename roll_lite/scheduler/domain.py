@@ -17,9 +17,9 @@ from roll_lite.scheduler.runner import RewardClient, SampleRunner
 from roll_lite.scheduler.stats import SURPLUS, UNFINISHED, Recorder, commonest, loss_of
 
 LEAST_LOSSES = 8
-"""So many prompts at least, and three for each place that a batch has for the domain, must be lost in a row to end the run."""
+"""A run ends after this number of prompts lost in a row, or three per place of the domain in a batch if that is more."""
 LONGER, MOST_LOST = 4, 7 / 8
-"""Or this part of so many times as many."""
+"""A run also ends if this share of the last LONGER times as many prompts is lost."""
 
 
 class DomainFailed(RuntimeError):
@@ -38,7 +38,7 @@ class PromptSource(Protocol):
 
 @dataclass(frozen=True)
 class Domain:
-    """What the scheduler needs to know of a domain."""
+    """A domain as the scheduler sees it."""
 
     name: str
     prompts: PromptSource
@@ -50,13 +50,13 @@ class Domain:
     reward_retries: int = 1
     validation: PromptSource | None = None
     greedy_baseline: bool = False
-    """One more, greedy sample of each prompt, which its group cannot do without."""
+    """Add one greedy sample per prompt; a group without it is lost."""
     filter: GroupFilter | None = None
-    """Which groups train; None: all."""
+    """Selects the groups that train; None: all."""
     epochs: int | None = None
-    """Passes over the prompts; None: without end."""
+    """Passes over the prompts; None: endless."""
     least: int = 0
-    """Groups in each batch, whatever the share."""
+    """Minimum of groups in each batch, whatever the share."""
 
     @property
     def group_size(self) -> int:
@@ -65,7 +65,7 @@ class Domain:
 
 @dataclass
 class Counts:
-    """Of prompts, over the run. Each that was admitted is live, or has ended in exactly one of the other ways."""
+    """Counts of prompts over the run. Each admitted prompt is live, or has ended in exactly one of the other ways."""
 
     admitted: int = 0
     delivered: int = 0
@@ -73,9 +73,9 @@ class Counts:
     filtered: int = 0
     """Left out by the filter."""
     stale: int = 0
-    """Too old; its prompt is put back."""
+    """Too old; the prompt is put back in the queue."""
     lost: int = 0
-    """No sample survived, or not its greedy baseline."""
+    """No sample survived, or the greedy baseline is missing."""
 
     @property
     def ended(self) -> int:
@@ -90,14 +90,17 @@ class _Live:
     row: tuple[int, int]
     """Epoch and row number of its prompt."""
     admitted: int
-    """On the clock of batches."""
+    """Time of admission, in batches."""
     samples: asyncio.Future[list[Sample]] | None = None
     group: SampleGroup | None = None
-    """Once it is finished."""
+    """Set when it is finished."""
 
 
 class DomainScheduler:
-    """Runs groups of one domain. `changed()` is called when one has ended or can be taken; `broken(error)` when no more will come."""
+    """Runs the groups of one domain.
+
+    Calls `changed()` when a group has ended or can be taken, and `broken(error)` when no more will come.
+    """
 
     def __init__(
         self,
@@ -109,13 +112,13 @@ class DomainScheduler:
         broken: Callable[[BaseException], None],
         left_out: Callable[[SampleGroup], None] = lambda group: None,
     ) -> None:
-        """`left_out`: gets the groups that are lost or filtered."""
+        """`left_out` receives the groups that are lost or filtered."""
         self.name = domain.name
         self.counts = Counts()
         self.epoch = 0
-        """Of the newest prompt."""
+        """Epoch of the newest prompt."""
         self.owed = 0
-        """Places of batches whose groups ended without being delivered: others have to be admitted for them."""
+        """Batch places whose groups ended undelivered; they need replacements."""
         self._domain = domain
         self._runner = runner
         self._recorder = recorder
@@ -126,13 +129,13 @@ class DomainScheduler:
         self._put_back: deque[tuple[int, int]] = deque()
         self._failure_limit = LEAST_LOSSES
         self._ends: deque[str | None] = deque(maxlen=LONGER * LEAST_LOSSES)
-        """Of the last groups that were not stale: why each was lost, None for the others."""
+        """Causes of loss of the latest groups, None for those not lost; stale groups are not counted."""
         self._given_up = 0
-        """Places of batches to come whose groups were filtered, and that are not filled again."""
+        """Places of coming batches that stay empty, because their groups were filtered."""
         self._tries_left = 0
-        """So many groups more of those that run may be filtered."""
+        """Groups that may still be filtered and replaced."""
         self._waits_for: int | None = None
-        """Number of the group that the batch cannot do without."""
+        """Number of the group that the batch must wait for."""
 
     @property
     def running(self) -> int:
@@ -146,26 +149,26 @@ class DomainScheduler:
 
     @property
     def waiting_for_scores(self) -> float:
-        """Samples, beyond those that its rewards score at a time."""
+        """Samples that wait for scores, beyond those being scored."""
         return self._runner.scoring - self._domain.rewards.capacity
 
     @property
     def _further_tries(self) -> int:
-        """For each place, after its first prompt."""
+        """Replacements allowed for each place."""
         return self._domain.filter.tries - 1 if self._domain.filter is not None else 0
 
     @property
     def exhausted(self) -> bool:
-        """It has no more prompts to start."""
+        """Whether no prompt is left to start."""
         return self._domain.epochs is not None and not self._put_back and self._domain.order.next_epoch >= self._domain.epochs
 
     @property
     def at_end(self) -> bool:
-        """Nor will any of those that it has started be delivered."""
+        """Whether neither a prompt is left to start nor a group to deliver."""
         return self.exhausted and not self._running and not self._finished
 
     def start_batch(self, count: int) -> None:
-        """The next batch is asked for, with so many groups of this domain."""
+        """Begin a batch that takes `count` groups of this domain."""
         self._failure_limit = max(LEAST_LOSSES, 3 * count)
         self._ends = deque(self._ends, maxlen=LONGER * self._failure_limit)
         self._tries_left = (self.running + self.owed) * self._further_tries
@@ -174,17 +177,17 @@ class DomainScheduler:
     # ------------------------------------------------------------ admission
 
     def admit(self, clock: int) -> bool:
-        """Start a prompt for one more place. False: there is none, and the place stays empty."""
+        """Start a prompt for one more place; False if none is left."""
         self._tries_left += self._further_tries
         return self._start(clock)
 
     def replace(self, clock: int) -> bool:
-        """Start a prompt for a place whose group ended without being delivered. False: as for `admit`."""
+        """Start a prompt for a place whose group ended undelivered; False if none is left."""
         self.owed -= 1
         return self._start(clock)
 
     def _start(self, clock: int) -> bool:
-        """The next prompt; those that were put back, or in flight in a run that is resumed, come first."""
+        """Start the next prompt; those put back, or in flight when a resumed run was saved, come first."""
         if self.exhausted:
             return False
         row = self._put_back.popleft() if self._put_back else self._domain.order.next()
@@ -214,7 +217,7 @@ class DomainScheduler:
             return
         try:
             self._judge(live, self._group_of(live.number, samples.result()))
-        except Exception as error:  # not a sample's failure but the end of all (no engine left, a filter that raises): it must be heard of
+        except Exception as error:  # no sample's failure but the run's: no engine left, a filter that raises
             for task in tasks:
                 task.cancel()
             self._broken(error)
@@ -222,14 +225,14 @@ class DomainScheduler:
         self._changed()
 
     def _group_of(self, number: int, samples: list[Sample]) -> SampleGroup:
-        """The greedy sample is the last one."""
+        """Group of these samples; the greedy one is the last."""
         end = self._domain.samples_per_prompt
         return SampleGroup(number, self.name, tuple(samples[:end]), samples[end] if self._domain.greedy_baseline else None)
 
     # ------------------------------------------------------------ the ends of a group
 
     def _judge(self, live: _Live, group: SampleGroup) -> None:
-        """All of its samples are done: can it train?"""
+        """Decide whether a group with all its samples trains, is filtered or lost."""
         self._recorder.group(group)
         lost = loss_of(group)
         chosen = self._domain.filter
@@ -274,10 +277,10 @@ class DomainScheduler:
             )
 
     def take(self, count: int, oldest_next: int) -> list[SampleGroup] | None:
-        """The next batch's `count` groups, in the order of their admission; None: they are not there yet.
+        """The next batch's `count` groups in the order of admission; None if they are not ready.
 
-        First come those that were admitted before `oldest_next`, which the domain's next turn cannot take, finished or not: which of them
-        train must not depend on how long their responses are. The others are the oldest that are finished.
+        Groups admitted before `oldest_next` come first, and the batch waits for them: they would be too old for the domain's next turn, and
+        which of them train must not depend on the length of their responses. The oldest finished groups fill the rest.
         """
         if self._waits_for is not None and self._waits_for in self._running:
             return None
@@ -294,22 +297,24 @@ class DomainScheduler:
             assert group is not None
             groups.append(group)
         self.counts.delivered += len(groups)
-        # The others' places were taken by groups of later batches, which others have to be admitted for.
+        # Groups of later batches filled some of the empty places; those batches need replacements.
         self.owed += max(0, self._given_up - (count - len(groups)))
         self._given_up = 0
         return groups
 
     def certain(self, count: int) -> list[SampleGroup]:
-        """Of the next batch's `count` groups those that are known: finished, and among the `count` oldest of all, whatever ends before."""
+        """Groups that the next batch of `count` will surely contain: finished, and among the `count` oldest of all."""
         oldest = sorted([*self._running, *self._finished])[:count]
         return [group for number in oldest if number in self._finished and (group := self._finished[number].group) is not None]
 
     def drop_stale(self, clock: int, max_staleness: int) -> None:
-        """What is too old for the batch that comes next ends, and its prompt is put back: in front of those that wait to start again since
-        an earlier batch, and in the order of their admission, so that the oldest ones train next."""
+        """End groups that are too old for the next batch and put their prompts back in the queue.
+
+        They come before prompts put back earlier, in the order of admission, so that the oldest train next.
+        """
         stale = [live for live in (*self._running.values(), *self._finished.values()) if live.admitted < clock - max_staleness]
         for live in sorted(stale, key=lambda live: live.number, reverse=True):
-            if live.group is not None:  # nothing was set aside for its place any more
+            if live.group is not None:  # its place had no replacements reserved any more
                 del self._finished[live.number]
                 self._tries_left += self._further_tries
             else:
@@ -329,7 +334,7 @@ class DomainScheduler:
     # ------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Prompts that are not delivered yet, in flight or finished, are started again by the run that goes on from this."""
+        """State for a checkpoint; a resumed run starts undelivered prompts again, whether in flight or finished."""
         live = sorted([*self._running.values(), *self._finished.values()], key=lambda live: live.number)
         return {"order": self._domain.order.state_dict(), "unfinished": [*(one.row for one in live), *self._put_back]}
 
@@ -339,16 +344,16 @@ class DomainScheduler:
 
 
 def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
-    """A gather of cancelled samples ends with their error."""
+    """Whether samples were cancelled; a gather of cancelled tasks may also end with their error."""
     return samples.cancelled() or isinstance(samples.exception(), asyncio.CancelledError)
 
 
 def ended(group: SampleGroup, outcome: SampleOutcome, cause: str) -> SampleGroup:
-    """Its samples end as the group does, but for those that failed by themselves."""
+    """Give the group's outcome to its samples; samples that failed themselves keep theirs."""
     samples = [replace(one, outcome=outcome, failure=cause) if one.outcome is SampleOutcome.ACCEPTED else one for one in group.samples]
     return replace(group, samples=tuple(samples))
 
 
 def greedy(sampling: Sampling) -> Sampling:
-    """The likeliest token at every place; lengths and stop texts stay."""
+    """Greedy decoding with the same lengths and stop strings."""
     return replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, keep_mask=False)

@@ -1,4 +1,4 @@
-"""What happens in one sample: by default one prompt and one response, with an environment several turns."""
+"""Episodes: one prompt and one response by default, several turns with an environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Ask = Callable[[GenerationRequest], Awaitable[Turn]]
 
 
 class Conversation:
-    """A sample in the making. The tokens of earlier turns are not here: a request refers to them."""
+    """A sample under construction. Tokens of earlier turns stay elsewhere; requests refer to them."""
 
     __slots__ = ("_ask", "_request_id", "_sampling", "_segments", "_tokens", "_turns")
 
@@ -27,11 +27,11 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """Tokens that the policy may still write: max_tokens holds for all of its turns together."""
+        """Tokens that the policy may still write; max_tokens limits all of its turns together."""
         return self._sampling.max_tokens - sum(turn.length for turn in self._turns)
 
     async def respond(self, token_ids: Sequence[int], author: Author = Author.ENVIRONMENT) -> Turn:
-        """Tokens that another wrote, then the policy's response to all that was said. Raises RequestFailed."""
+        """Add tokens of the prompt or the environment, and let the policy respond. Raises RequestFailed."""
         if self.room < 1:
             raise ValueError(f"request {self._request_id}: the policy has written its {self._sampling.max_tokens} tokens; end the episode")
         request = self._request(tuple(token_ids))
@@ -45,7 +45,7 @@ class Conversation:
         return turn
 
     def transcript(self) -> Transcript:
-        """What was said so far."""
+        """Transcript of the episode so far."""
         last = self._turns[-1].finish_reason if self._turns else None
         return Transcript(self._segments, "\n".join(turn.text for turn in self._turns), last, self._tokens)
 
@@ -69,7 +69,7 @@ class Conversation:
 
 
 Episode = Callable[[Prompt, Conversation], Awaitable[None]]
-"""Lets prompt and policy talk. Where a request fails, RequestFailed passes through: the sample is tried again, or reported."""
+"""Runs one conversation. It must let RequestFailed pass: the sample is then retried, or reported as failed."""
 
 
 async def one_response(prompt: Prompt, conversation: Conversation) -> None:

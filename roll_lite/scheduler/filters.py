@@ -1,4 +1,4 @@
-"""Dynamic sampling: which finished groups train. What is left out is replaced by another prompt, and is no failure."""
+"""Dynamic sampling: selection of the finished groups that train. A filtered group is replaced by another prompt; it is no failure."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import NamedTuple
 from roll_lite.data.samples import SampleGroup, Score
 
 LOW, HIGH, FUNCTION = "low", "high", "function"
-"""Why a group was left out, in a word: its value is not above the filter's `above`, not below `below`, or the user's function said so."""
+"""Causes of filtering: the value is not above `above`, not below `below`, or the user's function returned False."""
 
 
 class LeftOut(NamedTuple):
-    """Why a group does not train."""
+    """Cause for which a group was filtered."""
 
     word: str
-    """LOW, HIGH or FUNCTION, which are counted."""
+    """LOW, HIGH or FUNCTION; metrics count these."""
     text: str
 
 
 Cause = Callable[[SampleGroup], LeftOut | None]
-"""None: the group trains."""
+"""Returns the cause to filter a group, or None if it trains."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class GroupFilter:
     tries: int = 10
     """Prompts that may be tried for each place of a batch."""
     fill: bool = True
-    """When they are used up: False goes on with the groups that there are, True ends the run."""
+    """End the run when the tries are used up; False: train on the groups at hand."""
 
 
 def kept_between(value: str, above: float | None, below: float | None) -> Cause:
-    """Groups whose value lies strictly between the two."""
+    """Keep groups whose value lies strictly between the bounds."""
     measure = MEASURES[value]
 
     def cause(group: SampleGroup) -> LeftOut | None:

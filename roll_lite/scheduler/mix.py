@@ -1,4 +1,4 @@
-"""How many groups of a batch each domain gets, and of a domain's prompts each of its files: shares are exact over a run."""
+"""The mix: how many groups of a batch each domain gets, and how many prompts of a domain each file. Shares are exact over a run."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class DomainMix:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Places given so far."""
+        """Places given to each domain so far."""
         return dict(self._counts)
 
     def quota(self, places: int) -> dict[str, int]:
-        """The next `places` places: how many each domain gets."""
+        """Give the next `places` places; returns the number for each domain."""
         given = Counter(self.places(places))
         return {name: given[name] for name in self._counts}
 
     def places(self, count: int) -> list[str]:
-        """Who gets the next `count` places, in their order."""
+        """Give the next `count` places; returns their domains in order."""
         return [self._give() for _ in range(count)]
 
     def _give(self) -> str:
@@ -76,7 +76,7 @@ class DomainMix:
         return {"weights": dict(self._weights), "counts": dict(self._counts), "places": self._places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the state left off; with other domains or shares than then, the account starts anew."""
+        """Restore the counts; with other domains or shares they start at zero."""
         if state["weights"] == self._weights:
             self._counts = dict(state["counts"])
             self._places = state["places"]
@@ -86,14 +86,14 @@ class DomainMix:
 class _Batch:
     places: list[str]
     after: dict[str, Any]
-    """The mix's state after it."""
+    """State of the mix after this batch."""
 
 
 class BatchPlan:
-    """The batches to come: what each of them holds of every domain, and whose prompt is admitted next for them.
+    """Plan of the coming batches: how many groups of each domain they hold, and which domain admits the next prompt.
 
-    A place is charged when its prompt is admitted, which may be long before the batch is asked for. `least`: groups of a domain in each
-    batch, which the others give up where its share does not yield them.
+    A place is charged when its prompt is admitted, possibly long before the batch is asked for. `least`: minimum of groups of a domain in
+    each batch; other domains give up places where its share is too small.
     """
 
     def __init__(self, shares: Mapping[str, float], least: Mapping[str, int] | None = None) -> None:
@@ -102,12 +102,12 @@ class BatchPlan:
         self._least = {name: count for name, count in (least or {}).items() if count}
         self._handed_out = self._mix.state_dict()
         self._open: dict[str, deque[int]] = {name: deque() for name in shares}
-        """By domain, places of planned batches whose prompts are not admitted yet: their numbers among those of all batches."""
+        """Numbers of the planned places whose prompts are not admitted yet, by domain, counted over all batches."""
         self._places = 0
-        """Of all planned batches."""
+        """Number of places planned so far."""
         self._planned: deque[_Batch] = deque()
         self.charged = 0
-        """Places, of all batches, whose prompts have been admitted."""
+        """Number of places whose prompts have been admitted."""
         self._names = list(shares)
 
     @property
@@ -115,8 +115,10 @@ class BatchPlan:
         return self._mix.shares
 
     def admit(self, size: int, most: Mapping[str, int]) -> tuple[str, int] | None:
-        """The domain whose prompt is admitted next, where batches have `size` places, and for which place; None: no domain has an open one
-        among the first `most` places, as many as it may fill."""
+        """Domain and place of the next prompt to admit, for batches of `size` places.
+
+        `most`: number of places up to which each domain may admit. None: no domain has an open place below its limit.
+        """
         while not (first := [(places[0], name) for name, places in self._open.items() if places and places[0] < most[name]]):
             if self._places >= max(most.values()):
                 return None
@@ -127,12 +129,12 @@ class BatchPlan:
         return name, place
 
     def has_open(self, domain: str, most: int) -> bool:
-        """One of the first `most` places waits for a prompt of that domain."""
+        """Whether one of the first `most` places waits for a prompt of this domain."""
         places = self._open[domain]
         return bool(places) and places[0] < most
 
     def next_batch(self, size: int) -> dict[str, int]:
-        """How many groups of each domain the next batch holds."""
+        """Start the next batch; returns its number of groups by domain."""
         if not self._planned:
             self._plan(size)
         batch = self._planned.popleft()
@@ -143,13 +145,13 @@ class BatchPlan:
         return {name: given[name] for name in self._names}
 
     def turns_until(self, domain: str, size: int, most: int) -> int:
-        """How many batches after the one that was handed out last, `most` + 1 at most, has some of this domain again."""
+        """Number of batches until this domain's next turn, at most `most` + 1."""
         while len(self._planned) < most and not self.exhausted and not any(domain in batch.places for batch in self._planned):
             self._plan(size)
         return next((turn for turn, batch in enumerate(self._planned, 1) if domain in batch.places), most + 1)
 
     def drop(self, domain: str) -> None:
-        """It has no more prompts. Batches that are planned have fewer groups; in those after them the others take its share."""
+        """Remove a domain without prompts. Planned batches get fewer groups; in later ones the other domains take its share."""
         if domain in self._shares:
             del self._shares[domain]
             self._least.pop(domain, None)
@@ -157,12 +159,12 @@ class BatchPlan:
 
     @property
     def ahead(self) -> int:
-        """Batches that are planned and were not asked for."""
+        """Number of batches planned ahead of those asked for."""
         return len(self._planned)
 
     @property
     def exhausted(self) -> bool:
-        """No domain has prompts left."""
+        """Whether no domain has prompts left."""
         return not self._shares
 
     def _plan(self, size: int) -> None:
@@ -179,7 +181,7 @@ class BatchPlan:
             self._places += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Of the batches that were asked for: what was admitted for later ones is admitted again."""
+        """State after the last batch asked for; prompts admitted for later batches are admitted again on resume."""
         return self._handed_out
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -188,10 +190,10 @@ class BatchPlan:
 
 
 class MixedOrder:
-    """The order of a domain's prompts where its files have shares. Each file's prompts come once per epoch of that file."""
+    """Order of a domain's prompts if its files have shares. Each file's prompts come once per epoch of that file."""
 
     def __init__(self, parts: Sequence[int], shares: Sequence[float], seed: int, domain: str) -> None:
-        """`parts`: how many prompts each file has, one after the other."""
+        """`parts`: number of prompts in each file."""
         self._domain = domain
         self._starts = [0, *accumulate(parts)]
         self._orders = {str(place): PromptOrder(count, seed, f"{domain}/{place}") for place, count in enumerate(parts)}
@@ -199,7 +201,7 @@ class MixedOrder:
 
     @property
     def next_epoch(self) -> int:
-        """So often every file has been gone through."""
+        """Number of complete passes over every file."""
         return min(order.next_epoch for order in self._orders.values())
 
     def next(self) -> tuple[int, int]:
@@ -212,7 +214,7 @@ class MixedOrder:
         return {"mix": self._mix.state_dict(), "parts": {name: order.state_dict() for name, order in self._orders.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Other shares than then may be given; other files not."""
+        """Restore the order. Shares may differ from the saved ones, files may not."""
         if state.get("parts", {}).keys() != self._orders.keys():
             raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from other files")
         self._mix.load_state_dict(state["mix"])

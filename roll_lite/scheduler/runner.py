@@ -1,4 +1,4 @@
-"""One sample from its first request to its score, with everything that can go wrong on the way."""
+"""The way of one sample from its first request to its score, with retries."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ def seeds_from(run_seed: int) -> Seeds:
 
 
 def no_seeds(_: SampleId) -> None:
-    """The engine draws as it likes."""
+    """Leave the choice of seeds to the engine."""
 
 
 class RewardClient(Protocol):
     async def score(self, item: RewardInput) -> Score:
-        """Raises rewards.base.RewardFailed; never gives a failure as a score of zero."""
+        """Score a sample. A failure raises rewards.base.RewardFailed; it is never a score of zero."""
         ...
 
     @property
     def capacity(self) -> float:
-        """So many samples it scores at a time; what is more waits for them."""
+        """Number of samples scored at a time; others wait."""
         ...
 
 
 @dataclass(frozen=True)
 class Retries:
-    """How often each half of a sample's way is repeated."""
+    """Number of retries for generation and for scoring."""
 
     generation: int
     reward: int
 
 
 class SampleRunner:
-    """Generates and scores samples of one domain. A sample that runs out of retries comes back as failed, with the cause."""
+    """Generates and scores samples of one domain. A sample without retries left is returned as failed, with its cause."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class SampleRunner:
         queue: str | None = None,
         generated: Callable[[], None] = lambda: None,
     ) -> None:
-        """`queue`: what the router counts its requests under; None: the domain. `generated()` is called when a sample begins to wait for
-        its score."""
+        """`queue`: name under which the router counts the requests; None: the domain. Calls `generated()` when a sample starts to wait
+        for its score."""
         self.scoring = 0
-        """Samples that wait for their score."""
+        """Number of samples that wait for a score."""
         self._domain = domain
         self._router = router
         self._rewards = rewards
@@ -111,7 +111,7 @@ class SampleRunner:
                 cause, timed_out = f"generation: {failure.cause}", failure.timed_out
                 partial = conversation.transcript()
                 if failure.final or (timed_out and (failure.began or partial.policy_tokens)):
-                    # Starting over after a time-out would keep a response only where it comes out shorter.
+                    # A retry after a time-out would succeed only with a shorter response: a bias.
                     return Sample(sample_id, prompt, partial, SampleOutcome.FAILED, failure=cause, timed_out=timed_out)
                 continue
             self.scoring += 1

@@ -21,15 +21,17 @@ from roll_lite.scheduler.validation import VALIDATION_EPOCH, Validation
 @dataclass(frozen=True)
 class RolloutResult:
     groups: list[SampleGroup]
-    """In the order of their numbers. Failed samples are among them, for dumps; only accepted ones train."""
+    """Groups by number. They include failed samples for dumps; only accepted samples train."""
     stats: RolloutStats
     left_out: list[SampleGroup] = field(default_factory=list)
-    """Groups that were lost or filtered since the batch before, where somebody wants them."""
+    """Groups lost or filtered since the last batch, if the service keeps them."""
 
 
 class RolloutService:
-    """Must be made inside a running event loop, whose clock is the only clock of time. The clock of staleness is the number of batches that
-    were asked for."""
+    """Serves batches and validations. Create it inside a running event loop.
+
+    Time is the event loop's; staleness is counted in batches asked for.
+    """
 
     def __init__(
         self,
@@ -43,9 +45,9 @@ class RolloutService:
         engines_rest: bool = False,
         keep_left_out: bool = False,
     ) -> None:
-        """`seed`: each request gets a seed of its own, derived from this one. `episode`: what happens in a sample. `batches`: nothing is
-        admitted for later ones. `engines_rest`: they are away between two batches. `keep_left_out`: groups that are lost or filtered come
-        with the next batch, their tokens with them."""
+        """`seed`: base of the requests' seeds; None: engines choose. `episode`: conversation of one sample. `batches`: number of batches
+        in the run. `engines_rest`: engines are offloaded between batches. `keep_left_out`: return lost and filtered groups with the next
+        batch, with their tokens."""
         self._domains = {domain.name: domain for domain in domains}
         self._router = router
         self._supply = pacing.supply
@@ -58,23 +60,23 @@ class RolloutService:
         self._next_group = 0
         self._totals = RunTotals(self._domains)
         self._ended_before = dict.fromkeys(self._domains, 0)
-        """Prompts, in the run that is resumed."""
+        """Prompts that ended before the run was resumed, by domain."""
         self._recorder = Recorder(self._domains, self._time())
         self._retries, self._episode = retries, episode
         self._seeds = no_seeds if seed is None else seeds_from(seed)
         self._runners = {name: self._runner(domain, self._recorder) for name, domain in self._domains.items()}
         self._validation: Validation | None = None
         self._next_held_out = 0
-        """Group of the next validation."""
+        """First group number of the next validation."""
         self._draining = False
-        """New weights wait for what the engines are generating: no held-out prompts are added to that."""
+        """True while a weight update waits for running responses; held-out prompts then wait too."""
         self._schedulers = {domain.name: self._scheduler(domain) for domain in domains}
         self._admission = Admission(self._domains, self._schedulers, router, self._recorder, pacing, batches)
         self._progress: Callable[[], dict[str, Progress]] = dict
         self._making: dict[str, int] = {}
-        """Groups of each domain in the batch that is being made."""
+        """Number of groups by domain in the current batch."""
         self._taken: dict[str, list[SampleGroup]] = {}
-        """Of domains that have all of theirs."""
+        """Groups of the domains that are complete in the current batch."""
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         router.on_room = self._admit
@@ -98,7 +100,7 @@ class RolloutService:
             self._validation.start(self._room_for_validation())
 
     def _room_for_validation(self) -> float:
-        """Samples: what training leaves free, and at least as many as one more domain would get."""
+        """Number of held-out samples that may run: the room that training leaves, at least the part of one more domain."""
         assert self._validation is not None
         longest = self._validation.longest.items()
         capacity = self._router.takes(max((self._router.expected_tokens(_held_out(name), most) for name, most in longest), default=0.0))
@@ -114,16 +116,16 @@ class RolloutService:
             self._left_out.append(group)
 
     def _break_off(self, error: BaseException) -> None:
-        """Nothing more will come: whoever waits for groups gets this error, now and later."""
+        """Fail `next_batch`, now and later, with this error."""
         self._error = self._error or error
         self._changed.set()
 
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
-        """Groups of `prompts` prompts, in exactly the mix's proportions."""
+        """The next batch: groups of `prompts` prompts, in exactly the mix's proportions."""
         if self._supply.max_staleness == 0:
-            self._recorder.start(self._time())  # else it was begun when the one before was handed out
+            self._recorder.start(self._time())  # other supplies start it when the last batch is handed out
         admission = self._admission
         admission.asked += 1
         admission.size = prompts
@@ -161,7 +163,7 @@ class RolloutService:
             domain.epoch = scheduler.epoch
 
     async def _take(self, quota: dict[str, int]) -> list[SampleGroup]:
-        """In the order of their numbers."""
+        """Wait for the groups of the current batch; returns them by number."""
         self._making, self._taken = quota, {}
         while True:
             if self._error is not None:
@@ -178,12 +180,12 @@ class RolloutService:
             await self._changed.wait()
 
     def finished(self) -> list[SampleGroup]:
-        """Of the batch that is being made, the groups that are certain to be in it."""
+        """Finished groups that will surely be in the current batch."""
         certain = {name: self._schedulers[name].certain(count) for name, count in self._making.items() if name not in self._taken}
         return [group for groups in (self._taken | certain).values() for group in groups]
 
     async def _go_on(self) -> None:
-        """A batch is handed out: what is in flight belongs to later ones, or is too late."""
+        """Prepare for the next batch: drop stale groups, interrupt engines that rest, admit prompts."""
         for scheduler in self._schedulers.values():
             scheduler.drop_stale(self._admission.asked + 1, self._supply.max_staleness)
         if self._engines_rest:
@@ -193,8 +195,8 @@ class RolloutService:
     # ------------------------------------------------------------ weights
 
     async def hold(self) -> None:
-        """New weights are about to come. What the engines are generating ends first, is interrupted, or goes on with the new weights."""
-        on_sync = OnSync.ABORT if self._engines_rest else self._pacing.on_sync  # it was interrupted when the last batch was complete
+        """Prepare for a weight update: running responses end first, are interrupted, or pause, as `on_sync` says."""
+        on_sync = OnSync.ABORT if self._engines_rest else self._pacing.on_sync  # interrupted when the last batch was complete
         self._draining = on_sync is OnSync.DRAIN
         if on_sync is OnSync.DRAIN and self._supply.whole_batches:
             while self._error is None and any(scheduler.running for scheduler in self._schedulers.values()):
@@ -206,7 +208,7 @@ class RolloutService:
             await self._router.hold(interrupt=on_sync is OnSync.ABORT)
 
     def set_version(self, version: int) -> None:
-        """The engines have them."""
+        """Resume after a weight update; the engines hold this version."""
         self._version = version
         self._draining = False
         self._router.clock.go_on()
@@ -215,7 +217,7 @@ class RolloutService:
             self._router.release()
 
     def progress(self, held_out: bool = False) -> dict[str, Progress]:
-        """How far the batch is that is being made, or was made last. `held_out`: the validation, while there is one."""
+        """Progress of the current or last batch; with `held_out`, of the running validation."""
         if held_out:
             return {} if self._validation is None else self._validation.progress()
         return self._progress()
@@ -223,8 +225,10 @@ class RolloutService:
     # ------------------------------------------------------------ validation
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, Sampling]) -> RolloutResult:
-        """Every validation prompt of every domain, beside the batches and weights that come meanwhile. What fails is reported, not
-        replaced. `sampling`: by domain."""
+        """Generate and score every validation prompt of every domain; batches and weight updates may run beside it.
+
+        Failures are reported, not replaced. `sampling`: by domain.
+        """
         assert self._validation is None, "one validation at a time"
         recorder = Recorder(self._domains, self._time())
         domains = list(self._domains.values())
@@ -242,7 +246,7 @@ class RolloutService:
         return RolloutResult(groups, recorder.finish(self._time(), self._version))
 
     def close(self) -> None:
-        """Drop everything in flight; requests are aborted, and their places are not given to others."""
+        """Abort everything in flight; nothing is admitted in its place."""
         closed = RuntimeError("the rollout service is closed")
         self._break_off(closed)
         if self._validation is not None:
@@ -260,7 +264,7 @@ class RolloutService:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Domains that the state does not know start from their beginning."""
+        """Restore a checkpoint's state; domains that it lacks start from their beginning."""
         self._next_group = state["next_group"]
         self._ended_before.update({name: count for name, count in state["ended"].items() if name in self._ended_before})
         self._totals.load_state_dict(state)
@@ -271,11 +275,11 @@ class RolloutService:
 
 
 def _held_out(domain: str) -> str:
-    """What its validation is to the router."""
+    """Name of a domain's validation queue in the router."""
     return f"{domain}/{VALIDATION_EPOCH}"
 
 
 def accepted(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """The groups without their failed samples; groups that have none left are dropped."""
+    """Drop failed samples, and groups without any sample left."""
     kept = [replace(group, samples=tuple(s for s in group.samples if s.outcome is SampleOutcome.ACCEPTED)) for group in groups]
     return [group for group in kept if group.samples]

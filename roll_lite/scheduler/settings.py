@@ -1,4 +1,4 @@
-"""What the `rollout` section of a configuration means to the schedulers."""
+"""The schedulers' settings, made from the `rollout` section of a configuration."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from roll_lite.scheduler.filters import MEASURES, GroupFilter, kept_between, kep
 from roll_lite.scheduler.supply import SUPPLIES, OnSync, Pacing
 
 LEAST_SHARE = 4
-"""A pass for log-probs over less than this part of a batch is not worth its start: a quarter."""
+"""An early log-prob pass takes at least 1/LEAST_SHARE of a batch; a smaller one is not worth its start."""
 
 
 def least_early(prompts_per_step: int) -> int:
-    """Groups of an early pass (rollout.stream_log_probs)."""
+    """Minimum of groups for an early pass (rollout.stream_log_probs)."""
     return -(-prompts_per_step // LEAST_SHARE)
 
 

@@ -1,4 +1,4 @@
-"""What happened while a batch was made: counts and sums, for metrics."""
+"""Statistics of generation: counts and sums of each batch, for metrics."""
 
 from __future__ import annotations
 
@@ -10,65 +10,67 @@ from typing import Any, ClassVar, NamedTuple
 from roll_lite.data.samples import SampleGroup, SampleOutcome
 
 UNFINISHED, SURPLUS = "unfinished", "surplus"
-"""Why a group became too old: its responses or scores were not done, or it was, and no batch had a place for it."""
+"""Causes of staleness: responses or scores were unfinished; or the group was finished, and no batch had a place for it."""
 
 
 @dataclass
 class DomainStats:
+    """Statistics of one domain in one batch."""
+
     requested: int = 0
-    """Groups that the batch asked for."""
+    """Groups asked for."""
     admitted: int = 0
     """Prompts whose groups were started."""
     delivered: int = 0
-    """Groups that the batch got."""
+    """Groups in the batch."""
     filtered: Counter[str] = field(default_factory=Counter)
-    """Groups that the filter left out, by why (LOW, HIGH, FUNCTION), each replaced by another prompt."""
+    """Filtered groups by cause (LOW, HIGH, FUNCTION), each replaced by another prompt."""
     stale_by_cause: Counter[str] = field(default_factory=Counter)
-    """Groups that became too old, by cause (UNFINISHED, SURPLUS); their prompts are put back."""
+    """Stale groups by cause (UNFINISHED, SURPLUS); their prompts are put back in the queue."""
     lost_groups: int = 0
     """Groups without a surviving sample or without their greedy baseline, each replaced by another prompt."""
     timed_out_groups: int = 0
-    """Groups that lost a member to a time-out, delivered or not."""
+    """Groups with a sample that timed out, delivered or not."""
     accepted: int = 0
     """Samples of the batch that can train."""
     batch_tokens: int = 0
-    """Their response tokens."""
+    """Response tokens of the accepted samples."""
     scored: int = 0
-    """Samples that got a score, greedy baselines and samples of lost groups among them."""
+    """Samples with a score, including greedy baselines and samples of lost groups."""
     failed: int = 0
-    """Samples that failed for good, greedy baselines among them."""
+    """Samples that failed after all retries, including greedy baselines."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Samples that failed for good, by cause."""
+    """Failed samples by cause."""
     retries: Counter[str] = field(default_factory=Counter)
-    """Attempts that failed and were repeated, by cause."""
+    """Retried attempts by cause."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt tokens, those that the engines had in their prefix caches."""
+    """Prompt tokens found in the engines' prefix caches."""
     response_tokens: int = 0
-    """Generated, whatever became of them."""
+    """All generated tokens, used or not."""
     generation_s: float = 0.0
     """Sum over successful requests of the time between sending and completion."""
     reward_s: float = 0.0
     """Sum over scored samples of the time between asking for the score and getting it."""
     behind_s: float = 0.0
-    """Time in which prompts for later batches waited because its rewards were behind."""
+    """Seconds in which prompts for later batches waited because rewards lagged."""
     requested_share: float = 0.0
     """The domain's weight among all domains."""
     admitted_share: float = 0.0
-    """Of all groups that were started in the run so far."""
+    """Share of all groups started in the run so far."""
     scored_share: float = 0.0
-    """Of the samples that got a score in the run so far."""
+    """Share of the samples scored in the run so far."""
     generated_share: float = 0.0
-    """Of the response tokens generated in the run so far."""
+    """Share of the response tokens generated in the run so far."""
     realised_share: float = 0.0
-    """Of the groups in all batches so far."""
+    """Share of the groups in all batches so far."""
     sample_share: float = 0.0
-    """Of the samples in them that can train."""
+    """Share of the accepted samples in all batches so far."""
     token_share: float = 0.0
-    """Of their response tokens."""
+    """Share of the response tokens in all batches so far."""
     epoch: int = 0
-    """Of the newest prompt."""
+    """Epoch of the newest prompt."""
 
     @property
     def filtered_groups(self) -> int:
@@ -81,14 +83,16 @@ class DomainStats:
 
 @dataclass
 class RolloutStats:
+    """Statistics of one batch."""
+
     domains: dict[str, DomainStats]
     version: int = 0
-    """Weights that the engines had when the batch was complete."""
+    """Weight version of the engines when the batch was complete."""
     wall_s: float = 0.0
     generation_s: float = 0.0
-    """From the start to the last completion: rewards run beside it."""
+    """Seconds from the start to the last response; rewards run meanwhile."""
     reward_tail_s: float = 0.0
-    """From the last completion to the last score: reward time that generation did not hide."""
+    """Seconds from the last response to the last score: reward time that generation did not hide."""
 
     @property
     def tokens(self) -> int:
@@ -100,7 +104,7 @@ class RolloutStats:
 
 
 class RunTotals:
-    """What the mix has come to over the run, by domain: before filters, and in the batches."""
+    """Totals of the run by domain, before filters and in the batches; shares are computed from them."""
 
     COUNTS: ClassVar = {
         "scored_samples": "scored",
@@ -109,14 +113,14 @@ class RunTotals:
         "delivered_samples": "accepted",
         "delivered_tokens": "batch_tokens",
     }
-    """What they are called in checkpoints, and of which number in the statistics of a batch each is the sum."""
+    """Name in checkpoints -> field of DomainStats that is summed."""
 
     def __init__(self, domains: Iterable[str]) -> None:
         names = list(domains)
         self._sums = {name: dict.fromkeys(names, 0) for name in self.COUNTS}
 
     def add(self, stats: RolloutStats) -> None:
-        """Of one batch; its shares become those of the run."""
+        """Add one batch, and fill its shares with those of the run."""
         for total, number in self.COUNTS.items():
             for name, domain in stats.domains.items():
                 self._sums[total][name] += getattr(domain, number)
@@ -135,22 +139,22 @@ class RunTotals:
         return {total: dict(sums) for total, sums in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Domains and counts that the state does not know begin with nothing."""
+        """Restore totals; domains and counts that the state lacks start at zero."""
         for total, sums in self._sums.items():
             sums.update({name: count for name, count in state.get(total, {}).items() if name in sums})
 
 
 class Progress(NamedTuple):
-    """Of one domain's samples, while a batch is made."""
+    """Progress of one domain in the current batch, in samples."""
 
     generated: int
     scored: int
     wanted: int
-    """More than at first where groups are replaced."""
+    """Grows when groups are replaced."""
 
 
 class Recorder:
-    """Collects what happens between two batches. Long-lived: samples in flight write to it over a batch's border."""
+    """Collects statistics. Samples in flight keep their recorder across batches."""
 
     def __init__(self, domains: Iterable[str], now: float) -> None:
         self._names = list(domains)
@@ -158,11 +162,11 @@ class Recorder:
         self.start(now)
 
     def start(self, now: float) -> None:
-        """A batch is begun."""
+        """Begin a batch."""
         self._started = self.last_completion = self.last_score = now
 
     def finish(self, now: float, version: int) -> RolloutStats:
-        """It is there, and the next one begun."""
+        """End the batch and begin the next one; returns the statistics."""
         domains, self.domains = self.domains, {name: DomainStats() for name in self._names}
         stats = RolloutStats(
             domains=domains,
@@ -175,7 +179,7 @@ class Recorder:
         return stats
 
     def progress(self, wanted: Mapping[str, tuple[int, int]]) -> dict[str, Progress]:
-        """`wanted`: groups and samples in each, by domain."""
+        """Progress by domain. `wanted`: number of groups and of samples per group, by domain."""
         found = {}
         for name, (groups, samples) in wanted.items():
             domain = self.domains[name]
@@ -184,7 +188,7 @@ class Recorder:
         return found
 
     def group(self, group: SampleGroup) -> None:
-        """A group is finished: count its failures."""
+        """Count the failures of a finished group."""
         domain = self.domains[group.domain]
         failures = [sample.failure or "unknown" for sample in group.samples if sample.outcome is SampleOutcome.FAILED]
         domain.lost_groups += loss_of(group) is not None
@@ -195,7 +199,7 @@ class Recorder:
         domain.failures.update(failures)
 
     def delivered(self, group: SampleGroup) -> None:
-        """A group is in the batch."""
+        """Count a group that the batch contains."""
         domain = self.domains[group.domain]
         domain.delivered += 1
         accepted = [sample for sample in group.samples if sample.outcome is SampleOutcome.ACCEPTED]
@@ -204,13 +208,13 @@ class Recorder:
 
 
 def commonest(causes: Counter[str]) -> str:
-    """The cause that came most often, and how often; in one line, however much a failure says."""
+    """The commonest cause and its count, on one line of limited length."""
     cause, count = causes.most_common(1)[0]
     return f"{count} of them: {' '.join(cause.split())[:200]}"
 
 
 def loss_of(group: SampleGroup) -> str | None:
-    """Why a group cannot train, if it cannot. Without its baseline it cannot be judged: a missing score is not a score of 0."""
+    """Cause for which a group is lost, or None. A group without its baseline is lost: a missing score is not a score of 0."""
     if group.baseline is not None and group.baseline.outcome is SampleOutcome.FAILED:
         return f"greedy baseline: {group.baseline.failure or 'unknown'}"
     if all(sample.outcome is SampleOutcome.FAILED for sample in group.samples):

@@ -1,6 +1,6 @@
-"""How far ahead of the training prompts are admitted: together with it, or some batches before.
+"""Supplies: how far ahead of training prompts are admitted.
 
-The clock of all of them is the number of batches that have been asked for: whoever asks for one has trained on the one before.
+They count time in batches asked for: when one is asked for, training on the one before has ended.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from typing import ClassVar, Protocol
 
 
 class OnSync(StrEnum):
-    """What becomes of the responses that engines are generating when new weights come."""
+    """Treatment of running responses at a weight update."""
 
     DRAIN = "drain"
-    """They end first; nothing new is sent meanwhile."""
+    """Responses end first; no new request is sent meanwhile."""
     PAUSE = "pause"
     """The engines stand still for the update, and go on with the new weights and the keys and values that they have."""
     ABORT = "abort"
-    """They are interrupted, and go on afterwards from the tokens that they have, on any engine, with keys and values of the new weights."""
+    """Responses are interrupted and continue from their tokens on any engine, with a KV cache of the new weights."""
 
 
 class Supply(Protocol):
     @property
     def max_staleness(self) -> int:
-        """A group may be trained so many batches after the one in whose time its prompt was admitted."""
+        """Maximum of batches between a group's admission and its training."""
         ...
 
     @property
     def whole_batches(self) -> bool:
-        """A batch is generated with one version: where responses end before new weights come, all of its groups do."""
+        """Whether batches are generated one at a time; with `drain` each batch then has one weight version."""
         ...
 
     def batches(self, asked: int, handed_out: int) -> int:
-        """So many batches' prompts, from the first one on, may have been admitted by now."""
+        """Number of batches, from the first, whose prompts may be admitted by now."""
         ...
 
 
 @dataclass(frozen=True)
 class Synchronous:
-    """The prompts of a batch are admitted when it is asked for; nobody trains meanwhile."""
+    """Admits the prompts of a batch when it is asked for; training waits."""
 
     max_staleness: int = 0
     whole_batches: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class Synchronous:
 
 @dataclass(frozen=True)
 class OneStepOff:
-    """While one batch is trained, the next one is generated: its prompts are admitted together, when the one before is handed out."""
+    """Generates the next batch during training: its prompts are admitted together when the last batch is handed out."""
 
     max_staleness: int = 1
     whole_batches: ClassVar[bool] = True
@@ -61,8 +61,9 @@ class OneStepOff:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """Prompts are admitted one by one as others end, as far ahead as their staleness allows: what has been admitted and not been trained
-    never exceeds max_staleness + 1 batches. Bounded so, no group ever becomes too old: it trains in time, or is waited for.
+    """Admits prompts one by one as others end, as far ahead as max_staleness allows.
+
+    At most max_staleness + 1 batches are admitted and untrained. So no group becomes too old: it trains in time, or the batch waits.
     """
 
     max_staleness: int = 1
@@ -81,13 +82,12 @@ SUPPLIES: dict[str, type[Synchronous | OneStepOff | Asynchronous]] = {
 
 @dataclass(frozen=True)
 class Pacing:
-    """How generation and training take turns."""
+    """Order of generation and training."""
 
     supply: Supply = Synchronous()
     on_sync: OnSync = OnSync.PAUSE
     oversample: float = 1.0
-    """So many times the prompts of a batch are admitted for the first one. Of a synchronous supply: the others generate ahead already, and
-    what is more than their staleness has room for would be stale again and again."""
+    """Factor of prompts admitted for a batch. Only for the synchronous supply: the surplus of others would be too old at every step."""
 
 
 SYNCHRONOUS = Pacing()

@@ -1,4 +1,4 @@
-"""Held-out prompts on their way, beside whatever else the engines have to do."""
+"""Validation: held-out prompts, generated and scored beside the training batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VALIDATION_EPOCH = -1
 
 
 class Validation:
-    """Every held-out prompt of every domain, started in their order as engines have room. What fails is reported, not replaced."""
+    """One validation: all held-out prompts, started in order as engines have room. Failures are reported, not replaced."""
 
     def __init__(
         self,
@@ -28,9 +28,9 @@ class Validation:
         ended: Callable[[], None],
         first_group: int = 0,
     ) -> None:
-        """`samples`: of each prompt. `sampling`, `runners`: by domain; the runners are its own. `ended()` is called when a
-        group has. `first_group`: its number, another one in every validation, or a late answer to a request of the last one would be
-        taken for one of the same name."""
+        """`samples`: number per prompt. `sampling`, `runners`: by domain; each validation has its own runners. Calls `ended()` when a
+        group ends. `first_group`: first group number; each validation uses new ones, since request ids contain them and a late answer
+        must not match a new request."""
         self._domains = {domain.name: domain for domain in domains if domain.validation is not None}
         self._runners = runners
         self._samples = samples
@@ -44,11 +44,11 @@ class Validation:
         self._total = len(self._left)
         self._running: set[asyncio.Future[list[Sample]]] = set()
         self._unfinished = 0
-        """Samples that were started."""
+        """Number of samples in flight."""
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, most: float) -> None:
-        """Prompts, as long as no more than so many samples are with the engines or wait for them; one, where none is under way."""
+        """Start prompts until `most` samples are at the engines; at least one prompt if none is in flight."""
         while self._left and (not self._unfinished or self._with_engines + self._samples <= most):
             number, (name, index) = self._left.popleft()
             domain = self._domains[name]
@@ -65,12 +65,12 @@ class Validation:
 
     @property
     def longest(self) -> dict[str, int]:
-        """Tokens of a response, by domain."""
+        """Maximum response length in tokens, by domain."""
         return {name: self._sampling[name].max_tokens for name in self._domains}
 
     @property
     def _with_engines(self) -> float:
-        """Samples, and those that wait for a score because its rewards have enough to do: they hold others back as well."""
+        """Number of samples at the engines or waiting for busy rewards; both hold back further prompts."""
         scored_now = (min(self._runners[name].scoring, domain.rewards.capacity) for name, domain in self._domains.items())
         return self._unfinished - sum(scored_now)
 
@@ -82,7 +82,7 @@ class Validation:
         if is_cancelled(samples):
             return
         error = samples.exception()
-        if error is not None:  # not a sample's failure but the end of all: no engine is left
+        if error is not None:  # no sample's failure but the run's: no engine is left
             for task in tasks:
                 task.cancel()
             self.break_off(error)
@@ -97,12 +97,12 @@ class Validation:
         self._ended()
 
     def break_off(self, error: BaseException) -> None:
-        """Whoever waits for the groups gets this error."""
+        """Fail `groups()` with this error."""
         if not self._over.done():
             self._over.set_exception(error)
 
     async def groups(self) -> list[SampleGroup]:
-        """All of them, in their order, once the last one has ended. DomainFailed where a domain has not a single sample."""
+        """Wait for all groups and return them in order. DomainFailed if a domain has no sample at all."""
         try:
             if self._total:
                 await self._over
@@ -116,5 +116,5 @@ class Validation:
         return [group for _, group in sorted(self._groups.items())]
 
     def progress(self) -> dict[str, Progress]:
-        """How far it is, by domain."""
+        """Progress by domain."""
         return self._recorder.progress({name: (count, self._samples) for name, count in self._wanted.items()})

@@ -1,4 +1,4 @@
-"""Waves of requests, for runs that repeat."""
+"""Waves of requests, for deterministic runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import asyncio
 
 
 class WaveGate:
-    """Waves: in a deterministic run an engine must get the same requests at the same moment every time. The gate holds requests back
-    until every live sample is either at the gate or done, then lets all of them through in one event-loop turn.
+    """Holds requests back until every live sample waits here or is done, then releases all of them in one event-loop turn.
 
-    What is in a wave then depends on what happened, never on when: retries of a wave form the next one.
+    So an engine gets the same requests together in every repetition of a run; their timing has no influence. Retries form the next wave.
     """
 
     def __init__(self) -> None:
@@ -17,19 +16,19 @@ class WaveGate:
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
     def join(self) -> None:
-        """A sample starts."""
+        """Count a new sample."""
         self._members += 1
 
     def leave(self) -> None:
-        """A sample is done."""
+        """Discount a finished sample."""
         self._members -= 1
         self._open_if_complete()
 
     async def enter(self, request_id: str) -> None:
-        """A sample wants to send a request. They leave in the order of their ids, in which an engine will get them."""
+        """Wait for the wave to be released. Requests leave in the order of their ids."""
         loop = asyncio.get_running_loop()
         place = self._waiting[request_id] = loop.create_future()
-        loop.call_soon(self._open_if_complete)  # not at once: the last to come would not wait, and leave before all others
+        loop.call_soon(self._open_if_complete)  # later: at once, the last sample would leave before all others
         try:
             await place
         finally:
