@@ -1,6 +1,6 @@
-"""Exit codes of child processes, which a Ray that cleans up after killed workers would take away.
+"""Restores the exit codes of child processes, which Ray's subreaper hides.
 
-A file of its own: every worker of Ray's imports it at its start, and nothing else should come with it.
+Every Ray worker imports this file at its start, so it imports nothing else.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import signal
 
 
 def keep_exit_codes() -> None:
-    """With its subreaper on, Ray 2.60 ignores SIGCHLD in drivers and workers: the kernel then forgets how children ended, and
-    subprocess reports 0 for every one of them. The price of asking for it again is a zombie for each orphan that a worker adopts,
-    until the worker ends. Main thread only."""
+    """Restore the default handling of SIGCHLD. Call it in the main thread.
+
+    With its subreaper on, Ray 2.60 ignores SIGCHLD in drivers and workers. The kernel then forgets exit codes, and subprocess reports 0 for
+    every child. The price: orphans that a worker adopts stay zombies until the worker ends.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

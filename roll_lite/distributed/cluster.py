@@ -1,9 +1,9 @@
 """A role's workers as one object. Calls name the method itself, so that going to its definition works across the process boundary:
 `cluster.scatter(ActorWorker.train, shards)`.
 
-Verbs: `all` every rank, `each` every rank that is left of those that live alone, `one` rank 0, `scatter` one shard for every data-parallel
-rank, `heads_scatter` the same to the heads only, the ranks that return results (one per data-parallel rank). Each has a `start_` twin that
-does not wait.
+Verbs: `all` calls every rank; `each` every rank still alive, of ranks that die alone; `one` rank 0; `scatter` sends one shard to every
+data-parallel rank; `heads_scatter` sends it to the heads only, the ranks that return results (one per data-parallel rank). Each verb has a
+`start_` twin that does not wait.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["Cluster", "ClusterDead", "ClusterSpec", "Pending", "RankFailed", "Ra
 
 START_SECONDS = 300.0
 WATCH_THREADS = 2
-"""One for the watch itself, one to look at the stacks of a stuck rank."""
+"""Threads beside the worker's own: one waits for its death, one reads the stacks of a stuck rank."""
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Where and how a cluster's workers start."""
+    """Settings for the start of a cluster's workers."""
 
     name: str
     slots: Sequence[Slot]
@@ -48,12 +48,14 @@ class ClusterSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     log_folder: Path | None = None
     timeout_s: float | None = None
-    """For every call; None waits for ever (a dead or failing rank is noticed all the same)."""
+    """Time limit of every call; None: unlimited. Dead and failing ranks are noticed in any case."""
 
 
 def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> Cluster[W]:
-    """One worker for each slot, all constructed with the same arguments. Does not wait: clusters start side by side, and the first
-    call to each waits for its workers; a constructor that raises is reported as a failure in the phase `start`."""
+    """Start one worker per slot, all with the same arguments, without waiting for them.
+
+    The first call to a cluster waits for its workers. A constructor that raises is a failure in the phase `start`.
+    """
     assert isinstance(worker_class, type) and issubclass(worker_class, Worker), "workers derive from Worker or AsyncWorker"
     actor_class, watch = _actor_class(worker_class)
     actors = [
@@ -64,13 +66,13 @@ def start_cluster(spec: ClusterSpec, worker_class: Callable[P, W], *args: P.args
 
 
 def actor_options(spec: ClusterSpec, rank: int) -> dict[str, Any]:
-    """Ray's, for the process of this rank."""
+    """Ray options for the process of this rank."""
     slot = spec.slots[rank]
     return {"num_cpus": 0, "scheduling_strategy": slot.strategy, "runtime_env": {"env_vars": _environment(spec, rank, slot)}}
 
 
 def _actor_class(worker_class: type[Worker]) -> tuple[Any, dict[str, str] | None]:
-    """The Ray actor class, and the options of its watching call: a synchronous actor needs threads beside its own for that."""
+    """The Ray actor class, and the options of its watch call: a synchronous actor needs further threads for it."""
     has_coroutines = any(inspect.iscoroutinefunction(member) for _, member in inspect.getmembers(worker_class))
     if has_coroutines != issubclass(worker_class, AsyncWorker):
         raise TypeError(f"{worker_class.__name__} has coroutine methods: it must derive from AsyncWorker")
@@ -97,7 +99,7 @@ def _environment(spec: ClusterSpec, rank: int, slot: Slot) -> dict[str, str]:
 
 
 class Cluster(Generic[W_co]):
-    """See the module's docstring. `start_cluster` makes one."""
+    """Workers of one role; see the module's docstring. `start_cluster` creates it."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
@@ -113,17 +115,17 @@ class Cluster(Generic[W_co]):
 
     @property
     def actors(self) -> list[Any]:
-        """Ray's handles in rank order, for other actors that call the workers themselves."""
+        """Ray handles in rank order, for actors that call the workers directly."""
         return list(self.group.actors)
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """Of ranks that live alone those that are gone, and why."""
+        """Dead ranks and their causes, of ranks that die alone."""
         return self.group.lost
 
     @property
     def left(self) -> list[int]:
-        """Those that are not lost. RankFailed where there are none."""
+        """Living ranks; RankFailed if there are none."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left:
@@ -132,7 +134,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def layouts(self) -> list[RankLayout]:
-        """In rank order. Asked for at the first use: a strategy has one from its initialization on."""
+        """Layouts in rank order, fetched at first use; strategies have one once they are initialized."""
         if self._layouts is None:
             found = self.all(Worker.layout)
             self._layouts = [layout or _plain_layout(rank, self.world_size) for rank, layout in enumerate(found)]
@@ -149,7 +151,7 @@ class Cluster(Generic[W_co]):
     @overload
     def all(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]: ...
     def all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """On every rank; results in rank order."""
+        """Call every rank; returns results in rank order."""
         return self.start_all(method, *args, **kwargs).result()
 
     @overload
@@ -157,7 +159,7 @@ class Cluster(Generic[W_co]):
     @overload
     def one(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     def one(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """On rank 0."""
+        """Call rank 0."""
         return self.start_one(method, *args, **kwargs).result()
 
     @overload
@@ -165,17 +167,17 @@ class Cluster(Generic[W_co]):
     @overload
     def each(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> dict[int, R]: ...
     def each(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[int, Any]:
-        """On every rank that is left; results by rank, without those that are lost on the way."""
+        """Call every living rank; returns results by rank, without ranks that die meanwhile."""
         return self.start_each(method, *args, **kwargs).result()
 
     def scatter(self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Shard i to every rank of data rank i, empty ones too; results of the heads in data-rank order."""
+        """Send shard i, even if empty, to every rank of data rank i; returns the heads' results in data-rank order."""
         return self.start_scatter(method, shards, *args, **kwargs).result()
 
     def heads_scatter(
         self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Shard i to the head of data rank i; results in data-rank order."""
+        """Send shard i to the head of data rank i; returns results in data-rank order."""
         return self.start_heads_scatter(method, shards, *args, **kwargs).result()
 
     # ------------------------------------------------------------ verbs that do not wait
@@ -210,14 +212,14 @@ class Cluster(Generic[W_co]):
     def start_each_own(
         self, method: Callable[Concatenate[W_co, S, P], Coroutine[Any, Any, R]], own: Mapping[int, S], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[dict[int, R]]:
-        """On the ranks of `own`, each with what it has there."""
+        """Call the ranks of `own`, each with its own first argument."""
         return self._start_each(method, {rank: (first, *args) for rank, first in own.items()}, kwargs)
 
     def start_scatter(
         self, method: Callable[Concatenate[W_co, S, P], R], shards: Sequence[S], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[list[R]]:
         self._check_shards(method, shards)
-        # Once to the object store for all ranks of a data rank; a shard for one rank travels with its call.
+        # Ranks of one data rank share a copy in the object store; a shard for a single rank travels with its call.
         shared = [ray.put(shard) for shard in shards] if self.world_size > len(shards) else list(shards)
         calls = {layout.rank: (shared[layout.data_rank], *args) for layout in self.layouts}
         heads = self._head_ranks()
@@ -231,7 +233,7 @@ class Cluster(Generic[W_co]):
         return self._start(method, calls, kwargs, list)
 
     def shutdown(self) -> None:
-        """Ends all processes, whatever they are doing."""
+        """Kill all processes, even busy ones."""
         if self.group.end is None:
             self.group.kill("it was shut down")
 
@@ -244,7 +246,7 @@ class Cluster(Generic[W_co]):
         kwargs: Mapping[str, Any],
         collect: Callable[[list[Any]], T],
     ) -> Pending[T]:
-        """`args`: positional arguments by rank. Results are collected in the same order."""
+        """Start calls. `args`: positional arguments by rank; `collect` gets the results in the same order."""
         self._introduce()
         return self._call(method, args, kwargs, collect, method.__name__)
 
@@ -257,14 +259,14 @@ class Cluster(Generic[W_co]):
         return Pending(self.group, method.__name__, calls, lambda values: {call.rank: call.value for call in calls if not call.lost})
 
     def _introduce(self) -> None:
-        """Before the first call: wait for all constructors, and tell every rank where rank 0 listens."""
+        """Wait for all constructors, and tell every rank the address of rank 0. Runs before the first call."""
         if self.group.started:
             return
-        limit = None if WATCHDOG.nearest is not None else START_SECONDS  # a phase has its own
+        limit = None if WATCHDOG.nearest is not None else START_SECONDS  # a phase has its own limit
         address = self._call(Worker.rendezvous, {0: ()}, {}, _only, "start").result(limit)
         self._call(Worker.meet_at, dict.fromkeys(range(self.world_size), (address,)), {}, list, "start").result(limit)
         places = self._call(Worker.place, dict.fromkeys(range(self.world_size), ()), {}, list, "start").result(limit)
-        for pulse, place in zip(self.group.pulses, places, strict=False):  # ranks that are not watched have none
+        for pulse, place in zip(self.group.pulses, places, strict=False):  # unwatched ranks have no pulse
             pulse.node, pulse.pid = place
         self.group.started = True
 
@@ -291,7 +293,7 @@ class Cluster(Generic[W_co]):
         return [Call(self.group, rank, phase, ref, may_be_lost) for rank, ref in refs.items()]
 
     def _head_ranks(self) -> list[int]:
-        """In data-rank order."""
+        """Ranks of the heads, in data-rank order."""
         return [layout.rank for layout in sorted(self.layouts, key=lambda layout: layout.data_rank) if layout.is_head]
 
     def _check_shards(self, method: Callable[..., Any], shards: Sequence[Any]) -> None:

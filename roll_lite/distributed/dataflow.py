@@ -1,8 +1,8 @@
-"""How a batch travels: rows of numbers through the driver, columns of tokens from worker to worker through Ray's object store.
+"""Data flow of a batch: numbers per row pass through the driver, token columns from worker to worker through Ray's object store.
 
-A worker puts its columns into the store as one block and returns a reference; the driver collects references and hands out
-shards, which say where each row's columns lie; a worker turns its shard into a batch. The driver never fetches a block.
-A block lives as long as a Batch or a shard refers to it.
+A worker puts its columns into the store as one block and returns a reference. The driver collects references and sends shards, which say
+where each row's columns lie. A worker fetches its shard as a batch. The driver never fetches a block. A block lives as long as a Batch or
+a shard refers to it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Block:
     samples: np.ndarray
     """[n] int64: sample numbers."""
     objects: np.ndarray
-    """[n] int32: in which of the objects each one lies."""
+    """[n] int32: the object that holds each sample."""
     rows: np.ndarray
-    """[n] int32: and in which of its rows. An object may have rows that belong to nobody here."""
+    """[n] int32: the row in that object. An object may hold further rows."""
 
     def renumbered(self, numbers: Mapping[int, int]) -> Block:
-        """For a batch that numbers its samples otherwise, by the numbers here. Those that it does not have are left out."""
+        """Renumber the samples for another batch; drop those without a new number."""
         kept = np.array([place for place, sample in enumerate(self.samples.tolist()) if sample in numbers], dtype=np.int64)
         samples = np.array([numbers[sample] for sample in self.samples[kept].tolist()], dtype=np.int64)
         return Block(self.refs, self.keys, samples, self.objects[kept], self.rows[kept])
 
 
 def put_block(columns: DataProto) -> Block:
-    """In a worker. `columns` has the column `sample` and those that were computed."""
+    """Store computed columns as a block, from a worker. `columns` includes `sample`."""
     samples = columns.tensor(SAMPLE).numpy().copy()
     keys = tuple(key for key in columns.columns if key != SAMPLE)
     return Block((ray.put(columns.select(keys)),), keys, samples, np.zeros(len(samples), np.int32), np.arange(len(samples), dtype=np.int32))
@@ -52,16 +52,16 @@ def put_block(columns: DataProto) -> Block:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some columns of a shard: for each of its rows the object that has it, and the row there."""
+    """Some columns of a shard: the object and the row in it, for each row of the shard."""
 
     refs: tuple[ray.ObjectRef, ...]
-    """Those that are needed, no others."""
+    """Objects that hold rows of this shard."""
     keys: tuple[str, ...]
     objects: np.ndarray
     rows: np.ndarray
 
     def fetch(self) -> dict[str, Column]:
-        """Only these rows are copied out of the objects."""
+        """Copy this shard's rows out of the objects."""
         found: list[DataProto] = ray.get(list(self.refs))
         order = np.argsort(self.objects, kind="stable")
         ends = np.searchsorted(self.objects[order], np.arange(len(found) + 1))
@@ -75,10 +75,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """One data-parallel rank's part of a batch: small, whatever the length of its texts."""
+    """One data-parallel rank's part of a batch; its size does not depend on the length of the texts."""
 
     rows: DataProto
-    """`sample` and the other row columns that were asked for."""
+    """`sample` and the requested row columns."""
     keys: tuple[str, ...]
     pieces: tuple[Piece, ...]
 
@@ -86,7 +86,7 @@ class BatchShard:
         return len(self.rows)
 
     def materialize(self) -> DataProto:
-        """In a worker: its own rows, from the objects that have some of them."""
+        """Fetch all columns of the shard, in a worker."""
         columns = dict(self.rows.columns)
         for piece in self.pieces:
             columns |= piece.fetch()
@@ -110,7 +110,7 @@ class Batch:
         self._blocks: list[Block] = []
         self._refs: list[ray.ObjectRef] = []
         self._where: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        """For each column, number of the object and row in it of every row of the batch; NOWHERE where no block has it yet."""
+        """Object number and row for every row of the batch, by column; NOWHERE if no block has it yet."""
         self.add(blocks)
 
     def __len__(self) -> int:
@@ -124,12 +124,12 @@ class Batch:
         return key in self.keys()
 
     def keys(self) -> list[str]:
-        """Columns that every row has."""
+        """Columns that are complete."""
         complete = [key for key, (number, _) in self._where.items() if not (number == NOWHERE).any()]
         return [*self.rows.keys(), *complete]
 
     def lacking(self, keys: Iterable[str]) -> np.ndarray:
-        """Numbers of the rows that do not have all of these columns yet."""
+        """Numbers of the rows that lack one of these columns."""
         lacks = np.zeros(len(self), dtype=bool)
         for key in keys:
             if key not in self.rows:
@@ -137,18 +137,18 @@ class Batch:
         return np.flatnonzero(lacks)
 
     def with_rows(self, **columns: Column) -> Batch:
-        """With further row columns, or others in their place, over the same blocks."""
+        """Add or replace row columns; the blocks stay."""
         return Batch(self.rows.with_columns(**columns), self._blocks)
 
     def take(self, rows: np.ndarray) -> Batch:
-        """Some of its rows, over the same blocks. `rows`: row numbers."""
+        """Select rows by number; the blocks stay."""
         part = Batch(self.rows.take(rows))
         part._blocks, part._refs = list(self._blocks), list(self._refs)
         part._where = {key: (held[rows], row[rows]) for key, (held, row) in self._where.items()}
         return part
 
     def add(self, blocks: Iterable[Block]) -> None:
-        """Columns that workers have computed."""
+        """Add columns that workers computed."""
         for block in blocks:
             places = self._places(block)
             for key in block.keys:
@@ -164,7 +164,7 @@ class Batch:
             self._refs += block.refs
 
     def shards(self, parts: Sequence[np.ndarray], keys: Sequence[str]) -> list[BatchShard]:
-        """`parts`: row numbers for each data-parallel rank, possibly none. A shard always has `sample`, which its results are joined by."""
+        """Cut the batch into shards. `parts`: row numbers of each data-parallel rank, possibly none. Each shard has `sample` as its key."""
         wanted = tuple(dict.fromkeys([SAMPLE, *keys]))
         self._check_keys(parts, wanted)
         return [self._shard(np.asarray(part, dtype=np.int64), wanted) for part in parts]
@@ -198,7 +198,7 @@ class Batch:
         raise ValueError(f"no object of the store has the column {key!r}")
 
     def _places(self, block: Block) -> np.ndarray:
-        """The batch's row of each of the block's rows."""
+        """Row in the batch for each row of the block."""
         found = np.searchsorted(self._samples, block.samples, sorter=self._order)
         places = self._order[np.minimum(found, len(self) - 1)] if len(self) else np.zeros(0, dtype=np.int64)
         unknown = block.samples[self._samples[places] != block.samples] if len(self) else block.samples

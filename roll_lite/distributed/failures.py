@@ -1,4 +1,4 @@
-"""How a cluster fails: which rank of which role, in which phase, and why."""
+"""Failures of clusters: role, rank, phase and cause."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from roll_lite.distributed.fleet import FleetDown, MemberLost
 
 LOG_LINES = 15
 UNDERLINES = re.compile(r"^[ ^~]+\n", re.MULTILINE)
-"""Of lines that Ray has cut out of a traceback, and of those that it has not."""
+"""Underlines in tracebacks, with or without the source line above them."""
 EXCEPTION_LINE = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .+")
 ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RankFailed(RuntimeError):
-    """The first failure of a cluster. By now all its ranks are dead."""
+    """First failure of a cluster, whose ranks have all been ended."""
 
     def __init__(self, role: str, rank: int, phase: str, cause: str) -> None:
         super().__init__(role, rank, phase, cause)
@@ -31,7 +31,7 @@ class RankFailed(RuntimeError):
 
 
 class RankTimeout(RankFailed):
-    """Ranks did not answer in time; `rank` is the first of them."""
+    """Ranks exceeded their time limit; `rank` is the first of them."""
 
 
 class ClusterDead(RuntimeError):
@@ -47,27 +47,27 @@ class ClusterDead(RuntimeError):
 
 
 def is_death(error: BaseException) -> bool:
-    """The process is gone, as opposed to a method that raised."""
+    """Whether the process died, as opposed to a method that raised."""
     return isinstance(error, RayActorError)
 
 
 def is_loss(error: BaseException) -> bool:
-    """Of a rank that lives alone: its process is gone, or it says that it can be of no use any more."""
+    """Whether a rank that dies alone is lost: its process died, or it raised MemberLost."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, MemberLost))
 
 
 def may_be_aftermath(error: BaseException) -> bool:
-    """Whether the error may only be what a rank saw of another one's death: collectives report those as RuntimeError or OSError."""
+    """Whether the error may follow from another rank's death: collectives report that as RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
 
 
 def failure_text(error: BaseException, log_file: Path | None) -> str:
-    """One line that says what happened, then the remote traceback, or the last lines that a dead process wrote."""
+    """Cause in one line, then the remote traceback, or the last lines of a dead process's log."""
     text = UNDERLINES.sub("", ANSI_COLOURS.sub("", str(error))).strip()
     if isinstance(error, RayTaskError):
         is_loss = isinstance(error.cause, MemberLost | FleetDown)
         message = str(error.cause) if is_loss else f"{type(error.cause).__name__}: {error.cause}"
-        # A child process has said why, and only there; an engine that does not start is the case in point.
+        # The cause stands only in a child process's output, for example if an engine fails to start.
         cause = _logged_cause(log_file) if "root cause above" in message else None
         return f"{cause or message}{_last_lines(log_file)}" if is_loss else f"{cause or message}\n\n{text}"
     if not is_death(error):
@@ -85,7 +85,7 @@ def _death(text: str) -> str:
 
 
 def _logged_cause(log_file: Path | None) -> str | None:
-    """The last exception that the rank's log names, other than those that point to another one."""
+    """Last exception in the rank's log, except those that only point to another one."""
     try:
         lines = log_file.read_text(errors="replace").splitlines() if log_file is not None else []
     except OSError:  # on another node

@@ -1,8 +1,7 @@
-"""Members that live and die alone: engines, reward workers, reward models, judges' servers.
+"""Fleets of members that die alone: engines, reward workers, reward models, judge servers.
 
-A `Fleet` starts them, watches over them, starts another in the place of one that is lost, and tells when nobody is left. What
-they are made of is theirs (a member may be several processes), and so is what they do: a fleet knows neither Ray nor samples. It
-belongs to one event loop, whose clock is its only clock. Training ranks, which die together, are a `RankGroup`.
+A `Fleet` starts its members, watches them, replaces lost ones, and reports when none is left. A member may be several processes; a fleet
+knows neither Ray nor samples. It belongs to one event loop and uses its clock. Training ranks, which die together, form a `RankGroup`.
 """
 
 from __future__ import annotations
@@ -18,27 +17,29 @@ from roll_lite.config.problems import first_line
 
 ASK_SECONDS = 10.0
 SILENCE_SECONDS = 30.0
-"""Of a member that has nothing to do; generous, for machines that are busy otherwise."""
+"""Time within which an idle member must answer; generous for busy machines."""
 
 
 class Member(Protocol):
+    """One member of a fleet."""
+
     name: str
 
     async def start(self) -> None:
-        """Until it can serve; after a loss again."""
+        """Start, or restart after a loss; returns when the member can serve."""
         ...
 
     async def until_lost(self) -> str:
-        """For as long as it lives, then why it does not. Called once after every start."""
+        """Wait for the member's end; returns its cause. Called once after every start."""
         ...
 
     def kill(self) -> None:
-        """End what is left of it, whatever it is doing; also where nothing is left, or nothing was started."""
+        """Kill all remaining processes. Does nothing if there are none."""
         ...
 
 
 class MemberLost(Exception):
-    """From the work of a member, or from its start: it is of no use any more, for this cause."""
+    """Raised by a member's work or start: the member is lost, for this cause."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -46,17 +47,17 @@ class MemberLost(Exception):
 
 
 class SlowStart(MemberLost):
-    """A start took longer than it may."""
+    """A start exceeded its time limit."""
 
 
 class FleetDown(RuntimeError):
-    """Nobody is left to serve, and nothing will change that."""
+    """No member is left, and no restart either."""
 
     def __init__(self, fleet: str, place: int, cause: str) -> None:
         super().__init__(fleet, place, cause)
         self.fleet = fleet
         self.place = place
-        """Number of the member whose loss was the end."""
+        """Number of the last member lost."""
         self.cause = cause
 
     def __str__(self) -> str:
@@ -65,25 +66,25 @@ class FleetDown(RuntimeError):
 
 @dataclass(frozen=True)
 class Policy:
-    """How members are started, and started again when they are lost."""
+    """Limits of starts and restarts."""
 
     start_timeout_s: float | None
-    """For one attempt to start; None: without limit."""
+    """Time limit of one attempt to start; None: unlimited."""
     restarts: int | None = None
-    """How often each member is started again; None: without limit."""
+    """Maximum of restarts per member; None: unlimited."""
     attempts: int = 3
-    """How often a restart is tried before the member is given up."""
+    """Attempts at a restart before the member is given up."""
     path: str = ""
-    """Where these are set in the configuration, for messages."""
+    """YAML path of these settings, for messages."""
 
 
 class MemberState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     LOST = "lost"
-    """It is gone, and about to be started again."""
+    """Dead, about to be restarted."""
     DOWN = "down"
-    """It is gone for good: its restarts are used up."""
+    """Dead, without restarts left."""
 
 
 M = TypeVar("M", bound=Member)
@@ -91,7 +92,7 @@ M = TypeVar("M", bound=Member)
 
 @dataclass(eq=False)
 class _Seat(Generic[M]):
-    """What the fleet knows of a member."""
+    """A member and its state."""
 
     place: int
     member: M
@@ -99,7 +100,7 @@ class _Seat(Generic[M]):
     restarts: int = 0
     at_work: int = 0
     cause: str = ""
-    """Why it is down."""
+    """Cause, if it is down."""
 
     @property
     def rests(self) -> bool:
@@ -107,10 +108,12 @@ class _Seat(Generic[M]):
 
 
 class Fleet(Generic[M]):
-    """`serve`: what a member does while it lives, from one start to the next loss: it is cancelled when the member is lost, and ends
-    by itself only by raising, MemberLost or whatever else, which makes the member a lost one. `lost`: told of each loss before
-    anything is done about it, when the member's work has ended: what was under way is the caller's again. `down`: told once when
-    the fleet is at its end. No error in any of these leaves anybody waiting: it is the end of the fleet."""
+    """Starts, watches and replaces members.
+
+    `serve(member)` runs from each start to the next loss. It is cancelled at the loss; an error it raises, MemberLost or any other, makes
+    the member lost. `lost(member, cause)` is called at each loss, after `serve` has ended and before a restart: requests in flight are the
+    caller's again. `down(end)` is called once, when no member is left. An error in any of the three ends the fleet.
+    """
 
     def __init__(
         self,
@@ -124,7 +127,7 @@ class Fleet(Generic[M]):
         self.name = name
         self.members = list(members)
         self.replaced = 0
-        """Members started again, since the start."""
+        """Number of members replaced since the start."""
         self.end: FleetDown | None = None
         self._policy = policy
         self._serve = serve
@@ -139,7 +142,7 @@ class Fleet(Generic[M]):
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """All side by side. Where one cannot be started nothing is, and its error is raised as it is: this is the time of mistakes."""
+        """Start all members in parallel. If one fails, all are ended and its error is raised unchanged."""
         starting = [asyncio.create_task(self._start(seat)) for seat in self._seats.values()]
         try:
             await asyncio.gather(*starting)
@@ -152,7 +155,7 @@ class Fleet(Generic[M]):
         self.tend()
 
     def tend(self) -> None:
-        """From now on watch over the members, those first that are not started yet."""
+        """Watch the members from now on; starts those not started yet."""
         self._tasks = [asyncio.get_running_loop().create_task(self._tend(seat)) for seat in self._seats.values()]
 
     @property
@@ -160,7 +163,7 @@ class Fleet(Generic[M]):
         return bool(self._tasks)
 
     def close(self, kill: bool = True) -> None:
-        """`kill`: unless the members' processes are somebody else's."""
+        """Stop watching. `kill`: end the members too; False if another owner ends them."""
         for task in self._tasks:
             task.cancel()
         for member in self.members if kill else ():
@@ -175,17 +178,17 @@ class Fleet(Generic[M]):
 
     @property
     def down(self) -> dict[int, str]:
-        """Those that are gone for good, by their numbers, and why."""
+        """Causes of the members without restarts left, by number."""
         return {seat.place: seat.cause for seat in self._seats.values() if seat.state is MemberState.DOWN}
 
     async def in_service(self) -> None:
-        """Wait until a member serves; FleetDown when none ever will."""
+        """Wait until a member serves; raises FleetDown if none is left."""
         await self._until(lambda: self.end is not None or bool(self.serving))
         if self.end is not None:
             raise self.end
 
     def newly_replaced(self) -> int:
-        """Since this was last asked, for the statistics of a batch."""
+        """Number of members replaced since the last call, for the statistics of a batch."""
         new, self._told = self.replaced - self._told, self.replaced
         return new
 
@@ -193,7 +196,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def at_work(self, member: M) -> AsyncIterator[None]:
-        """For each piece of work: begins when nobody drains the fleet."""
+        """Mark the member busy inside the block; waits while the fleet is drained."""
         seat = self._seats[id(member)]
         await self._until(lambda: not self._drains)
         seat.at_work += 1
@@ -205,8 +208,7 @@ class Fleet(Generic[M]):
 
     @asynccontextmanager
     async def drained(self) -> AsyncIterator[None]:
-        """Inside, nobody is at work or being started, and nobody begins; what is under way is waited for. A member that is lost inside
-        is started again afterwards."""
+        """Keep all members idle inside the block. Waits for running work and starts; members lost inside restart afterwards."""
         self._drains += 1
         try:
             await self._until(lambda: self.end is not None or all(seat.rests for seat in self._seats.values()))
@@ -233,7 +235,7 @@ class Fleet(Generic[M]):
                     if all(one.state is MemberState.DOWN for one in self._seats.values()):
                         self._finish(cause, seat.place)
                     return
-        except Exception as error:  # a bug, here or in what the fleet was given: the end, told as one, instead of waiting for ever
+        except Exception as error:  # a bug, here or in a callback: end the fleet, so that no caller waits for ever
             seat.cause = cause_of(error, self.name)
             self._enter(seat, MemberState.DOWN)
             self._finish(seat.cause, seat.place)
@@ -253,7 +255,7 @@ class Fleet(Generic[M]):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _replace(self, seat: _Seat[M], lost: str) -> str | None:
-        """Why that fails, where it does."""
+        """Restart a lost member; returns the cause if that fails."""
         policy = self._policy
         if policy.restarts is not None and seat.restarts >= policy.restarts:
             seat.member.kill()
@@ -274,7 +276,7 @@ class Fleet(Generic[M]):
     async def _try_to_start(self, seat: _Seat[M]) -> str | None:
         try:
             await self._start(seat)
-        except Exception as error:  # a process edge: told as a failure, and another attempt may succeed
+        except Exception as error:  # a process edge: another attempt may succeed
             return cause_of(error, seat.member.name)
         return None
 
@@ -317,7 +319,7 @@ class Fleet(Generic[M]):
 
 
 async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[], bool]) -> str:
-    """A watch for members that do one thing after the other: those that are not busy have to answer now and then, as they did at first."""
+    """Ask an idle member for an answer now and then; returns the cause if it is silent or its answer differs from the first one."""
     first: object = None
     while True:
         if not is_busy():
@@ -333,5 +335,5 @@ async def until_silent(ask: Callable[[], Awaitable[object]], is_busy: Callable[[
 
 
 def cause_of(error: BaseException, name: str) -> str:
-    """In one line. What is not told as a loss is told as an error of `name`."""
+    """Cause in one line; errors other than MemberLost are prefixed with `name`."""
     return error.cause if isinstance(error, MemberLost) else f"{name}: {type(error).__name__}: {first_line(error)}"

@@ -1,4 +1,4 @@
-"""Waiting for calls to ranks. Whatever is waited for: a failing or dying rank of any cluster ends the wait."""
+"""Waiting for calls to ranks. A failing or dying rank of any cluster ends every wait."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ T = TypeVar("T")
 POLL_SECONDS = 1.0
 """Longest single wait in Ray, so that Ctrl-C and time-outs are noticed."""
 KILLED = "ray.kill"
-"""Ray's word for the cause, where that is one."""
+"""Part of Ray's message when an actor was killed on purpose."""
 BLAME_SECONDS = 2.0
-"""When a rank reports a broken connection, how long to look for the rank whose death broke it."""
+"""Time to look for a dead rank after another rank reports a broken connection."""
 STACK_SECONDS = 3.0
 
 
@@ -36,7 +36,7 @@ class Call:
         self.ref: ray.ObjectRef | None = ref
         self.value: Any = None
         self.may_be_lost = may_be_lost
-        """The rank's loss is no failure of the call: it is done, without a value."""
+        """The rank's death is no failure: the call ends without a value."""
         self.lost = False
 
     @property
@@ -44,7 +44,7 @@ class Call:
         return self.ref is None
 
     def take(self) -> None:
-        """The call is ready: keep what it returned, or raise what it raised."""
+        """Store the value of a finished call, or raise its error."""
         try:
             self.value = ray.get(self.ref)
         except Exception as error:
@@ -56,7 +56,7 @@ class Call:
 
 
 class Pending(Generic[T]):
-    """Calls in flight on one cluster. `collect` makes the result of what the calls returned, in the order of `calls`."""
+    """Calls in flight on one cluster. `collect` turns the returned values, in the order of `calls`, into the result."""
 
     def __init__(self, group: RankGroup, phase: str, calls: Sequence[Call], collect: Callable[[list[Any]], T]) -> None:
         self.calls = list(calls)
@@ -68,13 +68,12 @@ class Pending(Generic[T]):
         self.group.phases.append(self.phase)
 
     def result(self, timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> T:
-        """Waits. A time-out given here replaces the cluster's own. `meanwhile` is called about once a second, and must not wait."""
+        """Wait for the result. `timeout_s` replaces the cluster's limit. `meanwhile` is called about once a second and must not block."""
         _wait([self], timeout_s, meanwhile=meanwhile)
         return self._collect([call.value for call in self.calls])
 
     def answer(self) -> T | None:
-        """The result, if it is there by now. A rank that raised ends its cluster, as in `result`; a death is told to whoever waits for
-        something."""
+        """The result if it is ready, else None. A rank that raised ends its cluster, as in `result`; a death is left to the next wait."""
         waiting = {cast(ray.ObjectRef, call.ref): call for call in self.calls if not call.done}
         ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0, fetch_local=False) if waiting else ([], [])
         for ref in ready:
@@ -84,7 +83,7 @@ class Pending(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Every rank has answered."""
+        """Whether every rank has answered."""
         return all(call.done for call in self.calls)
 
     def settle(self) -> None:
@@ -93,26 +92,28 @@ class Pending(Generic[T]):
             self.group.phases.remove(self.phase)
 
     def deadline(self, timeout_s: float | None) -> float:
-        """`timeout_s`: the caller's. The cluster's own counts where there is none, and none for the phase (watchdog.py)."""
+        """Deadline on the monotonic clock. The cluster's limit counts if neither the caller nor the phase (watchdog.py) has one."""
         own = self.group.timeout_s if timeout_s is None and WATCHDOG.nearest is None else timeout_s
         return float("inf") if own is None else self.started + own
 
 
 def gather(*pendings: Pending[T], timeout_s: float | None = None, meanwhile: Callable[[], None] | None = None) -> list[T]:
-    """Results of several clusters, or the first failure in any of them. `meanwhile`: see Pending.result."""
+    """Wait for the results of several clusters; raises the first failure. `meanwhile`: see Pending.result."""
     _wait(pendings, timeout_s, meanwhile=meanwhile)
     return [pending.result() for pending in pendings]
 
 
 def first_done(pendings: Sequence[Pending[T]]) -> list[Pending[T]]:
-    """Waits until one of them is done; that one, and any others that are by then."""
+    """Wait until at least one is done; returns all that are done by then."""
     _wait(pendings, None, enough=any)
     return [pending for pending in pendings if pending.done]
 
 
 def nobody_is_left(group: RankGroup) -> NoReturn:
-    """Of ranks that live alone. Where another worker has a fleet of them it knows why, which may be more than how they died, and it ends
-    with them a moment later."""
+    """Raise the failure of a group whose ranks, which die alone, are all dead.
+
+    A worker that owns these ranks as a fleet knows the cause best, and ends shortly after them: its report comes first.
+    """
     deaths = WATCH.deaths()
     ready, _ = ray.wait(list(deaths), num_returns=1, timeout=BLAME_SECONDS, fetch_local=False) if deaths else ([], [])
     _report_deaths([deaths[ref] for ref in ready])
@@ -171,7 +172,7 @@ def _report_deaths(dead: Sequence[tuple[RankGroup, int]]) -> None:
 
 
 def _blame(call: Call, error: Exception, unanswered: Sequence[int]) -> NoReturn:
-    """A rank whose collective broke is not the cause when another one died, or stands somewhere else: that one is, or may be."""
+    """Raise the failure of the rank that caused it. A broken collective points to a dead or stuck rank elsewhere."""
     group = call.group
     if not may_be_aftermath(error) or not group.deaths:
         _fail(group, call.rank, call.phase, error)
@@ -189,7 +190,7 @@ def _fail(group: RankGroup, rank: int, phase: str, error: BaseException, note: s
 
 
 def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
-    """A worker that has a fleet ends with it: then that member is told whose loss was the end of the fleet."""
+    """Raise the failure of a dead rank. If its fleet ended it, name the member whose loss ended the fleet."""
     error = _death_of(group, rank)
     down = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(down, FleetDown):
@@ -198,7 +199,7 @@ def _fail_dead(group: RankGroup, rank: int, phase: str) -> NoReturn:
                 ref = next((ref for ref, number in other.deaths.items() if number == down.place), None)
                 if ref is not None and ray.wait([ref], timeout=BLAME_SECONDS, fetch_local=False)[0]:
                     own = _death_of(other, down.place)
-                    error = error if is_death(own) and KILLED in str(own) else own  # its fleet has ended it, and knows why
+                    error = error if is_death(own) and KILLED in str(own) else own  # its fleet killed it, and knows the cause
                 _fail(other, down.place, other.phase, error)
     _fail(group, rank, phase, error)
 
@@ -242,7 +243,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
-    """Where the stuck ranks stand, as far as they can still say it."""
+    """Stack traces of the stuck ranks, if they still answer."""
     if not group.deaths:
         return ""
     refs = {group.stacks(rank): rank for rank in stuck}
@@ -251,7 +252,7 @@ def _stacks(group: RankGroup, stuck: Sequence[int]) -> str:
     for ref, rank in refs.items():
         try:
             said = f"stands at\n{ray.get(ref)}" if ref in ready else f"does not say where it stands: {group.pulses[rank].describe()}"
-        except ray.exceptions.RayError:  # it is being given up on anyway
+        except ray.exceptions.RayError:  # the rank is given up anyway
             continue
         texts.append(f"\n\nrank {rank} {said}")
     return "".join(texts)

@@ -1,8 +1,8 @@
-"""Devices -> places for workers. Device numbers count over the nodes of the cluster; roles that name the same number share the device.
+"""Placement of workers on devices. Device numbers count over the nodes of the cluster; roles with the same number share the device.
 
-A device is a GPU or, on a cluster without GPUs, a CPU slot: a share of a core, small enough that all slots fit, so that a
-laptop's two cores can host every role of a run. One placement group holds all devices of a run, so that it starts with all
-of them or not at all. Where the configuration tells of nodes (`placement.nodes`), every device is on its own; else Ray packs them.
+A device is a GPU or, on a cluster without GPUs, a CPU slot: a share of a core, small enough that all slots fit, so that a laptop's two
+cores can host every role of a run. One placement group holds all devices of a run: it starts with all of them or not at all. With
+`placement.nodes` each device lies on its configured node; otherwise Ray packs them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from roll_lite.config.schema.placement import PlacementConfig
 LARGEST_SLOT = 1.0
 SMALLEST_SLOT = 0.01
 CHOOSE_AGAIN_S = 10.0
-"""How long nodes that seemed free may take to give the devices."""
+"""Time to wait for devices that seemed free before other nodes are tried."""
 USABLE_SHARE = 0.9
-"""Of a node's cores; the rest is left to services without a device."""
+"""Share of a node's cores used for devices; services without a device use the rest."""
 
 
 class PlacementTimeout(TimeoutError):
@@ -39,18 +39,18 @@ class PlacementTimeout(TimeoutError):
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one worker runs, and with which of its node's GPUs."""
+    """Place of one worker: node and GPUs."""
 
     strategy: Any = None
     """Ray's scheduling strategy."""
     local_rank: int = 0
-    """Number of the worker's first device among those that it sees: 0 where it sees only its own; on CPUs its number on the node."""
+    """Index of the worker's first device among those it sees: 0 on GPUs, where it sees only its own; on CPUs its number on the node."""
     gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Device:
-    """A bundle of the placement group, once it is known where it lies."""
+    """A placed bundle of the placement group."""
 
     bundle: int
     node: str
@@ -69,8 +69,8 @@ class Placement:
         self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus, order), strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
-        """One for each worker of the role, in rank order; a worker of several devices gets consecutive ones, and several that share a
-        device follow one another."""
+        """One slot per worker of the role, in rank order. A worker of several devices gets consecutive ones; workers that share a device
+        are neighbours."""
         slots = self.slots_by_node(role, devices_per_worker, workers_per_device)
         for worker, own in enumerate(slots):
             if len(own) > 1:
@@ -83,7 +83,7 @@ class Placement:
         return [slot for own in slots for slot in own]
 
     def slots_by_node(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[list[Slot]]:
-        """The same of workers that may span nodes: of each a slot on every node where it has devices, as these follow one another."""
+        """Slots of workers that may span nodes: one for each node on which a worker has devices, in device order."""
         numbers = self.roles[role]
         if len(numbers) % devices_per_worker:
             raise ValueError(f"{role}.devices: {len(numbers)} devices cannot be shared out to workers of {devices_per_worker} devices each")
@@ -96,7 +96,7 @@ class Placement:
         return slots
 
     def _slot(self, devices: Sequence[Device], seen: Counter[str]) -> Slot:
-        """`seen`: workers of the role on each node so far."""
+        """Slot on one node. `seen`: number of the role's workers on each node so far."""
         node = devices[0].node
         place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=devices[0].bundle)
         gpus = tuple(device.gpu for device in devices if device.gpu is not None)
@@ -105,22 +105,22 @@ class Placement:
         return slot
 
     def release(self) -> None:
-        """Also ends what still runs there."""
+        """Release the devices; ends processes that still run on them."""
         remove_placement_group(self.group)
 
 
 def anywhere(workers: int) -> list[Slot]:
-    """For workers without a device: Ray spreads them over the nodes."""
+    """Slots of workers without a device, spread over the nodes by Ray."""
     return [Slot("SPREAD", number) for number in range(workers)]
 
 
 def beside_driver() -> Slot:
-    """For a service that talks to the driver all the time."""
+    """Slot on the driver's node, for a service that talks to the driver all the time."""
     return Slot(NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False))
 
 
 def _cpu_slot(slots: int) -> float:
-    """The largest share of a core, at most one, with which all slots fit; in hundredths, rounded down."""
+    """Largest share of a core, at most 1, with which all slots fit; in hundredths, rounded down."""
     free = [cores * USABLE_SHARE for cores in _free("CPU").values() if cores > 0]
     sizes = sorted({min(LARGEST_SLOT, math.floor(100 * cores / n) / 100) for cores in free for n in range(1, slots + 1)}, reverse=True)
     for size in sizes:
@@ -130,15 +130,15 @@ def _cpu_slot(slots: int) -> float:
 
 
 def _slot_of_nodes(counts: Mapping[str, int]) -> float:
-    """The same where it is known which node has how many of them."""
+    """Largest share of a core that fits the given number of slots on each node."""
     free = _free("CPU")
     sizes = [math.floor(100 * free.get(node, 0.0) * USABLE_SHARE / count) / 100 for node, count in counts.items()]
     return max(min(LARGEST_SLOT, *sizes), SMALLEST_SLOT)
 
 
 def _free(kind: str) -> dict[str, float]:
-    """GPUs or cores, by node."""
-    # Ray has no public call for what is free on each node.
+    """Free GPUs or cores by node."""
+    # Ray has no public call for the free resources of each node.
     from ray._private.state import available_resources_per_node
 
     return {node: resources.get(kind, 0.0) for node, resources in available_resources_per_node().items()}
@@ -149,11 +149,11 @@ class Node:
     id: str
     address: str
     devices: float
-    """GPUs, or cores."""
+    """Number of GPUs or cores."""
 
 
 def _nodes(kind: str) -> list[Node]:
-    """Those with devices: the driver's first, then by address."""
+    """Nodes with devices: the driver's node first, the others by address."""
     here = ray.get_runtime_context().get_node_id()
     alive = [Node(one["NodeID"], one["NodeManagerAddress"], one["Resources"].get(kind, 0.0)) for one in ray.nodes() if one["Alive"]]
     return sorted((node for node in alive if node.devices > 0), key=lambda node: (node.id != here, node.address, node.id))
@@ -164,21 +164,21 @@ class _Wanted:
     kind: str
     """GPU or CPU."""
     numbers: Sequence[int]
-    """Of the run's devices."""
+    """Numbers of the run's devices."""
     roles: Mapping[str, Sequence[int]]
     timeout_s: float
     deadline: float
 
 
 def _anywhere(wanted: _Wanted) -> tuple[PlacementGroup, list[str]]:
-    """The devices, and the order of their nodes."""
+    """Reserve devices on any nodes; returns the placement group and the order of the nodes."""
     size = 1.0 if wanted.kind == "GPU" else _cpu_slot(len(wanted.numbers))
     group = _reserve(wanted, size, None, wanted.timeout_s)
     return group or _no_room(wanted, size), [node.id for node in _nodes(wanted.kind)]
 
 
 def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup, list[str]]:
-    """The same where the configuration tells of nodes. Others are chosen where what was free is not any more."""
+    """Reserve devices on the configured nodes; chooses other nodes if devices are taken meanwhile."""
     counts = Counter(number // layout.devices_per_node for number in wanted.numbers)
     while True:
         nodes = _nodes_of_the_run(wanted, layout, counts)
@@ -191,8 +191,7 @@ def _on_nodes(wanted: _Wanted, layout: PlacementConfig) -> tuple[PlacementGroup,
 
 
 def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[int, int]) -> dict[int, Node]:
-    """The nodes that the configuration tells of, by their numbers there. One may still be on its way, or busy with another job. `counts`:
-    devices of each."""
+    """Choose a cluster node for each configured node; waits for nodes that are missing or busy. `counts`: devices on each."""
     assert layout.nodes is not None
     while True:
         nodes, free = _nodes(wanted.kind), _free(wanted.kind)
@@ -209,7 +208,7 @@ def _nodes_of_the_run(wanted: _Wanted, layout: PlacementConfig, counts: Mapping[
 
 
 def _assign(room: Sequence[tuple[Node, float]], wanted: Mapping[int, int]) -> dict[int, Node] | None:
-    """To each number the first node that has room for as many devices and leaves room for the other numbers. None: there is no way."""
+    """Assign each number the first node with enough room that leaves room for the other numbers; None if there is no assignment."""
     found: dict[int, Node] = {}
     left = list(room)
     for number in sorted(wanted):
@@ -230,7 +229,7 @@ def _words(kind: str) -> str:
 
 
 def _reserve(wanted: _Wanted, size: float, labels: list[dict[str, str]] | None, timeout_s: float) -> PlacementGroup | None:
-    """`size`: of each device. None: not within that time."""
+    """Reserve the devices, of `size` each; None if that takes too long."""
     group = placement_group([{wanted.kind: size}] * len(wanted.numbers), strategy="PACK", bundle_label_selector=labels)
     if group.wait(timeout_s):
         return group
@@ -250,7 +249,7 @@ def _no_room(wanted: _Wanted, size: float) -> NoReturn:
 
 
 def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequence[str]) -> list[Device]:
-    """Bundles sorted by node, in this order, and by GPU: consecutive device numbers lie on the same node."""
+    """Bundles sorted by node in this order, then by GPU, so that consecutive device numbers share a node."""
     placed = placement_group_table(group)["bundles_to_node_id"]
     numbers = _gpu_numbers(group, count) if gpus else [None] * count
     devices = [Device(bundle, placed[bundle], numbers[bundle]) for bundle in range(count)]
@@ -258,12 +257,12 @@ def _in_node_order(group: PlacementGroup, count: int, gpus: bool, order: Sequenc
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:
-    """A number, or a UUID where the node's `CUDA_VISIBLE_DEVICES` has those."""
+    """Sort key of a GPU: a number, or a UUID if the node's `CUDA_VISIBLE_DEVICES` uses them."""
     return (int(gpu), "") if gpu.isdigit() else (0, gpu)
 
 
 def _gpu_numbers(group: PlacementGroup, count: int) -> list[str | None]:
-    """Which GPU of its node each bundle holds: only a task inside the bundle is told."""
+    """GPU of each bundle; Ray shows it only to a task inside the bundle."""
     probe = ray.remote(_own_gpu)
     refs = [
         probe.options(num_cpus=0, num_gpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()

@@ -1,5 +1,4 @@
-"""RankGroup: the ranks of one cluster, which live and die together. WATCH: all groups of this process, of whose deaths and silence
-whoever waits for anything is told."""
+"""RankGroup: the ranks of one cluster, which die together. WATCH: all groups of this process; every wait asks it for deaths and silence."""
 
 from __future__ import annotations
 
@@ -20,17 +19,19 @@ from roll_lite.distributed.failures import ClusterDead, RankFailed, failure_text
 from roll_lite.distributed.watchdog import name_of, status_of
 
 PULSE_SECONDS = 5.0
-"""Between an answer and the next question."""
+"""Pause between an answer and the next question."""
 LISTEN_SECONDS = 1.0
 
 
 class Pulse:
-    """Asks a watched rank now and then whether it is there. A process that is stopped, or never gives Python's lock back, does not
-    answer; one that only works hard does."""
+    """Heartbeat of a watched rank: asks it now and then for an answer.
+
+    A busy process answers. A stopped one, or one that never releases Python's lock, does not.
+    """
 
     def __init__(self, ask: Callable[[], ray.ObjectRef]) -> None:
         self.node: str | None = None
-        """Of its process, known once all of the cluster are introduced to each other."""
+        """Node of its process; known after the first call to the cluster."""
         self.pid: int | None = None
         self._ask = ask
         self._question: ray.ObjectRef | None = None
@@ -38,7 +39,7 @@ class Pulse:
         self._silent_s = 0.0
 
     def listen(self, elapsed: float) -> float:
-        """Seconds since the open question, as far as somebody listened. `elapsed`: since the last call."""
+        """Seconds that the open question has waited while this process listened. `elapsed`: seconds since the last call."""
         if self._question is None:
             if time.monotonic() >= self._next:
                 self._question = self._ask()
@@ -49,14 +50,14 @@ class Pulse:
             return self._silent_s
         try:
             self.node, self.pid = ray.get(self._question)
-        except RayError:  # its death is reported elsewhere
+        except RayError:  # deaths are reported elsewhere
             return 0.0
         self._question, self._silent_s, self._next = None, 0.0, time.monotonic() + PULSE_SECONDS
         return 0.0
 
     @property
     def process(self) -> psutil.Process | None:
-        """None where it is not known, gone, or on another node."""
+        """The process; None if it is unknown, gone, or on another node."""
         if self.pid is None or self.node != ray.get_runtime_context().get_node_id():
             return None
         try:
@@ -65,7 +66,7 @@ class Pulse:
             return None
 
     def describe(self) -> str:
-        """What can be seen of its process from outside."""
+        """State of its process as seen from outside."""
         if self.pid is None:
             return "where its process is, is not known"
         process = self.process
@@ -80,9 +81,9 @@ class Pulse:
 
 
 class RankGroup:
-    """The actors of one cluster. Each watched one has a call that ends only with its process, so that Ray reports its death at once.
+    """The actors of one cluster. A call that never returns watches each actor: Ray reports the death of its process at once.
 
-    `watch`: Ray's options for that call, which must not stand in the way of others; None leaves the actors unwatched.
+    `watch`: Ray options of that call, so that it does not block others; None: unwatched.
     """
 
     def __init__(
@@ -99,17 +100,17 @@ class RankGroup:
         self.log_folder = log_folder
         self.timeout_s = timeout_s
         self.live_alone = live_alone
-        """A fleet decides what a death means; here it is known, and explains failures."""
+        """Ranks die alone: a fleet handles deaths, and the group only records them."""
         self._lost: dict[int, str] = {}
         self.phases: list[str] = []
-        """Methods called and not yet answered, oldest first."""
+        """Methods in flight, oldest first."""
         self.deaths: dict[ray.ObjectRef, int] = {}
         self.pulses: list[Pulse] = []
-        """In rank order; none where the actors are not watched."""
+        """Heartbeats in rank order; empty if the actors are unwatched."""
         self.started = False
-        """All constructors have run."""
+        """Whether all constructors have run."""
         self.end: str | None = None
-        """Why the group is dead."""
+        """Cause of the group's death; None while it lives."""
         self._watch = watch
         if watch is not None:
             self.deaths = {actor.until_death.options(**watch).remote(): rank for rank, actor in enumerate(self.actors)}
@@ -127,7 +128,7 @@ class RankGroup:
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """Of ranks that live alone those that are gone, by now, and why."""
+        """Dead ranks and their causes, of ranks that die alone."""
         open_ones = {ref: rank for ref, rank in self.deaths.items() if rank not in self._lost} if self.live_alone else {}
         ready, _ = ray.wait(list(open_ones), num_returns=len(open_ones), timeout=0, fetch_local=False) if open_ones else ([], [])
         for ref in ready:
@@ -145,7 +146,7 @@ class RankGroup:
             raise ClusterDead(self.name, self.end)
 
     def fail(self, failure: RankFailed) -> None:
-        """Survivors may sit in a collective for ever: nothing but a kill reaches them."""
+        """Kill the group: survivors may hang in a collective, where only a kill reaches them."""
         if self.end is None:
             self.kill(str(failure))
 
@@ -154,19 +155,19 @@ class RankGroup:
         WATCH.remove(self)
         for actor in self.actors:
             ray.kill(actor)
-        for process in stopped([self]):  # Ray asks a process to end, which a stopped one does not hear
+        for process in stopped([self]):  # ray.kill asks the process to end; a stopped one does not hear it
             try:
                 process.send_signal(signal.SIGKILL)
             except psutil.Error:
                 continue
 
     def stacks(self, rank: int) -> ray.ObjectRef:
-        """Where a watched rank stands, also while it is busy."""
+        """Stack traces of a watched rank, even a busy one."""
         return self.actors[rank].stacks.options(**(self._watch or {})).remote()
 
 
 class LivenessWatch:
-    """All living groups of this process. A group that nobody holds any more ends by itself: Ray ends actors without handles."""
+    """All living groups of this process. Groups are held weakly: Ray ends actors without handles."""
 
     def __init__(self) -> None:
         self._groups: list[weakref.ref[RankGroup]] = []
@@ -183,19 +184,19 @@ class LivenessWatch:
         self._groups = [weakref.ref(known) for known in self.groups() if known is not group]
 
     def forget_all(self) -> None:
-        """The Ray session ends, and every actor with it."""
+        """Drop all groups, since the Ray session ends with every actor."""
         for group in self.groups():
             group.end = "the Ray session has ended"
         self._groups.clear()
 
     def deaths(self) -> dict[ray.ObjectRef, tuple[RankGroup, int]]:
-        """A reference for every watched rank whose death is that of its group; it becomes ready, with an error, when the process dies."""
+        """References that become ready, with an error, when a rank of a group that dies together has died."""
         groups = [group for group in self.groups() if not group.live_alone]
         return {ref: (group, rank) for group in groups for ref, rank in group.deaths.items()}
 
     @contextmanager
     def expecting_answers(self, within_s: float | None) -> Iterator[None]:
-        """In the block every watched rank has to answer within this time, whatever it is doing. None or 0: no such limit."""
+        """Demand an answer of every watched rank within this time, inside the block. None or 0: no limit."""
         before, self._silence_s = self._silence_s, within_s or None
         try:
             yield
@@ -203,8 +204,10 @@ class LivenessWatch:
             self._silence_s = before
 
     def silent(self) -> tuple[RankGroup, int, float] | None:
-        """A rank that has not answered in time, and that time. To be called again and again by whoever waits; what passes while nobody
-        does, or while this process is itself stopped, does not count."""
+        """A rank that exceeded the limit, and the limit. Every wait calls this repeatedly.
+
+        Time between waits, or while this process itself is stopped, does not count.
+        """
         now = time.monotonic()
         if self._silence_s is None or now - self._listened < LISTEN_SECONDS:
             return None
@@ -218,7 +221,7 @@ WATCH = LivenessWatch()
 
 
 def stopped(groups: Sequence[RankGroup]) -> list[psutil.Process]:
-    """Processes of these groups on this node, and their children, that have been stopped."""
+    """Stopped processes of these groups on this node, children included."""
     found = []
     for process in (process for group in groups for pulse in group.pulses if (process := pulse.process) is not None):
         try:
@@ -230,7 +233,7 @@ def stopped(groups: Sequence[RankGroup]) -> list[psutil.Process]:
 
 
 def kill_stopped(node: str, pid: int) -> None:
-    """What ray.kill leaves of a process on this node: it asks a process to end, which a stopped one does not hear."""
+    """Kill a stopped process on this node; ray.kill only asks, and a stopped process does not hear."""
     if not ray.is_initialized() or node != ray.get_runtime_context().get_node_id():
         return
     try:
@@ -242,7 +245,7 @@ def kill_stopped(node: str, pid: int) -> None:
 
 
 def stopped_ones(groups: Sequence[RankGroup]) -> str:
-    """A line about them, where there are any."""
+    """A line that names the stopped processes; empty if there are none."""
     names = ", ".join(f"{process.pid} ({name_of(process)})" for process in stopped(groups))
     return f"\n\nstopped, as by SIGSTOP: {names}" if names else ""
 

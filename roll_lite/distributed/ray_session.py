@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: an existing one where an address names it, otherwise a private local one that leaves nothing behind."""
+"""The Ray cluster of a run: an existing one if an address is given, otherwise a private local one that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from roll_lite.distributed.watchdog import WATCHDOG, status_of
 logger = logging.getLogger(__name__)
 
 SUPPORTED_RAY = ((2, 60), (2, 62))
-"""From the first to below the second: what placement, actor deaths and the settings below were tried with."""
+"""Tested Ray versions: the first inclusive, the second exclusive."""
 FOLDER_PREFIX = "rl-"
 OWNER_FILE = "owner"
 MARK_FILE = "mark"
 CONNECT_SECONDS = 10.0
 ENDING = ("the end of Ray", 60.0, "")
-"""Phase and seconds; nothing sets them."""
+"""Phase and time limit of Ray's shutdown; not configurable."""
 GCS_ADDRESS = re.compile(r"--gcs-address=(\S+)")
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 HTTP2_SETTINGS = 4
 SERVERS = ("raylet", "gcs_server")
-"""Ray's own processes that a local session cannot do without."""
+"""Ray's own processes that a local session needs."""
 LONGEST_BASE = 40
 """Ray appends up to 64 characters to the folder for its sockets, whose paths end at 107."""
 
 LOCAL_SETTINGS = {
-    # Children of a killed worker (an engine's own processes) die with it.
+    # Kill the children of a dead worker (an engine's processes) with it.
     "kill_child_processes_on_worker_exit_with_raylet_subreaper": True,
-    # Each worker has an environment of its own, so that none started ahead would ever be used.
+    # Start no workers ahead: each worker has its own environment, so they would never be used.
     "enable_worker_prestart": False,
     "prestart_worker_first_driver": False,
 }
@@ -59,14 +59,14 @@ LOCAL_SETTINGS = {
 class RaySession:
     address: str
     started: bool
-    """False where the cluster was there before."""
+    """False if the cluster existed before."""
     log_folder: Path | None
-    """Where workers write what they print; None leaves it in Ray's own folder."""
+    """Folder for the workers' output; None: Ray's own folder."""
 
 
 @contextmanager
 def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySession]:
-    """Attached to a cluster or with a cluster of our own for the time of the block. Nested sessions are refused."""
+    """Attach to a cluster, or start a private one, for the time of the block. Nested sessions are refused."""
     _check_version()
     if ray.is_initialized():
         raise RuntimeError("this process is connected to a Ray cluster already; one session at a time")
@@ -85,7 +85,7 @@ def ray_session(config: RayConfig, run_folder: Path | None) -> Iterator[RaySessi
 @contextmanager
 def _attached(address: str, config: RayConfig) -> Iterator[str]:
     address = _check_address(address)
-    # For Ray, RAY_ADDRESS goes before the argument, and it may be `auto`.
+    # In Ray, RAY_ADDRESS overrides the argument, and it may be `auto`.
     with _starting({"RAY_USAGE_STATS_ENABLED": "0"}, config):
         try:
             context = ray.init(address=address, log_to_driver=False, logging_level="error", runtime_env=_runtime_env())
@@ -99,12 +99,12 @@ def _attached(address: str, config: RayConfig) -> Iterator[str]:
         with WATCHDOG.over([process for process, command in _raylets() if context.address_info["raylet_socket_name"] in command]):
             yield context.address_info["address"]
     finally:
-        # Ends the job: Ray removes the actors and placement groups that it made, and nothing else.
+        # Ends the job: Ray removes its actors and placement groups, and nothing else.
         _disconnect()
 
 
 def _check_address(address: str) -> str:
-    """With `auto` looked up. Ray itself takes minutes to say that nobody listens, and does not end where somebody does who says nothing."""
+    """Resolve `auto` and check that a gRPC server answers. Ray takes minutes to report a closed port, and hangs on a silent one."""
     if "://" in address:
         raise ValueError(
             f"ray.address: {address!r} is a Ray Client address; start the run on a node of the cluster, with host:port or auto"
@@ -123,8 +123,10 @@ def _check_address(address: str) -> str:
 
 
 def _running_cluster() -> str:
-    """What `auto` stands for: the cluster that `ray start` has noted on this machine, or one that runs here without a note. Private
-    sessions of other runs are not meant."""
+    """Address for `auto`: the cluster that `ray start` recorded on this machine, or the only other one that runs here.
+
+    Private sessions of other runs do not count.
+    """
     running = [match.group(1) for _, command in _raylets() if (match := GCS_ADDRESS.search(command)) and f"/{FOLDER_PREFIX}" not in command]
     noted = ray._private.utils.read_ray_address()
     if noted and (noted in running or not running):
@@ -141,13 +143,13 @@ def _running_cluster() -> str:
 
 
 def _raylets() -> list[tuple[psutil.Process, str]]:
-    """Those of this machine that can be seen, with their command lines."""
+    """Visible raylets of this machine, with their command lines."""
     found = psutil.process_iter(["name", "cmdline"])
     return [(process, " ".join(process.info["cmdline"] or [])) for process in found if process.info["name"] == "raylet"]
 
 
 def _expect_grpc(connection: socket.socket) -> None:
-    """A gRPC server introduces itself at once, with a SETTINGS frame of HTTP/2. One that wants TLS says something else first."""
+    """Expect the SETTINGS frame that a gRPC server sends at once. Skipped with TLS, where the server starts differently."""
     if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
         return
     connection.sendall(HTTP2_GREETING)
@@ -176,7 +178,7 @@ def _local(config: RayConfig) -> Iterator[str]:
                 object_store_memory=config.object_store_mb << 20,
                 log_to_driver=False,
                 logging_level="error",
-                # What workers and engines put into temporary files goes with the session, however it ends.
+                # Temporary files of workers and engines vanish with the session, however it ends.
                 runtime_env=_runtime_env({"TMPDIR": str(folder)}),
                 _system_config=dict(LOCAL_SETTINGS),  # Ray writes the folder of this session into it
             )
@@ -196,7 +198,7 @@ def _own_servers() -> list[psutil.Process]:
 
 
 def _end_stopped_servers() -> None:
-    """Ray would wait for their answers."""
+    """Kill Ray's stopped servers, since Ray would wait for their answers."""
     for process in _own_servers():
         if status_of(process) == psutil.STATUS_STOPPED:
             process.kill()
@@ -216,9 +218,9 @@ def _check_version() -> None:
 
 
 def _runtime_env(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Workers import what the driver can import: a checkout that is not installed, a user's own reward functions.
+    """Runtime environment in which workers can import what the driver can: a checkout that is not installed, a user's reward functions.
 
-    On another node these folders exist only on a shared file system; where they do not, the installed package is used.
+    On another node these folders exist only on a shared file system; without them the installed package is used.
     """
     installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
     folders = [Path(path or ".").resolve() for path in sys.path]
@@ -238,7 +240,7 @@ def _starting(environment: Mapping[str, str], config: RayConfig) -> Iterator[Non
 
 @contextmanager
 def _environment(values: Mapping[str, str], without: tuple[str, ...] = ()) -> Iterator[None]:
-    """For the processes that Ray starts in the block."""
+    """Set environment variables for the processes that Ray starts inside the block."""
     names = [*values, *without]
     before = {name: os.environ.get(name) for name in names}
     for name in without:
@@ -268,7 +270,7 @@ def _make_folder() -> Path:
 
 
 def _identity(process: int) -> str:
-    """Names a process once and for all: numbers are used again, and count anew in every container."""
+    """Unique name of a process: process ids are reused, and every container counts its own."""
     start_tick = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{process} {start_tick} {_process_namespace()}"
 
@@ -278,7 +280,7 @@ def _process_namespace() -> str:
 
 
 def _purge(base: Path) -> None:
-    """Folders whose owner was killed together with its guards, and the processes that it left."""
+    """Remove folders and processes of sessions whose driver and guards were killed."""
     for folder in base.glob(FOLDER_PREFIX + "*"):
         try:
             owner = (folder / OWNER_FILE).read_text()
@@ -302,13 +304,13 @@ def _is_alive(process: int, identity: str) -> bool:
 
 
 def _start_guard(folder: Path, mark: str) -> subprocess.Popen[bytes]:
-    # -I -S: nothing but the standard library, which starts in a few hundredths of a second. A session of its own: Ctrl-C is not for it.
+    # -I -S: only the standard library, which starts in a few hundredths of a second. A new session, so that Ctrl-C does not reach it.
     command = [sys.executable, "-I", "-S", session_guard.__file__, str(os.getpid()), mark, str(folder)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 def _dismiss(guard: subprocess.Popen[bytes], folder: Path) -> None:
-    """The guard makes sure that all processes are gone and removes the folder."""
+    """Let the guard end all remaining processes and remove the folder."""
     assert guard.stdin is not None
     try:
         guard.stdin.write(b".")

@@ -1,10 +1,9 @@
-"""Ends what a dead driver left behind: every process of its Ray session, and the session's temporary folder.
+"""Guard process: ends a dead driver's leftovers, which are the processes and the temporary folder of its Ray session.
 
-Ray's own processes die with their driver within seconds, but not all that they started, and nobody removes the folder. So
-a session starts this file as a small process of its own, with the standard library only. It waits until the driver is gone
-(however it ended) or says that it is done, then kills every process that carries the session's mark in its environment,
-which everything that Ray starts has inherited, or is known by its open files. It has a twin, for who kills the driver may kill a
-guard as well; where both were killed, the next session on this machine ends what it finds.
+Ray's own processes die with their driver within seconds, but not all of their children, and the folder stays. So a session starts this
+file as a small process that uses only the standard library. It waits until the driver dies or reports its end. Then it kills every process
+with the session's mark in its environment, which all children of Ray inherit, or with open files of the session. It has a twin, in case it
+is killed with the driver. If both are killed, the next session on this machine cleans up.
 """
 
 from __future__ import annotations
@@ -20,16 +19,18 @@ from pathlib import Path
 MARK = "ROLL_LITE_SESSION"
 SHARED = Path("/dev/shm")
 GRACE_SECONDS = 3.0
-"""After an orderly end, processes get this long to leave by themselves."""
+"""Time that processes get to exit after an orderly end."""
 PATIENCE_SECONDS = 20.0
 QUIET_SCANS = 3
 FOLDER_SECONDS = 1.0
-"""Between looks at whether the folder is still there."""
+"""Interval between checks that the folder still exists."""
 
 
 def session_processes(mark: str, folder: Path) -> list[int]:
-    """Processes of this user that belong to the session: started with its mark, or, where a process has written its title over its
-    environment, titled by Ray and holding files of the session's folder open."""
+    """Processes of this user that belong to the session.
+
+    They have its mark in their environment, or, if a process title has overwritten that, a title of Ray's and open files of the session.
+    """
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -56,8 +57,10 @@ def _is_titled_user(process: Path, folder: Path) -> bool:
 
 
 def end_processes(mark: str, folder: Path, grace_s: float) -> None:
-    """Until none is seen for a while: a process that is about to die may still start another one, and one that is just starting a
-    program shows an empty environment for a moment."""
+    """Kill the session's processes until several scans find none.
+
+    A dying process may still start another one, and a process shows an empty environment while it starts a program.
+    """
     start = time.monotonic()
     unseen = 0
     while unseen < QUIET_SCANS and time.monotonic() - start < PATIENCE_SECONDS:
@@ -73,8 +76,10 @@ def end_processes(mark: str, folder: Path, grace_s: float) -> None:
 
 
 def wait_for_driver(driver: int, folder: Path) -> bool:
-    """True: the driver said that it is done. False: it is gone. Returns twice, in two processes that watch over each other as well: the
-    driver may be killed together with one of them."""
+    """Wait for the driver: True if it reported its end, False if it died.
+
+    Returns in two processes, which watch each other too, since one of them may be killed together with the driver.
+    """
     try:
         handle = os.pidfd_open(driver)
     except ProcessLookupError:
@@ -92,30 +97,30 @@ def wait_for_driver(driver: int, folder: Path) -> bool:
         if pipe in ready:
             if os.read(sys.stdin.fileno(), 1):
                 return True
-            pipe = None  # It may close without a word a moment before the driver is gone: its death is what counts.
+            pipe = None  # A closed pipe says nothing: it may close just before the driver dies. Wait for the death.
         if other in ready:
             os.close(other)
             other = None
-        if not folder.exists():  # the other one, or the driver, has done the work
+        if not folder.exists():  # the other guard, or the driver, has cleaned up
             return True
 
 
 def remove_session(folder: Path) -> None:
-    """And what belongs to the engines whose hosts were killed: their folders are in it."""
+    """Remove the session's folder, and the folders and semaphores of killed engines in it."""
     for inside in folder.glob("*/"):
         remove_folder(inside)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_folder(folder: Path) -> None:
-    """And the semaphores that are called after it: an engine's are (strategy/inference/scratch.py)."""
+    """Remove a folder and the semaphores named after it (strategy/inference/scratch.py)."""
     shutil.rmtree(folder, ignore_errors=True)
     for semaphore in SHARED.glob(f"sem.{folder.name}-*"):
         semaphore.unlink(missing_ok=True)
 
 
 def second_guard() -> tuple[int, bool]:
-    """A handle of the other process, and whether this one is the new one."""
+    """Fork a second guard; returns a handle of the other process, and whether this one is the new one."""
     first = os.pidfd_open(os.getpid())
     child = os.fork()
     if child == 0:

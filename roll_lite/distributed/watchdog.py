@@ -1,8 +1,8 @@
-"""What ends a run that hangs: time limits around its phases, and a thread for when the driver itself is stuck.
+"""Watchdog against hangs: time limits of the phases, and a thread in case the driver itself is stuck.
 
-A limit that has passed, or a Ray session that is lost, is noticed where the driver waits (pending.py): there it can be said which rank
-is late and where it stands. But a call into Ray may never come back, when a process of Ray's is stopped for instance, and Ray ends
-drivers that have lost its head for a minute. The thread then has the run's end written down and ends the process.
+Waits (pending.py) notice a passed limit or a lost Ray session; they can name the late rank and its stack. But a call into Ray may never
+return, for instance if a process of Ray's is stopped, and Ray ends drivers that have lost its head node for a minute. The thread then
+records the run's end and ends the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import psutil
 
 PATROL_SECONDS = 0.5
 STUCK_SECONDS = 15.0
-"""How long the main thread may take to act on what it should have noticed by itself."""
+"""Time that the main thread has to act on a passed limit before the thread ends the process."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Limit:
     phase: str
     seconds: float
     setting: str
-    """Its path in the YAML; empty where nothing sets it."""
+    """YAML path of the limit; empty if it is not configurable."""
     deadline: float
 
     def __str__(self) -> str:
@@ -36,29 +36,28 @@ class Limit:
 
 
 class SessionLost(RuntimeError):
-    """A process of Ray's own on this machine is gone or stopped, and with it the session."""
+    """Ray's own process on this machine died or was stopped, so the session is lost."""
 
 
 class Watchdog:
-    """One for the process, `WATCHDOG`."""
+    """Time limits and Ray processes of this driver; WATCHDOG is the only instance."""
 
     def __init__(self) -> None:
         self._limits: list[Limit] = []
         self._processes: dict[psutil.Process, str] = {}
-        """Watched processes and their names, which cannot be asked of dead ones."""
+        """Watched processes and their names; a dead process has no name."""
         self._stopped_s: dict[int, float] = {}
         self._lost: str | None = None
         self._lost_at = 0.0
         self._told = False
         self.silence_s: float | None = None
-        """How long a process may stay stopped; None: for ever."""
+        """Time that a process may stay stopped; None: unlimited."""
 
     # ------------------------------------------------------------ limits
 
     @contextmanager
     def limit(self, phase: str, seconds: float | None, setting: str | None = None) -> Iterator[None]:
-        """For the whole block. `seconds`: None or 0, no limit, which counts as one that never passes. `setting`: that of the phase where
-        absent."""
+        """Limit the time of the block. `seconds`: None or 0 means unlimited. `setting`: YAML path; None: that of the phase."""
         seconds = seconds or math.inf
         limit = Limit(phase, seconds, f"limits.{phase}" if setting is None else setting, time.monotonic() + seconds)
         self._limits.append(limit)
@@ -76,7 +75,7 @@ class Watchdog:
 
     @contextmanager
     def over(self, processes: Sequence[psutil.Process]) -> Iterator[None]:
-        """The session cannot do without them."""
+        """Watch processes that the session needs, inside the block."""
         self._processes = {process: name_of(process) for process in processes}
         self._lost, self._told = None, False
         self._stopped_s.clear()
@@ -86,7 +85,7 @@ class Watchdog:
             self._processes = {}
 
     def check(self) -> None:
-        """To be called by the main thread wherever it waits."""
+        """Raise SessionLost if the session is lost. The main thread calls this in every wait."""
         if self._lost is not None:
             self._told = True
             raise SessionLost(self._lost)
@@ -95,7 +94,7 @@ class Watchdog:
 
     @contextmanager
     def patrol(self, give_up: Callable[[str], None]) -> Iterator[None]:
-        """`give_up` is called in the thread, with the cause, when the main thread does not come back. It should end the process."""
+        """Run the thread inside the block. It calls `give_up(cause)`, which ends the process, if the main thread is stuck."""
         ended = threading.Event()
         main = threading.get_ident()
         thread = threading.Thread(target=self._patrol, args=(ended, main, give_up), name="watchdog", daemon=True)
@@ -139,7 +138,7 @@ WATCHDOG = Watchdog()
 
 
 def status_of(process: psutil.Process) -> str | None:
-    """None: it is gone."""
+    """Status of a process; None if it is gone."""
     try:
         return process.status() if process.is_running() else None
     except psutil.Error:
@@ -147,7 +146,7 @@ def status_of(process: psutil.Process) -> str | None:
 
 
 def name_of(process: psutil.Process) -> str:
-    """What it is called after its title, where it has set one."""
+    """Name of a process, from its title if it has set one."""
     try:
         return (process.cmdline() or [process.name()])[0].rpartition("/")[2].partition(" ")[0] or process.name()
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""What every rank of a cluster is: a process that knows its place among the others. Imports stay light, torch comes when it is needed."""
+"""Base classes of the workers: a process with its rank, rendezvous and watch. torch is imported only when needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROLE = "ROLL_LITE_ROLE"
 LOG_FILE = "ROLL_LITE_LOG_FILE"
 STACK_FRAMES = 10
 TASKS = 20
-"""Of an event loop with thousands, the first say enough."""
+"""Maximum of tasks listed in a stack report."""
 
 
 @dataclass(frozen=True)
@@ -38,32 +38,30 @@ class Address:
 class Worker:
     """Base of synchronous workers. The cluster sets RANK, WORLD_SIZE, LOCAL_RANK before the process starts.
 
-    Methods run on one thread, one after another. It is not the process's main thread: the call that watches over the process
-    needs a thread beside it. A worker whose work insists on the main thread sets `watched = False`; its death is then
-    noticed when it is called.
+    Methods run one after another on one thread, which is not the main thread: the watch call needs a second one. A worker that needs the
+    main thread sets `watched = False`; its death is then noticed at the next call.
     """
 
     watched: ClassVar[bool] = True
     lives_alone: ClassVar[bool] = False
-    """Its death is not the end of its cluster: a `Fleet` decides what it means."""
+    """Its death does not end its cluster: a `Fleet` handles it."""
     max_restarts: ClassVar[int] = 0
-    """How often Ray starts another process in the place of a dead one, -1 without limit: for workers that are not watched, whose callers
-    initialize them again."""
+    """Restarts by Ray, -1: unlimited. For unwatched workers, whose callers initialize them again."""
 
     def __init__(self) -> None:
         self.role = os.environ[ROLE]
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
-        # How ranks find each other: rank 0 listens on a port that the system has chosen, on all interfaces, and the listening socket
-        # itself becomes the store. A port that was only believed free can be taken before it is used; one that is bound stays ours.
+        # Rendezvous: rank 0 listens on a port chosen by the system, and this very socket becomes the store. A port that was only looked up
+        # could be taken before its use; a bound one cannot.
         self._listener = socket.create_server(("", 0)) if self.rank == 0 else None
         redirect_output()
 
     # ------------------------------------------------------------ rendezvous
 
     def rendezvous(self) -> Address:
-        """Where rank 0 listens."""
+        """Address of rank 0."""
         assert self._listener is not None, "only rank 0 listens"
         return Address(ray.util.get_node_ip_address(), self._listener.getsockname()[1])
 
@@ -72,7 +70,7 @@ class Worker:
         os.environ["MASTER_PORT"] = str(address.port)
 
     def init_process_group(self, timeout_s: float = 1800.0) -> None:
-        """Collective over the cluster. gloo for tensors in host memory and, where this rank has a GPU, NCCL for those on it."""
+        """Create the cluster's process group (collective): gloo for host memory, and NCCL if this rank has a GPU."""
         import torch
         import torch.distributed as dist
 
@@ -88,7 +86,7 @@ class Worker:
     # ------------------------------------------------------------ facts
 
     def layout(self) -> RankLayout | None:
-        """Of the strategy, once there is one. None: every rank holds a share of the data of its own."""
+        """Layout of the strategy; None: each rank is a data-parallel rank."""
         return getattr(getattr(self, "strategy", None), "layout", None)
 
     def process_id(self) -> int:
@@ -97,11 +95,11 @@ class Worker:
     # ------------------------------------------------------------ watch
 
     def until_death(self) -> None:
-        """Never returns: the caller learns of the end of this process by the failure of the call."""
+        """Never return: the call fails when this process dies."""
         threading.Event().wait()
 
     def place(self) -> tuple[str, int]:
-        """Node and number of this process. That it answers is what counts."""
+        """Node and process id; also the heartbeat's answer."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def stacks(self) -> str:
@@ -117,13 +115,13 @@ class AsyncWorker(Worker):
         self._has_ended = asyncio.Event()
 
     async def until_death(self) -> None:  # type: ignore[override]
-        """Ends with an error, too, where this process lives but what it stands for cannot be kept alive."""
+        """Raise when this worker cannot serve any more, even if its process lives."""
         await self._has_ended.wait()
         assert self._end is not None
         raise self._end
 
     def tell_end(self, error: Exception) -> None:
-        """To whoever watches over this worker."""
+        """Report this error to the watcher."""
         self._end = self._end or error
         self._has_ended.set()
 
@@ -135,7 +133,7 @@ class AsyncWorker(Worker):
 
 
 def process_group_store(address: Address, world_size: int, listener: socket.socket | None, timeout_s: float) -> TCPStore:
-    """`listener`: rank 0's socket, which the store takes over; None on other ranks."""
+    """TCPStore of the process group. `listener`: rank 0's socket, taken over by the store; None on other ranks."""
     # torch takes seconds to import; workers without a process group never need it
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -151,7 +149,7 @@ def process_group_store(address: Address, world_size: int, listener: socket.sock
 
 
 def reserve_port(host: str) -> socket.socket:
-    """Bound, and never listened on: the system gives the port to nobody, but a server that binds it with SO_REUSEADDR gets it."""
+    """Socket that reserves a port: the system gives it to no other process, but a server with SO_REUSEADDR can bind it."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((host, 0))
@@ -159,21 +157,23 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def use_interface_of(host: str) -> None:
-    """Gloo asks the machine's name for its address otherwise, which laptops and containers often cannot resolve."""
+    """Tell gloo the network interface. Otherwise it resolves the host name, which often fails on laptops and in containers."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def freeze_heap() -> None:
-    """What a process has loaded by now is no garbage. The collector would walk through all of it time and again: a quarter of a second
-    where there is an engine, as long as that takes for a batch of short responses."""
+    """Exclude all present objects from garbage collection.
+
+    With an engine loaded, a full collection takes a quarter of a second: as long as a batch of short responses.
+    """
     gc.collect()
     gc.freeze()
 
 
 def redirect_output() -> None:
-    """What this process and its children print goes to the run's folder. Where that cannot be written (another node), Ray keeps it."""
+    """Write the output of this process and its children to the run's folder, or leave it to Ray if that is not writable here."""
     path = os.environ.get(LOG_FILE)
     if not path:
         return
@@ -190,7 +190,7 @@ def redirect_output() -> None:
 
 
 def other_stacks() -> str:
-    """Where the threads of this process stand, without those that only wait for calls or belong to Ray."""
+    """Stack traces of this process's threads, without Ray's and those that wait for calls."""
     texts = []
     for thread, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)
@@ -201,7 +201,7 @@ def other_stacks() -> str:
 
 
 def task_stacks() -> str:
-    """Where the coroutines of this event loop wait, the innermost place first."""
+    """Stacks of the event loop's tasks, innermost frame first."""
     texts = []
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         places = [f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in task.get_stack()]
