@@ -84,7 +84,7 @@ def make_worker() -> Any:
 
 
 class Dataflow:
-    """Engines and service for one length of responses."""
+    """Engines and service for one length of responses and one number of samples in a batch."""
 
     def __init__(self, tokens: int, folder: Path, dumps: bool = False) -> None:
         from roll_lite.config.schema.domains import DataConfig, DomainConfig, RewardConfig, RolloutConfig, SamplingConfig
@@ -133,7 +133,7 @@ class Dataflow:
         return used, own, len(cloudpickle.dumps(rollouts)) + sum(len(cloudpickle.dumps(shard)) for shard in shards)
 
     def measure(self, samples: int, rounds: int) -> Cost:
-        self.step(min(samples, 256))  # warm
+        self.step(samples)  # warm
         measured = [self.step(samples) for _ in range(rounds)]
         self.service.one(self.worker.count_bytes, True)
         self.step(samples)
@@ -161,12 +161,12 @@ def main() -> int:
     costs: dict[tuple[int, int], Cost] = {}
     with ray_session(RayConfig(object_store_mb=200 if chosen.quick else 1500), None):
         for tokens in (64, 4096):
-            with tempfile.TemporaryDirectory() as folder:
-                flow = Dataflow(tokens, Path(folder))
-                for samples in (64,) if chosen.quick else (256, 8192):
+            for samples in (64,) if chosen.quick else (256, 8192):
+                with tempfile.TemporaryDirectory() as folder:
+                    flow = Dataflow(tokens, Path(folder))
                     cost = costs[samples, tokens] = flow.measure(samples, 1 if chosen.quick else chosen.rounds)
-                    print(f"{samples} samples of {tokens} tokens:", {name: round(value) for name, value in vars(cost).items()}, flush=True)
-                flow.close()
+                    flow.close()
+                print(f"{samples} samples of {tokens} tokens:", {name: round(value) for name, value in vars(cost).items()}, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             samples = 64 if chosen.quick else 8192
             flow = Dataflow(4096, Path(folder), dumps=True)

@@ -123,10 +123,11 @@ class RolloutService:
     # ------------------------------------------------------------ batches
 
     async def next_batch(self, prompts: int) -> RolloutResult:
-        """The next batch: groups of `prompts` prompts, in exactly the mix's proportions."""
+        """Take groups of `prompts` prompts in exactly the mix's proportions. Admission assumes that all batches have the same size."""
         if self._supply.max_staleness == 0:
             self._recorder.start(self._time())  # other supplies start it when the last batch is handed out
         admission = self._admission
+        assert admission.size in (0, prompts), f"a batch of {prompts} prompts after batches of {admission.size}"
         admission.asked += 1
         admission.size = prompts
         if admission.drop_exhausted() and not (admission.plan.ahead and any(not one.at_end for one in self._schedulers.values())):
