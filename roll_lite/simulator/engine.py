@@ -87,6 +87,8 @@ class _Run:
     generated: float = 0.0
     """Before it was put back for want of cache."""
     zero: float = 0.0
+    prefix: str = ""
+    """What its prompt has in common with the other samples of its group."""
     slot: int = -1
     since: float = 0.0
     cached: int = 0
@@ -132,8 +134,8 @@ class SimulatedEngine:
         self._ends: list[tuple[float, int, _Run]] = []
         self._slots = list(range(limits.slots))
         self._admitted = 0
-        self._prefixes: Counter[tuple[int, ...]] = Counter()
-        """Prompts of what runs: another sample of the same prompt finds it in the cache."""
+        self._prefixes: Counter[str] = Counter()
+        """Running requests by the prompt that they share: its keys and values are computed once."""
         self._decoded = 0.0
         """Tokens that each running request has got since the start."""
         self._cached = 0.0
@@ -157,6 +159,7 @@ class SimulatedEngine:
         prompt = len(request.prompt_ids) + (request.context.length if request.context is not None else 0)
         reason = FinishReason.LENGTH if whole >= most else FinishReason.STOP
         run = _Run(request, self._loop.create_future(), generated, prompt, max(1, min(whole, most)), reason)
+        run.prefix = "/".join(request.request_id.split("/", 4)[:4])
         self._runs[request.request_id] = run
         self._waiting.append(run)
         self._look_soon()
@@ -182,13 +185,15 @@ class SimulatedEngine:
         self._look_soon()
 
     def update(self, version: int) -> None:
-        """New weights: what runs goes on with them. What was in the prefix cache belongs to the old ones."""
+        """Take new weights: running requests continue under them, after the prefill of their prompts and tokens so far."""
         self._settle()
         self.version = version
         self._prefixes.clear()
+        self._prefill_s = 0.0
         for run in self._running.values():
             self._note(run)
             self._stamp(run)
+            self._prefill(run)
         self._frozen = False
         self._look_soon()
 
@@ -281,12 +286,7 @@ class SimulatedEngine:
         request = run.request
         run.slot, run.since, run.zero = heapq.heappop(self._slots), self._settled, self._decoded - run.generated
         self._stamp(run)
-        key = request.prompt_ids[:2]
-        run.cached = len(request.prompt_ids) - 1 if request.context is None and not run.generated and self._prefixes[key] > 0 else 0
-        self._prefixes[key] += 1
-        prefill = int(run.prompt + run.generated) - run.cached
-        self.prefilled += prefill
-        self._prefill_s += prefill * self.rates.prefill_token_s
+        run.cached = self._prefill(run)
         self._cached += run.prompt + run.generated
         self._running[request.request_id] = run
         self._admitted += 1
@@ -296,6 +296,15 @@ class SimulatedEngine:
         if not self._reporting:
             self._reporting = True
             self._loop.call_later(REPORT_S, self._report)
+
+    def _prefill(self, run: _Run) -> int:
+        """Compute a request's keys and values, except those of a prompt that the engine holds: return the number of those."""
+        held = run.prompt - run.request.resumed - 1 if self._prefixes[run.prefix] > 0 else 0
+        self._prefixes[run.prefix] += 1
+        tokens = run.prompt + self._tokens(run) - held
+        self.prefilled += tokens
+        self._prefill_s += tokens * self.rates.prefill_token_s
+        return held
 
     def _report(self) -> None:
         if self.hangs:
@@ -330,7 +339,7 @@ class SimulatedEngine:
         self._cached -= run.prompt + self._decoded - run.zero
         heapq.heappush(self._slots, run.slot)
         run.slot = -1
-        self._prefixes[run.request.prompt_ids[:2]] -= 1
+        self._prefixes[run.prefix] -= 1
         del self._running[run.request.request_id]
         if not self._running:  # no rounding is carried on
             self._cached = self._decoded = self._prefill_s = 0.0

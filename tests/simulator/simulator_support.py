@@ -14,7 +14,7 @@ SECOND_PER_PASS = EngineRates(pass_s=1.0)
 def request(name: str, prompt: int = 2, max_tokens: int = 1000, context: int | None = None, resumed: int = 0) -> GenerationRequest:
     row = TokenRow(None, 0, context) if context is not None else None
     ids = tuple(range(prompt)) if context is None else ()
-    return GenerationRequest(f"a/{name}/0/0/0/0", ids, Sampling(1.0, max_tokens), row, resumed)
+    return GenerationRequest(f"a/p/0/0/{name}/0", ids, Sampling(1.0, max_tokens), row, resumed)
 
 
 def engine_of(
@@ -25,7 +25,7 @@ def engine_of(
     spans: list[Span] | None = None,
 ) -> SimulatedEngine:
     limits = EngineLimits(slots, cached_tokens, reserve=0.0)
-    return SimulatedEngine(0, rates, limits, lambda request: lengths[request.request_id.split("/")[1]], spans)
+    return SimulatedEngine(0, rates, limits, lambda request: lengths[request.request_id.split("/")[4]], spans)
 
 
 async def finished(engine: SimulatedEngine, one: GenerationRequest, after: float = 0.0) -> tuple[float, Turn]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -90,7 +89,7 @@ def test_an_aborted_response_goes_on_elsewhere_to_the_same_length() -> None:
         engine, other = engine_of({"a": 10}), engine_of({"a": 10})
         asked = asyncio.ensure_future(finished(engine, request("a", prompt=6)))
         await asyncio.sleep(3.5)
-        engine.abort(["a/a/0/0/0/0"])
+        engine.abort(["a/p/0/0/a/0"])
         at, turn = await asked
         assert (at, turn.length, turn.finish_reason) == (3.5, 3, FinishReason.ABORT)
         assert turn.tokens is not None and turn.tokens.length == 9
@@ -107,7 +106,7 @@ def test_what_waits_is_aborted_with_nothing() -> None:
         engine = engine_of({"a": 10, "b": 10}, slots=1)
         first, second = (asyncio.ensure_future(finished(engine, request(name))) for name in "ab")
         await asyncio.sleep(1)
-        engine.abort(["a/b/0/0/0/0", "unknown"])
+        engine.abort(["a/p/0/0/b/0", "unknown"])
         _, turn = await second
         assert (turn.length, turn.finish_reason) == (0, FinishReason.ABORT)
         assert (await first)[0] == pytest.approx(10)
@@ -131,6 +130,26 @@ def test_an_update_stops_everything_and_stamps_what_comes_after_it() -> None:
         at, turn = await b
         assert (at, turn.versions) == (pytest.approx(8.5), (VersionSpan(0, 7),))
         assert engine.busy_s == pytest.approx(4.5)
+
+    run_virtual(main())
+
+
+def test_an_update_computes_keys_and_values_of_what_runs_anew() -> None:
+    """0.1 s a token. The prompt of 100 is computed once, of b its last token: 10.1 s. At 12.1 both have 2 tokens. The update at 13.1 costs
+    100 + 2 and 1 + 2 tokens, 10.5 s; a's last 3 tokens end at 26.6. b ended then too, and c finds nothing of the prompt."""
+
+    async def main() -> None:
+        engine = engine_of({"a": 5, "b": 5, "c": 1}, EngineRates(pass_s=1.0, prefill_token_s=0.1))
+        asked = [asyncio.ensure_future(finished(engine, request(name, prompt=100))) for name in "ab"]
+        await asyncio.sleep(12.1)
+        engine.freeze()
+        await asyncio.sleep(1)
+        engine.update(1)
+        for at, turn in await asyncio.gather(*asked):
+            assert (at, turn.length, turn.versions) == (pytest.approx(26.6), 5, (VersionSpan(0, 0), VersionSpan(2, 1)))
+        assert engine.prefilled == 101 + 105
+        at, turn = await finished(engine, request("c", prompt=100))
+        assert (at, turn.cached_tokens) == (pytest.approx(26.6 + 10 + 1), 0)
 
     run_virtual(main())
 
@@ -221,11 +240,12 @@ def test_what_ran_is_written_down_by_slot_and_version() -> None:
 
 
 def test_a_thousand_engines_take_events_not_tokens() -> None:
-    """800 million tokens: nobody would wait for them one by one."""
+    """800 million tokens would take hours one by one."""
 
     async def main() -> int:
-        engines = [engine_of({"a": 100_000}, EngineRates(0.01, 1e-5, 1e-9)) for _ in range(1000)]
-        numbered = [replace(request("a", max_tokens=10**6), request_id=f"a/a/0/0/{number}/0") for number in range(8)]
+        lengths = {str(number): 100_000 for number in range(8)}
+        engines = [engine_of(lengths, EngineRates(0.01, 1e-5, 1e-9)) for _ in range(1000)]
+        numbered = [request(name, max_tokens=10**6) for name in lengths]
         turns = await asyncio.gather(*(engine.generate(one) for one in numbered for engine in engines))
         return sum(turn.length for turn in turns)
 
@@ -271,7 +291,7 @@ def test_every_request_ends_once_whatever_happens(data: st.DataObject) -> None:
                     engine.update(version)
                 else:
                     names = list(lengths)[: 1 if event == "abort" else None]
-                    engine.abort([f"a/{name}/0/0/0/0" for name in names])
+                    engine.abort([f"a/p/0/0/{name}/0" for name in names])
             engine.update(version + 1)
 
         await asyncio.gather(disturb(), *(ask(name) for name in lengths))

@@ -221,9 +221,9 @@ class RolloutConfig(Section):
     """Steps by which the weights that generated a sample may be older than those that it trains; 0 for sync and 1 for the others where
     absent. What would become older is waited for; what is older all the same is put back and generated anew."""
     on_sync: Literal["drain", "pause", "abort"] | None = None
-    """What becomes of responses under way when new weights come. drain: they end first. pause: they go on with the new weights. abort: they
-    go on with the new weights and recomputed keys and values, on any engine. Absent: drain for one_step_off, else pause; abort where
-    engines offload."""
+    """What becomes of running responses when new weights come. drain: they end first. pause: they continue in their engines, which
+    recompute keys and values. abort: they are interrupted and continue on any engine. Absent: drain for one_step_off, else pause; abort
+    where engines offload."""
     oversample: Annotated[float, Field(ge=1, le=16)] = 1.0
     """So many times the prompts of a batch are under way at first, where some are filtered or slow. supply: sync only: the others generate
     ahead already."""
