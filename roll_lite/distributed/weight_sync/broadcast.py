@@ -1,11 +1,11 @@
-"""Weights by broadcasts: gloo for host memory and TCP, NCCL between GPUs.
+"""Weight transfer by broadcast: gloo for host memory and TCP, NCCL between GPUs.
 
-Each channel has a process group of its own, in which its owner of weights and its receivers are alone: owners send at the same time, and
-none waits for another. Before each bucket its members meet at the rendezvous, since collectives themselves only say that somebody did not
-come. Both broadcast on a thread: a sender gathers the next bucket meanwhile, a receiver loads the one before. Nothing ends a broadcast by
-gloo, or the making of an NCCL communicator, before its own time is up: when others have broken off, it is left to a thread of its own.
+Each channel has its own process group, so that several owners send in parallel. Before each bucket the members meet at the rendezvous,
+since a collective cannot name a missing member. Both sides broadcast on a thread: meanwhile a sender gathers the next bucket, and a
+receiver loads the last one. A gloo broadcast, or the creation of an NCCL communicator, cannot be cancelled before its own time-out: if other members
+break off, its thread is abandoned.
 
-By gloo one worker of each machine gets a bucket, and spreads it there through shared memory.
+With gloo one worker of each machine receives a bucket and shares it with the others through shared memory.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from roll_lite.distributed.weight_sync.transport import Await, BufferedSender, F
 
 @dataclass(frozen=True)
 class Wire:
-    """What carries a broadcast: the seam to torch's process groups."""
+    """Backend of a broadcast: torch's process groups behind one interface."""
 
     connect: Callable[[TransferGroup, str, int, int], Any]
     """Transfer group, prefix of its members' keys at the rendezvous, rank, size -> a process group."""
     make: Callable[[int, int], Segment]
-    """Buffers that it sends from."""
+    """Creates send buffers from bytes and number of readers."""
     device: str
-    """Of the buffers that it receives into."""
+    """Device of the receive buffers."""
     polled: bool = False
-    """Nothing but looking again and again tells that a broadcast has ended, or that it never will: NCCL only queues it on the GPU."""
+    """Whether the end of a broadcast must be polled: NCCL only queues it on the GPU."""
 
 
 def _looking(is_done: Callable[[], bool]) -> Callable[[float], bool]:
-    """Again and again, as `TransferGroup.poll` does."""
+    """Adapt a check without a wait to `TransferGroup.poll`."""
 
     def look(pause: float) -> bool:
         if not is_done():
@@ -61,7 +61,7 @@ def _looking(is_done: Callable[[], bool]) -> Callable[[float], bool]:
 
 
 class _Addresses(Store):
-    """The rendezvous, as gloo asks there for the others' addresses: it waits no longer than members do."""
+    """The rendezvous as gloo uses it to look up addresses; waits end when members break off."""
 
     def __init__(self, group: TransferGroup, prefix: str) -> None:
         super().__init__()
@@ -90,9 +90,9 @@ def connect_nccl(group: TransferGroup, prefix: str, rank: int, size: int) -> Any
     from torch.distributed import ProcessGroupNCCL  # only where torch is built with CUDA
 
     own = group.store.clone()  # type: ignore[attr-defined]
-    store = PrefixStore(prefix, own)  # NCCL's alone, since it keeps others out while it waits there
+    store = PrefixStore(prefix, own)  # NCCL's own connection: its waits block other users of the store
     options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=2 * group.membership.timeout_s)  # of waiting, which we have given up long before
+    options._timeout = timedelta(seconds=2 * group.membership.timeout_s)  # our own limit passes first
     with _unwatched():
         return ProcessGroupNCCL(store, rank, size, options)
 
@@ -103,8 +103,7 @@ _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Groups made inside have no thread of torch's that ends the whole process when a member is gone: who waits is told, and the others
-    connect again."""
+    """Create process groups without torch's watchdog thread, which would end the whole process when a member is gone."""
     with _ENVIRONMENT:
         before = os.environ.get(_BLOCKING_WAIT)
         os.environ[_BLOCKING_WAIT] = "1"
@@ -122,7 +121,7 @@ NCCL = Wire(connect_nccl, GpuSegment, "cuda", polled=True)
 
 
 class _Broadcasts:
-    """A member's process groups, one for each channel that it belongs to, made when the channel's members first meet."""
+    """Process groups of a member, one per channel, created when the channel's members first meet."""
 
     def __init__(self, group: TransferGroup, wire: Wire) -> None:
         self._group = group
@@ -156,7 +155,7 @@ class _Broadcasts:
             raise TransferError(broke) from error
 
     def _begin(self, route: Route, buffer: torch.Tensor, begun: Future[Any]) -> None:
-        """On a thread of its own."""
+        """Start a broadcast, on its own thread."""
         compute_beside(buffer)
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -170,10 +169,10 @@ class _Broadcasts:
                     work.wait()
                 begun.set_result(work)
             finally:
-                # Held until here, since gloo's group waits for its broadcasts when it goes, and not beyond: a traceback would hold on to
-                # both, and connections stay open when the group is closed.
+                # gloo's group waits for its broadcasts when it is freed, so it must live until here; and a traceback must not keep it
+                # alive, or its connections would stay open.
                 group = work = None
-        except Exception as error:  # an edge of the thread: it is raised where this is waited for
+        except Exception as error:  # the edge of the thread: raised where the future is awaited
             begun.set_exception(error)
 
     def _connect(self, route: Route) -> None:
@@ -185,22 +184,21 @@ class _Broadcasts:
             raise
         except RuntimeError as error:
             raise TransferError(f"weight transfer: {self._group.name} could not connect to the others: {error}") from error
-        if self._closed:  # while this thread was on its way here
+        if self._closed:  # while this thread was connecting
             self.close()
             raise TransferError(f"weight transfer: {self._group.name} has left the transfer group")
 
     def close(self) -> None:
-        """Also after a failure: members that were to get the bucket from here would wait for it until their time is up."""
+        """Close the groups, also after a failure: other members would wait for this one until their time-out."""
         self._closed = True
         groups, self._groups = self._groups, {}
         for group in groups.values():
             if self._wire.polled:
-                group.abort()  # gloo's ends with its last reference
+                group.abort()  # gloo's groups end with their last reference
 
 
 def _own_address(host: str, port: int) -> str:
-    """This machine's address on the way to the rendezvous. Left alone, gloo asks for the address of the machine's name, which
-    often cannot be resolved, or is one that others cannot reach."""
+    """This machine's address towards the rendezvous. By default gloo resolves the host name, which often fails or is unreachable."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing
@@ -214,7 +212,7 @@ class BroadcastSender(BufferedSender):
         self._thread = ThreadPoolExecutor(1, "weights")
 
     def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
-        """A broadcast that has ended here has been received."""
+        """Broadcast on the thread. When it has ended here, the receivers have the bucket."""
         sent = self._thread.submit(self.broadcasts.broadcast, route, layout, segment.whole)
         return lambda: sent.result() or {}
 
@@ -244,7 +242,7 @@ class BroadcastReceiver(TransportReceiver):
 
     def _begin(self, route: Route) -> Future[dict[str, torch.Tensor]]:
         layout = flat_layout(route.tensors)
-        # Not on the thread, which has a current GPU and stream of its own.
+        # Not on the thread, which has another current GPU and stream.
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
         settle(buffer)
         return self._thread.submit(self._take, route, layout, buffer)
@@ -254,7 +252,7 @@ class BroadcastReceiver(TransportReceiver):
         return unflatten(buffer, route.tensors, layout)
 
     def release(self) -> None:
-        """The memory is the receiver's own."""
+        """Do nothing: the receiver owns the memory."""
 
     def close(self) -> None:
         super().close()
@@ -266,12 +264,12 @@ class BroadcastReceiver(TransportReceiver):
 
 
 def neighbours(group: TransferGroup, route: Route, of: int) -> tuple[int, ...]:
-    """The route's receivers on a member's machine."""
+    """Receivers of the route on the machine of member `of`."""
     return tuple(receiver for receiver in route.receivers if group.homes[receiver].machine == group.homes[of].machine)
 
 
 def to_machines(group: TransferGroup, route: Route) -> Route:
-    """To the first receiver of each machine."""
+    """Route to the first receiver of each machine."""
     return replace(route, receivers=tuple(dict.fromkeys(neighbours(group, route, one)[0] for one in route.receivers)))
 
 
@@ -287,7 +285,7 @@ class GlooSender(BroadcastSender):
 
 
 class GlooReceiver(BroadcastReceiver):
-    """The first of its machine receives; where there are others, into memory that they read."""
+    """Receives once per machine: the first worker receives into shared memory, which the others read."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group, GLOO)
@@ -311,7 +309,7 @@ class GlooReceiver(BroadcastReceiver):
         return unflatten(segment.whole, sent.tensors, flat_layout(sent.tensors))
 
     def _here(self, route: Route) -> Route:
-        """From the first receiver of this machine to the others."""
+        """Route from the first receiver of this machine to the others."""
         first, *others = neighbours(self.group, route, self.group.number)
         return replace(route, sender=first, receivers=tuple(others))
 

@@ -9,7 +9,7 @@ import torch
 
 _CHUNK = 1 << 24
 SAMPLED = 16
-"""One tensor of so many is compared after each update: after so many updates, all have been."""
+"""Each update compares one tensor in SAMPLED; after SAMPLED updates all have been compared."""
 
 
 def sample(names: Iterable[str], version: int) -> list[str]:
@@ -17,10 +17,9 @@ def sample(names: Iterable[str], version: int) -> list[str]:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Digest of dtype, shape and values in row-major order, whatever the strides or the device.
+    """Digest of dtype, shape and values in row-major order, independent of strides and device.
 
-    Negative zero counts as zero: an engine that keeps its weights in a packed layout gives them back through a
-    multiplication, which cannot tell the two apart.
+    Negative zero counts as zero: an engine with a packed layout returns weights through a multiplication, which loses the sign.
     """
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     flat = tensor.detach().reshape(-1)
@@ -33,7 +32,7 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def require_equal(sent: Mapping[str, str], held: Mapping[str, str], engine: int, version: int) -> None:
-    """RuntimeError where an engine's checksums are not the trainer's."""
+    """Raise RuntimeError if an engine's checksums differ from the trainer's."""
     wrong = sorted(name for name, digest in sent.items() if held.get(name) != digest)
     if wrong:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Where a member of the transfer group lives: what decides which transports connect it with others."""
+"""Location of the members of a transfer group, which decides the transports between them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ import torch
 
 @dataclass(frozen=True)
 class Home:
+    """Machine, GPU and process of a member."""
+
     machine: str
-    """The same for processes that can map each other's memory: of one machine, container and user."""
+    """Equal for processes that can map each other's memory: same machine, container and user."""
     device: str = ""
-    """UUID of the GPU that it computes on, the same whatever number a process's list of devices gives it. Empty: the CPU."""
+    """UUID of its GPU, which unlike a device number means the same in every process. Empty: CPU."""
     visible: tuple[str, ...] = ()
-    """UUIDs of all GPUs that it may open, and that its own reads from."""
+    """UUIDs of the GPUs whose memory it can read, its own included."""
     process: int = 0
-    """Its number there."""
+    """Process id."""
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> Home:
@@ -39,7 +41,7 @@ class Home:
 def this_machine() -> str:
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()} {os.getuid()}"
-    except OSError:  # not Linux: each is for itself
+    except OSError:  # not Linux: no process shares memory with another
         return f"{socket.gethostname()} {os.getpid()}"
 
 
@@ -48,17 +50,17 @@ def uuid_of(number: int) -> str:
 
 
 def local_number(uuid: str) -> int:
-    """The number that this process knows a GPU by."""
+    """This process's device number of a GPU."""
     return [uuid_of(number) for number in range(torch.cuda.device_count())].index(uuid)
 
 
 def settle(tensor: torch.Tensor) -> None:
-    """What was asked of its device has been done: others may read it."""
+    """Wait for the device's pending work, so that other processes may read the tensor."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def compute_beside(tensor: torch.Tensor) -> None:
-    """This thread works on the tensor's GPU: a new thread is on the first one that the process sees, and would take memory there."""
+    """Switch this thread to the tensor's GPU. A new thread starts on the first visible GPU and would allocate memory there."""
     if tensor.is_cuda:
         torch.cuda.set_device(tensor.device)

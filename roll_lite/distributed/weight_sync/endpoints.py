@@ -1,4 +1,4 @@
-"""The two ends of a weight update: what a training rank holds, and what each worker of an engine holds."""
+"""The two ends of a weight update: the sender in a training rank, the receiver in an engine worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class WeightSender:
-    """A training rank's end. Gathering a bucket is collective: every rank makes the same calls, owners of tensors or not."""
+    """The sender in a training rank. Gathering a bucket is collective: every rank makes the same calls, owner of tensors or not."""
 
     def __init__(self, strategy: TrainStrategy, rank: int) -> None:
         self._strategy = strategy
@@ -30,40 +30,39 @@ class WeightSender:
         self._store: Any = None
         self._half: TransportSender | None = None
         self._lent: list[Lent] = []
-        """In epochs that were left."""
+        """Memory lent in earlier epochs."""
         self._export: ExportPlan | None = None
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Of the last update, by phase: `gather`, and what the transport's half counts."""
+        """Seconds of the last update by phase: `gather`, and the transport's own phases."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)
-        """What the half counts, by transport."""
+        """Seconds of the last update by transport."""
         self.nbytes: dict[str, int] = {}
-        """That an update takes from here, by transport, once for all engines that it leads to."""
+        """Bytes that this rank sends per update, by transport; a broadcast counts once."""
 
     def plan(self, bucket_bytes: int) -> ExportPlan:
         self._export = self._strategy.export_plan(bucket_bytes)
         return self._export
 
     def host(self, address: str, timeout_s: float) -> int:
-        """Keep the rendezvous of the transfer group on this rank. Its port."""
+        """Host the transfer group's rendezvous on this rank; returns its port."""
         self._store = rendezvous_store(address, timeout_s)
         return self._store.port
 
     def join(self, plan: TransferPlan, membership: Membership) -> None:
-        """An epoch of the transfer group; whatever was joined before is left. Ranks that own nothing have nothing to send."""
+        """Join an epoch of the transfer group and leave the last one. Ranks without tensors do not send."""
         self.leave()
         self._routes = {routes[0].bucket: routes for routes in by_bucket(plan.routes)}
         if self._rank in plan.trainers:
             number = plan.trainers.index(self._rank)
             group = TransferGroup(membership, number)
-            take_back(self._lent, group.homes, group.forget_opened)  # all have come, having left what they were in before: others are dead
+            take_back(self._lent, group.homes, group.forget_opened)  # all living readers have joined, and so left earlier epochs
             self._lent.clear()
             self._half = transport_of(group).sender(group)
             ways = [way for route in plan.routes if route.sender == number for way in ways_of(group, route)]
             self.nbytes = {name: sum(part.nbytes for other, part in ways if other == name) for name in dict(ways)}
 
     def send(self) -> None:
-        """Gather and send one bucket after the other. Where sending fails, the rest is gathered all the same before that is raised: other
-        ranks need this one for it."""
+        """Gather and send bucket by bucket. If sending fails, the remaining buckets are still gathered, since other ranks need this one."""
         failure: TransferError | None = None
         self.seconds, self.by_transport = defaultdict(float), defaultdict(float)
         if self._half is not None:
@@ -85,7 +84,7 @@ class WeightSender:
                 self.by_transport.update(dict.fromkeys(self.nbytes, self.seconds["copy"] + self.seconds["wait"]))
 
     def checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Of those among the named tensors that this rank owns, as they are sent."""
+        """Checksums of the named tensors that this rank owns, in the dtype in which they are sent."""
         dtypes = {tensor.name: tensor.dtype for routes in self._routes.values() for tensor in tensors_of(routes)}
         return {
             name: checksum(tensor.to(dtypes[name]))
@@ -95,7 +94,7 @@ class WeightSender:
         }
 
     def _gathered(self, names: Collection[str] | None = None) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Buckets that hold some of these tensors; all of them where None."""
+        """Gather the buckets that hold one of these tensors; None: all buckets."""
         assert self._export is not None, "plan() comes first"
         for bucket in self._export.buckets():
             number = bucket[0].bucket
@@ -119,22 +118,21 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """An engine worker's end. Speaks plain types: it is called through the engine's own remote calls."""
+    """The receiver in an engine worker. Its arguments are plain types, since the engine's own remote calls carry them."""
 
     def __init__(self, set_aside: bool = False) -> None:
-        """`set_aside`: loading leaves the model as it is, until an update is finished."""
+        """`set_aside`: loading leaves the model unchanged until the update is finished."""
         self._set_aside = set_aside
         self._half: TransportReceiver | None = None
         self._begun = False
-        """Loading has begun since the last epoch was joined."""
+        """Whether loading has begun in this epoch."""
         self.touched = False
-        """Loading has begun: until it is finished, the model is neither the old nor the new one."""
+        """Whether the model holds part of an update: neither the old nor the new weights."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        """Of an update: until buckets had come (`receive`), and loading them (`load`)."""
+        """Seconds of the update: waiting for buckets (`receive`) and loading them (`load`)."""
 
     def join(self, membership: Mapping[str, Any], number: int) -> None:
-        """An epoch of the transfer group, as this member; whatever was joined before is left. An update that is not finished by then
-        never will be, and the next one begins from the start."""
+        """Join an epoch of the transfer group as this member and leave the last one. An unfinished update is dropped."""
         self.leave()
         self._begun = False
         group = TransferGroup(Membership.of(membership), number)
@@ -148,10 +146,12 @@ class WeightReceiver:
         following: Iterable[Mapping[str, Any]] = (),
         all_say: Callable[[bool], bool] = bool,
     ) -> None:
-        """Receive a bucket over all its routes that lead here, and load it, while the following one comes. The old weights stay until the
-        first bucket has arrived: then `begin` is called, once in an update, with whether another one has broken off half-way.
+        """Receive a bucket over all routes that lead here and load it, while the following one arrives.
 
-        `all_say`: whether all workers of the engine do. They load together or not at all: some layers compute with the others' parts."""
+        The old weights stay until the first bucket has arrived. Then `begin(again)` is called, once per update; `again`: an earlier update
+        broke off half-way. `all_say(ok)`: whether all workers of the engine are ok. They load together or not at all, since some layers
+        compute with other workers' parts.
+        """
         if self._half is None:
             raise RuntimeError("the engine has not joined a transfer group: connect_weights comes first")
         started = time.monotonic()
@@ -163,7 +163,7 @@ class WeightReceiver:
                 for route in self._own(following):
                     self._half.expect(route)
         except Exception:
-            with suppress(RuntimeError):  # of another that died
+            with suppress(RuntimeError):  # another worker died
                 all_say(False)
             raise
         if not all_say(True):
@@ -185,7 +185,7 @@ class WeightReceiver:
         return [route for route in map(Route.of, routes) if self._half.group.number in route.receivers]
 
     def finish(self, put_in_place: Callable[[], object]) -> dict[str, float]:
-        """All buckets have come, and the engine puts the new weights in place. Seconds of the update, by phase."""
+        """Put the new weights in place after the last bucket; returns the update's seconds by phase."""
         started = time.monotonic()
         put_in_place()
         self._begun = self.touched = False

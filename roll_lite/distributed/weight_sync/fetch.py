@@ -1,8 +1,8 @@
-"""Weights through memory that both sides can read: on the host between processes of one machine, on a GPU between those that see it.
+"""Weight transfer through memory that both sides can read: host memory on one machine, or memory of a GPU that both see.
 
-A trainer writes a bucket into a segment, and every engine worker reads it there, without a copy of its own, while the trainer fills the
-next segment. Segments are used again once every worker has said that it is done with the bucket and that nothing of it is kept: an engine
-may hold on to tensors until the rest of a layer has come.
+A trainer writes a bucket into a segment, and every engine worker reads it there without a copy, while the trainer fills the next segment. A
+segment is reused once every worker is done with the bucket and keeps none of its tensors: an engine may hold tensors until a layer is
+complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roll_lite.distributed.weight_sync.transport import (
 
 
 def announce(group: TransferGroup, route: Route, layout: FlatLayout, segment: Segment) -> Await:
-    """To the receivers, who may read it from now on."""
+    """Announce a segment to the receivers, which may read it from now on. The result waits until they are done."""
     step = group.step(route)
     group.tell(route, step, "here", layout.announcement(segment.handle))
 
@@ -49,15 +49,15 @@ class FetchReceiver(TransportReceiver):
         gives_back: bool = False,
         otherwise: str = "weight_sync.transport: gloo does without",
     ) -> None:
-        """`gives_back`: a sender waits for what was opened. `otherwise`: what to do where its memory cannot be opened."""
+        """`gives_back`: the sender needs to know which exports were opened. `otherwise`: remedy if memory cannot be opened."""
         super().__init__(group)
         self._open = open_segment
         self._gives_back = gives_back
         self._otherwise = otherwise
         self._opened: dict[int, dict[str, Watched]] = {}
-        """By sender and handle."""
+        """Opened segments by sender and handle."""
         self._received: list[tuple[Route, int]] = []
-        """Since the last release."""
+        """Buckets received since the last release."""
 
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
         layout = flat_layout(route.tensors)
@@ -77,7 +77,7 @@ class FetchReceiver(TransportReceiver):
                 self.group.opens(name_of_export(handle, place))
             try:
                 opened[handle] = Watched(self._open(handle, place))
-            except (OSError, RuntimeError, ValueError) as error:  # of the system, of CUDA, of a GPU that is not among those seen here
+            except (OSError, RuntimeError, ValueError) as error:  # from the system, from CUDA, or a GPU that is not visible here
                 them = self.group.membership.members[route.sender]
                 cannot = f"{self.group.name} cannot open the memory of {them}: {error}"
                 raise TransferError(f"weight transfer: {cannot}; {self._otherwise}") from error

@@ -1,6 +1,6 @@
-"""The transfer group: who is there, in which epoch, and what its members tell each other before and after a bucket.
+"""The transfer group: its members, its epoch, and their announcements before and after each bucket.
 
-All of it goes over a rendezvous store; the bytes of the weights are the transports' business.
+All of this passes through a rendezvous store; the transports move the weights themselves.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from roll_lite.distributed.weight_sync.devices import Home
 from roll_lite.distributed.weight_sync.plan import Channel, Membership, Route
 
-LONGEST_PAUSE_S = 0.01  # between two looks at who has come
+LONGEST_PAUSE_S = 0.01  # between two polls
 _LONGER = 1.2
-"""Each pause, than the one before: whoever has come is seen after little more than the time that it took."""
+"""Growth of the polling pause: the delay stays a small share of the time waited."""
 
 _CLIENT_S = 30.0
 _EPOCH = "epoch"
 _INTERRUPTED = "interrupted"
-"""Written by whoever interrupts, the other one by a member: each has one writer, so that neither goes back."""
+"""Epoch written by `interrupt`; member 0 writes _EPOCH. One writer each, so that neither value decreases."""
 _CLOSED = "closed"
 _OPENED = "opened/"
 _KEPT_STEPS = 2
-"""What was said about a bucket is deleted so many buckets later; until then somebody may still read it."""
+"""Keys of step n are deleted at step n + 2; until then a member may still read them."""
 
 
 class TransferError(RuntimeError):
-    """The transfer group is no longer usable; both sides have to connect again."""
+    """The transfer group is unusable; both sides must connect again."""
 
 
 class TransferTimeout(TransferError):
-    """A peer did not come. The message names it."""
+    """A member is missing; the message names it."""
 
 
 class StaleEpoch(TransferError):
-    """Engines have left or joined since this member connected, or another member has broken off: the cause is elsewhere."""
+    """Membership has changed since this member connected, or another member broke off: the cause is elsewhere."""
 
 
 @dataclass(frozen=True)
 class Transferred:
-    """What came of one side's part in an update."""
+    """Result of one side's part in an update."""
 
     failure: str | None = None
-    """Why it broke off: that may be another member's fault."""
+    """Cause if it broke off; possibly another member's fault."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """By phase."""
+    """Seconds by phase."""
     nbytes: Mapping[str, int] = field(default_factory=dict)
-    """That a trainer has sent, by transport."""
+    """Bytes that a trainer sent, by transport."""
     by_transport: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that this took it, gathering apart."""
+    """Seconds of sending without gathering, by transport."""
     stale: bool = False
-    """It broke off because others had."""
+    """Whether it broke off because others had."""
 
     @classmethod
     def broke_off(cls, error: TransferError) -> Transferred:
@@ -67,7 +67,7 @@ class Transferred:
 
 
 def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Of each phase, what the slowest member took."""
+    """Seconds of the slowest member, by phase."""
     slowest: dict[str, float] = {}
     for seconds in members:
         slowest |= {phase: max(value, slowest.get(phase, 0.0)) for phase, value in seconds.items()}
@@ -76,53 +76,49 @@ def largest(members: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a member says of a bucket."""
+    """Announcement of a bucket by a member."""
 
     signature: str
-    """Tells buckets apart, to notice members that are out of step before they exchange bytes."""
+    """Identifies the bucket; members that are out of step notice before they exchange bytes."""
     handle: str = ""
-    """Where the bytes lie, for transports whose receivers fetch them."""
+    """Location of the bytes, for transports whose receivers fetch them."""
 
 
 Moment = Literal["here", "done"]
-"""A sender is `here` when the bucket may be taken, a receiver when it is ready to. A receiver is `done` when it does not need the
-sender's buffer any more."""
+"""`here`: the sender's bucket is ready, or the receiver is. `done`: the receiver no longer needs the sender's buffer."""
 
 
 def rendezvous_store(host: str, timeout_s: float = 300.0) -> TCPStore:
-    """A rendezvous on a port that the system has just given out; its number is `store.port`.
-
-    The store is the server: keep it for as long as the group is used.
-    """
+    """Start a rendezvous on a port chosen by the system, `store.port`. Keep the store, which is the server, while the group is used."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def rendezvous_client(host: str, port: int) -> TCPStore:
-    """Of a rendezvous that is there, for `interrupt`. Connecting waits, and for a stopped process without end."""
+    """Connect to a running rendezvous, for `interrupt`. Connecting blocks, without limit if its process is stopped."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CLIENT_S))
 
 
 def interrupt(rendezvous: TCPStore, epoch: int) -> None:
-    """Whoever waits at this rendezvous for somebody of an earlier epoch waits no longer, and has to connect again. `epoch`: a new one.
+    """End all waits of earlier epochs at this rendezvous; their members must connect again. `epoch`: the new one.
 
-    Does not wait itself, and is no failure where the rendezvous is gone: who waits for its host is told why.
+    Does not block. A rendezvous that is gone is no failure: its host's death is reported elsewhere.
     """
     with suppress(dist.DistNetworkError):
         rendezvous.set(_INTERRUPTED, str(epoch))
 
 
 class TransferGroup:
-    """One member's view. Making it blocks until all members of the epoch have come."""
+    """The transfer group as one member sees it. The constructor blocks until all members of the epoch have joined."""
 
     def __init__(self, membership: Membership, number: int, home: Home | None = None) -> None:
-        """`home`: this process's own, where None."""
+        """`home`: location of this process; None: find out."""
         assert 0 <= number < len(membership.members), f"member {number} of {len(membership.members)}"
         self.membership = membership
         self.number = number
         self.failure: str | None = None
         self._steps: defaultdict[Channel, int] = defaultdict(int)
         self._told: defaultdict[Channel, deque[tuple[int, str]]] = defaultdict(deque)
-        """Step and key of what this member has said and not deleted yet."""
+        """Step and key of this member's announcements that are not deleted yet."""
         host, port, timeout_s = membership.host, membership.port, membership.timeout_s
         try:
             self.store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
@@ -136,34 +132,36 @@ class TransferGroup:
             joined = {self._joined(other): other for other in range(len(membership.members))}
             self._await(joined, "join the transfer group")
             self.homes = [Home.of(json.loads(said)) for said in self.store.multi_get(list(joined))]
-            """Of the members."""
+            """Location of each member."""
 
     @property
     def name(self) -> str:
         return self.membership.members[self.number]
 
     def close(self) -> None:
-        """Also ends what threads still wait for."""
+        """Leave the group; ends the waits of its threads too."""
         self.failure = _CLOSED
 
     @contextmanager
     def breaking_off(self) -> Iterator[None]:
-        """Whatever fails in the block is told to the others, who wait no longer: workers of an engine answer only when all of them have.
-        A time-out is each one's own: all come to it, and name who is missing."""
+        """Report a failure inside the block to all members, which then stop waiting: an engine answers only when all its workers have.
+
+        Time-outs are not reported: every member runs into its own and names the missing one.
+        """
         try:
             yield
         except (StaleEpoch, TransferTimeout):
             raise
         except Exception as error:
-            with suppress(dist.DistError):  # of a rendezvous that is gone or stopped
+            with suppress(dist.DistError):  # the rendezvous is gone or stopped
                 if isinstance(error, TransferError):
-                    self._check_epoch()  # where somebody has gone before, it is no cause
+                    self._check_epoch()  # raises if another member broke off before: then this error is not the cause
                 self.store.compare_set(self._broken_off, "", f"{self.name} has broken off ({type(error).__name__}: {error})")
             raise
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Of bytes with other members. One that failed leaves nobody knows what: then all have to connect again."""
+        """Guard an exchange of bytes. After a failure the state is unknown, and all members must connect again."""
         if self.failure is not None:
             raise TransferError(f"weight transfer: connect again, the group failed earlier: {self.failure}")
         try:
@@ -175,7 +173,7 @@ class TransferGroup:
     # ------------------------------------------------------------ buckets
 
     def step(self, route: Route) -> int:
-        """Number of the bucket on its channel. Every member of the channel asks once for each."""
+        """Next bucket number on the route's channel; each member of the channel calls this once per bucket."""
         number = self._steps[route.channel]
         self._steps[route.channel] = number + 1
         return number
@@ -187,7 +185,7 @@ class TransferGroup:
         self._told[route.channel].append((step, key))
 
     def hear(self, route: Route, step: int, moment: Moment) -> dict[int, Announcement]:
-        """Waits for the other side: the sender for all receivers, a receiver for the sender."""
+        """Wait for the announcements of the other side: the sender for all receivers, a receiver for the sender."""
         others = route.receivers if self.number == route.sender else (route.sender,)
         keys = {self._key(route, step, moment, other): other for other in others}
         told = self._told[route.channel]
@@ -200,7 +198,7 @@ class TransferGroup:
         return {other: Announcement(**json.loads(value)) for other, value in zip(others, said, strict=True)}
 
     def meet(self, route: Route, said: Announcement) -> dict[int, Announcement]:
-        """Both sides wait for each other, and compare what they are about to exchange."""
+        """Wait for the other side and check that both are at the same bucket."""
         step = self.step(route)
         self.tell(route, step, "here", said)
         heard = self.hear(route, step, "here")
@@ -218,12 +216,12 @@ class TransferGroup:
     # ------------------------------------------------------------ memory that is lent beyond an epoch
 
     def opens(self, name: str) -> None:
-        """This member is about to open what is lent to it under that name."""
+        """Note that this member is about to open the memory lent to it under this name."""
         with self._rendezvous():
             self.store.set(_OPENED + name, self.name)
 
     def forget_opened(self, name: str) -> bool:
-        """Whether somebody has opened it; nobody asks again."""
+        """Whether the memory was opened; forgets the note."""
         with self._rendezvous():
             return bool(self.store.check([_OPENED + name])) and bool(self.store.delete_key(_OPENED + name))
 
@@ -254,7 +252,7 @@ class TransferGroup:
             raise StaleEpoch(f"weight transfer: {self.name} waits no longer, {who}; connect again")
 
     def _await(self, keys: Mapping[str, int], what: str) -> None:
-        """Looks again and again: the store's own waiting writes a warning for each time-out and cannot say which key is missing."""
+        """Poll for keys. The store's own wait logs a warning at each time-out and cannot name the missing key."""
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
         missing = dict(keys)
@@ -270,8 +268,7 @@ class TransferGroup:
                 self._check_epoch()
 
     def poll(self, is_done: Callable[[float], bool], what: str) -> None:
-        """Of something that members do together, until it is done, somebody breaks off, or the time is up. `is_done` waits for so many
-        seconds where it is not."""
+        """Poll until a joint operation is done, a member breaks off, or the time is up. `is_done(seconds)` may wait that long."""
         deadline = time.monotonic() + self.membership.timeout_s
         pause = 0.0002
         while not is_done(pause):

@@ -1,7 +1,7 @@
-"""Memory for buckets, and how another process comes to read it: the one thing in which transports differ whose receivers fetch.
+"""Memory segments for buckets, and their export to other processes.
 
-On the host a segment has no name, only a number in the process that made it, through which others open it; the last process that maps one
-takes it with it, however it ends. On a GPU a segment is exported by CUDA IPC, once for each reader, since an export counts one reader.
+A host segment has no name, only a file descriptor in the process that made it, through which others open it; it vanishes with the last
+process that maps it. A GPU segment is exported by CUDA IPC once for each reader, since an export counts one reader.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from roll_lite.distributed.weight_sync.devices import Home, local_number, uuid_o
 from roll_lite.distributed.weight_sync.group import TransferError
 
 Export = tuple[Callable[..., torch.Tensor], Sequence[Any]]
-"""A function and its arguments, which make the tensor in another process."""
+"""A function and its arguments that rebuild the tensor in another process."""
 
 
 class Lent(NamedTuple):
-    """What a reader has to give back once it has opened it."""
+    """An export that its reader must give back once it has opened it."""
 
     to: Home
     export: Export
     name: str
-    """The reader says under it that it has."""
+    """Name under which the reader notes that it opened the export."""
 
 
 class Watched:
-    """Bytes of which views are given out; it knows whether some are still there."""
+    """Bytes with views; knows whether views are still in use."""
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole = whole
@@ -50,27 +50,27 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def _roomy(nbytes: int) -> int:
-    """Buckets differ in size, and use each other's segments. What nobody writes to takes no memory on the host."""
+    """Round up to a power of two, so that buckets of different size share segments. Unwritten host memory costs nothing."""
     return 1 << (nbytes - 1).bit_length()
 
 
 class Segment(Watched):
-    """A sender's buffer on the host, which no other process reads."""
+    """A sender's buffer in host memory, private to its process."""
 
     handle = ""
-    """How others get at it."""
+    """Handle through which other processes open it."""
     exports: Sequence[Export] = ()
-    """One for each reader, who has to give it back."""
+    """One export per reader; each reader gives its own back."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))
 
     def close(self) -> None:
-        """Whoever has opened it keeps it."""
+        """Release the segment; processes that opened it keep their mapping."""
 
 
 class SharedSegment(Segment):
-    """On the host."""
+    """A segment in host memory that other processes can open."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         nbytes = _roomy(nbytes)
@@ -89,14 +89,14 @@ class SharedSegment(Segment):
 
 
 class GpuSegment(Segment):
-    """On this process's GPU, for itself alone."""
+    """A segment on this process's GPU, private to it."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         Watched.__init__(self, torch.empty(nbytes, dtype=torch.uint8, device=GPU))
 
 
 class ExportedSegment(GpuSegment):
-    """On this process's GPU. Readers with other lists of devices find that by its UUID."""
+    """A segment on this process's GPU, exported to readers; they find the GPU by its UUID."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(nbytes, readers)
@@ -105,17 +105,16 @@ class ExportedSegment(GpuSegment):
 
 
 def export(tensor: torch.Tensor) -> Export:
-    """What one reader makes the tensor of."""
+    """Export a tensor for one reader."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     return reduce_tensor(tensor)
 
 
 def take_back(lent: Iterable[Lent], homes: Collection[Home], was_opened: Callable[[str], bool]) -> None:
-    """What was exported to readers who have died, or who never came to open it. `homes`: of all processes that are left, each of which
-    gives back what it has opened.
+    """Free exports whose readers died or never opened them. `homes`: locations of the living processes, which give back their own.
 
-    torch keeps exported memory, also when the exporter has dropped it, until every reader has counted its export down.
+    torch keeps exported memory, even after the exporter dropped it, until every reader has decremented its counter.
     """
     abandoned = [one for one in lent if not was_opened(one.name) or one.to not in homes]
     for one in abandoned:
@@ -129,27 +128,27 @@ def name_of_export(handle: str, reader: int) -> str:
 
 
 def count_down(one: Export) -> None:
-    """As a reader does when it drops the tensor."""
+    """Decrement the export's counter, as a reader does when it drops the tensor."""
     _, arguments = one
     arguments[_STORAGE]._release_ipc_counter(*arguments[_COUNTER], device=arguments[_DEVICE])
 
 
 def collect() -> None:
-    """torch looks which exports nobody counts any more."""
+    """Let torch free exports without readers."""
     torch.cuda.ipc_collect()
 
 
 _STORAGE = 4
-"""Place of the storage's class in an export."""
+"""Index of the storage's class in an export's arguments."""
 _DEVICE = 6
-"""Of the GPU's number: the sender's, which the receiver may know by another one."""
+"""Index of the sender's device number; the receiver may have another number for the GPU."""
 _COUNTER = slice(11, 13)
-"""Of its counter's file and place there."""
+"""Indices of the counter's file and its offset there."""
 
 GPU = "cuda"
 
 Open = Callable[[str, int], torch.Tensor]
-"""Handle, and place among its readers -> the segment. OSError where it cannot be reached."""
+"""Opens a segment, given its handle and the reader's index. OSError if it cannot be reached."""
 
 
 def open_shared(handle: str, reader: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What of a model travels to the engines, and which way: made from a trainer's export plan, and again when engines leave or join."""
+"""Transfer plan: the tensors that travel to the engines and their routes. Made from the trainer's export plan, anew when engines change."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import torch
 ALIGNMENT = 64  # bytes in a buffer: a view of any dtype may start there
 
 Channel = tuple[int, tuple[int, ...]]
-"""Who sends, and who receives: numbers of members."""
+"""Sender and receivers, as member numbers."""
 
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """One tensor of the Hugging Face checkpoint and who can produce it."""
+    """One tensor of the Hugging Face checkpoint and its owner."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
-    """Rank that ends up with the full tensor when it is exported (the lowest one that takes part)."""
+    """Rank that holds the full tensor after gathering: the lowest one that takes part."""
     bucket: int
     """Tensors of a bucket travel together and are loaded together."""
     cast_from: torch.dtype | None = None
-    """The owner's dtype, where it sends the tensor in another one."""
+    """The owner's dtype, if the tensor is cast before sending."""
 
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def sent_as(self, dtype: torch.dtype | None) -> ExportedTensor:
-        """As engines of this dtype get it: cast where that saves bytes. Where it would add some, the engine casts, to the same values."""
+        """The tensor as sent to engines of this dtype: cast if that saves bytes; otherwise the engine casts, to the same values."""
         if dtype is None or not self.dtype.is_floating_point or dtype.itemsize >= self.dtype.itemsize:
             return self
         return replace(self, dtype=dtype, cast_from=self.dtype)
@@ -53,8 +53,7 @@ class ExportPlan:
 
 @dataclass(frozen=True)
 class Route:
-    """The way of a bucket, or of those experts in it which some workers have, from the trainer rank that owns it to engine workers. Senders
-    and receivers are numbers of members of the transfer group."""
+    """Route of a bucket, or of some experts in it, from its owner to engine workers; both are member numbers of the transfer group."""
 
     bucket: int
     sender: int
@@ -71,11 +70,11 @@ class Route:
 
     @property
     def aligned_nbytes(self) -> int:
-        """In a buffer."""
+        """Size in a buffer."""
         return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in self.tensors)
 
     def plain(self) -> dict[str, Any]:
-        """For an engine's own remote calls, which take numbers, strings and lists only."""
+        """Plain form for an engine's own remote calls, which take numbers, strings and lists only."""
         tensors = [[t.name, list(t.shape), str(t.dtype).removeprefix("torch."), t.owner] for t in self.tensors]
         return {"bucket": self.bucket, "sender": self.sender, "receivers": list(self.receivers), "tensors": tensors}
 
@@ -90,8 +89,10 @@ class Route:
 
 @dataclass(frozen=True)
 class Membership:
-    """Who takes part in weight updates, and where they meet. When an engine leaves or joins, the group gets a new epoch: everybody who
-    stays connects again, and whoever still belongs to an earlier epoch is refused."""
+    """Members of the weight updates, and their rendezvous.
+
+    When an engine leaves or joins, the group gets a new epoch: all members connect again, and members of earlier epochs are refused.
+    """
 
     epoch: int
     transport: str
@@ -100,10 +101,10 @@ class Membership:
     timeout_s: float
     """Time after which a missing member is an error."""
     members: tuple[str, ...]
-    """What to call each in a message; the place is its number."""
+    """Names for messages; the index is the member's number."""
     channels: tuple[Channel, ...]
     bucket_nbytes: int = 0
-    """Of the largest bucket, those of a single large tensor apart: buffers of this size serve all of them."""
+    """Size of the largest bucket, not counting buckets of a single large tensor; buffers of this size fit all others."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -119,11 +120,11 @@ class TransferPlan:
     """Members: trainers that own tensors, in the order of their ranks, then the workers of each engine."""
 
     routes: tuple[Route, ...]
-    """What is sent from whom to whom; all members go through them in this order."""
+    """Routes, in the order in which all members process them."""
     trainers: tuple[int, ...]
-    """Trainer ranks; the place in the tuple is the member's number."""
+    """Trainer ranks; the index is the member number."""
     engines: Mapping[int, int]
-    """Workers of each engine, by its number."""
+    """Number of workers by engine."""
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -131,7 +132,7 @@ class TransferPlan:
         return (*(f"trainer rank {rank}" for rank in self.trainers), *workers)
 
     def first_member(self, engine: int) -> int:
-        """Number of an engine's first worker; the others follow."""
+        """Member number of an engine's first worker; its others follow."""
         before = list(self.engines).index(engine)
         return len(self.trainers) + sum(list(self.engines.values())[:before])
 
@@ -151,8 +152,10 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def plan_transfers(
     export: ExportPlan, engines: Mapping[int, int], dtype: torch.dtype | None = None, expert_parallel: int = 1
 ) -> TransferPlan:
-    """Owners send their buckets to all engine workers; experts to those alone that have them. `engines`: number -> workers. `dtype`: what
-    they compute in. `expert_parallel`: workers of an engine that share the experts, in their order."""
+    """Plan the routes: owners send buckets to all engine workers, experts only to the workers that hold them.
+
+    `engines`: number of workers by engine. `dtype`: the engines'. `expert_parallel`: workers of an engine that share the experts, in order.
+    """
     assert engines and all(workers > 0 for workers in engines.values()), f"engines without workers: {engines}"
     assert expert_parallel == 1 or set(engines.values()) == {expert_parallel}, f"{engines} cannot share experts {expert_parallel}-fold"
     assert export.tensors, "the export plan is empty"
@@ -166,7 +169,7 @@ def plan_transfers(
     for tensor in sorted(export.tensors, key=lambda one: one.bucket):
         ways.setdefault((tensor.bucket, trainers.index(tensor.owner), worker_of.get(tensor.name)), []).append(tensor.sent_as(dtype))
     routes = [
-        # Engines that share experts have as many workers as one another.
+        # Engines that share experts have equal numbers of workers.
         Route(bucket, sender, tuple(members if worker is None else members[worker::expert_parallel]), tuple(tensors))
         for (bucket, sender, worker), tensors in ways.items()
     ]
@@ -174,15 +177,15 @@ def plan_transfers(
 
 
 def _require_one_owner(export: ExportPlan) -> None:
-    """A worker gives a bucket back once it has all of it. By gloo one worker hands on to its neighbours what several owners send, through
-    the same two buffers: it would wait for one of them while they wait for it."""
+    """Assert that each bucket has one owner. With gloo a worker forwards several owners' buckets through the same two buffers: a bucket of
+    two owners could deadlock."""
     for bucket in export.buckets():
         owners = sorted({tensor.owner for tensor in bucket})
         assert len(owners) == 1, f"bucket {bucket[0].bucket} belongs to trainer ranks {owners}; a bucket has one owner"
 
 
 def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str, int]:
-    """Which worker of an engine has the expert of a tensor. Empty where all workers have a part of every expert."""
+    """Engine worker that holds each expert's tensor. Empty if all workers hold a part of every expert."""
     if expert_parallel == 1:
         return {}
     experts = {name: int(found[1]) for name in names if (found := _EXPERT.search(name))}
@@ -192,7 +195,7 @@ def _workers_of_experts(names: Sequence[str], expert_parallel: int) -> dict[str,
 
 
 def by_bucket(routes: Iterable[Route]) -> list[list[Route]]:
-    """Routes of the same bucket together, buckets in the order of their first route."""
+    """Group routes by bucket, in the order of each bucket's first route."""
     grouped: dict[int, list[Route]] = {}
     for route in routes:
         grouped.setdefault(route.bucket, []).append(route)
@@ -200,5 +203,5 @@ def by_bucket(routes: Iterable[Route]) -> list[list[Route]]:
 
 
 def tensors_of(routes: Sequence[Route]) -> list[ExportedTensor]:
-    """Each tensor once, whatever the number of its ways."""
+    """Tensors of the routes, each once."""
     return list({tensor.name: tensor for route in routes for tensor in route.tensors}.values())

@@ -1,12 +1,12 @@
-"""What every way of moving weights has in common: a sending half in trainers, a receiving half in engine workers.
+"""Common parts of the transports: a sending half in trainers, a receiving half in engine workers.
 
-A transport's halves share nothing but the transfer group, over which they announce each bucket: what is in it, how large it is, where it
-lies. Who waits for whom is theirs: both for each other before a collective (`TransferGroup.meet`); a receiver for the sender, and the
-sender for `done` before it uses a buffer again, where receivers fetch.
+The halves share only the transfer group, through which they announce each bucket: contents, size and location. Before a collective both
+wait for each other (`TransferGroup.meet`). If receivers fetch, a receiver waits for the sender, and the sender for `done` before it reuses
+a buffer.
 
-A bucket travels as one flat byte buffer. Both halves compute its layout from the same list of tensors, so that nothing but bytes crosses
-the wire and the receiver cuts views instead of copying. Every sender has two buffers for each channel: it gathers and writes a bucket while
-the one before travels and is loaded. A receiver of copies has two as well: it loads a bucket while the next one comes.
+A bucket travels as one flat byte buffer. Both halves compute its layout from the same list of tensors, so only bytes cross the wire, and
+the receiver cuts views instead of copying. A sender has two buffers per channel: it fills one while the other travels and is loaded. A
+receiver of copies has two as well.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from roll_lite.distributed.weight_sync.memory import Lent, Segment, name_of_expo
 from roll_lite.distributed.weight_sync.plan import ALIGNMENT, Channel, ExportedTensor, Route
 
 BUCKETS_AHEAD = 2
-"""One is written while the one before is sent and read."""
+"""Buckets in flight: one is written while the last one is sent and read."""
 
 Await = Callable[[], Mapping[int, set[str]]]
-"""Returns when every receiver is done with a bucket: the handles of segments of which each of them keeps something."""
+"""Waits until every receiver is done with a bucket; returns the segment handles that each receiver still uses."""
 
 
 class Lane:
-    """A sender's buffers for one channel."""
+    """Send buffers of one channel."""
 
     def __init__(self, make: Callable[[int, int], Segment], readers: int, usual_nbytes: int) -> None:
         self._make = make
@@ -42,12 +42,12 @@ class Lane:
         self._readers = readers
         self._segments: list[Segment] = []
         self.under_way: deque[tuple[Segment, Await]] = deque()
-        """Buckets that not every receiver is done with."""
+        """Buckets in flight."""
         self._kept: dict[int, set[str]] = {}
-        """By receiver, the segments of which it still had something when it was last done with a bucket."""
+        """Segment handles that each receiver still used at its last `done`."""
 
     def segment(self, nbytes: int) -> Segment:
-        """The smallest free one that is large enough, or a new one. Waits while too many buckets are under way."""
+        """The smallest free segment that is large enough, or a new one. Waits while too many buckets are in flight."""
         while len(self.under_way) >= BUCKETS_AHEAD:
             self.await_oldest()
         used = {id(segment) for segment, _ in self.under_way}
@@ -63,7 +63,7 @@ class Lane:
         self.under_way.popleft()
 
     def lent(self, readers: Sequence[Home]) -> Iterator[Lent]:
-        """Of each segment that was exported, one for each reader."""
+        """Exports of all segments, one per reader."""
         for segment in self._segments:
             for place, export in enumerate(segment.exports):
                 yield Lent(readers[place], export, name_of_export(segment.handle, place))
@@ -85,36 +85,36 @@ def timed(seconds: defaultdict[str, float], what: str) -> Iterator[None]:
 
 
 class TransportSender(ABC):
-    """A trainer's half. Only ranks that own tensors have one."""
+    """The sending half, in trainer ranks that own tensors."""
 
     def __init__(self, group: TransferGroup) -> None:
         self.group = group
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Writing buckets (`copy`), and waiting until a buffer was free or all had been received (`wait`)."""
+        """Seconds of writing buckets (`copy`) and of waiting for free buffers or receivers (`wait`)."""
         self.by_transport: defaultdict[str, float] = defaultdict(float)
-        """The same by transport, where there are several."""
+        """Seconds by transport, if there are several."""
 
     @abstractmethod
     def send(self, route: Route, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put the route's tensors on the way to its receivers. Returns when the tensors may be changed again."""
+        """Send the route's tensors to its receivers. Returns when the tensors may change again."""
 
     @abstractmethod
     def finish(self) -> None:
-        """After the last bucket of an update: returns when every receiver has all of it."""
+        """Wait until every receiver has the whole update."""
 
     @abstractmethod
     def lent(self) -> list[Lent]:
-        """What readers have to give back, each its own, before memory is free; see `memory.take_back`."""
+        """Exports that readers must give back before memory is free; see `memory.take_back`."""
 
     def close(self) -> None:
         self.group.close()
 
 
 class BufferedSender(TransportSender):
-    """Sends from buffers that it writes."""
+    """A sender that copies buckets into buffers."""
 
     def __init__(self, group: TransferGroup, make: Callable[[int, int], Segment]) -> None:
-        """`make`: a buffer of so many bytes for so many readers."""
+        """`make(nbytes, readers)` creates a buffer."""
         super().__init__(group)
         self._make = make
         self._lanes: dict[Channel, Lane] = {}
@@ -123,7 +123,7 @@ class BufferedSender(TransportSender):
         self.publish(route, lambda layout, buffer: flatten(route.tensors, tensors, layout, buffer))
 
     def publish(self, route: Route, write: Callable[[FlatLayout, torch.Tensor], None]) -> Segment:
-        """Of a bucket that `write` writes."""
+        """Send a bucket that `write` fills in."""
         layout = flat_layout(route.tensors)
         lane = self._lanes.setdefault(route.channel, Lane(self._make, len(route.receivers), self.group.membership.bucket_nbytes))
         with self.group.exchange():
@@ -147,7 +147,7 @@ class BufferedSender(TransportSender):
 
     @abstractmethod
     def _dispatch(self, route: Route, layout: FlatLayout, segment: Segment) -> Await:
-        """The bucket lies in the segment: send it, without waiting for anybody."""
+        """Send the bucket in the segment, without waiting."""
 
     def close(self) -> None:
         super().close()
@@ -157,21 +157,21 @@ class BufferedSender(TransportSender):
 
 
 class TransportReceiver(ABC):
-    """An engine worker's half."""
+    """The receiving half, in engine workers."""
 
     def __init__(self, group: TransferGroup) -> None:
         self.group = group
 
     def expect(self, route: Route) -> None:  # noqa: B027 (where receivers read in the sender's memory, that has the next bucket already)
-        """This route comes next: what is copied may come while the bucket before is loaded. Returns at once."""
+        """Announce the next route, so that its copy may arrive while the current bucket is loaded. Returns at once."""
 
     @abstractmethod
     def receive(self, route: Route) -> dict[str, torch.Tensor]:
-        """Take the route's tensors. Nothing overwrites them for as long as somebody has them; nobody writes into them."""
+        """Receive the route's tensors. They are read-only, and stay intact as long as they are referenced."""
 
     @abstractmethod
     def release(self) -> None:
-        """What was received has been loaded: the sender may use its memory again, but for tensors that are still there."""
+        """Report that received buckets are loaded: the sender may reuse its memory, except for tensors still referenced."""
 
     def close(self) -> None:
         self.group.close()
@@ -179,7 +179,7 @@ class TransportReceiver(ABC):
 
 @dataclass(frozen=True)
 class Transport:
-    """Makes both halves."""
+    """Factory of both halves."""
 
     sender: Callable[[TransferGroup], TransportSender]
     receiver: Callable[[TransferGroup], TransportReceiver]
@@ -187,7 +187,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each tensor of a bucket lies in the buffer."""
+    """Offsets of a bucket's tensors in the buffer."""
 
     offsets: tuple[int, ...]
     nbytes: int
@@ -208,7 +208,7 @@ def flat_layout(bucket: Sequence[ExportedTensor]) -> FlatLayout:
 
 
 def flatten(bucket: Sequence[ExportedTensor], tensors: Mapping[str, torch.Tensor], layout: FlatLayout, buffer: torch.Tensor) -> None:
-    """Write the bucket into bytes, cast where the plan says so. Refuses tensors that are not what it says."""
+    """Write the bucket into a buffer, cast as planned. ValueError for tensors that differ from the plan."""
     for spec, offset in zip(bucket, layout.offsets, strict=True):
         if spec.name not in tensors:
             raise ValueError(f"weight transfer: {spec.name} is in the plan but not in the bucket to send")

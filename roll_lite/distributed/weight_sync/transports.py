@@ -1,4 +1,4 @@
-"""The transports by name, and which of them connects a trainer with each engine worker."""
+"""Table of the transports, and the choice between them for each trainer and engine worker."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TRANSPORTS: dict[str, Transport] = {
     "nccl": Transport(partial(BroadcastSender, wire=NCCL), partial(BroadcastReceiver, wire=NCCL)),
 }
 AUTO = "auto"
-"""For each trainer and engine worker what connects the two."""
+"""Choose the transport for each pair of trainer and engine worker."""
 
 
 def transport_of(group: TransferGroup) -> Transport:
-    """Of a whole group."""
+    """Transport of a whole group."""
     wanted = group.membership.transport
     if wanted != AUTO:
         if reason := obstacle(wanted, group):
@@ -40,7 +40,7 @@ def transport_of(group: TransferGroup) -> Transport:
 
 
 def ways_of(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
-    """The parts of a route, each to other receivers, and the transports that they go by. All members come to the same."""
+    """Split a route by transport; each part has its own receivers. All members compute the same result."""
     if group.membership.transport != AUTO:
         return [(group.membership.transport, route)]
     parts: dict[tuple[str, int], list[int]] = {}
@@ -55,7 +55,7 @@ def ways_of(group: TransferGroup, route: Route) -> list[tuple[str, Route]]:
 
 
 def link(sender: Home, receiver: Home) -> str:
-    """The transport that connects the two."""
+    """Transport between two members."""
     together = sender.machine == receiver.machine
     if sender.device and receiver.device:
         if together and sender.device in receiver.visible:
@@ -66,7 +66,7 @@ def link(sender: Home, receiver: Home) -> str:
 
 
 def obstacle(name: str, group: TransferGroup) -> str | None:
-    """Why a transport does not connect all members. None: it does."""
+    """Reason for which a transport cannot connect all members, or None."""
     names, homes = group.membership.members, group.homes
     if name in ("cuda_ipc", "nccl"):
         on_cpu = [who for who, home in zip(names, homes, strict=True) if not home.device]
@@ -94,8 +94,7 @@ def obstacle(name: str, group: TransferGroup) -> str | None:
 
 
 class SideBySideSender(TransportSender):
-    """A bucket is gathered once, and every transport that leads to some of its receivers gets it: buffers, and who waits for whom, are
-    each one's own."""
+    """Sends each bucket by several transports, each to its own receivers; the bucket is gathered once."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)
@@ -124,7 +123,7 @@ class SideBySideSender(TransportSender):
 
 
 class SideBySideReceiver(TransportReceiver):
-    """Where others get a bucket by other ways, or from another trainer by another one."""
+    """Receives each bucket by the transport that connects this worker with its sender."""
 
     def __init__(self, group: TransferGroup) -> None:
         super().__init__(group)

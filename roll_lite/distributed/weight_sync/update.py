@@ -1,4 +1,4 @@
-"""A weight update from the engine's side: what the model's checkpoint holds, whether an update fits it, what of it has arrived."""
+"""A weight update on the engine's side: check of its tensors against the model's checkpoint, and record of those arrived."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roll_lite.distributed.weight_sync.plan import ExportedTensor
 _SHOWN = 5
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of tensors by their Hugging Face names."""
+"""Tensor shapes by Hugging Face name."""
 
 
 @dataclass
@@ -22,7 +22,7 @@ class WeightUpdate:
     arrived: set[str] = field(default_factory=set)
 
     def check(self, tensors: Sequence[ExportedTensor]) -> None:
-        """ValueError for tensors of a bucket that nobody announced, or that have come before."""
+        """Raise ValueError for tensors that were not announced or have arrived before."""
         announced = {tensor.name for tensor in self.tensors}
         for tensor in tensors:
             if tensor.name not in announced or tensor.name in self.arrived:
@@ -38,7 +38,7 @@ class WeightUpdate:
 
 
 def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
-    """Shape by name of every tensor that an engine needs, read from the headers. `tied`: the embedding is the LM head."""
+    """Shapes of all tensors that an engine needs, read from the file headers. `tied`: the embedding is also the LM head."""
     shapes: dict[str, tuple[int, ...]] = {}
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -56,7 +56,7 @@ def checkpoint_shapes(folder: Path, tied: bool) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(tensors: Sequence[ExportedTensor], shapes: Shapes) -> None:
-    """ValueError that names every tensor which is unknown, missing, sent twice or of the wrong shape."""
+    """Raise ValueError that names every unknown, missing, duplicate or misshapen tensor."""
     names = [tensor.name for tensor in tensors]
     problems = [
         *_listed("unknown to the model", sorted(set(names) - shapes.keys())),
