@@ -2,8 +2,8 @@
 
 Each channel has its own process group, so that several owners send in parallel. Before each bucket the members meet at the rendezvous,
 since a collective cannot name a missing member. Both sides broadcast on a thread: meanwhile a sender gathers the next bucket, and a
-receiver loads the last one. A gloo broadcast, or the creation of an NCCL communicator, cannot be cancelled before its own time-out: if other members
-break off, its thread is abandoned.
+receiver loads the last one. A gloo broadcast, or the creation of an NCCL communicator, cannot be cancelled before its own time-out: if
+other members break off, its thread is abandoned.
 
 With gloo one worker of each machine receives a bucket and shares it with the others through shared memory.
 """
