@@ -1,7 +1,7 @@
-"""Whether the engines and the trainer hold the same model: told by the log-probs that both give to the tokens of the first batch.
+"""Agreement check: engine and trainer must give the same log-probs to the tokens of the first batch.
 
-What two programs read differently (a config.json, a tied head, an engine's own arguments) trains without any error, on samples of
-another policy. Nothing is computed for this: the mismatch is measured in a forward pass that happens anyway.
+If they read a model differently (config.json, a tied head, an engine argument), a run trains without any error on samples of another
+policy. The check costs nothing: the mismatch is measured in a forward pass that runs anyway.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ If engines are meant to differ that much, raise rollout.max_mismatch; null allow
 
 
 class DifferentModels(RuntimeError):
-    """Engines and trainer disagree about the same tokens."""
+    """Engine and trainer give different log-probs to the same tokens."""
 
 
 class Agreement:
-    """Looks at the first step in which both have told numbers: in a critic's warm-up of `old_log_probs: rollout`, the actor is not asked.
-    What it cannot compare, it says once."""
+    """Checks the first step with log-probs of both sides; during a critic's warm-up with `old_log_probs: rollout` the actor gives none.
+
+    Warns once about samples that cannot be compared.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self._bound = config.rollout.max_mismatch if trains(config) else None
         self._causes = ENGINES if generates(config) else DUMPS
-        # Without a keep mask, truncated sampling makes log-probs of another distribution, by design.
+        # Without a keep mask, log-probs of truncated sampling belong to another distribution, by design.
         comparable = [name for name, one in config.domains.items() if config.rollout.keep_mask or not is_truncated(one.sampling)]
         self._left_out = [name for name in config.domains if name not in comparable]
         self._metrics = [f"domain/{name}/{MEAN}" for name in comparable] if self._left_out else [MEAN]
         self._has_said = False
 
     def look(self, metrics: Mapping[str, float]) -> None:
-        """DifferentModels, naming the difference and what may be behind it, where it is above the bound. `metrics`: of a step."""
+        """Raise DifferentModels with likely causes if the mismatch in a step's metrics exceeds the bound."""
         if self._bound is None:
             return
         told = [name for name in self._metrics if name in metrics]

@@ -1,4 +1,4 @@
-"""The clusters of a run, as the pipeline calls them: models in training ranks, engines, reward models."""
+"""The clusters of a run as the pipeline sees them: models in training ranks, engines, reward models."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ class Model(Generic[W]):
         return loaded(self, parts)
 
     def take_moved(self) -> list[Moved]:
-        """What each rank has loaded and offloaded since it was asked last."""
+        """Loads and offloads of each rank since the last call."""
         return self.ranks.all(ModelWorker.take_moved)
 
     def shards(self, batch: Batch, columns: Columns) -> list[BatchShard]:
-        """The batch, cut for the data-parallel ranks so that each has about as much to do."""
+        """Cut the batch into shards of about equal cost, one per data-parallel rank."""
         parts = balanced_partition(self._costs(batch), self.ranks.data_size)
         return batch.shards(parts, columns.of(batch.keys()))
 
     def shares(self, batch: Batch, columns: Columns, mini_batches: Sequence[MiniBatch]) -> list[TrainShare]:
-        """Every data-parallel rank gets the rows that it needs in any mini-batch once, and its part of each mini-batch."""
+        """Cut mini-batches for the data-parallel ranks. Each rank gets every row it needs once, and its part of each mini-batch."""
         samples = batch.rows.tensor("sample").tolist()
         row_of = {sample: row for row, sample in enumerate(samples)}
         spreads = spread(list(mini_batches), dict(zip(samples, self._costs(batch).tolist(), strict=True)), self.ranks.data_size)
@@ -76,24 +76,24 @@ class Model(Generic[W]):
         return row_costs(lengths(batch).numpy(), self.ranks.layouts[0].attention_par)
 
     def start_forward(self, batch: Batch, columns: Sequence[str]) -> Pending[list[Block | None]]:
-        """`columns`: of those that its worker computes."""
+        """Start a forward pass that computes these columns."""
         return self.ranks.start_scatter(ModelWorker.compute, self.shards(batch, self.worker.forward_columns), columns)
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The engine replicas. Those that are lost are left out of every call; the rollout service, which watches over them, says why."""
+    """The engine replicas. Calls leave out lost ones; the rollout service watches them and knows the causes."""
 
     replicas: Cluster[InferWorker]
     role: InferRoleConfig
     turns: int = 1
-    """In which they start. An engine takes its part of a GPU by what is free while it starts: those that share one do so in turns."""
+    """Turns in which they start. A starting engine sizes itself by free GPU memory, so engines that share a GPU take turns."""
 
     def start_first_ones(self) -> Pending[list[None]]:
         return self.replicas.start_all(InferWorker.initialize, 0, self.turns)
 
     def start_later_ones(self) -> None:
-        """Once the first ones are there."""
+        """Start the engines of later turns, after the first ones are ready."""
         for turn in range(1, self.turns):
             self.replicas.all(InferWorker.initialize, turn, self.turns)
 
@@ -112,13 +112,14 @@ class Engines:
         return self.replicas.start_each(InferWorker.offload, parts)
 
     def loaded(self, phase: Phase, beside: Sequence[tuple[Model[Any], Sequence[StateGroup]]] = ()) -> AbstractContextManager[None]:
-        """With the weights alone there an update can arrive while the trainer's own still take up room."""
+        """Load the engine parts that the phase needs, inside the block. An update needs only the weights, which leaves room for the
+        trainer's."""
         return loaded(self, engine_memory(phase), beside)
 
 
 @dataclass(frozen=True)
 class RewardModels:
-    """By name. The rollout service calls them; it also has those with `offload: true` loaded while it generates."""
+    """Reward models by name. The rollout service calls them, and loads those with `offload: true` during generation."""
 
     clusters: Mapping[str, Cluster[RewardModelWorker]]
     configs: Mapping[str, RewardModelConfig]
@@ -141,7 +142,7 @@ class Clusters:
     """The models of a run."""
 
     policy: Model[ActorWorker] | None
-    """None where nothing trains."""
+    """None if nothing trains."""
     reference: Model[ReferenceWorker] | None = None
     critic: Model[CriticWorker] | None = None
 
@@ -155,7 +156,7 @@ class Clusters:
         return [model for model in (self.reference, self.policy, self.critic) if model is not None]
 
     def take_moved(self) -> dict[str, list[Moved]]:
-        """What the ranks of every role with `offload: true` have moved since they were asked last."""
+        """Loads and offloads of all roles with `offload: true` since the last call."""
         return {model.ranks.name: model.take_moved() for model in self.models if model.offloads}
 
     @property
@@ -166,5 +167,5 @@ class Clusters:
 
 
 def lengths(batch: Batch) -> torch.Tensor:
-    """Tokens of each row, prompt and response."""
+    """Length of each row in tokens, prompt and response."""
     return batch.rows.tensor("prompt_length") + batch.rows.tensor("response_length")

@@ -1,7 +1,7 @@
-"""Who is on the devices when. A role with `offload: true` is there only while it works; `config/device_phases.py` is the table of that.
+"""Turns on the devices. A role with `offload: true` is loaded only while it works; `config/device_phases.py` has the table.
 
-Reward models with `offload: true` are there while engines generate: the rollout service, which calls them, sees to that.
-Where roles take turns, those that share a device are there one after the other, and those with devices of their own side by side.
+The rollout service loads reward models with `offload: true` while engines generate. Roles that share a device work one after the other;
+roles on separate devices work in parallel.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from roll_lite.distributed.strategy.base import EngineMemory, StateGroup
 
 
 def engine_memory(phase: Phase) -> tuple[EngineMemory, ...]:
-    """Of the engines in that phase."""
+    """Parts of the engines that are loaded in this phase."""
     return tuple(EngineMemory(part) for part in PHASES[phase].parts["actor_infer"])
 
 
 def states(phase: Phase) -> tuple[StateGroup, ...]:
-    """Of the models in that phase, which all need the same."""
+    """State groups of the models that are loaded in this phase, the same for all of them."""
     (parts,) = {parts for role, parts in PHASES[phase].parts.items() if role != "actor_infer"}
     return tuple(StateGroup(part) for part in parts)
 
@@ -31,11 +31,11 @@ R = TypeVar("R")
 
 
 class Movable(Protocol):
-    """A role whose state can be moved onto its devices and off them, in named parts."""
+    """A role whose state can be loaded onto its devices and offloaded, in named parts."""
 
     @property
     def offloads(self) -> bool:
-        """`offload: true`: its state is there only while it works."""
+        """Whether its state is loaded only while it works (`offload: true`)."""
 
     @property
     def devices(self) -> tuple[int, ...]: ...
@@ -47,7 +47,7 @@ class Movable(Protocol):
 
 @dataclass(frozen=True)
 class DeviceTurn(Generic[R]):
-    """Work for one role, started once its state is there."""
+    """Work of one role, which starts when its state is loaded."""
 
     role: Movable
     start: Callable[[], Pending[R]]
@@ -55,8 +55,10 @@ class DeviceTurn(Generic[R]):
 
 @contextmanager
 def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, Sequence[Any]]] = ()) -> Iterator[None]:
-    """The parts are on the devices inside the block, and leave them afterwards, also when the block fails. `beside`: who comes in at the
-    same time, because somebody in the block has them loaded, and sees to it that they leave."""
+    """Load parts of a role inside the block and offload them afterwards, even if the block fails.
+
+    `beside`: roles loaded concurrently; their owner inside the block offloads them.
+    """
     try:
         gather(*(one.start_load(its) for one, its in [(role, parts), *beside] if one.offloads))
         yield
@@ -69,8 +71,10 @@ def loaded(role: Movable, parts: Sequence[Any], beside: Sequence[tuple[Movable, 
 
 
 def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
-    """Results in the order of `turns`. Each starts as soon as nothing that it has to wait for is there; those with devices of their own
-    wait neither for the others' work nor for their moves."""
+    """Carry out turns; returns their results in order.
+
+    A turn starts as soon as no role on its devices is loaded. Turns on separate devices do not wait for each other.
+    """
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}
@@ -95,7 +99,7 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
 
 
 def _stages(turn: DeviceTurn[R], parts: Sequence[Any]) -> Generator[Pending[Any], Any, R]:
-    """What a turn waits for, one after the other; takes the answers."""
+    """Steps of a turn: yields each call to wait for and receives its result."""
     if turn.role.offloads:
         yield turn.role.start_load(parts)
     result: R = yield turn.start()
@@ -109,7 +113,7 @@ def exclude_each_other(one: Movable, other: Movable) -> bool:
 
 
 def _abandon(roles: Iterable[Movable], parts: Sequence[Any]) -> None:
-    """After a failure: asked to leave, but not waited for. Ranks do that when they come out of what they are doing, if they ever do."""
+    """Start offloading after a failure, without waiting: ranks may be stuck."""
     for role in roles:
         if role.offloads:
             with suppress(ClusterDead):

@@ -1,4 +1,4 @@
-"""Log-probs and values of finished groups, while the rest of their batch is generated (`rollout.stream_log_probs`)."""
+"""Early passes: log-probs and values of finished groups, computed while the rest of the batch is generated (`rollout.stream_log_probs`)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from roll_lite.workers.rollout import RolloutWorker
 
 @dataclass(frozen=True)
 class Part:
-    """Some of the batch's groups, and the passes over them. Its sample numbers are its own."""
+    """Some groups of the batch and the passes over them, with their own sample numbers."""
 
     rows: DataProto
     passes: list[Pending[list[Block | None]]]
 
 
 class EarlyPasses:
-    """At most one pass of each model is under way. What belongs to no sample of the complete batch is not used."""
+    """Runs at most one pass per model at a time. Results for samples outside the complete batch are dropped."""
 
     def __init__(self, models: Sequence[tuple[Model[Any], Sequence[str]]], prompts_per_step: int, journal: Journal) -> None:
-        """`models`: those with a pass, each with the columns that it writes. Without any, nothing is done early."""
+        """`models`: models with a pass, each with the columns it writes. Without models nothing runs early."""
         self._models = models
         self._least = least_early(prompts_per_step)
         self._journal = journal
@@ -35,12 +35,12 @@ class EarlyPasses:
         self._parts: list[Part] = []
 
     def begin(self) -> Callable[[Cluster[RolloutWorker]], None]:
-        """A new batch. What is returned is to be called about once a second until it is there, and does not wait."""
+        """Begin a new batch. Call the returned function about once a second until the batch is complete; it does not wait."""
         self._forget()
         return self._look
 
     def join(self, batch: Batch) -> None:
-        """The columns that were computed early become the batch's."""
+        """Add the columns computed early to the complete batch."""
         if not self._models:
             return
         number = dict(zip(_names(batch.rows), batch.rows.tensor("sample").tolist(), strict=True))
@@ -78,5 +78,5 @@ class EarlyPasses:
 
 
 def _names(rows: DataProto) -> list[tuple[int, int]]:
-    """What a sample is called as long as it lives: its group, and its place there."""
+    """Names of the samples: group and index, which unlike sample numbers never change."""
     return list(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))

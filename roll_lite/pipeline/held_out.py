@@ -1,4 +1,4 @@
-"""What a validation says of the policy, from the rows of its samples."""
+"""Validation metrics, computed from the rows of held-out samples."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from roll_lite.observability.metrics import MetricSums
 
 
 def held_out_metrics(rows: DataProto, samples_per_prompt: int) -> MetricSums:
-    """By domain, and by what the data reports a domain by: means over samples, and over prompts what k samples are worth. Prompts that
-    have fewer than k, because some failed, are not among the latter."""
+    """Metrics by domain and by its reported parts: means over samples, and pass@k, best@k, maj@k over prompts.
+
+    Prompts with fewer than k samples, because some failed, do not count for @k.
+    """
     sums = MetricSums()
     for domain, own in rows.group_by("domain").items():
         _domain(sums, own, samples_per_prompt, str(domain))

@@ -1,4 +1,4 @@
-"""How far a batch is, asked of the rollouts while it is waited for, and shown."""
+"""Progress display while the driver waits for a batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 def shown(
     batch: Pending[T], rollouts: Cluster[RolloutWorker], console: RunConsole, label: str, also: Callable[[], None], held_out: bool = False
 ) -> T:
-    """The batch, or the validation, once it is there. `also`: to be called about once a second until then."""
+    """Wait for a batch or validation and show its progress. Calls `also` about once a second."""
     asked: Pending[dict[str, Progress]] | None = None
 
     def look() -> None:

@@ -1,4 +1,4 @@
-"""When held-out prompts are answered: while training waits or, where generation runs beside it, beside the steps that follow."""
+"""Timing of validations: training waits for them, or they run beside the next steps if generation runs beside training."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from roll_lite.pipeline.sources import BatchSource, HeldOut
 @dataclass(frozen=True)
 class Running:
     step: int
-    """After which it was begun: what it measures is told under it."""
+    """Step after which it began; its metrics are reported under this step."""
     answers: Pending[HeldOut]
 
 
 class Validation:
-    """One at a time."""
+    """Starts and finishes validations, one at a time."""
 
     def __init__(self, config: RunConfig, source: BatchSource, journal: Journal) -> None:
         self._config = config
@@ -28,7 +28,7 @@ class Validation:
         self._running: Running | None = None
 
     def begin(self, step: int) -> None:
-        """With the weights that the engines have. Where steps follow, and generation goes on beside them, nothing is waited for."""
+        """Start a validation with the engines' weights. Waits for it unless further steps run beside generation."""
         assert self._running is None
         config = self._config
         sampling = {name: held_out_sampling(config, domain) for name, domain in config.domains.items()}
@@ -37,12 +37,12 @@ class Validation:
             self.finish()
 
     def look(self) -> None:
-        """It may be over."""
+        """Finish the validation if it is complete."""
         if self._running is not None and self._running.answers.answer() is not None:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for it."""
+        """Wait for the running validation and report it."""
         if self._running is not None:
             running, self._running = self._running, None
             self._journal.validation(running.step, *self._source.finish_validation(running.answers))

@@ -1,4 +1,4 @@
-"""When the engines get the actor's weights; how they travel is `distributed/weight_sync/`."""
+"""Weight updates of the engines as the pipeline runs them; `distributed/weight_sync/` moves the bytes."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ from roll_lite.workers.infer import InferWorker
 from roll_lite.workers.rollout import RolloutWorker
 
 LOSS_SECONDS = 5.0
-"""How long to look for the loss of an engine that has its weights, where another one broke off: it may have read from that one."""
+"""Time to look for a lost engine after another engine broke off: that one may have been reading from the lost one."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """One update that was carried out."""
+    """A completed update."""
 
     version: int
     megabytes: float
     seconds: float
-    """From its start to the last engine's new weights."""
+    """Seconds from the start until the last engine has the new weights."""
     phases: Mapping[str, float]
     """Seconds of the slowest rank or worker; phases overlap."""
     by_transport: Mapping[str, float]
-    """Megabytes that each has taken, once for all engines that it leads to."""
+    """Megabytes sent by each transport; a broadcast counts once."""
     transport_seconds: Mapping[str, float]
-    """That the slowest trainer rank has spent on each."""
+    """Seconds of the slowest trainer rank, by transport."""
 
 
 class WeightSync:
+    """Sends the actor's weights to all living engines."""
+
     def __init__(
         self,
         actor: Model[ActorWorker],
@@ -68,17 +70,17 @@ class WeightSync:
         self._interrupts: TCPStore | None = None
         self._epoch = 0
         self._plan: TransferPlan | None = None
-        """Of the engines that are connected."""
+        """Plan of the connected engines; None: they must connect again."""
         self._version: int | None = None
-        """Of the weights in the engines; None: whatever they were started with."""
+        """Weight version of the engines; None: the weights they started with."""
 
     def push(self, version: int) -> Pushed | None:
-        """Weights and version to every engine that is left; nothing where they are there already."""
+        """Send weights to every living engine; returns None if the engines have this version already."""
         if version == self._version:
             return None
         with self._model.loaded(states(Phase.SYNC_WEIGHTS)):
             pushed = self._update(version)
-            while pushed is None:  # an engine was lost on the way: the others connect again, and get all of it
+            while pushed is None:  # an engine was lost meanwhile: the others connect again and get everything
                 pushed = self._update(version)
             if self._config.verify != "none":
                 self._verify(version)
@@ -87,15 +89,15 @@ class WeightSync:
         return pushed
 
     def sender(self, version: int) -> Model[ActorWorker] | None:
-        """Whose weights `push` will need on their devices; None where there is nothing to send."""
+        """Model whose weights `push` will need on the devices; None if there is nothing to send."""
         return self._model if version != self._version else None
 
     def engines_changed(self) -> None:
-        """One has left or joined, or was replaced: before the next update all that are there connect again."""
+        """Make all engines connect again before the next update, since one has left, joined or been replaced."""
         self._plan = self._version = None
 
     def _update(self, version: int) -> Pushed | None:
-        """None where an engine was lost meanwhile: others may have the old weights, the new ones, or wait frozen for more of them."""
+        """Run one update. None if an engine was lost: the others may have the old weights, the new ones, or part of them."""
         if self._plan is not None and list(self._plan.engines) != self._engines.left:
             self._plan = None
         plan = self._plan = self._plan or self._connect()
@@ -104,7 +106,7 @@ class WeightSync:
         self._rollouts.one(RolloutWorker.hold)
         started = time.monotonic()
         engines = self._engines.start_each_own(InferWorker.update_weights, dict.fromkeys(plan.engines, plan.routes), version)
-        said = self._together("update_weights", engines, self._actor.start_all(ActorWorker.send_weights))
+        said = self._await_both("update_weights", engines, self._actor.start_all(ActorWorker.send_weights))
         if said is None:
             self._plan = None
             return None
@@ -116,29 +118,29 @@ class WeightSync:
         return Pushed(version, plan.nbytes / 2**20, seconds, phases, by_transport, largest(one.by_transport for one in said))
 
     def _connect(self) -> TransferPlan | None:
-        """The owners of tensors and the workers of all engines join a new epoch of the transfer group. None: as above."""
+        """Let trainers and engine workers join a new epoch of the transfer group; None if an engine was lost."""
         timeout_s = self._config.timeout_s
         export = self._export = self._export or self._actor.all(ActorWorker.export_plan, self._config.bucket_mb << 20)[0]
         if self._rendezvous is None:
             self._rendezvous = self._actor.one(ActorWorker.host_weight_transfer, timeout_s)
-            self._interrupts = rendezvous_client(*self._rendezvous)  # now that its host is surely there
+            self._interrupts = rendezvous_client(*self._rendezvous)  # its host is surely up by now
         self._epoch += 1
         engines_left = dict.fromkeys(self._engines.left, self._workers_per_engine)
         plan = plan_transfers(export, engines_left, self._dtype, self._expert_parallel)
         membership = plan.membership(self._epoch, self._config.transport, *self._rendezvous, timeout_s)
         first_members = {engine: plan.first_member(engine) for engine in plan.engines}
         engines = self._engines.start_each_own(InferWorker.connect_weights, first_members, membership)
-        joined = self._together("connect_weights", engines, self._actor.start_all(ActorWorker.connect_weights, plan, membership))
+        joined = self._await_both("connect_weights", engines, self._actor.start_all(ActorWorker.connect_weights, plan, membership))
         return plan if joined is not None else None
 
-    def _together(
+    def _await_both(
         self, phase: str, engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]
     ) -> list[Transferred] | None:
-        """Of both sides, once they have come through, with all engines that had been asked. Each says why, where it did not. None where
-        an engine was lost, also one that had answered: others may have read from it."""
+        """Wait for both sides. None if an engine was lost, even after its answer, since others may have been reading from it; then the
+        caller tries again. Raises all causes if a side failed otherwise."""
         interrupted = False
         failed: dict[str, str] = {}
-        """The first ones first, for those that come later may follow from them."""
+        """Causes in the order of their arrival: later ones may follow from the first."""
 
         def look() -> None:
             nonlocal interrupted
@@ -147,7 +149,7 @@ class WeightSync:
             if not interrupted and (broken or self._lost(engines)) and self._interrupts is not None:
                 interrupted = True
                 self._epoch += 1
-                interrupt(self._interrupts, self._epoch)  # or the others would wait until their time is up
+                interrupt(self._interrupts, self._epoch)  # otherwise the others would wait until their time-out
 
         both: list[Pending[Any]] = [engines, trainers]
         said, of_trainers = gather(*both, meanwhile=look)
@@ -162,14 +164,14 @@ class WeightSync:
         return [*said.values(), *of_trainers]
 
     def _lost(self, engines: Pending[dict[int, Transferred]], within_s: float = 0.0) -> bool:
-        """Whether one of these is."""
+        """Whether one of these engines is lost, or will be within this time."""
         deadline = time.monotonic() + within_s
         while not (lost := any(call.rank in self._engines.lost for call in engines.calls)) and time.monotonic() < deadline:
             time.sleep(0.1)
         return lost
 
     def _verify(self, version: int) -> None:
-        """Tensors of every engine against the trainer's, by checksum."""
+        """Compare the engines' tensors with the trainer's by checksum."""
         assert self._export is not None
         names = [tensor.name for tensor in self._export.tensors]
         if self._config.verify == "sampled":
@@ -182,7 +184,7 @@ class WeightSync:
 
 
 def _broken(engines: Pending[dict[int, Transferred]], trainers: Pending[list[Transferred]]) -> dict[str, Transferred]:
-    """What broke off by now."""
+    """Sides that have broken off so far."""
     answered = {f"actor_infer[{call.rank}]": call.value for call in engines.calls if not call.lost}
     answered |= {f"actor_train rank {call.rank}": call.value for call in trainers.calls}
     return {name: one for name, one in answered.items() if one is not None and one.failure is not None}

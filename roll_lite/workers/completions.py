@@ -216,7 +216,7 @@ class CompletionPump:
             ready = self._ready.popleft()
             completion, row = ready.completion, None
             if completion.error is None and (completion.token_ids or completion.finish_reason is not FinishReason.ABORT):
-                record = TokenRecord.joined([*ready.before, TokenRecord.chosen(completion)]).filled(completion.experts)
+                record = TokenRecord.joined([*ready.before, TokenRecord.chosen(completion)]).fill_experts(completion.experts)
                 row = TokenRow(len(blocks) - 1, len(blocks[-1]), len(record))
                 blocks[-1].append(record)
                 tokens += len(record)

@@ -1,4 +1,4 @@
-"""An engine that spans nodes: what it has on each but the first is held by an actor, which belongs to the engine's InferWorker."""
+"""Parts of an engine that spans nodes: an actor on each further node holds its part, and belongs to the engine's InferWorker."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LAST_SECONDS = 5.0
 
 
 def own_address() -> str:
-    """That engines on other nodes reach this one at, over the interface that they are told to use."""
+    """Address at which other nodes reach this one; sets gloo's network interface too."""
     address = ray.util.get_node_ip_address()
     use_interface_of(address)
     return address
 
 
 class EnginePartWorker(AsyncWorker):
-    """Its methods are called by the InferWorker that has made it, with which Ray ends it, however that one ended."""
+    """One node's part of an engine. The InferWorker that made it calls it; Ray ends both together."""
 
     lives_alone: ClassVar[bool] = True
     _watching: asyncio.Task[None] | None = None
@@ -42,7 +42,7 @@ class EnginePartWorker(AsyncWorker):
         self._processes = EngineProcesses()
 
     async def start(self) -> None:
-        """Comes back when the workers of all nodes have met."""
+        """Start; returns when the workers of all nodes have met."""
         self._part.check_version()
         self._processes.watch(await self._part.start())
         self._watching = asyncio.create_task(self._watch())
@@ -59,24 +59,24 @@ class EnginePartWorker(AsyncWorker):
 
 
 class EngineParts:
-    """As the engine's first node has them."""
+    """The parts on further nodes, as seen from the engine's first node."""
 
     def __init__(self, spec: EngineSpec, options: Sequence[Mapping[str, Any]]) -> None:
-        """`options`: Ray's, for the actor on each further node."""
+        """`options`: Ray options of the actor on each further node."""
         address = own_address()
         self._meeting = reserve_port(address)
         self._options = options
         node = EngineNode(len(options) + 1, 0, address, (address, self._meeting.getsockname()[1]))
         self.spec = replace(spec, node=node)
-        """Of the engine's first node."""
+        """Spec of the engine's first node."""
         self._node = node
         self._actors: list[Any] = []
         self._start_is_over = threading.Event()
         self.lost: str | None = None
-        """Why one of them is, as far as it is known."""
+        """Cause of a lost part, if one is lost."""
 
     async def start(self, engine: Awaitable[None]) -> None:
-        """Beside the engine's first node: none of them is ready before all are."""
+        """Start all parts together with the first node; none is ready before all are."""
         make = ray.remote(EnginePartWorker)
         numbered = list(enumerate(self._options, start=1))
         self._actors = [make.options(**own).remote(self.spec, replace(self._node, number=number)) for number, own in numbered]
@@ -94,7 +94,7 @@ class EngineParts:
         self._start_is_over.set()
 
     def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
-        """Beside the event loop, which an engine may keep busy while it starts: it would wait for a part that is gone for ever."""
+        """Watch the start on a thread: a starting engine may block the event loop, and would wait for ever for a dead part."""
         pending = list(started)
         while pending and not self._start_is_over.is_set():
             ready, pending = ray.wait(pending, timeout=1.0)
@@ -109,7 +109,7 @@ class EngineParts:
                     return
 
     async def until_lost(self) -> str:
-        """One of them; why."""
+        """Wait until a part is lost; returns the cause."""
         watches = {asyncio.ensure_future(actor.until_death.remote()): number for number, actor in enumerate(self._actors, start=1)}
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
@@ -123,7 +123,7 @@ class EngineParts:
                 watch.cancel()
 
     async def shutdown(self) -> None:
-        """Asked first: what they leave behind goes with them."""
+        """Ask the parts to stop, so that they clean up, then kill them."""
         asked = [asyncio.ensure_future(actor.shutdown.remote()) for actor in self._actors]
         try:
             if asked:

@@ -1,7 +1,7 @@
-"""Token blocks: what an engine has generated, as columns, written where it was generated.
+"""Token blocks: generated tokens as columns, written beside the engine.
 
-A row of a block is a whole sample so far: prompt, responses, and what an environment said in between. Where one block holds the first
-turn of a sample, another holds the first and the second.
+A row is a whole sample so far: prompt, responses, and what an environment wrote in between. If one block holds the first turn of a sample,
+another holds the first and the second.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.data.samples import Completion, GenerationRequest, TokenRow
 
 BLOCK_TOKENS = 2**16
-"""A block is full with so many tokens, some 850 KB: whoever reads a row fetches no more than that and the block's last row. Every block
-costs whoever passes on a reference to it 100 to 200 microseconds."""
+"""Size of a full block, about 850 KB. A reader of one row fetches the whole block; sending a reference costs 100 to 200 microseconds."""
 
 EXPERTS = "rollout_experts"
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
@@ -28,30 +27,29 @@ TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs")
 
 @dataclass(frozen=True)
 class TokenRecord:
-    """The tokens of one sample; all arrays [T]."""
+    """The tokens of one sample; all arrays have length T."""
 
     ids: np.ndarray
     """int64"""
     mask: np.ndarray
     """bool: the policy chose the token."""
     log_probs: np.ndarray
-    """float32, of the distribution that was sampled from; 0 where the mask is 0."""
+    """float32, under the sampling distribution; 0 where the mask is 0."""
     kept_ids: np.ndarray | None = None
-    """[T, K] int32: the tokens that survived truncation, then -1. None: all of them, everywhere."""
+    """[T, K] int32: ids that survived truncation, padded with -1. None: sampling was not truncated."""
     experts: np.ndarray | None = None
-    """[T, K] int16: where the token went in layers with experts; -1 where nobody knows. None: nobody knows anything."""
+    """[T, K] int16: experts that processed the token, -1 if unknown. None: all unknown."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def behind(self, first: int) -> TokenRecord:
-        """Without so many."""
+    def drop_prefix(self, first: int) -> TokenRecord:
+        """Drop the first tokens."""
         kept, experts = (None if part is None else part[first:] for part in (self.kept_ids, self.experts))
         return TokenRecord(self.ids[first:], self.mask[first:], self.log_probs[first:], kept, experts)
 
-    def filled(self, experts: np.ndarray | None) -> TokenRecord:
-        """With those of its tokens from the first on, where nobody knew. Those that an earlier request knew stay: the tokens that it chose
-        came of them, while an engine that went on has run the same tokens once more."""
+    def fill_experts(self, experts: np.ndarray | None) -> TokenRecord:
+        """Fill in unknown expert ids. Known ones stay: sampling used them, while a continued request computed the tokens again."""
         if experts is None:
             return self
         told = _stacked([experts[: len(self)], _no_experts(max(0, len(self) - len(experts)))])
@@ -59,7 +57,7 @@ class TokenRecord:
 
     @staticmethod
     def given(token_ids: Sequence[int]) -> TokenRecord:
-        """Tokens that the policy did not choose."""
+        """Record of tokens that the policy did not choose."""
         count = len(token_ids)
         return TokenRecord(np.fromiter(token_ids, np.int64, count), np.zeros(count, bool), np.zeros(count, np.float32))
 
@@ -72,7 +70,7 @@ class TokenRecord:
 
     @staticmethod
     def joined(parts: Sequence[TokenRecord]) -> TokenRecord:
-        """One after the other."""
+        """Concatenate records."""
         kept = None
         if any(part.kept_ids is not None for part in parts):
             kept = _stacked([_all_kept(len(part)) if part.kept_ids is None else part.kept_ids for part in parts])
@@ -85,7 +83,7 @@ class TokenRecord:
     @staticmethod
     def read(block: DataProto, row: int) -> TokenRecord:
         ids, mask = block.ragged("input_ids").row(row).numpy(), block.ragged("response_mask").row(row).numpy()
-        # A row's transitions are its tokens but the first, which nobody predicts.
+        # The first token of a row has no log-prob, since nothing predicts it.
         log_probs = np.concatenate([np.zeros(1, np.float32), block.ragged("rollout_log_probs").row(row).numpy()])
         kept = None
         if "kept_ids" in block:
@@ -96,15 +94,14 @@ class TokenRecord:
 
 
 async def joined_row(request: GenerationRequest, parts: Sequence[TokenRow], fetch: Callable[[Any], Awaitable[DataProto]]) -> TokenRecord:
-    """A sample so far: what the request begins with, and `parts`, of which each is behind a token that stands for all before it."""
+    """A sample so far: the request's context and prompt, then `parts`, whose first token is a dummy (completions.py)."""
     before = [] if request.context is None else [TokenRecord.read(await fetch(request.context.block), request.context.row)]
-    new = [TokenRecord.read(await fetch(part.block), part.row).behind(1) for part in parts]
+    new = [TokenRecord.read(await fetch(part.block), part.row).drop_prefix(1) for part in parts]
     return TokenRecord.joined([*before, TokenRecord.given(request.prompt_ids), *new])
 
 
 def token_block(records: Sequence[TokenRecord], kept_ids: bool, experts: bool = False) -> DataProto:
-    """A row for each record. `kept_ids`, `experts`: with these columns, also where no record has any, so that the blocks of a batch
-    agree."""
+    """Write records as rows of a block. `kept_ids`, `experts`: include these columns even if empty, so that all blocks of a batch agree."""
     assert all(len(record) for record in records), "a sample has tokens"
     whole = TokenRecord.joined([TokenRecord.given(()), *records])
     offsets = np.concatenate([[0], np.cumsum([len(record) for record in records], dtype=np.int64)])
@@ -126,7 +123,7 @@ def token_block(records: Sequence[TokenRecord], kept_ids: bool, experts: bool = 
 
 
 def _kept_ids(completion: Completion) -> np.ndarray | None:
-    """[tokens, K] int32: the ids that survived truncation, then -1."""
+    """[tokens, K] int32: ids that survived truncation, padded with -1."""
     of_tokens = completion.kept_ids
     if of_tokens is None:
         return None
@@ -146,6 +143,6 @@ def _no_experts(tokens: int) -> np.ndarray:
 
 
 def _stacked(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Of the width of the widest, filled up with -1."""
+    """Concatenate arrays, padded with -1 to the widest."""
     width = max(part.shape[1] for part in parts)
     return np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=-1) for part in parts])

@@ -81,18 +81,18 @@ def test_blocks_of_one_run_have_the_same_columns() -> None:
 def test_experts_of_a_response_that_was_continued() -> None:
     """What the first engine knew stays; it had not run its last token, which the second one did; nobody has run the last of all. A part
     that was handed out on the way knows nothing."""
-    first = RECORDS[2].filled(np.array([[4, 5], [6, 7]], np.int16))  # of 7 8, before 9
+    first = RECORDS[2].fill_experts(np.array([[4, 5], [6, 7]], np.int16))  # of 7 8, before 9
     block = token_block([first, RECORDS[1]], kept_ids=False, experts=True)
     assert block.ragged("rollout_experts").row(0).tolist() == [[4, 5], [6, 7], [-1, -1]]
     assert block.ragged("rollout_experts").row(1).tolist() == [[-1, -1]] * 4
     part = token_block([TokenRecord.joined([TokenRecord.given((0,)), TokenRecord.chosen(completion((3,), (-0.1,)))])], False, True)
-    before = [TokenRecord.read(block, 0), TokenRecord.read(part, 0).behind(1)]
+    before = [TokenRecord.read(block, 0), TokenRecord.read(part, 0).drop_prefix(1)]
     told = np.array([[0, 1], [0, 2], [0, 3], [1, 2]], np.int16)  # of 7 8 9 3, before 2
-    whole = TokenRecord.joined([*before, TokenRecord.chosen(completion((2,), (-0.2,)))]).filled(told)
+    whole = TokenRecord.joined([*before, TokenRecord.chosen(completion((2,), (-0.2,)))]).fill_experts(told)
     column = token_block([whole], kept_ids=False, experts=True).ragged("rollout_experts")
     assert column.dtype == KEYS["rollout_experts"].dtype
     assert column.row(0).tolist() == [[4, 5], [6, 7], [0, 3], [1, 2], [-1, -1]]
-    assert len(whole.filled(None)) == 5 and whole.filled(None).experts is whole.experts
+    assert len(whole.fill_experts(None)) == 5 and whole.fill_experts(None).experts is whole.experts
     unknown = token_block(RECORDS, kept_ids=False, experts=True).ragged("rollout_experts")
     assert unknown.values.tolist() == [[-1]] * 13
     assert DataProto.concat([block, token_block(RECORDS, False, True)]).ragged("rollout_experts").values.shape == (20, 2)
