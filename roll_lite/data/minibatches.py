@@ -1,7 +1,7 @@
-"""Which rows make up which optimizer step, and which data-parallel rank holds them.
+"""Mini-batches: the rows of each optimizer step, and their distribution over data-parallel ranks.
 
-The cut is made on the global batch in a seeded order before rows are spread over ranks: what a mini-batch holds,
-and what each of its tokens weighs, never depends on the layout.
+The global batch is cut in a seeded order before rows are spread over ranks, so that the content of a mini-batch and the weights of its
+tokens never depend on the layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MiniBatch:
     samples: np.ndarray
     """int64 [rows]: numbers of the `sample` column."""
     weights: np.ndarray
-    """float32 [rows]: what each policy token of the row weighs in the loss."""
+    """float32 [rows]: weight of each policy token of the row in the loss."""
 
     def share(self, rows: np.ndarray) -> MiniBatch:
         return MiniBatch(self.epoch, self.samples[rows], self.weights[rows])
@@ -41,9 +41,9 @@ def cut_mini_batches(
     constant: int | None = None,
     seed: int,
 ) -> list[MiniBatch]:
-    """`epochs` passes over the batch, each in an order of its own and cut into `mini_batches` parts; sizes differ by one row at most.
+    """Cut `epochs` passes over the batch, each in its own seeded order, into `mini_batches` parts whose sizes differ by at most one row.
 
-    Rows with train_weight 0 are in none of them. Parts without rows, where fewer samples train than there are parts, are left out.
+    Rows with train_weight 0 are left out, and so are parts without rows.
     """
     cut: list[MiniBatch] = []
     training = np.flatnonzero(train_weights)
@@ -58,8 +58,7 @@ def cut_mini_batches(
 
 
 def row_costs(tokens: np.ndarray, attention_par: float) -> np.ndarray:
-    """What rows of so many tokens take, relative to each other. Attention looks at every token before: it grows with the square, and is
-    the same as everything else at `attention_par` tokens."""
+    """Relative compute cost of rows by length. Attention grows with the square, and equals the rest at `attention_par` tokens."""
     return tokens * (1 + tokens / attention_par)
 
 
@@ -73,10 +72,10 @@ def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -
 
 
 def balanced_partition(costs: Sequence[float] | np.ndarray | torch.Tensor, parts: int, most_rows: int | None = None) -> list[np.ndarray]:
-    """Row numbers of each part, ascending, with the sums of the parts' costs close to each other.
+    """Split rows into parts of about equal cost; returns the ascending row numbers of each part.
 
-    The dearest row goes first, each to the lightest part; ties go to the part with fewer rows, then to the lower number, so that the
-    result depends on the costs alone and no part stays empty while there are rows for all. A part with `most_rows` gets no further ones.
+    Rows go, costliest first, to the lightest part. Ties go to the part with fewer rows, then to the lower number, so that the result
+    depends on the costs alone, and no part is empty if there are enough rows. `most_rows` limits the rows of a part.
     """
     if parts < 1:
         raise ValueError(f"balanced_partition: {parts} is no number of parts")

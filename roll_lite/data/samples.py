@@ -1,6 +1,6 @@
-"""What travels through the rollout half of the house: prompts, requests, completions, scored samples.
+"""Records of the rollout side: prompts, requests, completions, scored samples.
 
-Plain, picklable records without tensors, Ray or engines: the scheduler, the rewards and every engine speak these.
+They are plain and picklable, without tensors or Ray; scheduler, rewards and engines exchange them.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # `roll-lite check` has no time for it
+if TYPE_CHECKING:  # keeps `roll-lite check` fast
     import numpy as np
 
 TURN = "/turn"
-"""Stands in a request's id between its sample's and the number of the turn, after the first one."""
+"""Separates the sample's id from the turn's number in the request ids of later turns."""
 
 
 class FinishReason(StrEnum):
-    """Why an engine stopped generating."""
+    """Reason for which an engine stopped generating."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 
 
 class SampleOutcome(StrEnum):
-    """What became of a sample. Every sample of every prompt ends in exactly one of these."""
+    """End of a sample. Every sample ends in exactly one of these."""
 
     ACCEPTED = "accepted"
     FILTERED = "filtered"
@@ -45,11 +45,11 @@ class Prompt:
     token_ids: tuple[int, ...]
     answer: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
-    """The whole row, for rewards that need more of it."""
+    """The whole row of the data, for rewards that need more than the answer."""
     weight: float = 1.0
-    """Factor of its samples' weight in the loss."""
+    """Factor of its samples' weights in the loss."""
     question: Any = None
-    """The prompt's column as the data has it: a text, or chat messages."""
+    """The prompt as the data holds it, without the template: a text, or chat messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class SampleId:
     prompt_uid: int
     epoch: int
     group: int
-    """Number of the sample group, unique in a run."""
+    """Number of the sample group, unique in the run."""
     index: int
-    """Place in the group, 0 to n-1; n for the greedy baseline."""
+    """Index in the group, 0 to n-1; n for the greedy baseline."""
     attempt: int = 0
-    """How often this sample was tried before."""
+    """Number of earlier attempts at this sample."""
 
     def request_id(self) -> str:
         return f"{self.domain}/{self.prompt_uid}/{self.epoch}/{self.group}/{self.index}/{self.attempt}"
@@ -72,7 +72,7 @@ class SampleId:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What an engine needs to know to sample. temperature 0 is greedy."""
+    """Sampling parameters. Temperature 0 is greedy."""
 
     temperature: float
     max_tokens: int
@@ -84,97 +84,103 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     keep_mask: bool = False
-    """Ask the engine which tokens survived truncation (Completion.kept_ids)."""
+    """Ask the engine for the tokens that survived truncation (Completion.kept_ids)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """Where the tokens of a sample lie, with response mask and log-probs: a row of a token block (workers/token_blocks.py)."""
+    """Reference to the tokens, mask and log-probs of a sample: a row of a token block (workers/token_blocks.py)."""
 
     block: Any
-    """A reference into the object store; within one process the block itself."""
+    """Reference into the object store; within one process the block itself."""
     row: int
     length: int
-    """Tokens of the row."""
+    """Number of tokens in the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
+    """Request for one response."""
+
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     context: TokenRow | None = None
-    """What precedes prompt_ids, from an earlier request. The worker beside the engine fetches it: an engine gets whole prompts."""
+    """Tokens before prompt_ids, from an earlier request. The worker beside the engine fetches them: engines get whole prompts."""
     resumed: int = 0
-    """So many of the last tokens before the response belong to it already: an earlier request was ended in the middle of it. The answer's
-    text is that of the whole response, and a stop text may begin in one part and end in the other; all else counts the new tokens."""
+    """Number of tokens, at the end of the context, that belong to the response: an earlier request ended in the middle of it.
+
+    The returned text is that of the whole response, and a stop string may span both parts; everything else counts the new tokens only.
+    """
 
     @property
     def resumed_ids(self) -> tuple[int, ...]:
-        """Those tokens, of a request whose prompt is whole."""
+        """The resumed tokens, of a request with its whole prompt."""
         return self.prompt_ids[len(self.prompt_ids) - self.resumed :]
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """From response token `start` on, the engine's weights had this version."""
+    """Version of the engine's weights from response token `start` on."""
 
     start: int
     version: int
 
 
 def since_token(spans: Sequence[VersionSpan], first: int, end: int) -> tuple[VersionSpan, ...]:
-    """Of the tokens from `first` on, counted from there, before `end`."""
+    """Spans of the tokens `first` to `end`, counted from `first`."""
     begun = [span for span in spans if span.start <= first][-1:] if first < end else []
     return tuple(VersionSpan(max(0, span.start - first), span.version) for span in [*begun, *(s for s in spans if first < s.start < end)])
 
 
 def merged(*spans: VersionSpan) -> tuple[VersionSpan, ...]:
-    """Without those that begin where the version stays the same."""
+    """Drop spans that repeat the version before them."""
     return tuple(span for place, span in enumerate(spans) if not place or spans[place - 1].version != span.version)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine returns for one request. A failed request has `error` set and nothing else that counts."""
+    """An engine's answer to one request. If `error` is set, the request failed and the rest is meaningless."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
-    """Of the distribution that was sampled from (after temperature and truncation), one per token."""
+    """Log-probs under the sampling distribution (after temperature and truncation), one per token."""
     text: str = ""
-    """The whole response without special tokens, also what was resumed."""
+    """The whole response, resumed tokens included, without special tokens."""
     finish_reason: FinishReason | None = None
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
     kept_ids: tuple[tuple[int, ...], ...] | None = None
-    """For each response token the ids of the tokens that survived truncation, where the sampling asks for them."""
+    """Ids that survived truncation, for each response token, if the sampling asks for them."""
     cached_tokens: int = 0
-    """Tokens of the prompt whose keys and values the engine had already, from another request."""
+    """Prompt tokens found in the engine's prefix cache."""
     experts: np.ndarray | None = field(default=None, compare=False)
-    """[tokens, layers with experts x experts of a token] int16: where the tokens of prompt and response went, from the first on; the last
-    one has not been run. Where the engine was asked for it (EngineSpec.experts)."""
+    """[tokens, layers with experts x experts per token] int16: experts of the prompt's and response's tokens, if EngineSpec.experts.
+
+    The last token is missing, since the engine has not processed it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What becomes of a Completion on its way to the scheduler: numbers, the text, and where the tokens are."""
+    """A Completion as the scheduler gets it: numbers, text, and a reference to the tokens."""
 
     request_id: str
     length: int = 0
-    """Tokens that were generated for the request, of which `versions` speaks as well."""
+    """Number of tokens generated for this request; `versions` refers to them."""
     text: str = ""
-    """Of the whole response, also what was resumed. Empty where an abort came before the first token."""
+    """The whole response, resumed tokens included. Empty if an abort came before the first token."""
     finish_reason: FinishReason | None = None
     versions: tuple[VersionSpan, ...] = ()
     error: str | None = None
     cached_tokens: int = 0
     tokens: TokenRow | None = None
-    """Of everything so far: what the request started from, then the response."""
+    """All tokens so far: the request's context and prompt, then the response."""
 
 
 class Author(StrEnum):
-    """Who wrote a segment. Only what the policy wrote trains."""
+    """Author of a segment. Only the policy's tokens train."""
 
     PROMPT = "prompt"
     POLICY = "policy"
@@ -188,18 +194,18 @@ class Segment:
     author: Author
     length: int
     versions: tuple[VersionSpan, ...] = ()
-    """Of the weights that wrote it, counted from its own first token."""
+    """Weight versions, counted from the segment's first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """All that was said in a sample: the prompt, then responses of the policy with what the environment said in between."""
+    """Segments of a sample: the prompt, then the policy's responses and the environment's parts between them."""
 
     segments: tuple[Segment, ...] = ()
     text: str = ""
-    """What the policy wrote, all its responses together."""
+    """All responses of the policy, joined."""
     finish_reason: FinishReason | None = None
-    """Why the last response ended."""
+    """Finish reason of the last response."""
     tokens: TokenRow | None = None
 
     @property
@@ -208,7 +214,7 @@ class Transcript:
 
     @property
     def response_length(self) -> int:
-        """Everything after the prompt."""
+        """Number of tokens after the prompt."""
         return sum(segment.length for segment in self.segments if segment.author is not Author.PROMPT)
 
     @property
@@ -217,7 +223,7 @@ class Transcript:
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Counted from the first token after the prompt."""
+        """Weight versions, counted from the first token after the prompt."""
         spans: list[VersionSpan] = []
         start = -self.prompt_length
         for segment in self.segments:
@@ -228,13 +234,13 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """What a reward function sees of a sample."""
+    """Input of a reward function."""
 
     domain: str
     prompt: str
     """The model's input, template applied."""
     response: str
-    """Without special tokens."""
+    """The response without special tokens."""
     answer: Any
     """The reference answer."""
     columns: dict[str, Any]
@@ -250,16 +256,16 @@ class RewardInput:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reward function returns, normalised. A plain number or bool becomes Score(value)."""
+    """Result of a reward function. A plain number or bool becomes Score(value)."""
 
     value: float
     correct: bool | None = None
-    """For accuracy; value >= 1 - 1e-6 counts as correct where absent."""
+    """Counts for accuracy. None: value >= 1 - 1e-6 is correct."""
     details: dict[str, float | str] = field(default_factory=dict)
     format_ok: bool | None = None
     """Whether the domain's format pattern matches the response; None without a pattern."""
     answer: str | None = None
-    """What the response answers, for majority votes: equal texts are equal answers, an empty one is none. None: the reward reads none."""
+    """The response's answer, for majority votes; empty: it has none. None: this reward extracts no answers."""
 
     @property
     def is_correct(self) -> bool:
@@ -268,7 +274,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A finished sample: what was said, its score, its outcome."""
+    """A finished sample with its transcript, score and outcome."""
 
     id: SampleId
     prompt: Prompt
@@ -278,7 +284,7 @@ class Sample:
     failure: str | None = None
     """Cause, for SampleOutcome.FAILED and FILTERED."""
     timed_out: bool = False
-    """Failed because its generation took too long; the transcript is what there was by then."""
+    """Whether generation timed out; the transcript then holds the part generated by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,5 +299,5 @@ class SampleGroup:
 
     @property
     def timed_out(self) -> bool:
-        """It lost a member to a time-out: a long response, most likely, so that those that are left are short for their prompt."""
+        """Whether a sample timed out: most likely a long response, so that the others are biased to short ones."""
         return any(sample.timed_out for sample in self.samples)

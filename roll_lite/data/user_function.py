@@ -1,4 +1,4 @@
-"""From a dotted path in the configuration to the user's function."""
+"""Loading of user functions by dotted path."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from roll_lite.config.problems import or_nearest
 
 
 def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
-    """`name`: package.module.function. `path`: the setting that holds it. `shape`: what the function is expected to be, such as
-    `sample -> score`. Whatever is wrong is a ValueError with both."""
+    """Load the function `name` (package.module.function) of the setting `path`. `shape` describes its signature in messages.
+
+    ValueError for any mistake.
+    """
     module_name, _, attribute = name.rpartition(".")
     if not module_name or not attribute:
         raise ValueError(f"{path}: {name!r} is no dotted path; a function of your own is named package.module.function")
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # `python examples/start.py` and console scripts search their own folder, not the one they are started in
+        sys.path.append(here)  # scripts search their own folder, not the current one
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -28,7 +30,7 @@ def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
                 f"{path}: {name!r}: there is no module {error.name!r}; it must be importable from {here} or from a folder on PYTHONPATH"
             ) from error
         raise ValueError(f"{path}: {name!r}: importing {module_name} failed: {error}") from error
-    except Exception as error:  # the user's module may fail in any way while it is imported
+    except Exception as error:  # importing a user's module may raise anything
         raise ValueError(f"{path}: {name!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if function is None:
@@ -41,5 +43,5 @@ def load_function(name: str, path: str, shape: str) -> Callable[..., Any]:
 
 
 def nearest_aside(word: str, known: list[str]) -> str:
-    """For the middle of a message."""
+    """A hint at the nearest known name, for the middle of a message."""
     return or_nearest(word, known).replace(";", ",", 1)
