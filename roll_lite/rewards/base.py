@@ -1,4 +1,9 @@
-"""What a reward function is, and what becomes of what it returns."""
+"""Reward functions: how they are called, and which of their results are scores and which are failures.
+
+The rule for all rewards: whatever the response alone brings about is a score, 0 unless the response is right. A failure, which takes the
+sample out of training, has the reference answer, a service or the machine as its cause. Otherwise a policy could choose to have its wrong
+responses left out.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +15,16 @@ import re
 import traceback
 import typing
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.reward_type import RewardType
 
 SCORE_KEYS = ("value", "correct", "details", "answer")
+HARMLESS_RESPONSE = "I do not know."
+BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
+"""Exceptions of built-in types that their input brings about. Others (OSError, MemoryError) may be the machine's."""
 
 
 class RewardFailed(Exception):
@@ -24,6 +33,11 @@ class RewardFailed(Exception):
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
         self.cause = cause
+
+
+class ResponseSuspected(RewardFailed):
+    """A failure that the response may have caused. RewardFunction finds out by scoring a harmless response to the same prompt: if that
+    fails too, the cause is elsewhere; otherwise the response gets the lowest score."""
 
 
 class RewardFunction:
@@ -38,24 +52,35 @@ class RewardFunction:
         self._runner: asyncio.Runner | None = None
 
     def __call__(self, item: RewardInput) -> Score:
-        """For callers without an event loop. An async function gets a loop that lives on, and with it the function's connections."""
-        result = self._guarded(lambda: self._function([item] if self.is_batched else item, **self._args))
-        if inspect.isawaitable(result):
+        """Score without an event loop. An async function gets a loop that is kept, and with it the function's connections."""
+        if self.is_async:
             self._runner = self._runner or asyncio.Runner()
-            result = self._runner.run(self._finish(result))
-        return self._one(result)
+            return self._runner.run(self.score(item))
+        try:
+            return self._one(self._called(item))
+        except ResponseSuspected as failure:
+            self._one(self._called(replace(item, response=HARMLESS_RESPONSE)))
+            return self._lowest(failure)
 
     async def score(self, item: RewardInput) -> Score:
-        """For callers with an event loop, to have many samples under way in an async function."""
-        result = self._guarded(lambda: self._function([item] if self.is_batched else item, **self._args))
-        return self._one(await self._finish(result) if inspect.isawaitable(result) else result)
+        """Score within an event loop: many calls of an async function can be under way."""
+        if not self.is_async:
+            return self(item)
+        try:
+            return self._one(await self._finish(self._called(item)))
+        except ResponseSuspected:
+            self._one(await self._finish(self._called(replace(item, response=HARMLESS_RESPONSE))))
+        try:  # a service may have recovered in between
+            return self._one(await self._finish(self._called(item)))
+        except ResponseSuspected as failure:
+            return self._lowest(failure)
 
     def scores(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """Of a sync function for lists, in one call. RewardFailed where the call as a whole failed."""
+        """Scores of a sync function for lists, in one call. RewardFailed if the call as a whole failed."""
         return self._many(self._guarded(lambda: self._function(list(items), **self._args)), len(items))
 
     async def scores_async(self, items: Sequence[RewardInput]) -> list[Score | RewardFailed]:
-        """As `scores`, of an async function; one that takes no list is called with a single sample."""
+        """Scores of an async function; one that takes no list is called with a single sample."""
         if not self.is_batched:
             [item] = items
             return [await self.score(item)]
@@ -75,6 +100,13 @@ class RewardFunction:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
+
+    def _called(self, item: RewardInput) -> Any:
+        return self._guarded(lambda: self._function([item] if self.is_batched else item, **self._args))
+
+    def _lowest(self, failure: RewardFailed) -> Score:
+        value = self._function.lowest() if isinstance(self._function, RewardType) else 0.0
+        return Score(value, False, {"verdict": failure.cause}, answer=None)
 
     def _one(self, result: Any) -> Score:
         if not self.is_batched:
@@ -106,7 +138,7 @@ class RewardFunction:
         except RewardFailed:
             raise
         except Exception as error:  # a process edge: the code is the user's, any of its mistakes is recorded as the failure it is
-            raise RewardFailed(_cause(self.name, error)) from error
+            raise self._failure(error) from error
 
     async def _finish(self, awaitable: Awaitable[Any]) -> Any:
         try:
@@ -114,7 +146,13 @@ class RewardFunction:
         except RewardFailed:
             raise
         except Exception as error:  # as above
-            raise RewardFailed(_cause(self.name, error)) from error
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> RewardFailed:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        is_suspect = isinstance(self._function, RewardType) and isinstance(error, BY_INPUT)
+        return (ResponseSuspected if is_suspect else RewardFailed)(f"reward {self.name}: {type(error).__name__}: {error}{where}")
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
@@ -137,12 +175,6 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
         return typing.get_type_hints(function if inspect.isroutine(function) else type(function).__call__, include_extras=True)
     except (NameError, TypeError):
         return {}
-
-
-def _cause(name: str, error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"reward {name}: {type(error).__name__}: {error}{where}"
 
 
 def to_score(result: Any, name: str) -> Score:

@@ -62,6 +62,10 @@ What holds for all types:
   it says nothing, a value of 1 or more is correct. Terms add to the value and leave the verdict alone; so does `format`.
 - **A failure is no zero.** A wrong or missing answer scores 0. A sample that could not be scored (the function raised, hung or died, an
   endpoint was down, the reference answer cannot be read) is tried again, then left out of training and counted with its cause.
+- **A response cannot choose to fail.** Whatever the response alone brings about scores 0: one that a pattern cannot search in time, that a
+  judge refuses or gives no verdict on, that is too long for a judge or a reward model. Where it may be the service's fault, a harmless
+  response to the same prompt is scored first: if that fails too, the sample has failed. A function of your own should do the same: what it
+  raises is a failure.
 - **Time.** `timeout_s` ends a sample that hangs, without holding up its neighbours. It is held from outside as well: a process that
   stands still, or sits in a call that does not return, is ended and replaced. Where one process after the other is lost and nothing is
   scored in between, all that wait fail with that cause, instead of one after the other.

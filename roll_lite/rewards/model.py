@@ -40,10 +40,10 @@ class ModelReward(RewardType):
     A copy of the model takes up to `micro_batch_size` samples at a time, of whichever domains, and reads them in one forward pass, or in
     several where one would have more than `micro_batch_tokens`.
 
-    A text longer than the model's max_length is a failure. A process of a reward model that dies is started again: with `hf` that one, on
-    Megatron all of the model's. What it was scoring fails with the cause and is tried again (`retries`); other copies go on, and where
-    there is none, samples wait, without their `timeout_s` running, until the model is back. The number of replaced processes is
-    `reward/workers_replaced`.
+    A response that makes the text longer than the model's max_length scores 0. A process of a reward model that dies is started again:
+    with `hf` that one, on Megatron all of the model's. The samples that it was scoring fail with the cause and are tried again
+    (`retries`). The other copies serve on. Without any copy, samples wait until the model is back, and their `timeout_s` does not run
+    meanwhile. `reward/workers_replaced` counts the replaced processes.
 
     ```yaml
     reward_models:

@@ -35,6 +35,10 @@ class RewardType(ArgumentSection):
         """The score of a sample, or of a list of samples their scores, sync or async: as a function of a user's own."""
         raise NotImplementedError
 
+    def lowest(self) -> float:
+        """Score of a response that the reward cannot read."""
+        return 0.0
+
     def warm(self) -> None:
         """What only the first call pays for (imports, tables), before a time limit runs; ValueError where something is missing."""
 

@@ -14,7 +14,7 @@ from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.config.schema.models import RewardModelConfig
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy
-from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed, RewardFunction
 from roll_lite.rewards.model import ModelReward, ScoredText, nothing
 from roll_lite.rewards.registry import typed_reward
 from roll_lite.rewards.running.batch_scorer import time_out
@@ -170,14 +170,14 @@ class RewardModelClient:
     def _answer(self, batch: list[_Waiting], results: list[float | str]) -> None:
         for waiting, result in zip(batch, results, strict=True):
             if isinstance(result, str):
-                self._fail([waiting], f"reward model {self.name}: {result}")
+                self._fail([waiting], f"reward model {self.name}: {result}", ResponseSuspected)
             elif not waiting.answer.done():
                 waiting.answer.set_result(result)
 
-    def _fail(self, batch: list[_Waiting], cause: str) -> None:
+    def _fail(self, batch: list[_Waiting], cause: str, kind: type[RewardFailed] = RewardFailed) -> None:
         for waiting in batch:
             if not waiting.answer.done():
-                waiting.answer.set_exception(RewardFailed(cause))
+                waiting.answer.set_exception(kind(cause))
 
     def _fail_waiting(self, cause: str) -> None:
         self._fail(list(self._queue), cause)
@@ -193,6 +193,7 @@ class RewardModelPool:
         self._path = f"domains.{domain}.reward"
         added = config.model_copy(update={"type": f"{nothing.__module__}.{nothing.__name__}", "args": {}})
         self._added = RewardPool(domain, added) if config.terms or config.format else None
+        self._function = RewardFunction("model", self._scored, {})
 
     async def start(self) -> None:
         """A mistake in the reward's configuration is raised here, as the ValueError that it is."""
@@ -205,8 +206,8 @@ class RewardModelPool:
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 if self._added is None:
-                    return await self._own(item)
-                own, added = await asyncio.gather(self._own(item), self._added.score(item))
+                    return await self._function.score(item)
+                own, added = await asyncio.gather(self._function.score(item), self._added.score(item))
         except TimeoutError:
             raise RewardFailed(time_out(f"model {self._client.name}", self._config.timeout_s)) from None
         return replace(own, value=own.value + added.value, details={**added.details, **own.details}, format_ok=added.format_ok)
@@ -230,5 +231,5 @@ class RewardModelPool:
         assert isinstance(reward, ModelReward)
         return reward
 
-    async def _own(self, item: RewardInput) -> Score:
+    async def _scored(self, item: RewardInput) -> Score:
         return self._reward.score_of(await self._client.score(self._reward.read_by_it(item)))

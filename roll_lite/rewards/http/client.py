@@ -18,7 +18,7 @@ from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
 from roll_lite.config.problems import HIDDEN, Problem
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed
 from roll_lite.rewards.reward_type import RewardType, Unshown, too_slow
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ CONNECT_S = 5.0
 LARGEST_ANSWER = 64 * 2**20
 SHOWN_CHARACTERS = 200
 TOO_MANY, LEAST_SERVER_ERROR, REQUEST_TIMEOUT = 429, 500, 408
+ABOUT_THE_CONTENT = (400, 413, 422, 500)
+"""Status codes with which services refuse what a request holds: too long, malformed, forbidden, or it made them raise."""
 SHORTEST_SECRET = 8
 
 
@@ -88,8 +90,8 @@ class Service:
     """Honour HTTP_PROXY and the like."""
 
 
-class Refused(RewardFailed):
-    """The service answered, and the answer was an error: of this request, not of the connection."""
+class Refused(ResponseSuspected):
+    """The service answered that it cannot handle this request."""
 
 
 @dataclass
@@ -186,10 +188,10 @@ class HttpClient:
                 answered = f"answered {self._status(response)}{said}"
                 if response.status in (TOO_MANY, REQUEST_TIMEOUT) or response.status >= LEAST_SERVER_ERROR:
                     wait = _retry_after(response.headers.get("Retry-After"))
-                    return _Trouble(answered, is_answer=response.status != TOO_MANY, wait_s=wait)
+                    return _Trouble(answered, is_answer=response.status in ABOUT_THE_CONTENT, wait_s=wait)
                 if not response.ok or response.status >= 300:
                     endpoint.failures = 0
-                    raise Refused(f"{place} {answered}")
+                    raise (Refused if response.status in ABOUT_THE_CONTENT else RewardFailed)(f"{place} {answered}")
         except aiohttp.ConnectionTimeoutError:
             return _Trouble(f"cannot be reached: no connection within {min(CONNECT_S, self.service.timeout_s):g} s", elsewhere=True)
         except TimeoutError:

@@ -28,7 +28,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import CUT, finished, is_cut
-from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed
 from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, Service, of_running_loop, several, shared
 from roll_lite.rewards.http.verdict import Verdict, VerdictParser, checked_pattern, checked_scale
 from roll_lite.rewards.placeholders import checked_template, columns_in, filled
@@ -69,8 +69,9 @@ class JudgeReward(AskingReward):
     `url` and `model` say where it is, or `server`: one of the judges that the run starts itself. Without `pattern`, `choices` and `scale`
     the verdict is yes or no. Of the choices, or the numbers of `scale`, the one behind the last "verdict:" or "score:" counts, else the one
     that the judge's text begins with, the one alone on its last line, or the only one that it names; not what it denies or quotes, and
-    neither the 10 of 7/10. A verdict that cannot be read, or that was cut at `max_tokens`, is asked for again, `asks` times in all, then
-    the sample has failed. Greedy answers are cached: `fingerprint` tells models of one name apart.
+    neither the 10 of 7/10. A verdict that cannot be read, or that was cut at `max_tokens`, is asked for again, `asks` times in all. A
+    response that gets none, or that the endpoint refuses, has the lowest verdict (0, or a choice below 0), unless a harmless response gets
+    none either: then the sample has failed. Greedy answers are cached: `fingerprint` tells models of one name apart.
 
     ```yaml
     reward:
@@ -165,6 +166,9 @@ class JudgeReward(AskingReward):
     def question_about(self, sample: RewardInput) -> str:
         """What the judge is asked. Of a response that was cut it reads what may be an answer, and that it was cut."""
         return filled(self.template, sample, "judge", finished(sample) + (f"\n[The response was {CUT}.]" if is_cut(sample) else ""))
+
+    def lowest(self) -> float:
+        return min([0.0, *(self.choices or {}).values()])
 
     def needs_answer(self) -> bool:
         return "answer" in placeholders(self.template)
@@ -264,7 +268,7 @@ async def _verdict(questions: Questions, request: dict[str, Any], parser: Verdic
             return verdict, said
     asked = f"asked {asks} times, the judge" if asks > 1 else "the judge"
     problem = "did not finish within max_tokens" if said == UNFINISHED else f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
-    raise RewardFailed(f"reward judge: {asked} {problem}")
+    raise ResponseSuspected(f"reward judge: {asked} {problem}")
 
 
 def _questions(settings: Settings) -> Questions:

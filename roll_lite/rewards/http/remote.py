@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import NonNegativeFloat, PositiveInt
 
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.base import RewardFailed
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed
 from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, Refused, of_running_loop, several, shared
 
 CORRECT = 1 - 1e-6
@@ -26,7 +26,7 @@ class RemoteReward(AskingReward):
     accuracy) and `"extra_logs"` (one number or string for each sample or for all, kept as the sample's details).
 
     Requests go to the URL with the fewest under way; a URL that is down is left alone for a while. A batch that the service refuses is cut
-    in halves until the sample that it cannot score is alone.
+    in halves until the sample that it cannot score is alone; that one scores 0 if the service scores a harmless response.
 
     ```yaml
     reward:
@@ -109,21 +109,21 @@ class Batcher:
                 middle = len(batch) // 2
                 await asyncio.gather(self._finish(batch[:middle], retries=0), self._finish(batch[middle:], retries=0))
                 return
-            results = [refusal.cause]
+            results = [refusal]
         except RewardFailed as failure:
-            results = [failure.cause] * len(batch)
-        except Exception as error:  # nobody else would hear of it: the samples would wait for ever
-            results = [f"reward remote: {type(error).__name__}: {error}"] * len(batch)
+            results = [failure] * len(batch)
+        except Exception as error:  # otherwise the samples would wait for ever
+            results = [RewardFailed(f"reward remote: {type(error).__name__}: {error}")] * len(batch)
         for waiting, result in zip(batch, results, strict=True):
             if waiting.answer.done():
                 continue
-            if isinstance(result, str):
-                waiting.answer.set_exception(RewardFailed(result))
+            if isinstance(result, RewardFailed):
+                waiting.answer.set_exception(result)
             else:
                 waiting.answer.set_result(result)
 
-    async def _ask(self, samples: list[RewardInput], retries: int | None) -> Sequence[Score | str]:
-        """For each sample its score or the cause of its failure."""
+    async def _ask(self, samples: list[RewardInput], retries: int | None) -> Sequence[Score | RewardFailed]:
+        """For each sample its score or its failure."""
         request: dict[str, Any] = {
             "query": [sample.prompt + sample.response for sample in samples],
             "prompts": [sample.prompt for sample in samples],
@@ -135,8 +135,8 @@ class Batcher:
         return scores_of(answer, len(samples), f"reward remote: {url}")
 
 
-def scores_of(answer: Any, samples: int, place: str) -> list[Score | str]:
-    """From the service's answer; RewardFailed where it fits no sample, a cause where it does not fit that sample."""
+def scores_of(answer: Any, samples: int, place: str) -> list[Score | RewardFailed]:
+    """Scores from the service's answer; RewardFailed if it fits no sample."""
     if not isinstance(answer, Mapping) or "rewards" not in answer:
         keys = f"the keys {', '.join(map(str, answer)) or '(none)'}" if isinstance(answer, Mapping) else f"a {type(answer).__name__}"
         raise RewardFailed(f'{place}: the answer must be an object with "rewards", got {keys}')
@@ -156,10 +156,10 @@ def _column(values: Any, samples: int, place: str) -> list[Any]:
     return values
 
 
-def _score(index: int, reward: Any, score: Any, logs: Mapping[str, Any], samples: int, place: str) -> Score | str:
+def _score(index: int, reward: Any, score: Any, logs: Mapping[str, Any], samples: int, place: str) -> Score | RewardFailed:
     for name, value in (("rewards", reward), ("scores", score)):
         if (name == "rewards" or value is not None) and not _is_finite(value):
-            return f"{place}: {name}[{index}] is {value!r:.80}, expected a finite number"
+            return ResponseSuspected(f"{place}: {name}[{index}] is {value!r:.80}, expected a finite number")
     details = {str(name): one for name, value in logs.items() if (one := _detail(value, index, samples)) is not None}
     if score is None:
         return Score(float(reward), None, details)

@@ -12,12 +12,13 @@ from pydantic import field_validator, model_validator
 from roll_lite.config.checks.rewards import compile_format
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.reward_type import RewardType
 from roll_lite.rewards.running.time_limit import TimeLimitExceeded, limited
 
 FORMAT_SECONDS = 1.0
-"""Computing time of one search, unless the domain's own limit is shorter: what takes longer backtracks without end."""
+"""CPU time of one search, unless half of the domain's own limit is shorter. A response on which the pattern takes longer, because it
+backtracks, does not have the format."""
+TOO_LONG = "the pattern ran out of time"
 
 INSIDE = "(?:(?!</?{tag}>).)*"
 THINK = "<think>" + INSIDE.format(tag="think") + "</think>"
@@ -62,8 +63,8 @@ class FormatReward(RewardType):
 
     def __call__(self, sample: RewardInput) -> Score:
         compiled = _compiled(PRESETS[self.preset] if self.preset is not None else self.pattern or "")
-        found = _found(compiled, sample.response, FORMAT_SECONDS, "format")
-        return Score(float(found), found)
+        found = _found(compiled, sample.response, FORMAT_SECONDS)
+        return Score(float(bool(found)), bool(found), {"verdict": TOO_LONG} if found is None else {})
 
     def no_response(self) -> str:
         return "nothing"
@@ -81,16 +82,15 @@ def format_check(config: RewardConfig, path: str = "reward") -> FormatCheck | No
     except ValueError as error:
         raise ValueError(f"{path}.format.pattern: {config.format.pattern!r}: {error}") from error
     seconds = min(FORMAT_SECONDS, config.timeout_s / 2)
-    return lambda response: _found(pattern, response, seconds, config.type)
+    return lambda response: bool(_found(pattern, response, seconds))
 
 
-def _found(pattern: re.Pattern[str], response: str, seconds: float, reward: str) -> bool:
-    """The search looks for signals now and then, so that a runaway one can be stopped. RewardFailed for that: a format that is not known
-    is neither right nor wrong."""
+def _found(pattern: re.Pattern[str], response: str, seconds: float) -> bool | None:
+    """Whether the pattern matches; None if it ran out of time."""
     try:
         return limited(seconds, lambda: pattern.search(response)) is not None
-    except TimeLimitExceeded as error:
-        raise RewardFailed(f"reward {reward}: time-out: format pattern {pattern.pattern!r:.80}: {error}") from error
+    except TimeLimitExceeded:
+        return None
 
 
 @lru_cache(maxsize=64)

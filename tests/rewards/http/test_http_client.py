@@ -72,9 +72,10 @@ async def test_what_does_not_pass_is_a_failure_with_its_cause(reply: Reply, caus
 @pytest.mark.parametrize(("status", "reason"), [(400, "Bad Request"), (401, "Unauthorized"), (404, "Not Found"), (302, "Found")])
 async def test_a_refusal_is_final(status: int, reason: str) -> None:
     with StubServer(lambda request, number: Reply(b"no such thing", status, {"Location": "http://elsewhere/"})) as server:
-        with pytest.raises(Refused, match=f"^reward remote: {server.url} answered {status} {reason}: no such thing$"):
+        with pytest.raises(RewardFailed, match=f"^reward remote: {server.url} answered {status} {reason}: no such thing$") as caught:
             await client(server.url).post({})
     assert len(server.requests) == 1
+    assert isinstance(caught.value, Refused) is (status == 400)
 
 
 async def test_down() -> None:
@@ -156,7 +157,7 @@ async def test_the_key_is_sent_and_repeated_nowhere(monkeypatch: pytest.MonkeyPa
     with StubServer(lambda r, n: wrong if n else Reply({"echo": KEY})) as server:
         http = client(server.url, api_key_env="JUDGE_KEY", api_key_header=header)
         assert (await http.post({}))[0] == {"echo": "***"}
-        with pytest.raises(Refused, match=r"Incorrect API key provided: \*\*\*") as caught:
+        with pytest.raises(RewardFailed, match=r"Incorrect API key provided: \*\*\*") as caught:
             await http.post({})
     assert server.headers[0][header] == sent
     assert KEY not in repr(caught.value) + repr(http) + str(caught.value.__cause__) + str(caught.value.__context__)
@@ -178,7 +179,7 @@ async def test_a_key_that_comes_back_in_another_spelling(monkeypatch: pytest.Mon
         if status == 200:
             assert (await http.post({}))[0] == {"error": ["no ***"]}
             return
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(RewardFailed) as caught:
             await http.post({})
     assert "answered" in caught.value.cause and '{"error": ["no ***"]}' in caught.value.cause
 
@@ -202,7 +203,7 @@ async def test_a_key_in_the_words_of_a_status(monkeypatch: pytest.MonkeyPatch) -
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(Refused, match=r"answered 403 no \*\*\* here"):
+        with pytest.raises(RewardFailed, match=r"answered 403 no \*\*\* here"):
             await client(f"http://127.0.0.1:{port}", api_key_env="JUDGE_KEY").post({})
 
 

@@ -93,10 +93,13 @@ async def test_answers_that_do_not_fit(answer: Any, cause: str) -> None:
 
 
 async def test_a_reward_that_is_no_number_costs_its_own_sample_only() -> None:
-    with StubServer(lambda request, number: Reply(b'{"rewards": [1, NaN, null, "1", [1], Infinity, 0]}')) as server:
-        results = await score([item()] * 7, url=server.url, batch_size=7)
+    def answer(request: Any, number: int) -> Reply:
+        return Reply(b'{"rewards": [1, NaN, null, "1", [1], Infinity, 0]}' if number == 0 else b'{"rewards": [NaN, NaN, NaN, NaN, NaN]}')
+
+    with StubServer(answer) as server:
+        results = await score([item()] * 7, url=server.url, batch_size=7, batch_wait_ms=0)
     assert [type(result) for result in results] == [Score, str, str, str, str, str, Score]
-    assert results[1] == f"reward remote: {server.url}: rewards[1] is nan, expected a finite number"
+    assert results[1] == f"reward remote: {server.url}: rewards[0] is nan, expected a finite number"
 
 
 async def test_a_sample_that_the_service_refuses_does_not_take_its_batch_along() -> None:
@@ -105,9 +108,10 @@ async def test_a_sample_that_the_service_refuses_does_not_take_its_batch_along()
 
     with StubServer(picky) as server:
         results = await score([item("poison" if n == 5 else "x" * n) for n in range(16)], url=server.url, batch_size=16)
-    assert [n for n, result in enumerate(results) if isinstance(result, str)] == [5]
-    assert results[5] == f'reward remote: {server.url} answered 422 Unprocessable Entity: {{"error": "too long"}}'
-    assert len(server.requests) == 9
+    told = f'reward remote: {server.url} answered 422 Unprocessable Entity: {{"error": "too long"}}'
+    assert results[5] == Score(0.0, False, {"verdict": told})
+    assert [one.value for one in results if isinstance(one, Score)] == [0 if n == 5 else n for n in range(16)]
+    assert len(server.requests) == 11, "9 to find it, 1 for a harmless response, 1 to try it again"
 
 
 async def test_down_fails_the_batch_once() -> None:
