@@ -181,11 +181,18 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, policy_tokens: torch.Tensor
     return of.advantages(torch.where(total > 0, of.rewards - baseline, 0.0))
 
 
-def gpg(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """(reward - group mean) * samples / samples of groups with spread: flat groups do not thin out the gradient."""
+def gpg(
+    rewards: torch.Tensor, groups: torch.Tensor, before_kl: torch.Tensor | None = None, trains: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(reward - group mean) * samples / samples of groups with spread: flat groups do not thin out the gradient.
+
+    before_kl [N]: the rewards without what their samples pay for KL. Spread is looked for in these: KL gives nearly every group some.
+    trains [N] bool: the samples that the factor counts; all where None.
+    """
     of = _Groups.of(rewards, groups)
-    spread = int((~of.flat).sum())
-    return of.advantages((of.rewards - of.mean) * (len(of.rewards) / max(1, spread)))
+    spread = ~(of if before_kl is None else _Groups.of(before_kl, groups)).flat
+    counted = torch.ones_like(spread) if trains is None else trains
+    return of.advantages((of.rewards - of.mean) * (int(counted.sum()) / max(1, int((counted & spread).sum()))))
 
 
 def remax(rewards: torch.Tensor, baseline_scores: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,9 @@ def kl_loss(
         slope = log_ratio.sign()
     else:
         slope = log_ratio
-    return kl_estimate(current, ref.detach(), estimator) + slope * (new - current)
+    # The difference is 0 and has the gradient of new; that of -inf would be NaN.
+    impossible = current == -torch.inf
+    return kl_estimate(current, ref.detach(), estimator) + slope * (new.masked_fill(impossible, 0.0) - current.masked_fill(impossible, 0.0))
 
 
 LARGEST_ERROR = 0.2

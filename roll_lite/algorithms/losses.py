@@ -35,12 +35,15 @@ class PolicyTerms:
     """bool: the tokens that count."""
 
     def filled(self) -> PolicyTerms:
-        """Masked entries 0, so that NaN there reaches neither loss nor gradient; what gets no gradient is detached."""
-        masked = ~self.mask
+        """Masked entries 0, so that NaN there reaches neither loss nor gradient; what gets no gradient is detached. A token without
+        advantage that is impossible for both policies has no ratio: its log-probs are 0 as well."""
+        masked, advantages = ~self.mask, self.advantages.detach()
+        impossible = (self.log_probs == -torch.inf) & (self.old_log_probs == -torch.inf)
+        nothing = masked | (impossible & (advantages == 0))
         return PolicyTerms(
-            self.log_probs.masked_fill(masked, 0.0),
-            self.old_log_probs.detach().masked_fill(masked, 0.0),
-            self.advantages.detach().masked_fill(masked, 0.0),
+            self.log_probs.masked_fill(nothing, 0.0),
+            self.old_log_probs.detach().masked_fill(nothing, 0.0),
+            advantages.masked_fill(masked, 0.0),
             self.mask,
         )
 
@@ -169,12 +172,12 @@ def topr(terms: PolicyTerms, positive: tuple[float, float], negative: tuple[floa
 
 def policy_gradient(terms: PolicyTerms) -> PolicyLoss:
     """-A * log-prob."""
-    return unclipped(-terms.advantages * terms.log_probs, terms)
+    return unclipped(-_weighted_log_probs(terms.advantages, terms), terms)
 
 
 def raft(terms: PolicyTerms) -> PolicyLoss:
     """-log-prob of what has a positive advantage (arXiv 2304.06767)."""
-    return unclipped(-terms.log_probs * (terms.advantages > 0), terms)
+    return unclipped(-_weighted_log_probs((terms.advantages > 0).to(terms.log_probs.dtype), terms), terms)
 
 
 def sapo(terms: PolicyTerms, tau_positive: float, tau_negative: float) -> PolicyLoss:
@@ -204,7 +207,12 @@ def _weighted(terms: PolicyTerms, ratio: torch.Tensor, weight: torch.Tensor, lim
     """Policy gradient with detached weights [B, T-1] that came from the ratios by limiting them; `limits` bool: by a range that does."""
     counted = limits & (terms.advantages != 0)
     low, high = weight > ratio * (1 + ROUNDING), weight < ratio * (1 - ROUNDING)
-    return PolicyLoss(-weight * terms.advantages * terms.log_probs, ratio, counted & low, counted & high)
+    return PolicyLoss(-_weighted_log_probs(weight * terms.advantages, terms), ratio, counted & low, counted & high)
+
+
+def _weighted_log_probs(weight: torch.Tensor, terms: PolicyTerms) -> torch.Tensor:
+    """[B, T-1]. Weight 0 makes 0 of a log-prob of -inf too, which a token may have that neither trains nor counts."""
+    return weight * terms.log_probs.masked_fill(weight == 0, 0.0)
 
 
 def unclipped(loss: torch.Tensor, terms: PolicyTerms) -> PolicyLoss:

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-SPREAD_RESOLUTION = 1e-6
-"""Scores are float32: a standard deviation below this share of their root mean square is rounding, not spread."""
+SPREAD_RESOLUTION = 1e-12
+"""A standard deviation below this share of the root mean square is float64's rounding of a mean, not spread."""
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,23 @@ class RunningMoments:
 
 
 def normalized(
-    rewards: np.ndarray, group: torch.Tensor, over: Literal["batch", "group", "running"], mean: bool, std: bool, running: RunningMoments
+    rewards: np.ndarray,
+    group: torch.Tensor,
+    trains: np.ndarray,
+    over: Literal["batch", "group", "running"],
+    mean: bool,
+    std: bool,
+    running: RunningMoments,
 ) -> np.ndarray:
     """Minus the mean, over the standard deviation (ddof 1), as asked for; `running` takes the rewards in first where it is over them.
 
-    Without spread nothing is divided, and what the mean leaves is exactly 0.
+    trains [N] bool: the samples whose rewards count over a batch and over the run; over a group, which is a baseline, all do. Without
+    spread nothing is divided, and what the mean leaves is exactly 0. Rewards are told apart as float32, which scores are: 1 - 0.1 and a
+    score of 0.9 are one reward.
     """
     if len(rewards) == 0:
         return rewards
+    rewards = rewards.astype(np.float32).astype(np.float64)
     if over == "group":
         places, groups = group_places(group)
         means = group_means(rewards, places, groups)
@@ -145,7 +154,7 @@ def normalized(
         centre, spread = means[places], np.sqrt(squares / np.maximum(1, counts - 1))[places]
     else:
         moments = running if over == "running" else RunningMoments()
-        moments.update(rewards)
+        moments.update(rewards[trains])
         centre, spread = np.full(len(rewards), moments.mean), np.full(len(rewards), moments.std)
     flat = spread <= SPREAD_RESOLUTION * np.hypot(centre, spread)
     shifted = np.where(flat, 0.0, rewards - centre) if mean else rewards

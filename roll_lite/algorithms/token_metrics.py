@@ -88,13 +88,18 @@ class RatioHistogram:
         return counts.view(self.domains, BINS).numpy()
 
 
-def ratio_quantiles(counts: np.ndarray, quantiles: Sequence[float]) -> list[float]:
-    """counts [BINS] -> for each quantile q the ratio that at least a share q of the tokens does not exceed, to the bin; NaN of nothing."""
+def nearest_rank(percent: int, count: int) -> int:
+    """Place, from 1 on, of the smallest of `count` numbers that at least `percent` of a hundred of them do not exceed."""
+    return max(1, -(-percent * count // 100))
+
+
+def ratio_percentiles(counts: np.ndarray, percents: Sequence[int]) -> list[float]:
+    """counts [BINS] -> for each percent the ratio of nearest rank, as the centre of its bin; NaN of nothing."""
     total = np.cumsum(counts)
     if total[-1] == 0:
-        return [math.nan] * len(quantiles)
+        return [math.nan] * len(percents)
     centres = np.exp(FINE * np.sinh(_SPAN * ((np.arange(BINS) + 0.5) / (BINS / 2) - 1)))
-    places = np.searchsorted(total, np.ceil(np.asarray(quantiles) * total[-1]).clip(1))
+    places = np.searchsorted(total, [nearest_rank(percent, int(total[-1])) for percent in percents])
     return [float(centre) for centre in centres[places]]
 
 

@@ -89,7 +89,7 @@ SIGNS = (
         IN_A_ROW,
         lambda metrics, _: metrics.get("reward/flat_groups", 0.0) >= 1.0,
         lambda metrics: (
-            f"in every group all samples have the same score ({IN_A_ROW} steps in a row; mean score "
+            f"in every group all samples have the same reward ({IN_A_ROW} steps in a row; mean score "
             f"{metrics.get('reward/mean', math.nan):.2f}): nothing can be learned from them. The prompts may be too hard or too easy, "
             "or the reward may misread the responses (roll-lite reward --responses shows)"
         ),

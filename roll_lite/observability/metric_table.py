@@ -43,12 +43,14 @@ BALANCE_LOSS = Metric(MEAN, "", "Load-balancing loss of a layer, without its coe
 
 METRICS: dict[str, Metric] = {
     # rewards of the training batch
-    "reward/mean": Metric(MEAN, "score", "Score of the accepted samples, before clipping and KL.", by="domain"),
+    "reward/mean": Metric(MEAN, "score", "Score of the accepted samples, before shaping and KL.", by="domain"),
     "reward/square": Metric(MEAN, "score²", "Ingredient of reward/std.", by="domain", shown=False),
     "reward/max": Metric(MAX, "score", "Highest score.", by="domain"),
     "reward/min": Metric(MIN, "score", "Lowest score.", by="domain"),
     "reward/accuracy": Metric(MEAN, "share", "Accepted samples that are correct.", by="domain"),
-    "reward/flat_groups": Metric(MEAN, "share", "Sample groups whose scores are all equal: without advantage under GRPO.", by="domain"),
+    "reward/flat_groups": Metric(
+        MEAN, "share", "Sample groups whose rewards, as shaping left them, are all equal: without advantage under GRPO.", by="domain"
+    ),
     "reward/shaped": Metric(MEAN, "score", "Reward of a sample as shaping left it, before KL.", by="domain"),
     "reward/workers_replaced": Metric(SUM, "workers", "Reward workers that died or hung, and were replaced.", by="domain"),
     "reward/seconds": Metric(MEAN, "s", "From asking for a score to getting it.", by="domain"),
@@ -145,8 +147,12 @@ METRICS: dict[str, Metric] = {
     "rollout/response_length": Metric(MEAN, "tokens", "Response length of a sample.", by="domain"),
     "rollout/response_length_max": Metric(MAX, "tokens", "Longest response.", by="domain"),
     "rollout/response_length_min": Metric(MIN, "tokens", "Shortest response.", by="domain"),
-    "rollout/response_length_p50": Metric(LAST, "tokens", "Median length of a response.", by="domain"),
-    "rollout/response_length_p95": Metric(LAST, "tokens", "Length that 95% of the responses do not exceed.", by="domain"),
+    "rollout/response_length_p50": Metric(
+        LAST, "tokens", "Length that half of the responses do not exceed: one that occurs (nearest rank).", by="domain"
+    ),
+    "rollout/response_length_p95": Metric(
+        LAST, "tokens", "Length that 95% of the responses do not exceed: one that occurs (nearest rank).", by="domain"
+    ),
     "rollout/truncated": Metric(MEAN, "share", "Samples that were cut at max_tokens.", by="domain"),
     "rollout/request_seconds": Metric(MEAN, "s", "From sending a request to its completion.", by="domain"),
     "rollout/share_requested": Metric(LAST, "share", "The domain's share of the prompts as configured.", by="domain"),
@@ -169,7 +175,7 @@ METRICS: dict[str, Metric] = {
     # credit
     "credit/tokens": Metric(SUM, "tokens", "Policy tokens of samples that train.", by="domain"),
     "credit/rows": Metric(SUM, "samples", "Samples that train.", by="domain"),
-    "credit/reward": Metric(MEAN, "score", "Reward of a sample that trains, after clipping and KL.", count=ROWS, by="domain"),
+    "credit/reward": Metric(MEAN, "score", "Reward of a sample that trains, after shaping and KL.", count=ROWS, by="domain"),
     "credit/advantage_mean": Metric(MEAN, "", "Advantage of a policy token.", count=CREDIT, by="domain"),
     "credit/advantage_square": Metric(MEAN, "", "Ingredient of credit/advantage_std.", count=CREDIT, shown=False, by="domain"),
     "credit/kl_in_reward": Metric(
@@ -196,9 +202,14 @@ METRICS: dict[str, Metric] = {
     "actor/entropy_before": Metric(MEAN, "nats", "The same before the step's first update.", count=CREDIT, by="domain"),
     "actor/ratio": Metric(MEAN, "", "Probability of a token over its old one; of a sequence under gspo, topr.", count=ACTOR, by="domain"),
     "actor/ratio_square": Metric(MEAN, "", "Ingredient of actor/ess.", count=ACTOR, by="domain", shown=False),
-    "actor/ratio_p01": Metric(LAST, "", "Ratio that 1% of the tokens do not exceed, over all updates of the step.", by="domain"),
-    "actor/ratio_p50": Metric(LAST, "", "Median ratio.", by="domain"),
-    "actor/ratio_p99": Metric(LAST, "", "Ratio that 99% of the tokens do not exceed.", by="domain"),
+    "actor/ratio_p01": Metric(
+        LAST,
+        "",
+        "Ratio that 1% of the tokens do not exceed, over all updates of the step; as the centre of a bin, 3% of its logarithm wide.",
+        by="domain",
+    ),
+    "actor/ratio_p50": Metric(LAST, "", "Ratio that half of the tokens do not exceed, likewise.", by="domain"),
+    "actor/ratio_p99": Metric(LAST, "", "Ratio that 99% of the tokens do not exceed, likewise.", by="domain"),
     "actor/ratio_min": Metric(MIN, "", "Smallest ratio.", by="domain"),
     "actor/ratio_max": Metric(MAX, "", "Largest ratio.", by="domain"),
     "actor/approx_kl": Metric(
@@ -233,11 +244,18 @@ METRICS: dict[str, Metric] = {
     ),
     "actor/lr": Metric(LAST, "", "Learning rate."),
     "actor/kl_coef": Metric(LAST, "", "Weight of the KL in the loss."),
-    "actor/updates": Metric(SUM, "updates", "Optimizer steps: less than epochs x mini-batches where early_stop_kl or masks left some out."),
+    "actor/updates": Metric(
+        SUM, "updates", "Optimizer steps made: less than epochs x mini-batches where early_stop_kl, masks or a skip left some out."
+    ),
     "actor/skipped": Metric(SUM, "updates", "Optimizer steps left out because loss or gradient was not finite."),
     # what engine and trainer think of the same tokens
     "mismatch/mean": Metric(
-        MEAN, "nats", "|log-prob of the engine - log-prob of the trainer| of a token.", count=(*CREDIT, *ACTOR), by="domain"
+        MEAN,
+        "nats",
+        "|log-prob of the engine - log-prob of the trainer| of a token; under old_log_probs rollout and current, of the step's first "
+        "update.",
+        count=(*CREDIT, *ACTOR),
+        by="domain",
     ),
     "mismatch/k3": Metric(MEAN, "nats", "KL(engine || trainer), k3.", count=(*CREDIT, *ACTOR), by="domain"),
     "mismatch/max": Metric(MAX, "nats", "Largest difference of a token.", by="domain"),
@@ -258,7 +276,7 @@ METRICS: dict[str, Metric] = {
     "critic/busiest_expert": BUSIEST_EXPERT,
     "critic/balance_loss": BALANCE_LOSS,
     "critic/lr": Metric(LAST, "", "Learning rate."),
-    "critic/updates": Metric(SUM, "updates", "Optimizer steps."),
+    "critic/updates": Metric(SUM, "updates", "Optimizer steps made."),
     "critic/skipped": Metric(SUM, "updates", "Optimizer steps left out because loss or gradient was not finite."),
     # weights
     "sync/version": Metric(LAST, "", "Weight version of the engines."),
@@ -309,8 +327,8 @@ def _std(mean: float, square: float) -> float:
 
 
 def _ess(mean: float, square: float) -> float:
-    """(sum w)² / (n sum w²)."""
-    return mean * mean / square if square > 0 else math.nan
+    """(sum w)² / (n sum w²); 0 where all weights are 0, NaN where one is."""
+    return 0.0 if square == 0 else mean * mean / square
 
 
 def _explained_variance(return_mean: float, return_square: float, error_mean: float, error_square: float) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from roll_lite.algorithms.rewards import Masked
-from roll_lite.algorithms.token_metrics import ratio_quantiles
+from roll_lite.algorithms.token_metrics import nearest_rank, ratio_percentiles
 from roll_lite.config.checkpoint_files import resumption
 from roll_lite.config.checks.algorithm import compares_groups
 from roll_lite.config.schema.run import RunConfig
@@ -198,7 +198,6 @@ class Journal:
         add("reward/min", float(scores.min()), label=domain)
         add("reward/accuracy", float(rows.tensor("correct").sum()), len(rows), label=domain)
         groups = rows.group_by("group").values()
-        add("reward/flat_groups", sum(_flat(group.tensor("score")) for group in groups), len(groups), label=domain)
         solved = [float(group.tensor("correct").mean()) for group in groups]
         for name, (low, high) in SOLVED.items():
             add(f"solved/{name}", sum(low < share <= high for share in solved), len(groups), label=domain)
@@ -210,8 +209,9 @@ class Journal:
         add("rollout/truncated", cut, len(rows), label=domain)
 
     def _length_quantiles(self, label: str, lengths: torch.Tensor) -> None:
-        for name, share in (("p50", 0.5), ("p95", 0.95)):
-            self._sums.add(f"rollout/response_length_{name}", float(lengths.double().quantile(share)), label=label)
+        in_order = lengths.sort().values
+        for percent in (50, 95):
+            self._sums.add(f"rollout/response_length_p{percent}", float(in_order[nearest_rank(percent, len(in_order)) - 1]), label=label)
 
     def shaped(self, rows: DataProto, masked: Masked) -> None:
         """Of all rows of the batch, those that do not train among them."""
@@ -225,6 +225,9 @@ class Journal:
                 self._sums.add("masks/samples", float((masked.weights[own] == 0).sum()), count, label=name)
                 for cause, samples in masked.causes.items():
                     self._sums.add(f"masks/{cause}", float(samples[own].sum()), count, label=name)
+                different = np.unique(np.stack([rows.tensor("group")[own].double(), rows.tensor("reward")[own].double()]), axis=1)
+                _, rewards = np.unique(different[0], return_counts=True)
+                self._sums.add("reward/flat_groups", int((rewards == 1).sum()), len(rewards), label=name)
 
     def early(self, samples: int) -> None:
         """Samples of the batch whose log-probs were begun before it was complete."""
@@ -278,7 +281,7 @@ class Journal:
     def _counts(self, role: str, update: Update) -> MetricSums:
         """All that a step has of an update that was skipped."""
         sums = MetricSums()
-        sums.add(f"{role}/updates", 1.0)
+        sums.add(f"{role}/updates", float(not update.result.skipped))
         sums.add(f"{role}/skipped", float(update.result.skipped))
         sums.add(f"{role}/lr", update.result.lr)
         return sums
@@ -311,7 +314,7 @@ class Journal:
             return
         by_domain = np.sum(counts, axis=0)
         for label, own in [*zip(self._domains, by_domain, strict=True), (NO_DOMAIN, by_domain.sum(0))]:
-            for name, value in zip(("p01", "p50", "p99"), ratio_quantiles(own, (0.01, 0.5, 0.99)), strict=True):
+            for name, value in zip(("p01", "p50", "p99"), ratio_percentiles(own, (1, 50, 99)), strict=True):
                 if value == value:
                     self._sums.add(f"actor/ratio_{name}", value, label=label)
 
@@ -377,7 +380,3 @@ class Journal:
             self._config.experiment,
             [one.sign for one in self.health.findings.values()],
         )
-
-
-def _flat(scores: torch.Tensor) -> bool:
-    return bool((scores == scores[0]).all())

@@ -141,7 +141,9 @@ class RLVRPipeline:
         reports = actor.ranks.heads_scatter(ActorWorker.assign_credit, actor.shards(batch, self.credit_columns), kl_coef)
         batch.add(report.block for report in reports)
         self.journal.credit(reports, kl_coef)
-        self.kl_in_reward.step(per_token([report.sums for report in reports], "credit/kl_in_reward", "credit/tokens"), training_rows(batch))
+        # `abs` is no estimate of a KL; k3 is, of the same tokens.
+        measured = "credit/kl_ref" if self.algorithm.kl_in_reward.estimator == "abs" else "credit/kl_in_reward"
+        self.kl_in_reward.step(per_token([report.sums for report in reports], measured, "credit/tokens"), training_rows(batch))
 
     @phase("write_batch")
     def write_batch(self, batch: Batch) -> None:

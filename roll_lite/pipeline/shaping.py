@@ -20,7 +20,7 @@ from roll_lite.algorithms.rewards import (
     normalized,
     overlong_rewards,
 )
-from roll_lite.config.schema.algorithm import MasksConfig, RewardShapingConfig
+from roll_lite.config.schema.algorithm import AlgorithmConfig, MasksConfig, RewardShapingConfig
 from roll_lite.config.schema.domains import FormatConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.proto import DataProto
@@ -54,7 +54,7 @@ class RewardShaping:
         known = RewardRows.of(rows.columns, self._domains)  # type: ignore[arg-type]
         masked = masked_samples(known, self._algorithm.masks)
         columns = {
-            "reward": shape_rewards(known, self._algorithm.reward, self._settings, self._algorithm.masks, self._running),
+            "reward": shape_rewards(known, masked.weights, self._algorithm, self._settings, self._running),
             "train_weight": masked.weights,
         }
         if "baseline_score" in rows:
@@ -95,16 +95,13 @@ class DomainRewards:
 
 
 def shape_rewards(
-    rows: RewardRows,
-    config: RewardShapingConfig,
-    domains: Sequence[DomainRewards],
-    masks: MasksConfig,
-    running: RunningMoments,
+    rows: RewardRows, train_weights: torch.Tensor, algorithm: AlgorithmConfig, domains: Sequence[DomainRewards], running: RunningMoments
 ) -> torch.Tensor:
     """Rewards [N] float32. `domains` by domain number. `running` takes the batch in, once, where the normalisation is over it.
 
     In this order: format, length penalty, truncation penalty, overlong, scale, clip, normalisation, domain weight.
     """
+    config, masks = algorithm.reward, algorithm.masks
     formats = [domain.format for domain in domains]
     bonus, penalty = [one.bonus if one else 0.0 for one in formats], [one.penalty if one else 0.0 for one in formats]
     rewards = as_float64(rows.score) + format_rewards(rows, bonus, penalty)
@@ -117,7 +114,7 @@ def shape_rewards(
     rewards = _scaled_and_clipped(rewards, config)
     if config.normalize is not None:
         how = config.normalize
-        rewards = normalized(rewards, rows.group, how.over, how.mean, how.std, running)
+        rewards = normalized(rewards, rows.group, train_weights.numpy() > 0, how.over, how.mean, how.std, running)
     return _weighted(rewards, rows, domains)
 
 
@@ -137,8 +134,15 @@ def _scaled_and_clipped(rewards: np.ndarray, config: RewardShapingConfig) -> np.
 
 
 def _weighted(rewards: np.ndarray, rows: RewardRows, domains: Sequence[DomainRewards]) -> torch.Tensor:
-    weights = np.array([domain.weight for domain in domains], dtype=np.float64)[rows.domain_number.numpy()]
-    return torch.from_numpy((rewards * weights).astype(np.float32))
+    weighted = rewards * np.array([domain.weight for domain in domains], dtype=np.float64)[rows.domain_number.numpy()]
+    beyond = ~(np.abs(weighted) <= np.finfo(np.float32).max)
+    if beyond.any():
+        row = int(beyond.argmax())
+        raise ValueError(
+            f"algorithm.reward: the score {float(rows.score[row]):.5g} of domain {rows.domains[int(rows.domain_number[row])]!r} became the "
+            f"reward {weighted[row]:.5g}, beyond float32; use a smaller scale, penalty or domains.*.reward.weight, or a clip"
+        )
+    return torch.from_numpy(weighted.astype(np.float32))
 
 
 def _users_weights(rows: RewardRows, name: str) -> np.ndarray:

@@ -25,6 +25,8 @@ SCORE_KEYS = ("value", "correct", "details", "answer")
 HARMLESS_RESPONSE = "I do not know."
 BY_INPUT = (RecursionError, ValueError, ArithmeticError, LookupError)
 """Exceptions of built-in types that their input brings about. Others (OSError, MemoryError) may be the machine's."""
+LARGEST_SCORE = (2 - 2**-23) * 2.0**127
+"""The largest float32: what trains is that."""
 
 
 class RewardFailed(Exception):
@@ -202,9 +204,14 @@ def _number(value: Any, name: str) -> float:
         raise RewardFailed(
             f"reward {name}: returned {value!r:.80} of type {type(value).__name__}; expected a number, a bool, a Score or a dict"
         )
-    number = _float(value)
-    if not math.isfinite(number):
-        raise RewardFailed(f"reward {name}: returned {number}, which is not finite")
+    return checked_score(_float(value), name)
+
+
+def checked_score(number: float, name: str) -> float:
+    """The number itself; RewardFailed where it is not finite, as it is or as float32."""
+    if not abs(number) <= LARGEST_SCORE:
+        what = f"is beyond float32, whose largest number is {LARGEST_SCORE:.5g}" if math.isfinite(number) else "is not finite"
+        raise RewardFailed(f"reward {name}: returned {number:.5g}, which {what}")
     return number
 
 

@@ -141,11 +141,16 @@ class _Task:
 
     def everyone(self, rewards: torch.Tensor) -> RowTable:
         """A group's rows may sit on several ranks: every rank gets the table of all rows. Numbers of groups fit into a float64."""
-        mine = torch.stack([rewards, self.groups.double(), self.policy_tokens.double()], dim=1)
+        trains = self.columns["train_weight"] > 0
+        mine = torch.stack([rewards, self.groups.double(), self.policy_tokens.double(), trains.double()], dim=1)
         parts = self._gather(mine)
         before = sum(len(part) for part in parts[: self._data_rank])
-        together, groups, policy_tokens = torch.cat(parts).unbind(1)
-        return RowTable(together, groups.long(), policy_tokens.long(), slice(before, before + len(mine)))
+        together, groups, policy_tokens, trains = torch.cat(parts).unbind(1)
+        return RowTable(together, groups.long(), policy_tokens.long(), trains.bool(), slice(before, before + len(mine)))
+
+    def everyone_before_kl(self) -> torch.Tensor | None:
+        """The rewards of all rows without KL; None where there is no KL in them."""
+        return None if self.kl_rewards is None else self.everyone(self.score).rewards
 
     def of_samples(self, advantages: torch.Tensor) -> Estimate:
         """From one advantage per sample, [B]."""
@@ -182,8 +187,7 @@ def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
 
 def _grpo(task: _Task, normalize_std: bool) -> Estimate:
     everyone = task.everyone(task.rewards)
-    before_kl = None if task.kl_rewards is None else task.everyone(task.score).rewards
-    return task.of_samples(of.grpo(everyone.rewards, everyone.groups, normalize_std, before_kl)[everyone.local])
+    return task.of_samples(of.grpo(everyone.rewards, everyone.groups, normalize_std, task.everyone_before_kl())[everyone.local])
 
 
 def _rloo(task: _Task) -> Estimate:
@@ -198,7 +202,7 @@ def _opo(task: _Task) -> Estimate:
 
 def _gpg(task: _Task) -> Estimate:
     everyone = task.everyone(task.rewards)
-    return task.of_samples(of.gpg(everyone.rewards, everyone.groups)[everyone.local])
+    return task.of_samples(of.gpg(everyone.rewards, everyone.groups, task.everyone_before_kl(), everyone.trains)[everyone.local])
 
 
 def _remax(task: _Task) -> Estimate:

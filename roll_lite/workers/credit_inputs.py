@@ -23,6 +23,8 @@ class RowTable:
     """int64: samples of one prompt have the same number."""
     policy_tokens: torch.Tensor
     """int64."""
+    trains: torch.Tensor
+    """bool."""
     local: slice
     """This rank's rows: everyone.rewards[everyone.local] belongs to the rows of the inputs."""
 

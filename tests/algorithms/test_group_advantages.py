@@ -56,6 +56,16 @@ def test_gpg_makes_up_for_flat_groups_by_hand() -> None:
     rewards, groups = torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.3, 0.3]), torch.tensor([0, 0, 0, 4, 4, 5, 5])
     torch.testing.assert_close(gpg(rewards, groups), f64(0, 0, 0, -1.75, 1.75, 0, 0))
     assert (gpg(torch.ones(4), torch.tensor([0, 0, 1, 1])) == 0).all()
+    # Of the five that train, one stands in a group with spread: 0.5 * 5 / 1. The masked ones are part of their groups' means.
+    trains = torch.tensor([True, True, False, True, False, True, True])
+    torch.testing.assert_close(gpg(rewards, groups, trains=trains), f64(0, 0, 0, -2.5, 2.5, 0, 0))
+
+
+def test_gpg_looks_for_spread_before_kl_by_hand() -> None:
+    """KL gives the second group a spread of 0.02; it is still half of the samples that have spread in their rewards: a factor of 2."""
+    before_kl, groups = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    rewards = before_kl.double() - f64(0.1, 0.1, 0.02, 0.0)
+    torch.testing.assert_close(gpg(rewards, groups, before_kl), f64(1.0, -1.0, -0.02, 0.02))
 
 
 @each_estimator

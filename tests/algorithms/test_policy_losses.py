@@ -112,6 +112,24 @@ def test_log_ratios_are_clamped_before_exp(name: str) -> None:
     assert result.ratio.max() <= math.exp(LOG_RATIO_LIMIT) * 1.001
 
 
+@pytest.mark.parametrize("old", [-1.0, -math.inf])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "custom"])
+def test_an_impossible_token_without_advantage_adds_nothing(name: str, old: float) -> None:
+    """Beside others that train; kimi pulls towards the old policy where there is no advantage, and the sequence losses share one ratio."""
+    config, inf = LOSSES[name][0], math.inf
+    terms = PolicyTerms(
+        torch.tensor([[-1.0, -inf], [-inf, -inf]]),
+        torch.tensor([[-1.0, old], [old, old]]),
+        torch.tensor([[1.0, 0.0], [0.0, 0.0]]),
+        torch.ones(2, 2, dtype=torch.bool),
+    )
+    result, pulled = policy_loss(config, terms), gradient(config, terms)
+    assert torch.isfinite(result.loss).all() and torch.isfinite(pulled).all()
+    assert pulled[0, 0] != 0 and (pulled[1] == 0).all()
+    if name not in ("gspo", "gmpo", "kimi"):
+        assert not result.loss[0, 1] and not result.loss[1].any() and pulled[0, 1] == 0
+
+
 @pytest.mark.parametrize("name", ["ppo", "dual_clip", "gspo", "gmpo", "sapo", "kimi"])
 def test_clipped_means_no_gradient(name: str) -> None:
     """And the other way round: whoever has an advantage and is not clipped has a gradient."""

@@ -193,6 +193,15 @@ def test_what_the_losses_return_is_declared() -> None:
     }, "declared and never produced by the loss: only what worker and pipeline add"
 
 
+@pytest.mark.parametrize(("weights", "share"), [((1.0, 1.0, 0.0, 0.0), 0.5), ((2.0, 2.0, 2.0, 2.0), 1.0), ((0.0, 0.0, 0.0, 0.0), 0.0)])
+def test_effective_sample_size_by_hand(weights: tuple[float, ...], share: float) -> None:
+    """(sum w)² / (n sum w²), and no token has an effect where all weights are 0."""
+    sums = MetricSums()
+    squares = {"correction/weight": sum(weights), "correction/weight_square": sum(weight**2 for weight in weights)}
+    sums.add_sums({f"{name}#0": value for name, value in {**squares, "actor/tokens": 4.0}.items()}, ["math"])
+    assert sums.values()["correction/ess"] == sums.values()["domain/math/correction/ess"] == share
+
+
 def test_sums_travel_between_processes() -> None:
     sums = MetricSums()
     sums.add("reward/mean", 1.0, label="math")

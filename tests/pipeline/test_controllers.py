@@ -59,6 +59,18 @@ def test_mistake_11_the_controller_of_the_reward_is_stepped_once_per_step_over_a
     assert made.kl_in_loss.coef == 0.5
 
 
+def test_the_controller_of_an_abs_term_looks_at_a_kl(config: RunConfig) -> None:
+    """|log-ratio| has mean 0.2, above the target of 0.1, where k3 is 0.02, below it."""
+    sums = {"credit/kl_in_reward#0": 2.0, "credit/kl_ref#0": 0.2, "credit/tokens#0": 10.0}
+    actor = SimpleNamespace(ranks=SimpleNamespace(heads_scatter=lambda *_: [SimpleNamespace(block=None, sums=sums)]), shards=lambda *_: [])
+    term = config.algorithm.kl_in_reward.model_copy(update={"estimator": "abs"})
+    made = pipeline(config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_in_reward": term})}), actor=actor)
+    rows = batch(20)
+    rows.add = lambda blocks: None  # type: ignore[method-assign]
+    made.assign_credit(rows)
+    assert made.kl_in_reward.coef == pytest.approx(0.5 * (1 - 0.2 * 0.2))
+
+
 def test_the_controller_of_the_loss_sees_all_updates_but_those_that_were_skipped(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

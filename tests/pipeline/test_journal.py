@@ -10,9 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from roll_lite.algorithms.advantages import grpo
+from roll_lite.algorithms.rewards import Masked
 from roll_lite.algorithms.token_metrics import BINS
 from roll_lite.config.loading import load_config
+from roll_lite.data.proto import DataProto
 from roll_lite.distributed.strategy.base import Moved, TrainResult
 from roll_lite.pipeline.journal import SOLVED, Journal
 from roll_lite.scheduler.stats import DomainStats, RolloutStats
@@ -127,7 +131,7 @@ def test_an_update_that_was_skipped_is_counted_and_spoils_nothing_of_the_step(jo
         journal.updates(1, {"actor": [[finite, skipped]]}, kl_coef=0.0)
     journal.close("completed")
     (record,) = records(tmp_path)
-    assert (record["actor/updates"], record["actor/skipped"], record["actor/tokens"], record["actor/loss"]) == (2, 1, 40, 0.5)
+    assert (record["actor/updates"], record["actor/skipped"], record["actor/tokens"], record["actor/loss"]) == (1, 1, 40, 0.5)
     assert record["mismatch/mean"] == pytest.approx(0.1) and record["actor/ratio_p01"] == pytest.approx(1.0)
     assert json.loads((tmp_path / "summary.json").read_text())["tokens"]["trained"] == 40
     text = (tmp_path / "updates.jsonl").read_text()
@@ -142,6 +146,31 @@ def test_every_solve_rate_falls_into_one_bin(correct: int) -> None:
     names = {0: "none", 1: "quarter", 2: "quarter", 3: "half", 4: "half", 5: "three_quarters", 6: "three_quarters", 7: "most", 8: "all"}
     assert bins == [names[correct]]
     assert not math.isnan(share)
+
+
+def test_flat_groups_are_those_without_advantage_under_grpo(journal: Journal, tmp_path: Path) -> None:
+    """By the rewards that shaping made of equal or different scores; two domains."""
+    rewards = torch.tensor([1.0, 0.5, 0.25, 0.25, 1.0, 1.0, 0.0])
+    groups, domains = torch.tensor([4, 4, 9, 9, 2, 2, 7]), torch.tensor([0, 0, 0, 0, 2, 2, 2])
+    rows = DataProto({"reward": rewards, "group": groups, "domain_number": domains, "score": torch.ones(7)})
+    with journal.step(1):
+        journal.shaped(rows, Masked(torch.ones(7), {}))
+    (record,) = records(tmp_path)
+    shares = [record[name] for name in ("domain/add/reward/flat_groups", "domain/repeat/reward/flat_groups", "reward/flat_groups")]
+    assert shares == [0.5, 1.0, 0.75]
+    same = grpo(rewards, groups, normalize_std=True) == 0
+    assert same.tolist() == [False, False, True, True, True, True, True]
+
+
+def test_a_length_of_nearest_rank_is_one_that_occurs(journal: Journal, tmp_path: Path) -> None:
+    """Of 1 to 20 and 100: the 11th is the median, the 20th is that of 95%. Linear interpolation would say 20 for it, and of 1 to 20
+    alone 10.5 and 19.05."""
+    with journal.step(1):
+        journal._length_quantiles("add", torch.arange(1, 21))
+        journal._length_quantiles("make", torch.tensor([*range(20, 0, -1), 100]))
+    (record,) = records(tmp_path)
+    found = [record[f"domain/{name}/rollout/response_length_{p}"] for name in ("add", "make") for p in ("p50", "p95")]
+    assert found == [10, 19, 11, 20]
 
 
 def test_the_folder_shows_how_far_the_run_is(journal: Journal, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from reference_shaping import dapo_overlong, kimi_length_rewards, normalised
 from shaping_support import make_rows
 
 from roll_lite.algorithms.rewards import RewardRows, RunningMoments
-from roll_lite.config.schema.algorithm import MasksConfig, RewardShapingConfig
+from roll_lite.config.schema.algorithm import AlgorithmConfig, MasksConfig, RewardShapingConfig
 from roll_lite.config.schema.domains import FormatConfig
 from roll_lite.pipeline.shaping import DomainRewards, shape_baseline, shape_rewards
 
@@ -21,10 +21,12 @@ def shaped(
     domains: Sequence[DomainRewards] = (DomainRewards(), DomainRewards()),
     masks: MasksConfig | None = None,
     running: RunningMoments | None = None,
+    train_weights: Sequence[float] | None = None,
     **config: Any,
 ) -> list[float]:
-    shaping = RewardShapingConfig.model_validate(config)
-    rewards = shape_rewards(rows, shaping, domains, masks or MasksConfig(), running or RunningMoments())
+    algorithm = AlgorithmConfig(reward=RewardShapingConfig.model_validate(config), masks=masks or MasksConfig())
+    weights = torch.ones(len(rows)) if train_weights is None else torch.tensor(train_weights)
+    rewards = shape_rewards(rows, weights, algorithm, domains, running or RunningMoments())
     assert rewards.dtype == torch.float32
     return rewards.tolist()
 
@@ -160,6 +162,33 @@ def test_rewards_that_differ_by_rounding_only_have_no_spread() -> None:
 def test_a_group_of_one_is_zero() -> None:
     """FINDINGS 6.5: neither its raw reward nor NaN."""
     assert shaped(make_rows([3.0, 1.0, 2.0], group=[4, 6, 6]), normalize={"over": "group", "std": False}) == [0.0, -0.5, 0.5]
+
+
+def test_masked_samples_count_in_no_moments_but_their_groups() -> None:
+    """The two that train have mean 1 and deviation sqrt 2; the masked 9 is 8 above that mean. In the group it is part of the baseline:
+    mean 11/3."""
+    rows, weights = make_rows([0.0, 2.0, 9.0]), [1.0, 0.5, 0.0]
+    running = RunningMoments()
+    expected = [-(0.5**0.5), 0.5**0.5, 8 * 0.5**0.5]
+    assert shaped(rows, train_weights=weights, normalize={"over": "batch"}) == pytest.approx(expected)
+    assert shaped(rows, train_weights=weights, running=running, normalize={"over": "running"}) == pytest.approx(expected)
+    assert (running.count, running.mean) == (2, 1.0)
+    by_group = shaped(rows, train_weights=weights, normalize={"over": "group", "std": False})
+    assert by_group == pytest.approx([-11 / 3, 2 - 11 / 3, 9 - 11 / 3])
+    assert shaped(rows, train_weights=[0.0] * 3, normalize={"over": "batch"}) == [0.0] * 3
+
+
+@pytest.mark.parametrize("over", ["batch", "group", "running"])
+def test_rewards_that_float32_tells_apart_have_spread(over: str) -> None:
+    """1e7 and 1e7 + 1 are neighbours in float32. Mean 0.5 above the first, deviation sqrt(1/3) of four."""
+    rows = make_rows([1e7, 1e7 + 1, 1e7, 1e7 + 1])
+    assert shaped(rows, normalize={"over": over}) == pytest.approx([-(0.75**0.5), 0.75**0.5] * 2)
+
+
+def test_a_reward_beyond_float32_is_told_with_its_remedy() -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.reward: the score 1e\+30 of domain 'a' became the reward 1e\+39.*or a clip"):
+        shaped(make_rows([0.0, 1e30]), scale=1e9)
+    assert shaped(make_rows([0.0, 1e30]), scale=1e9, clip=1.0) == [0.0, 1.0]
 
 
 def test_running_moments_take_the_batch_in_before_it_is_normalised() -> None:

@@ -21,6 +21,17 @@ def test_a_number_beyond_floats_is_a_failure_as_infinity_is(result: Any) -> None
         function(RewardInput("maths", "prompt", "response", "answer", {}, "stop"))
 
 
+def test_a_number_beyond_float32_is_a_failure_of_its_function_or_of_the_sum() -> None:
+    """Scores train as float32, in which 1e39 is infinite and 3.4028235e38, the largest, is not."""
+    sample = RewardInput("maths", "prompt", "response", "answer", {}, "stop")
+    assert to_score(-3.4028234663852886e38, "mine").value == -3.4028234663852886e38
+    with pytest.raises(RewardFailed, match=r"reward mine: returned 1e\+39, which is beyond float32, whose largest number is 3.4028e\+38"):
+        to_score(1e39, "mine")
+    whole = Reward(RewardFunction("mine", lambda _: 3e38, {}), [Term("short", 1.0, RewardFunction("s", lambda _: 3e38, {}))])
+    with pytest.raises(RewardFailed, match=r"reward mine with its terms: returned 6e\+38"):
+        whole(sample)
+
+
 def test_a_huge_number_among_the_details_is_infinite() -> None:
     assert to_score({"value": 1, "details": {"length": -HUGE}}, "mine").details == {"length": float("-inf")}
 

@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -100,6 +101,22 @@ def on_ranks(parts: list[MicroBatch], work: Callable[[MicroBatch, int, Gather], 
 
     with ThreadPoolExecutor(len(parts)) as pool:
         return [one.result() for one in [pool.submit(work, mine, rank, exchange(rank)) for rank, mine in enumerate(parts)]]
+
+
+def test_gpg_counts_spread_before_kl_and_samples_that_train() -> None:
+    """Ranks of two rows: groups 0 and 1 right and wrong, 2 all right. One sample of group 1 and one of group 2 are masked, so that 3 of 4
+    that train have spread; KL takes 0.1 from every other sample. 0.5 * 4 / 3 without it, (0.5 - 0.05) * 4 / 3 with it."""
+    rows = make_rows(
+        [1.0, 0.0, 1.0, 0.0, 1.0, 1.0], [[1]] * 6, [0, 0, 1, 1, 2, 2], train_weight=torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0])
+    )
+    kl = torch.tensor([[1.0], [0.0]] * 3)
+    rows.columns.update(old_log_probs=torch.zeros(6, 1), ref_log_probs=-kl)
+    config = algorithm({"name": "gpg"})
+    for coef, expected in ((0.0, [0.5, -0.5] * 2 + [0.0, 0.0]), (0.1, [0.45, -0.45] * 2 + [-0.05, 0.05])):
+        parts = [part(rows, 0, 2), part(rows, 2, 4), part(rows, 4, 6)]
+        credits = on_ranks(parts, partial(lambda coef, mine, rank, gather: assign_credit(mine, rank, config, coef, gather), coef))
+        found = torch.cat([credit.advantages for credit in credits]).flatten()
+        torch.testing.assert_close(found, torch.tensor(expected) * 4 / 3)
 
 
 @pytest.mark.parametrize("kl", [None, "k3", "full"])

@@ -11,7 +11,7 @@ from reference_losses import kl_full, mismatch_weights
 
 from roll_lite.algorithms.kl import kl_loss
 from roll_lite.algorithms.losses import row_weights
-from roll_lite.algorithms.token_metrics import Peaks, ratio_quantiles
+from roll_lite.algorithms.token_metrics import Peaks, ratio_percentiles
 from roll_lite.config.schema.algorithm import MismatchCorrectionConfig, PpoLossConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.workers.objectives import ActorLoss, CriticLoss
@@ -171,7 +171,7 @@ def test_ratio_histogram_of_the_actor() -> None:
     log_ratios = (outputs.log_probs - micro.columns["old_log_probs"])[micro.mask]
     counts = loss.ratios.collect()
     assert counts.sum(1).tolist() == [int(micro.mask[d::3].sum()) for d in range(3)]
-    (median,) = ratio_quantiles(counts.sum(0), (0.5,))
+    (median,) = ratio_percentiles(counts.sum(0), (50,))
     assert math.log(median) == pytest.approx(float(log_ratios.quantile(0.5, interpolation="lower")), rel=0.03)
     peaks = loss.peaks.collect()
     for domain in range(3):

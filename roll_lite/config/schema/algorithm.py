@@ -73,7 +73,7 @@ class OpoAdvantageConfig(Section):
 
 
 class GpgAdvantageConfig(Section):
-    """(reward - group mean) * samples / samples of groups that have spread: flat groups do not thin out the gradient."""
+    """(reward - group mean) * samples / samples of groups with spread before KL: flat groups do not thin out the gradient."""
 
     name: Literal["gpg"] = "gpg"
 
@@ -244,7 +244,7 @@ class AdaptiveKlConfig(Section):
 
     name: Literal["adaptive"] = "adaptive"
     target: PositiveFloat
-    """KL(policy || reference) to hold, in nats per token."""
+    """KL(policy || reference) to hold, in nats per token, as the estimator measures it; k3 for `abs`, and in the loss but for `full`."""
     horizon: PositiveFloat = 10000.0
     """Samples over which the coefficient moves by about a fifth at most; a larger batch counts as this many."""
 
@@ -277,7 +277,7 @@ class KlInLossConfig(Section):
 
 class RewardNormalizationConfig(Section):
     over: Literal["batch", "group", "running"]
-    """Whose mean and standard deviation: the step's samples, those of the prompt, or all samples of the run so far."""
+    """Whose mean and standard deviation: the step's samples that train, all of the prompt's, or all of the run so far that trained."""
     mean: bool = True
     """Take the mean off."""
     std: bool = True

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.base import RewardFailed, RewardFunction
+from roll_lite.rewards.base import RewardFailed, RewardFunction, checked_score
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Reward:
             value += term.weight * score.value
             details[term.label] = score.value
             details.update({f"{term.label}.{key}": detail for key, detail in score.details.items()})
-        return replace(base, value=value, correct=base.is_correct, details=details)
+        return replace(base, value=checked_score(value, f"{self.name} with its terms"), correct=base.is_correct, details=details)
 
     def warm(self) -> None:
         """Do what only the first call pays for, before a time limit runs."""
