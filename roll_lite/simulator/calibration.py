@@ -1,11 +1,10 @@
-"""What a run has measured, as assumptions of the simulator.
+"""Calibration: measurements of a run as assumptions of the simulator.
 
-An engine's time is fitted as `passes * pass_s + tokens * request_s`, over the steps of the run: `tokens` are what each engine generated in
-a step, and `passes` is how often the model had to be run for it, which follows from the lengths of the responses and from how many run at
-a time. Reading the cache and the prompts is not told apart from the rest: it is in these two. The first step, in which things warm up, is
-left out where there are others. Trainer and weight updates are means over the tokens. Lengths, prompts and solved groups are those of each
-domain; its rewards take their mean time, and those of the slowest domain, for which a batch waits, 1% of the time at least the mean of what
-the last score came after the last response.
+An engine's time is fitted as `passes * pass_s + tokens * request_s` over the steps of the run. `tokens` are those an engine generated in a
+step; `passes` is the number of forward passes, which follows from the response lengths and the number of slots. Costs of the cache and of
+prefill are not separated; they are part of these two. The first step, a warm-up, is left out if there are others. Trainer and weight
+updates are means over the tokens. Lengths, prompts and solved groups are taken by domain. Rewards take their mean time; in the slowest
+domain, for which a batch waits, the 99th percentile is at least the mean reward tail.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from roll_lite.config.schema.simulation import (
 )
 
 QUANTILES = 21
-"""Of a domain's lengths: every 5%."""
+"""Number of length quantiles of a domain: every 5%."""
 
 
 @dataclass(frozen=True)
@@ -40,23 +39,23 @@ class MeasuredRun:
     slots: int
     trainer_devices: int
     metrics: dict[int, dict[str, float]]
-    """By step."""
+    """Metrics by step."""
     samples: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    """By step, as the run has written them."""
+    """Samples by step, as the run wrote them."""
     offloads: bool = False
-    """Its engines leave their devices between two batches."""
+    """Whether its engines are offloaded between batches."""
     streams: bool = False
-    """Some of its log-probs were computed beside the generation."""
+    """Whether some log-probs were computed during generation."""
 
 
 def calibrated(config: RunConfig, folder: Path) -> RunConfig:
-    """The configuration with the run's measurements as its assumptions; what the run says nothing of stays."""
+    """Replace the configuration's assumptions by the run's measurements; assumptions without a measurement stay."""
     simulation = measured(read_run(folder), config.simulation, list(config.domains))
     return config.model_copy(update={"simulation": simulation})
 
 
 def read_run(folder: Path) -> MeasuredRun:
-    """ValueError where the folder is not one of a run that generated and trained."""
+    """Read a run's folder. ValueError if it is not that of a run that generated and trained."""
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -91,7 +90,7 @@ def read_run(folder: Path) -> MeasuredRun:
 
 
 def _refuse_unrecorded(folder: Path, rollout: Mapping[str, Any], metrics: Iterable[Mapping[str, float]]) -> None:
-    """What was generated beside the samples of the batches is in the seconds, and neither its lengths nor its rounds are recorded."""
+    """Refuse runs that generated more than the samples of their batches: the time of the rest counts, and its lengths are not recorded."""
     filtered = round(sum(record.get("rollout/filtered_groups", 0.0) for record in metrics))
     oversample = rollout.get("oversample", 1)
     if filtered:
@@ -147,7 +146,7 @@ def _engine(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedEngineConf
 
 
 def passes(lengths: Sequence[int], slots: int) -> int:
-    """How often an engine runs the model for these responses, where `slots` run at a time and each that ends makes room for the next."""
+    """Number of forward passes of an engine for these responses, with `slots` running at a time."""
     ends = [0] * min(slots, len(lengths))
     for tokens in lengths:
         heapq.heapreplace(ends, ends[0] + tokens)
@@ -155,7 +154,7 @@ def passes(lengths: Sequence[int], slots: int) -> int:
 
 
 def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
-    """Least squares of seconds over passes and tokens, neither of which may cost less than nothing."""
+    """Least-squares fit of seconds by passes and tokens, with non-negative costs."""
     work, time = np.array(rows, dtype=float), np.array(seconds)
     if len(rows) > 1:
         (pass_s, request_s), _, rank, _ = np.linalg.lstsq(work, time, rcond=1e-6)
@@ -165,7 +164,7 @@ def fit(rows: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[
 
 
 def _trainer(run: MeasuredRun, steps: Sequence[int], assumed: SimulatedTrainerConfig) -> SimulatedTrainerConfig:
-    """Everything of a step that is neither generation nor the weight update grows with the tokens, as far as they say so."""
+    """Trainer costs: all of a step except generation and weight update, in proportion to the tokens."""
     records = [run.metrics[step] for step in steps]
     other = [record.get("time/step", 0.0) - record.get("time/generate", 0.0) - record.get("time/sync_weights", 0.0) for record in records]
     tokens = [sum(sample["prompt_tokens"] + sample["response_tokens"] for sample in run.samples[step]) for step in steps]
@@ -183,7 +182,7 @@ def _prompts(assumed: SimulationConfig, domain: str) -> int:
 def _responses(
     name: str, samples: Sequence[Mapping[str, Any]], run: MeasuredRun, steps: Sequence[int], prompts: int
 ) -> SimulatedResponsesConfig:
-    """`prompts`: in its data, of which the run says nothing."""
+    """Response model of a domain. `prompts`: size of its data, which the run does not record."""
     lengths = [float(sample["response_tokens"]) for sample in samples if sample["response_tokens"]]
     groups: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for sample in samples:
@@ -201,5 +200,5 @@ def _responses(
 
 
 def rounded(value: float) -> float:
-    """To as many digits as a measurement has."""
+    """Round to four significant digits."""
     return float(f"{value:.4g}")

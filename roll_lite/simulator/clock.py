@@ -1,4 +1,4 @@
-"""A virtual clock: hours of rollouts in moments, with the very code that runs on the wall clock."""
+"""A virtual clock: simulates hours of rollouts in seconds, with the code that runs on the wall clock."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ASK_OUTSIDE = 100
-"""While something can run here, sockets and other threads are asked every so many rounds: that is a system call."""
+"""While tasks are ready, sockets and threads are polled only every ASK_OUTSIDE rounds, since polling is a system call."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Instead of sleeping, moves the clock to where the next timer fires."""
+    """Selector that moves the clock to the next timer instead of sleeping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class _JumpingSelector(selectors.SelectSelector):
         self._passed_by = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is not None and timeout <= 0:  # something can run: time stands still, and nobody outside need be asked yet
+        if timeout is not None and timeout <= 0:  # tasks are ready: time does not pass, and polling can wait
             self._passed_by += 1
             if self._passed_by % ASK_OUTSIDE:
                 return []
@@ -36,7 +36,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualClockLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time stands still while anything can run, and then jumps to the next timer."""
+    """Event loop whose time jumps to the next timer when no task is ready."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
@@ -56,6 +56,6 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _settle() -> None:
-    """Whatever was about to start has started, and is cancelled with the rest when the loop closes."""
+    """Let scheduled callbacks start, so that closing the loop cancels their tasks too."""
     for _ in range(5):
         await asyncio.sleep(0)

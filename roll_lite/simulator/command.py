@@ -1,4 +1,4 @@
-"""`roll-lite simulate`: how many engines, which policy, what staleness."""
+"""`roll-lite simulate`: compares numbers of engines, supplies and staleness."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ TAKES_TURNS = (
 @dataclass(frozen=True)
 class Question:
     measured: Path | None = None
-    """The folder of a run, whose metrics take the place of the configuration's assumptions."""
+    """Folder of a run whose measurements replace the configuration's assumptions."""
     compare: bool = False
     picture: Path | None = None
     color: str = "version"
-    """What colours mean in it: version or domain."""
+    """Meaning of the colours: version or domain."""
 
 
 def answer(config: RunConfig, question: Question) -> int:
-    """Prints what comes of it. 2 where the run that is named cannot be measured."""
+    """Simulate and print the result. Exit code 2 if the given run cannot be measured."""
     if question.measured is not None:
         try:
             config = calibrated(config, question.measured)

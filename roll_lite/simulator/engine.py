@@ -13,38 +13,38 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 from roll_lite.scheduler.engines import EngineLost, Generated
 
 REPORT_S = 5.0
-"""Between two reports of how far everything is, and of the tokens up to there, as engines' workers make them: those outlive the engine."""
+"""Interval of progress reports with the tokens so far, which outlive the engine; the same as the engine workers'."""
 HAIR = 1e-6
-"""Of a token: what rounding may take away from one that is complete."""
+"""Rounding error of a token count, in tokens."""
 
 
 @dataclass(frozen=True)
 class EngineRates:
-    """What an engine takes for its work. One pass of the model gives one token to each request that runs."""
+    """Costs of an engine's work. Each pass of the model adds one token to each running request."""
 
     pass_s: float
-    """A pass, however little is in it: the weights are read."""
+    """Fixed cost of a pass: reading the weights."""
     request_s: float = 0.0
-    """More for each request that runs: arithmetic."""
+    """Cost of a pass for each running request: arithmetic."""
     cached_token_s: float = 0.0
-    """More for each token in the key/value cache, which is read as well."""
+    """Cost of a pass for each token in the KV cache: reading it."""
     prefill_token_s: float = 0.0
-    """For each token of a prompt. Nothing is decoded meanwhile."""
+    """Cost of each prompt token; decoding stops meanwhile."""
 
     def seconds(self, tokens: float, running: int, cached: float) -> float:
-        """Until each of `running` requests has `tokens` more. The cache, of `cached` tokens now, grows by `running` in every pass."""
+        """Time until each of `running` requests has `tokens` more. The cache, now of `cached` tokens, grows by `running` in every pass."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         return tokens * pace + running * self.cached_token_s * tokens * tokens / 2
 
     def tokens(self, seconds: float, running: int, cached: float) -> float:
-        """How many each of them gets in that time: the inverse."""
+        """Tokens that each request gets in this time: the inverse of `seconds`."""
         pace = self.pass_s + running * self.request_s + cached * self.cached_token_s
         growth = running * self.cached_token_s
         return 2 * seconds / (pace + math.sqrt(pace * pace + 2 * growth * seconds))
 
     def work(self, prompt: int, tokens: int, slots: int, prefilled: int) -> float:
-        """Seconds of an engine that a response costs where `slots` requests always run: its share of every pass, what it adds to the
-        passes, its own cache, and `prefilled` tokens of its prompt."""
+        """Engine seconds of a response if `slots` requests always run: its share of each pass, its own additions to the passes, its cache,
+        and the prefill of `prefilled` prompt tokens."""
         decode = tokens * (self.pass_s / slots + self.request_s) + self.cached_token_s * (prompt * tokens + tokens * tokens / 2)
         return decode + prefilled * self.prefill_token_s
 
@@ -52,11 +52,11 @@ class EngineRates:
 @dataclass(frozen=True)
 class EngineLimits:
     slots: int
-    """Requests that run at a time."""
+    """Maximum of running requests."""
     cached_tokens: int | None = None
-    """Tokens that the key/value cache holds; None: as many as come. What does not fit waits, or starts over with its prefill."""
+    """Size of the KV cache in tokens; None: unlimited. Requests that do not fit wait, or start over with their prefill."""
     reserve: float = 0.01
-    """Of the cache, left free when requests are admitted."""
+    """Share of the cache left free at admission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,32 +73,31 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class _Run:
-    """A request on its way. The engine counts the tokens that every running request got; `zero` is what it had counted when this one
-    had none."""
+    """A request in the engine. The engine counts the tokens of every running request; `zero` is its count when this one had none."""
 
     request: GenerationRequest
     answer: asyncio.Future[Turn]
     tell: Generated | None
     prompt: int
-    """Tokens that it starts from, with what is continued."""
+    """Prompt tokens, continued ones included."""
     tokens: int
-    """That it will have when it ends."""
+    """Final length of the response."""
     reason: FinishReason
     generated: float = 0.0
-    """Before it was put back for want of cache."""
+    """Tokens generated before it lost its cache and was put back."""
     zero: float = 0.0
     prefix: str = ""
-    """What its prompt has in common with the other samples of its group."""
+    """Identifies the prompt, which the samples of a group share."""
     slot: int = -1
     since: float = 0.0
     cached: int = 0
     reported: int = 0
-    """Tokens that its caller has, should the engine die."""
+    """Tokens already reported; the caller keeps them if the engine dies."""
     versions: list[VersionSpan] = field(default_factory=list)
 
 
 class SimulatedEngine:
-    """An EngineClient. `length(request)`: tokens of the response from its beginning, where nothing cuts it off."""
+    """A modelled engine (an EngineClient). `length(request)`: length of the uncut response."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class SimulatedEngine:
         length: Callable[[GenerationRequest], int],
         spans: list[Span] | None = None,
     ) -> None:
-        """`spans`: where everything that ran is written down, for the picture."""
+        """`spans`: receives a record of everything that ran, for the picture."""
         self.name = f"engine {number}"
         self.number = number
         self.rates = rates
@@ -117,30 +116,30 @@ class SimulatedEngine:
         self.dead: str | None = None
         self.hangs = False
         self.busy_s = 0.0
-        """Time in which something ran."""
+        """Seconds with at least one running request."""
         self.generated = 0
-        """Tokens."""
+        """Number of generated tokens."""
         self.prefilled = 0
         self.put_back = 0
-        """Requests that gave their cache to others and were prefilled again."""
+        """Number of requests that lost their cache and were prefilled again."""
         self._length = length
         self._spans = spans
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Run] = deque()
         self._runs: dict[str, _Run] = {}
-        """By request id, those that wait as well."""
+        """All requests by id, waiting ones included."""
         self._running: dict[str, _Run] = {}
-        """In the order of their admission."""
+        """Running requests in the order of admission."""
         self._ends: list[tuple[float, int, _Run]] = []
         self._slots = list(range(limits.slots))
         self._admitted = 0
         self._prefixes: Counter[str] = Counter()
-        """Running requests by the prompt that they share: its keys and values are computed once."""
+        """Number of running requests by shared prompt, which is prefilled once."""
         self._decoded = 0.0
-        """Tokens that each running request has got since the start."""
+        """Tokens that each running request has received since the start."""
         self._cached = 0.0
         self._prefill_s = 0.0
-        """Prefill that is still to be done."""
+        """Seconds of prefill left to do."""
         self._settled = self._loop.time()
         self._frozen = False
         self._timer: asyncio.TimerHandle | None = None
@@ -177,7 +176,7 @@ class SimulatedEngine:
     # ------------------------------------------------------------ what happens to it
 
     def freeze(self) -> None:
-        """Nothing moves until the weights are there; requests are taken and wait."""
+        """Stop until new weights arrive; new requests wait."""
         self._settle()
         for run in self._running.values():
             self._note(run)
@@ -198,12 +197,12 @@ class SimulatedEngine:
         self._look_soon()
 
     def hang(self) -> None:
-        """It stands still, and answers nothing any more; only its death ends that."""
+        """Stop answering, until `kill`."""
         self.hangs = True
         self.freeze()
 
     def kill(self, cause: str) -> None:
-        """It is gone, with everything that it has not reported."""
+        """End the engine; everything it has not reported is lost."""
         self._settle()
         self.dead = cause
         for run in self._running.values():
@@ -221,7 +220,7 @@ class SimulatedEngine:
     # ------------------------------------------------------------ time
 
     def _settle(self) -> None:
-        """Account for the time since it was last looked at."""
+        """Account for the time since the last call."""
         now = self._loop.time()
         elapsed, self._settled = now - self._settled, now
         running = len(self._running)
@@ -235,13 +234,13 @@ class SimulatedEngine:
         self._cached += running * tokens
 
     def _look_soon(self) -> None:
-        """After all that happens at this moment."""
+        """Schedule `_look` after all other events of this moment."""
         if not self._arming and self.dead is None:
             self._arming = True
             self._loop.call_soon(self._look)
 
     def _look(self) -> None:
-        """End what has ended, begin with what may begin, and come back when the next thing happens."""
+        """End finished requests, start waiting ones, and schedule the next event."""
         self._arming = False
         if self.dead is not None:
             return
@@ -263,7 +262,7 @@ class SimulatedEngine:
             self._timer = self._loop.call_later(self._until_next(), self._look)
 
     def _until_next(self) -> float:
-        """The first to end, or the cache to be full."""
+        """Time until the first request ends or the cache is full."""
         running = len(self._running)
         tokens = self._ends[0][0] - self._decoded
         if self.limits.cached_tokens is not None and running > 1:
@@ -328,7 +327,7 @@ class SimulatedEngine:
             run.answer.set_result(self._turn(run, tokens, reason))
 
     def _turn(self, run: _Run, tokens: int, reason: FinishReason) -> Turn:
-        """Its first tokens."""
+        """Turn with the first `tokens` tokens."""
         row = TokenRow(None, 0, run.prompt + tokens)
         versions = tuple(span for span in run.versions if span.start < max(1, tokens))
         text = sample_of(run.request.request_id)
@@ -341,7 +340,7 @@ class SimulatedEngine:
         run.slot = -1
         self._prefixes[run.prefix] -= 1
         del self._running[run.request.request_id]
-        if not self._running:  # no rounding is carried on
+        if not self._running:  # drops rounding errors
             self._cached = self._decoded = self._prefill_s = 0.0
             self._ends.clear()
 
@@ -357,19 +356,19 @@ class SimulatedEngine:
         self._waiting.appendleft(run)
 
     def _tokens(self, run: _Run) -> int:
-        """So far."""
+        """Number of tokens so far."""
         if run.slot < 0:
             return int(run.generated)
         return min(run.tokens, int(self._decoded - run.zero + HAIR))
 
     def _stamp(self, run: _Run) -> None:
-        """The tokens to come are of the weights that are here now."""
+        """Note that further tokens have the current version."""
         start = self._tokens(run)
         kept = [span for span in run.versions if span.start < start]
         run.versions = kept if kept and kept[-1].version == self.version else [*kept, VersionSpan(start, self.version)]
 
     def _note(self, run: _Run) -> None:
-        """What ran up to now, for the picture."""
+        """Record the time since `since` as a span, for the picture."""
         if self._spans is not None and not self._frozen and run.slot >= 0 and self._settled > run.since:
             version = run.versions[-1].version
             self._spans.append(Span(self.number, run.slot, run.since, self._settled, version, run.request.request_id.partition("/")[0]))
@@ -377,5 +376,5 @@ class SimulatedEngine:
 
 
 def sample_of(request_id: str) -> str:
-    """Without turns and continuations."""
+    """Id of the sample: the request id without turn and continuation."""
     return "/".join(request_id.partition("~")[0].split("/", 6)[:6])

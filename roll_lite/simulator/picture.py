@@ -1,4 +1,4 @@
-"""The picture of a simulated run: engines over time, and below them what the trainer does."""
+"""Picture of a simulated run: engines over time, with the trainer below."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from roll_lite.simulator.engine import Span
 from roll_lite.simulator.simulation import Outcome
 
 VERSION_COLORS = ("#3b6fb6", "#e07b39", "#3f9b62", "#b5497f", "#8a6bbf", "#c9a227")
-"""Those of neighbouring versions differ; they come round again."""
+"""Colours of versions, used cyclically so that neighbouring versions differ."""
 PHASE_COLORS = {"train": "#444444", "hold": "#f0b4b4", "sync": "#d62728", "move": "#bbbbbb"}
-"""Training; waiting for engines that are drained; new weights; engines on their way to their devices and off them."""
+"""Colours of training, waiting for drained engines, weight updates, and moves of engines."""
 MOST_ROWS = 96
-"""Slots are drawn one by one up to here; above, a row is an engine, and its colour the paler the less runs in it."""
+"""Maximum of slots drawn one by one; above it a row is an engine, paler if fewer requests run."""
 COLUMNS = 1400
 
 
 def draw_engines(path: Path, outcomes: Sequence[Outcome], titles: Sequence[str], by: str = "version", until: float | None = None) -> Path:
-    """One panel for each run, all on the same time axis. `by`: version of the weights, or domain."""
+    """Draw one panel per run on a common time axis. `by`: colour by weight version or by domain."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -98,7 +98,7 @@ def _key(span: Span, by: str) -> Any:
 
 
 def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[Any, str]) -> None:
-    """Every request, slot by slot."""
+    """Draw every request in its slot."""
     found: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         found[span.engine * slots + span.slot].append(span)
@@ -113,7 +113,7 @@ def _bars(axes: Any, spans: Sequence[Span], slots: int, by: str, colors: dict[An
 
 
 def _image(spans: Sequence[Span], rows: int, slots: int, by: str, colors: dict[Any, str], end: float) -> np.ndarray:
-    """Colours by engine and moment, mixed by what runs; white where nothing does."""
+    """Image of colours by engine and time, mixed over the running requests; white if none runs."""
     amount = np.zeros((rows, COLUMNS + 1, 4))  # what begins or ends in a column: red, green, blue, number
     rgb = {key: np.array([int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]) for key, color in colors.items()}
     for span in spans:

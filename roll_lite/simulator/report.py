@@ -1,4 +1,4 @@
-"""Simulated runs as a table: one row for each."""
+"""Table of simulated runs, one row each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ staleness       versions between a sample's oldest token and the batch: mean / m
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Side by side; best read from left to right: how long, how far from the best, why."""
+    """Table of the outcomes. Read it from left to right: duration, distance to the ideal, reasons."""
     rows = [COLUMNS, *map(_cells, outcomes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     padded = [[row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))] for row in rows]
@@ -45,7 +45,7 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
 
 
 def advice(outcomes: Sequence[Outcome]) -> str:
-    """The cheapest of those that are about as fast as the fastest: few engines first, then little staleness."""
+    """Name the cheapest outcome that is about as fast as the fastest: fewest engines, then least staleness."""
     best = min(outcome.step_s for outcome in outcomes)
     chosen = min(
         (outcome for outcome in outcomes if outcome.step_s <= best * ABOUT_AS_FAST),
@@ -67,7 +67,7 @@ def seconds(value: float) -> str:
 
 
 def details(outcome: Outcome) -> str:
-    """What the table has no room for: mix, ends, engines."""
+    """Further facts about an outcome: mix, failures, engines."""
     scenario = outcome.scenario
     total = sum(model.share for model in scenario.domains)
     slots = f"{scenario.limits.slots} requests ({scenario.mean_slots} on average, as far as the cache goes)"

@@ -1,4 +1,4 @@
-"""What is simulated, and how a run's configuration says it."""
+"""Scenarios of the simulator, made from a run's configuration."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ DAY_S = 86_400.0
 @dataclass(frozen=True)
 class TrainerModel:
     overhead_s: float = 0.0
-    """Of a step, whatever its size."""
+    """Fixed cost of a step."""
     token_s: float = 0.0
-    """For each token of the batch, prompts among them: log-prob passes and updates."""
+    """Cost of each token of the batch, prompts included: log-prob passes and updates."""
     sync_s: float = 0.0
-    """New weights into all engines, which stand still for it."""
+    """Duration of a weight update, during which all engines pause."""
     log_probs: float = 0.0
-    """Of the time of a token, the part of the log-prob passes."""
+    """Share of the log-prob passes in `token_s`."""
 
     def seconds(self, tokens: int, early: int = 0) -> float:
-        """`early`: of the tokens, those whose log-probs are there already."""
+        """Duration of a step. `early`: number of tokens whose log-probs were computed early."""
         return self.overhead_s + tokens * self.token_s - self.pass_seconds(early)
 
     def pass_seconds(self, tokens: int) -> float:
-        """Of the log-prob passes over so many tokens."""
+        """Duration of the log-prob passes over these tokens."""
         return tokens * self.token_s * self.log_probs
 
 
@@ -40,25 +40,25 @@ class Failures:
     given: tuple[tuple[float, int], ...] = ()
     """(second, engine) at which an engine dies."""
     mean_s: float | None = None
-    """Between two failures of one engine, drawn exponentially; None: none are drawn."""
+    """Mean time between failures of an engine, exponentially distributed; None: no random failures."""
     hangs: tuple[tuple[float, int], ...] = ()
-    """(second, engine) at which an engine stands still."""
+    """(second, engine) at which an engine hangs."""
     mean_hang_s: float | None = None
-    """Between two of them, as for failures."""
+    """Mean time between hangs of an engine; None: no random hangs."""
     hang_s: float = 7.0
-    """Until an engine that stands still is given up, and dies."""
+    """Time until a hanging engine is given up and dies."""
     start_s: float | None = None
-    """Until another engine has started in its place; None: none starts."""
+    """Time until a replacement serves; None: no replacement."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """Engines that come and go as somebody wants it."""
+    """Engines that join or leave on purpose."""
 
     joining: tuple[float, ...] = ()
-    """Seconds at which one more serves."""
+    """Times at which a further engine serves."""
     leaving: tuple[tuple[float, int], ...] = ()
-    """(second, engine) at which one gets nothing new, to leave when what it has is done."""
+    """(second, engine) at which an engine is drained: it gets no further requests and leaves when the last one ends."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class Scenario:
     steps: int = 16
     seed: int = 1
     offload_s: float | None = None
-    """Engines leave their devices between two batches, which takes so long with the way back; None: they stay."""
+    """Time to offload engines after a batch and load them again; None: they stay loaded."""
     deterministic: bool = False
-    """Requests go in waves, each to an engine that its id tells."""
+    """Requests are sent in waves, each to the engine that its id determines."""
 
     @property
     def takes_turns(self) -> bool:
-        """Generation and training cannot be side by side."""
+        """Whether generation and training cannot overlap."""
         return self.offload_s is not None or self.deterministic
 
     @property
     def mean_slots(self) -> int:
-        """Requests that an engine can run at a time on average, which the cache may keep below the slots: a running response is half done,
-        and long ones run for longer."""
+        """Average of the requests that an engine can run, which the cache may limit. Assumes that running responses are half done, and
+        weights long ones by their duration."""
         most = self.limits.cached_tokens
         if most is None:
             return self.limits.slots
@@ -101,7 +101,7 @@ class Scenario:
 
     @property
     def policy(self) -> str:
-        """How generation and training take turns, in a few words."""
+        """Short name of the supply and its settings."""
         rollout = self.rollout
         staleness = f" {rollout.max_staleness}" if rollout.max_staleness is not None and rollout.supply == "async" else ""
         on_sync = f", {rollout.on_sync}" if rollout.on_sync is not None and rollout.supply != "sync" else ""

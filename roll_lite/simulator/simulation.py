@@ -1,4 +1,4 @@
-"""The loop of a run with everything heavy replaced by its duration: the schedulers and the router are the real ones."""
+"""Simulated training loop: the real schedulers and router, with engines, rewards and trainer replaced by durations."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from roll_lite.simulator.scenario import Scenario
 from roll_lite.simulator.workload import domains, lengths, uniform
 
 LOOK_S = 1.0
-"""Between two looks at what is finished of a batch, for early passes."""
+"""Interval of checks for finished groups, for early passes."""
 GC_THRESHOLDS = (1_000_000, 50, 1000)
-"""Hundreds of thousands of samples in flight, none of them garbage."""
+"""Rare collections, since hundreds of thousands of live samples would be scanned each time."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,17 @@ class Phase:
 
 @dataclass(frozen=True)
 class Step:
+    """Figures of one simulated step."""
+
     end: float
     waited_s: float
-    """For the batch."""
+    """Time that the trainer waited for its batch."""
     trained_s: float
     tokens: int
-    """Prompts and responses."""
+    """Tokens of prompts and responses."""
     response_tokens: int
     work_s: float
-    """Seconds of an engine that its responses would take where all slots are always in use."""
+    """Engine seconds of its responses if all slots were always in use."""
     samples: int
     groups: dict[str, int]
     staleness: float
@@ -52,30 +54,32 @@ class Step:
 
 @dataclass
 class Outcome:
+    """Result of a simulated run."""
+
     scenario: Scenario
     steps: list[Step] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     deaths: list[tuple[float, int]] = field(default_factory=list)
     hangs: list[tuple[float, int]] = field(default_factory=list)
-    """Of engines that are among the dead later."""
+    """(second, engine) of each hang; these engines die later."""
     failed: int = 0
-    """Samples."""
+    """Number of failed samples."""
     put_back: int = 0
-    """Requests that lost their place in an engine's cache."""
+    """Number of requests that lost their place in an engine's cache."""
     filtered: int = 0
-    """Groups."""
+    """Number of filtered groups."""
     lost: int = 0
     behind_s: float = 0.0
-    """Seconds in which domains started nothing for later batches because their rewards were behind."""
+    """Seconds in which domains started nothing for later batches, since their rewards lagged."""
     early: int = 0
-    """Samples whose log-probs were begun before their batch was complete."""
+    """Number of samples with early log-probs."""
     exhausted: bool = False
-    """No domain has prompts left: it ended before its last step."""
+    """Whether the run ended early because no domain had prompts left."""
 
     @property
     def steady(self) -> list[Step]:
-        """Without the first ones: an asynchronous run begins with short responses, while the long ones are on their way."""
+        """Steps after the warm-up. An asynchronous run begins with short responses, while long ones are still in flight."""
         return self.steps[self.warm_up :]
 
     @property
@@ -89,7 +93,7 @@ class Outcome:
 
     @property
     def ideal_s(self) -> float:
-        """Of a step: the engines' work over their capacity, or the trainer's time, whichever is longer."""
+        """Lower bound of a step: the engines' work over their capacity, or the trainer's time if that is longer."""
         return max(self.work_s, fmean(step.trained_s for step in self.steady))
 
     @property
@@ -98,7 +102,7 @@ class Outcome:
 
     @property
     def utilisation(self) -> float:
-        """Of the engines: work over capacity."""
+        """Share of the engines' capacity in use."""
         return self.work_s / self.step_s
 
     @property
@@ -119,13 +123,13 @@ class Outcome:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Realised, of all groups delivered."""
+        """Realised share of each domain in all delivered groups."""
         total = sum(sum(step.groups.values()) for step in self.steps)
         return {name: sum(step.groups.get(name, 0) for step in self.steps) / total for name in self.steps[0].groups}
 
 
 def simulate(scenario: Scenario, spans: bool = False) -> Outcome:
-    """`spans`: keep what ran where, for a picture."""
+    """Simulate a run. `spans`: record what ran where, for a picture."""
     before = gc.get_threshold()
     gc.collect()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -140,7 +144,7 @@ def accepted(group: SampleGroup) -> list[Sample]:
 
 
 def tokens_of(group: SampleGroup) -> int:
-    """Prompts and responses."""
+    """Tokens of prompts and responses."""
     return sum(sample.transcript.prompt_length + sample.transcript.response_length for sample in accepted(group))
 
 
@@ -151,14 +155,14 @@ class _Simulation:
         self.keep_spans = spans
         self.version = 0
         self.engines: dict[int, SimulatedEngine] = {}
-        """Those that live, by number."""
+        """Living engines by number."""
         self.gone: list[SimulatedEngine] = []
         self.slots = scenario.mean_slots
         self.early: dict[int, int] = {}
-        """Tokens of the groups whose log-probs were begun early, by number."""
+        """Tokens of the groups with early log-probs, by group number."""
         self.passing_until = 0.0
         self.given_up = asyncio.Event()
-        """An engine has died."""
+        """Set when an engine has died."""
 
     async def run(self) -> Outcome:
         scenario, rollout = self.scenario, self.scenario.rollout
@@ -215,14 +219,14 @@ class _Simulation:
         self.record(result, ready - asked, self.clock() - ready)
 
     async def move_engines(self) -> None:
-        """Onto their devices; what it takes to offload them again is counted here too."""
+        """Load the engines onto their devices; the time to offload them is counted here too."""
         if self.scenario.offload_s is not None:
             started = self.clock()
             await asyncio.sleep(self.scenario.offload_s)
             self.outcome.phases.append(Phase("move", started, self.clock()))
 
     async def pass_early(self) -> None:
-        """As pipeline/early_passes.py does it: one pass at a time, over groups that are certain to be in the batch."""
+        """Simulate early passes as pipeline/early_passes.py runs them: one at a time, over groups that are surely in the batch."""
         least = least_early(self.scenario.rollout.prompts_per_step)
         while self.scenario.rollout.stream_log_probs:
             groups = [group for group in self.service.finished() if group.group not in self.early]
@@ -235,7 +239,7 @@ class _Simulation:
                 await asyncio.sleep(LOOK_S)
 
     async def train(self, result: RolloutResult) -> None:
-        """A pass that is under way ends first."""
+        """Simulate training, after a running early pass has ended."""
         await asyncio.sleep(max(0.0, self.passing_until - self.clock()))
         early = [group for group in result.groups if group.group in self.early]
         self.outcome.early += sum(len(accepted(group)) for group in early)
@@ -321,7 +325,7 @@ class _Simulation:
                 self.gone.append(self.engines.pop(number))
 
     def failure_of(self, number: int, hangs: bool) -> float | None:
-        """When it dies, or hangs: as given or drawn, whichever comes first."""
+        """Time of an engine's death or hang: the given or the drawn one, whichever is earlier."""
         failures = self.scenario.failures
         what, given, mean_s = ("hang", failures.hangs, failures.mean_hang_s) if hangs else ("failure", failures.given, failures.mean_s)
         times = [at for at, engine in given if engine == number]

@@ -1,5 +1,5 @@
-"""What the modelled engines and rewards are given to do: prompts, response lengths, scores. Drawn by hash from a sample's identity, so
-that every policy meets the very same lengths."""
+"""Workload of the simulator: prompts, response lengths, scores. Drawn by a hash of the sample's identity, so that all policies get the same
+lengths."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ P99 = NORMAL.inv_cdf(0.99)
 
 
 def uniform(*parts: object) -> float:
-    """Between 0 and 1, both excluded."""
+    """Pseudo-random number between 0 and 1, both excluded."""
     return (stable_hash(*parts) + 0.5) / 2**63
 
 
 class Distribution(Protocol):
     def draw(self, share: float) -> float:
-        """The value below which this share of all values lies."""
+        """Quantile: the value below which this share of all values lies."""
         ...
 
 
@@ -38,14 +38,14 @@ class Distribution(Protocol):
 class LogNormal:
     median: float
     p99: float
-    """99% are smaller. The same as the median: all are equal."""
+    """99% of the values are smaller. Equal to the median: all values are equal."""
 
     def draw(self, share: float) -> float:
         return self.median * math.exp(math.log(self.p99 / self.median) / P99 * NORMAL.inv_cdf(share))
 
 
 class Quantiles:
-    """Values as they were measured, at evenly spaced shares from the smallest to the largest."""
+    """Distribution given by measured quantiles at even steps, from the minimum to the maximum."""
 
     def __init__(self, values: Sequence[float]) -> None:
         self._values = tuple(values)
@@ -60,31 +60,31 @@ class Quantiles:
 class DomainModel:
     name: str
     lengths: Distribution
-    """Tokens of a response."""
+    """Response length in tokens."""
     max_tokens: int
     prompt_tokens: int = 512
     samples_per_prompt: int = 16
     share: float = 1.0
     reward_s: Distribution | None = None
-    """Seconds to score a response; None: no time."""
+    """Time to score a response; None: no time."""
     reward_most_s: float = math.inf
-    """Its time limit."""
+    """Time limit of scoring."""
     reward_workers: int | None = None
-    """Responses that are scored at a time, in the order in which they come; None: all."""
+    """Responses scored at a time, first come first served; None: all."""
     all_right: float = 0.0
-    """Share of the prompts that the policy always solves."""
+    """Share of prompts that the policy always solves."""
     all_wrong: float = 0.0
-    """Share of those that it never solves. The others are solved with a chance that is drawn evenly."""
+    """Share of prompts that it never solves. The others have a uniformly drawn chance."""
     greedy_baseline: bool = False
     prompts: int = 10_000
     epochs: int | None = None
-    """Passes over them; None: without end."""
+    """Passes over the prompts; None: endless."""
     least: int = 0
-    """Groups in each batch, whatever the share."""
+    """Minimum of groups in each batch, whatever the share."""
 
 
 class SimulatedPrompts:
-    """The first two tokens tell domain and row."""
+    """Prompts whose first two tokens encode domain and row."""
 
     def __init__(self, model: DomainModel, number: int) -> None:
         self._model = model
@@ -99,7 +99,7 @@ class SimulatedPrompts:
 
 
 class SimulatedReward:
-    """Takes its time, then scores 0 or 1."""
+    """Reward that sleeps for the drawn time, then scores 0 or 1."""
 
     def __init__(self, model: DomainModel, seed: int) -> None:
         self.capacity = math.inf if model.reward_workers is None else model.reward_workers
@@ -117,7 +117,7 @@ class SimulatedReward:
         return Score(float(uniform(self._seed, "score", item.response) < self._chance(item.prompt)))
 
     def _chance_of(self, prompt: str) -> float:
-        """Of the policy to solve it."""
+        """Chance that the policy solves the prompt."""
         place = uniform(self._seed, "prompt", self._model.name, prompt)
         if place < self._model.all_right:
             return 1.0
@@ -127,7 +127,7 @@ class SimulatedReward:
 
 
 def lengths(models: Sequence[DomainModel], seed: int) -> Callable[[GenerationRequest], int]:
-    """Of the response that a request begins or continues."""
+    """Function that gives the length of the response which a request begins or continues."""
     by_name = {model.name: model.lengths for model in models}
 
     def length(request: GenerationRequest) -> int:
@@ -138,7 +138,7 @@ def lengths(models: Sequence[DomainModel], seed: int) -> Callable[[GenerationReq
 
 
 def domains(models: Sequence[DomainModel], seed: int, group_filter: GroupFilter | None) -> list[Domain]:
-    """As the rollout service knows them."""
+    """Domains for the rollout service."""
     return [
         Domain(
             name=model.name,
