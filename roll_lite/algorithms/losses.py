@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, clamped, clamped_log_ratio
+from roll_lite.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, clamped, clamped_log_ratio, kl_estimate
 
 ROUNDING = 1e-4
 """A ratio of 1 is 1 to within float32's rounding only: a weight that changed by less was not limited."""
@@ -243,40 +243,75 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
 # ---------------------------------------------------------------- what engine and trainer see differently
 
 
-@dataclass(frozen=True)
-class MismatchCorrection:
-    """Both [B, T-1], detached."""
-
-    weight: torch.Tensor
-    """Factor of the token's policy loss; 0 where masked. A token of weight 0 stays in the aggregation's denominator."""
-    limited: torch.Tensor
-    """bool: the token's weight was outside of the range."""
+#
+# Of tokens that the engine sampled, [B, T-1], detached: `trained` are the log-probs of the policy that the loss believes to have sampled
+# them, `rollout` the engine's. A token of weight 0 stays in the aggregation's denominator.
 
 
-def mismatch_correction(
-    old_log_probs: torch.Tensor,
-    rollout_log_probs: torch.Tensor,
+def mismatch_weights(
+    trained: torch.Tensor,
+    rollout: torch.Tensor,
     mask: torch.Tensor,
     level: Literal["token", "sequence", "geometric"],
     mode: Literal["truncate", "mask"],
     low: float,
-    high: float,
-) -> MismatchCorrection:
-    """Weights exp(old - rollout) of tokens, of sequences (their product) or of their geometric mean, kept in [low, high].
-
-    The engine sampled the tokens: this is the importance weight of the policy that the loss believes to have sampled them.
-    truncate limits them to the range (TIS), mask makes them 0 outside of it (IcePop). Inputs [B, T-1].
+    high: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Importance weights exp(trained - rollout) of tokens, of sequences (their product) or of their geometric mean, kept in [low, high];
+    and, bool, which were outside of it. truncate limits them to the range (TIS), mask makes them 0 outside of it (IcePop).
     """
-    old = old_log_probs.detach().masked_fill(~mask, 0.0)
-    log_weight = clamped_log_ratio(old, rollout_log_probs.detach().masked_fill(~mask, 0.0))
+    log_weight = _log_ratio(trained, rollout, mask)
     if level == "sequence":
-        log_weight = clamped(row_sum(log_weight)).expand_as(old)
+        log_weight = clamped(row_sum(log_weight)).expand_as(log_weight)
     elif level == "geometric":
-        log_weight = row_mean(log_weight, mask).expand_as(old)
+        log_weight = row_mean(log_weight, mask).expand_as(log_weight)
     weight = torch.exp(log_weight)
-    limited = mask & ((weight < low) | (weight > high))
+    limited = mask & ((weight < low) | (weight > (torch.inf if high is None else high)))
     kept = weight.clamp(low, high) if mode == "truncate" else weight.masked_fill(limited, 0.0)
-    return MismatchCorrection(kept.masked_fill(~mask, 0.0), limited)
+    return kept.masked_fill(~mask, 0.0), limited
+
+
+def within(
+    trained: torch.Tensor,
+    rollout: torch.Tensor,
+    mask: torch.Tensor,
+    level: Literal["token", "sequence_sum", "sequence_mean", "sequence_min", "sequence_max"],
+    estimator: KlEstimator | Literal["ratio", "difference"],
+    low: float | None,
+    high: float | None,
+) -> torch.Tensor:
+    """bool: the token's estimate, or that of its sequence, lies in [low, high]; what is not a number lies nowhere.
+
+    ratio: exp(trained - rollout), of a sequence exp of the sum, mean, ... of the logarithms. k1, k2, k3, abs: of KL(rollout || trained).
+    difference: of the probabilities, trained - rollout.
+    """
+    log_ratio = _log_ratio(trained, rollout, mask)
+    if estimator == "ratio":
+        found = torch.exp(clamped(_of_sequence(log_ratio, mask, level)))
+    elif estimator == "difference":
+        found = _of_sequence((trained.exp() - rollout.exp()).masked_fill(~mask, 0.0), mask, level)
+    else:
+        found = _of_sequence(kl_estimate(-log_ratio, torch.zeros_like(log_ratio), estimator), mask, level)
+    inside = (found >= (-torch.inf if low is None else low)) & (found <= (torch.inf if high is None else high))
+    return mask & inside
+
+
+def _log_ratio(trained: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return clamped_log_ratio(*(x.detach().masked_fill(~mask, 0.0) for x in (trained, rollout)))
+
+
+def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
+    """[B, T-1], 0 where masked -> the same for `token`, else [B, 1]; anything for rows without policy tokens."""
+    if level == "token":
+        return x
+    if level == "sequence_sum":
+        return row_sum(x)
+    if level == "sequence_mean":
+        return row_mean(x, mask)
+    lowest = level == "sequence_min"
+    nothing = torch.inf if lowest else -torch.inf
+    column = torch.nn.functional.pad(x.masked_fill(~mask, nothing), (0, 1), value=nothing)  # there may be no token at all
+    return column.amin(1, keepdim=True) if lowest else column.amax(1, keepdim=True)
 
 
 # ---------------------------------------------------------------- critic and entropy

@@ -263,6 +263,7 @@ METRICS: dict[str, Metric] = {
     "correction/weight": Metric(MEAN, "", "Weight of a token's policy loss.", count=ACTOR, by="domain"),
     "correction/weight_square": Metric(MEAN, "", "Ingredient of correction/ess.", count=ACTOR, by="domain", shown=False),
     "correction/limited": Metric(MEAN, "share", "Tokens whose weight was outside of its range.", count=ACTOR, by="domain"),
+    "correction/filtered": Metric(MEAN, "share", "Tokens whose policy loss the filters took.", count=ACTOR, by="domain"),
     # critic
     "critic/tokens": Metric(SUM, "tokens", "Policy tokens the critic trained on, over all epochs.", by="domain"),
     "critic/loss": Metric(MEAN, "", "Value loss of an optimizer step."),

@@ -22,8 +22,9 @@ from roll_lite.algorithms.losses import (
     PolicyTerms,
     clipped_value_loss,
     entropy_loss,
-    mismatch_correction,
+    mismatch_weights,
     unclipped,
+    within,
 )
 from roll_lite.algorithms.token_metrics import Peaks, RatioHistogram, mismatch_of_tokens, sums_by_domain
 from roll_lite.config.schema.algorithm import CustomLossConfig, MismatchCorrectionConfig, PolicyLossConfig, PpoLossConfig
@@ -116,7 +117,9 @@ class ActorLoss:
 
         policy = policy_loss(self.policy_loss, PolicyTerms(log_probs, old, _column(micro_batch, "advantages"), mask))
         tokens = _policy_diagnostics(policy, log_probs.detach(), old, mask)
-        corrected, measured = self._corrected(policy.loss, old, micro_batch)
+        # Under `rollout` the old log-probs are the engine's own, so that only the training forward is left to compare with.
+        trained = log_probs.detach() if self.old_log_probs == "rollout" else old
+        corrected, measured = self._corrected(policy.loss, trained, micro_batch)
         tokens |= measured
         loss = weight * corrected
         metrics = {"actor/policy_loss": _total(loss)}
@@ -133,7 +136,7 @@ class ActorLoss:
                 loss = loss + self.entropy_coef * (weight * entropy)
         numbers = domain_numbers(micro_batch, self.domains)
         if "rollout_log_probs" in micro_batch.columns:
-            tokens |= self._mismatch(log_probs.detach(), old, micro_batch, numbers)
+            tokens |= self._mismatch(trained, micro_batch, numbers)
         metrics |= {"actor/loss": _total(loss), **sums_by_domain(tokens, numbers, self.domains)}
         self._record_ratios(log_probs.detach(), old, mask, numbers)
         return loss.sum(), metrics
@@ -144,19 +147,24 @@ class ActorLoss:
         self.peaks.record("actor/ratio_max", ratios, mask, numbers)
         self.peaks.record("actor/ratio_min", ratios, mask, numbers, smallest=True)
 
-    def _corrected(self, loss: torch.Tensor, old: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The policy loss times its mismatch correction, and what is worth telling of the weights."""
+    def _corrected(
+        self, loss: torch.Tensor, trained: torch.Tensor, micro_batch: MicroBatch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The policy loss times its mismatch correction, and metrics of the weights."""
         if self.mismatch_correction is None:
             return loss, {}
-        correction = mismatch_correction(
-            old, _column(micro_batch, "rollout_log_probs"), micro_batch.mask, **self.mismatch_correction.parameters
-        )
-        measured = {
-            "correction/weight": correction.weight,
-            "correction/weight_square": correction.weight.double().square(),
-            "correction/limited": correction.limited,
-        }
-        return loss * correction.weight, measured
+        mask, rollout = micro_batch.mask, _column(micro_batch, "rollout_log_probs")
+        of_weight, filters = self.mismatch_correction.weight, self.mismatch_correction.filters
+        weight, measured = mask.to(loss.dtype), {}
+        if of_weight is not None:
+            weight, measured["correction/limited"] = mismatch_weights(trained, rollout, mask, **of_weight.parameters)
+        if filters:
+            passed = torch.stack([within(trained, rollout, mask, **one.parameters) for one in filters]).all(0)
+            measured["correction/filtered"] = mask & ~passed
+            weight = weight.masked_fill(~passed, 0.0)
+        measured |= {"correction/weight": weight, "correction/weight_square": weight.double().square()}
+        # Weight 0 makes 0 of an infinite loss too.
+        return (loss * weight).masked_fill(weight == 0, 0.0), measured
 
     def _kl(
         self, outputs: MicroBatchOutputs, log_probs: torch.Tensor, old: torch.Tensor, micro_batch: MicroBatch
@@ -177,11 +185,7 @@ class ActorLoss:
         assert self.kl_estimator != "full"
         return kl_loss(log_probs, reference, self.kl_estimator, self.kl_unbiased_gradient, old), measured
 
-    def _mismatch(
-        self, current: torch.Tensor, old: torch.Tensor, micro_batch: MicroBatch, numbers: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        # Under `rollout` the old log-probs are the engine's own, so that only the training forward is left to compare with.
-        trained = current if self.old_log_probs == "rollout" else old
+    def _mismatch(self, trained: torch.Tensor, micro_batch: MicroBatch, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
         difference, k3 = mismatch_of_tokens(_column(micro_batch, "rollout_log_probs"), trained)
         self.peaks.record("mismatch/max", difference, micro_batch.mask, numbers)
         return {"mismatch/mean": difference, "mismatch/k3": k3}

@@ -153,6 +153,21 @@ def mismatch_weights(
     return [(w if ok else 0.0, not ok) for w, ok in zip(weights, inside, strict=True)]
 
 
+def mismatch_numbers(trained: Sequence[float], rollout: Sequence[float], level: str, estimator: str) -> list[float]:
+    """What a filter looks at, of each token of a row."""
+    logs = [limited(t - r, -LIMIT, LIMIT) for t, r in zip(trained, rollout, strict=True)]
+    if estimator == "ratio":
+        numbers = logs
+    elif estimator == "difference":
+        numbers = [math.exp(t) - math.exp(r) for t, r in zip(trained, rollout, strict=True)]
+    else:
+        numbers = [kl_value(-log, 0.0, estimator) for log in logs]
+    if level != "token":
+        of_row = {"sum": sum(numbers), "mean": sum(numbers) / len(numbers), "min": min(numbers), "max": max(numbers)}
+        numbers = [of_row[level.removeprefix("sequence_")]] * len(numbers)
+    return [math.exp(limited(number, -LIMIT, LIMIT)) for number in numbers] if estimator == "ratio" else numbers
+
+
 def kl_value(new: float, ref: float, estimator: str) -> float:
     """Schulman, "Approximating KL divergence"."""
     r = new - ref

@@ -10,11 +10,31 @@ from roll_lite.config.schema.run import RunConfig
 MISTAKES = {
     "early stop of one update": ("early_stop_kl: 0.1", "algorithm.early_stop_kl", "one update per batch"),
     "correction of nothing": (
-        "{old_log_probs: rollout, mismatch_correction: {}}",
-        "algorithm.mismatch_correction",
-        "every weight would be 1",
+        "{old_log_probs: rollout, mismatch_correction: {weight: {}}}",
+        "algorithm.mismatch_correction.weight",
+        "own ratio is against the engine",
     ),
-    "empty range of the correction": ("mismatch_correction: {low: 2.0}", "algorithm.mismatch_correction.low", "not below high (2.0)"),
+    "correction without a part": ("mismatch_correction: {}", "algorithm.mismatch_correction", "neither weighs nor filters"),
+    "empty range of the weight": (
+        "mismatch_correction: {weight: {low: 2.0}}",
+        "algorithm.mismatch_correction.weight.low",
+        "not below high (2.0)",
+    ),
+    "empty range of a filter": (
+        "mismatch_correction: {filters: [{high: 2.0}, {level: sequence_mean, low: 1.0, high: 0.5}]}",
+        "algorithm.mismatch_correction.filters.1.low",
+        "not below high (0.5)",
+    ),
+    "filter of everything": (
+        "mismatch_correction: {filters: [{level: sequence_min}]}",
+        "algorithm.mismatch_correction.filters.0",
+        "set low or high",
+    ),
+    "ratio that nothing has": (
+        "mismatch_correction: {filters: [{high: -1.0}]}",
+        "algorithm.mismatch_correction.filters.0.high",
+        "a ratio is positive",
+    ),
     "constant without use": ("aggregation_constant: 10", "algorithm.aggregation_constant", "only used by aggregation: constant"),
     "range upside down": ("policy_loss: {name: topr, negative: [1.0, 0.5]}", "algorithm.policy_loss.negative", "lower end first"),
     "masks upside down": ("masks: {group_mean: [0.9, 0.1]}", "algorithm.masks.group_mean", "lower end first"),

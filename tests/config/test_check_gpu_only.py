@@ -12,7 +12,7 @@ from roll_lite.config.checks import gpu_only
 from roll_lite.config.checks import layout as check_layout
 
 FP8 = "model: {dtype: bfloat16}\nactor_infer: {strategy: {quantization: fp8}}\n"
-CORRECTED = FP8 + "algorithm: {mismatch_correction: {high: 2.0}}\n"
+CORRECTED = FP8 + "algorithm: {mismatch_correction: {weight: {high: 2.0}}}\n"
 QUANTIZATION = "actor_infer.strategy.quantization"
 
 
@@ -32,7 +32,7 @@ def test_fp8_rollouts_without_a_gpu(project: Project, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("yaml", "path", "fragment"),
     [
-        (FP8, QUANTIZATION, "set algorithm.mismatch_correction (level: token"),
+        (FP8, QUANTIZATION, "set algorithm.mismatch_correction (weight: {level: token"),
         (CORRECTED.replace("bfloat16", "float32"), QUANTIZATION, "model.dtype) is float32"),
         (CORRECTED + "weight_sync: {verify: sampled}", "weight_sync.verify", "bit for bit"),
         (CORRECTED + "weight_sync: {verify: sampled}\nactor_train: {lora: {engines: adapter}}", None, ""),

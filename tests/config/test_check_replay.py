@@ -72,7 +72,7 @@ def test_another_policy_needs_the_sampling_ones_log_probs(past: Project) -> None
     other = "algorithm.policy_loss={name: ppo, clip_high: 0.3}"
     message = told(past, *TRAIN, other)["algorithm.old_log_probs"]
     assert "from the second step on this run's policy is not the one that sampled (algorithm differs), which recompute takes it" in message
-    for right in (ROLLOUT, "algorithm.mismatch_correction={level: token}", "steps=1"):
+    for right in (ROLLOUT, "algorithm.mismatch_correction={weight: {level: token}}", "steps=1"):
         assert told(past, *TRAIN, other, right) == {}
     assert "seed, actor_train.optimizer differ" in told(past, *TRAIN, "seed=5", "actor_train.optimizer.lr=1e-4")["algorithm.old_log_probs"]
     assert told(past, *TRAIN, "actor_train.micro_batch_size=1", "actor_train.devices=2") == {}, "a layout changes nothing"

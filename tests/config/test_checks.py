@@ -749,6 +749,6 @@ def test_roles_that_stay_on_the_same_gpus_are_told(project: Project, monkeypatch
 def test_stale_samples_that_nothing_weighs_are_told(project: Project) -> None:
     (note,) = staleness_notes(project.load("rollout.supply=async"))
     assert note.startswith("rollout.supply: async trains on samples of older weights")
-    for fine in ("algorithm.old_log_probs=rollout", "algorithm.mismatch_correction={high: 2.0}", "rollout.max_staleness=0"):
+    for fine in ("algorithm.old_log_probs=rollout", "algorithm.mismatch_correction={weight: {high: 2.0}}", "rollout.max_staleness=0"):
         assert staleness_notes(project.load("rollout.supply=async", fine)) == []
     assert staleness_notes(project.load()) == []

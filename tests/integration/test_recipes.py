@@ -88,7 +88,7 @@ def test_whole_distributions_kept_tokens_and_corrections_go_through_a_run(tmp_pa
         "rollout.keep_mask=true",
         f"algorithm.kl_in_reward={{coef: 0.01, estimator: full, {adaptive}}}",
         f"algorithm.kl_in_loss={{coef: 0.01, estimator: full, {adaptive}}}",
-        "algorithm.mismatch_correction={level: sequence, mode: mask, low: 0.5, high: 2.0}",
+        "algorithm.mismatch_correction={weight: {level: sequence, mode: mask, low: 0.5, high: 2.0}}",
         "algorithm.advantage={name: gae, lam_critic: 1.0, length_adaptive: 0.5, bootstrap_truncated: true}",
         "algorithm.masks={truncated: mask}",
         "algorithm.critic_warmup_steps=0",

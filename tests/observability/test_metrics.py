@@ -169,7 +169,8 @@ def test_what_the_losses_return_is_declared() -> None:
         dict.fromkeys(names, column) | {"loss_weight": torch.full((2,), 1 / 6), "ptx_weight": torch.tensor([0.0, 0.1])}, mask
     )
     outputs = MicroBatchOutputs(log_probs=column, entropy=-column, values=column)
-    actor = ActorLoss(kl_coef=0.1, entropy_coef=0.1, mismatch_correction=MismatchCorrectionConfig())
+    correction = MismatchCorrectionConfig.model_validate({"weight": {}, "filters": [{"high": 2.0}]})
+    actor = ActorLoss(kl_coef=0.1, entropy_coef=0.1, mismatch_correction=correction)
     sums = MetricSums()
     for loss in (actor, CriticLoss()):
         sums.add_sums({name: float(value) for name, value in loss(outputs, micro)[1].items()}, ["math"])

@@ -12,9 +12,9 @@ from reference_losses import kl_full, mismatch_weights
 from roll_lite.algorithms.kl import kl_loss
 from roll_lite.algorithms.losses import row_weights
 from roll_lite.algorithms.token_metrics import Peaks, ratio_percentiles
-from roll_lite.config.schema.algorithm import MismatchCorrectionConfig, PpoLossConfig
+from roll_lite.config.schema.algorithm import CorrectionWeightConfig, MismatchCorrectionConfig, PpoLossConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
-from roll_lite.workers.objectives import ActorLoss, CriticLoss
+from roll_lite.workers.objectives import ActorLoss, CriticLoss, OldLogProbs
 
 NAN = math.nan
 Loss = Callable[[MicroBatchOutputs, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -128,7 +128,7 @@ def test_actor_loss_and_metrics_token_by_token(mode: str) -> None:
     outputs, micro = batch(mode)
     loss = ActorLoss(
         policy_loss=PpoLossConfig(clip_low=0.1, clip_high=0.15),
-        mismatch_correction=MismatchCorrectionConfig(high=1.005),
+        mismatch_correction=MismatchCorrectionConfig(weight=CorrectionWeightConfig(high=1.005)),
         kl_coef=0.3,
         entropy_coef=0.05,
         domains=3,
@@ -224,17 +224,41 @@ def test_unbiased_kl_gradient_is_weighted_with_the_policy_ratio() -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_mismatch_correction_weighs_against_the_old_log_probs(level: str) -> None:
-    """Under `current` those are the training forward's; under `rollout` there is nothing to correct."""
+    """Under `current` those are the training forward's."""
     outputs, micro = batch()
-    correction = MismatchCorrectionConfig(level=level)  # type: ignore[arg-type]
+    correction = MismatchCorrectionConfig(weight=CorrectionWeightConfig(level=level))  # type: ignore[arg-type]
     corrected = run(ActorLoss(old_log_probs="current", mismatch_correction=correction), outputs, micro)
     assert "rollout_log_probs" in ActorLoss(old_log_probs="current", mismatch_correction=correction).columns
     same = MicroBatch({**micro.columns, "old_log_probs": outputs.log_probs.clone()}, micro.mask)  # type: ignore[union-attr]
     assert corrected[0] == run(ActorLoss(mismatch_correction=correction), outputs, same)[0]
     assert corrected[0] != run(ActorLoss(old_log_probs="current"), outputs, micro)[0]
-    plain = run(ActorLoss(old_log_probs="rollout"), outputs, micro)
-    engine = run(ActorLoss(old_log_probs="rollout", mismatch_correction=correction), outputs, micro)
-    assert engine[0] == plain[0] and engine[1]["correction/weight#0"] == micro.mask.sum()
+
+
+@pytest.mark.parametrize("old_log_probs", ["recompute", "current", "rollout"])
+def test_filters_take_the_policy_loss_of_what_trainer_and_engine_see_differently(old_log_probs: OldLogProbs) -> None:
+    """All of them have to be passed, and the weight is multiplied. Under `rollout` the training forward is the trainer's side. An infinite
+    loss of weight 0 is 0."""
+    outputs, micro = batch()
+    assert outputs.log_probs is not None
+    low, high = {"estimator": "ratio", "low": 0.985}, {"estimator": "k3", "high": 1e-4}
+    correction = MismatchCorrectionConfig.model_validate({"filters": [low, high]})
+    weighted = MismatchCorrectionConfig.model_validate({"filters": [low, high], "weight": {"high": 1.005}})
+    plain = run(ActorLoss(old_log_probs=old_log_probs), outputs, micro)
+    trained = micro.columns["old_log_probs"] if old_log_probs == "recompute" else outputs.log_probs
+    ratio = (trained - micro.columns["rollout_log_probs"]).exp()
+    kept = micro.mask & (ratio >= 0.985) & (ratio - 1 - ratio.log() <= 1e-4)
+    assert kept.any() and (micro.mask & (ratio < 0.985)).any() and (micro.mask & (ratio > 1.015)).any()
+    loss = ActorLoss(old_log_probs=old_log_probs, mismatch_correction=correction)
+    found = run(loss, outputs, micro)
+    torch.testing.assert_close(found[2], torch.where(kept, plain[2], 0.0))
+    assert found[1]["correction/filtered#0"] == int((micro.mask & ~kept).sum()) and found[1]["correction/weight#0"] == int(kept.sum())
+    assert "correction/limited#0" not in found[1] and found[1]["actor/tokens#0"] == plain[1]["actor/tokens#0"]
+    both = run(ActorLoss(old_log_probs=old_log_probs, mismatch_correction=weighted), outputs, micro)
+    torch.testing.assert_close(both[2], torch.where(kept, plain[2] * ratio.clamp(max=1.005), 0.0))
+    row, token = (micro.mask & ~kept).nonzero()[0].tolist()
+    broken = micro.columns["advantages"].clone()
+    broken[row, token] = math.inf
+    assert math.isfinite(run(loss, outputs, MicroBatch({**micro.columns, "advantages": broken}, micro.mask))[0])
 
 
 def test_critic_loss_and_metrics_token_by_token() -> None:
@@ -269,8 +293,8 @@ def test_critic_loss_and_metrics_token_by_token() -> None:
 ACTOR = ActorLoss(kl_coef=0.3, kl_estimator="k2", entropy_coef=0.05, domains=3)
 CORRECTIONS = [
     None,
-    MismatchCorrectionConfig(level="sequence"),
-    MismatchCorrectionConfig(level="geometric", mode="mask", low=0.999, high=1.001),
+    MismatchCorrectionConfig.model_validate({"weight": {"level": "sequence"}, "filters": [{"level": "sequence_min", "low": 0.9}]}),
+    MismatchCorrectionConfig(weight=CorrectionWeightConfig(level="geometric", mode="mask", low=0.999, high=1.001)),
 ]
 ACTORS = [
     ActorLoss(policy_loss=LOSSES[name][0], mismatch_correction=CORRECTIONS[number % 3], domains=1 + 2 * (number % 2))
@@ -383,7 +407,7 @@ def test_old_log_probs_rollout_takes_the_engines() -> None:
     "loss",
     [
         ActorLoss(policy_loss=PpoLossConfig(clip_low=0.1, clip_high=0.3), kl_coef=0.3, entropy_coef=0.1),
-        ActorLoss(policy_loss=LOSSES["gspo"][0], mismatch_correction=MismatchCorrectionConfig(level="sequence"), kl_coef=0.1),
+        ActorLoss(policy_loss=LOSSES["gspo"][0], mismatch_correction=CORRECTIONS[1], kl_coef=0.1),
         CriticLoss(),
     ],
     ids=["actor", "gspo", "critic"],

@@ -66,20 +66,31 @@ def _mismatch_correction(config: RunConfig) -> Iterator[Problem]:
     correction = config.algorithm.mismatch_correction
     if correction is None:
         return
-    if config.algorithm.old_log_probs == "rollout":
+    path = "algorithm.mismatch_correction"
+    if correction.weight is None and not correction.filters:
+        yield Problem(path, "neither weighs nor filters; set weight (weight: {high: 2.0}) or filters, or remove it")
+    if config.algorithm.old_log_probs == "rollout" and correction.weight is not None:
         message = (
-            "with old_log_probs: rollout the trainer's own log-probs are never taken, every weight would be 1; use recompute or current"
+            "with old_log_probs: rollout the policy loss's own ratio is against the engine; use recompute or current, or filters alone"
         )
-        yield Problem("algorithm.mismatch_correction", message)
+        yield Problem(f"{path}.weight", message)
     truncated = [name for name, domain in config.domains.items() if is_truncated(domain.sampling)]
     if truncated and not config.rollout.keep_mask:
         message = (
             f"domain {truncated[0]!r} samples from a truncated distribution, so that every weight would hold the truncation as well; "
             "set rollout.keep_mask: true, or sample without top_p, top_k, min_p and min_tokens"
         )
-        yield Problem("algorithm.mismatch_correction", message)
-    if correction.low >= correction.high:
-        yield Problem("algorithm.mismatch_correction.low", f"is not below high ({correction.high})", correction.low)
+        yield Problem(path, message)
+    for place, one in ((f"{path}.weight", correction.weight), *((f"{path}.filters.{i}", one) for i, one in enumerate(correction.filters))):
+        if one is not None and one.low is not None and one.high is not None and one.low >= one.high:
+            yield Problem(f"{place}.low", f"is not below high ({one.high})", one.low)
+    for number, one in enumerate(correction.filters):
+        if one.low is None and one.high is None:
+            yield Problem(f"{path}.filters.{number}", "has no range, everything passes; set low or high, or remove it")
+        elif one.estimator == "ratio" and one.high is not None and one.high <= 0:
+            yield Problem(
+                f"{path}.filters.{number}.high", "nothing passes: a ratio is positive, 1 where trainer and engine agree", one.high
+            )
 
 
 def _aggregation_constant(config: RunConfig) -> Iterator[Problem]:

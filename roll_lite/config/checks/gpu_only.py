@@ -33,10 +33,10 @@ def _fp8_rollouts(config: RunConfig) -> Iterator[Problem]:
     if config.weight_sync.verify != "none" and adapters_of_engines(config) is None:
         message = "an engine in fp8 does not hold the trainer's weights bit for bit; use none"
         yield Problem("weight_sync.verify", message, config.weight_sync.verify)
-    if trains(config) and config.algorithm.mismatch_correction is None and config.algorithm.old_log_probs != "rollout":
+    if trains(config) and not config.algorithm.weighs_by_rollout:
         message = (
             "engines in fp8 sample from another policy than the one that trains; set algorithm.mismatch_correction "
-            "(level: token, mode: truncate, high: 2.0), or old_log_probs: rollout"
+            "(weight: {level: token, high: 2.0}), or old_log_probs: rollout"
         )
         yield Problem(path, message, "fp8")
 

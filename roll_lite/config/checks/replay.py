@@ -119,14 +119,14 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 def _behaviour(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
     """`current` and `recompute` take the policy of each step for the one that sampled, which holds where this run repeats the other one."""
     algorithm = config.algorithm
-    if algorithm.old_log_probs == "rollout" or algorithm.mismatch_correction is not None:
+    if algorithm.weighs_by_rollout:
         return
     mine = _plain(config)
     differences = [found for header in headers[:-1] if (found := _differences(mine, header.config))]
     if differences:
         message = (
             f"from the second step on this run's policy is not the one that sampled ({differences[0]}), which {algorithm.old_log_probs} "
-            "takes it for; use rollout, or set algorithm.mismatch_correction"
+            "takes it for; use rollout, or set algorithm.mismatch_correction.weight"
         )
         yield Problem("algorithm.old_log_probs", message, algorithm.old_log_probs)
 

@@ -105,10 +105,10 @@ def staleness_notes(config: RunConfig) -> list[str]:
     """What may be meant, and is worth a look."""
     rollout, algorithm = config.rollout, config.algorithm
     stale = rollout.supply != "sync" if rollout.max_staleness is None else rollout.max_staleness > 0
-    if not stale or algorithm.mismatch_correction is not None or algorithm.old_log_probs == "rollout":
+    if not stale or algorithm.weighs_by_rollout:
         return []
     what = f"rollout.supply: {rollout.supply} trains on samples of older weights as if the newest had generated them"
-    return [f"{what}; algorithm.mismatch_correction, or old_log_probs: rollout, weighs them by the ratio of both"]
+    return [f"{what}; algorithm.mismatch_correction.weight, or old_log_probs: rollout, weighs them by the ratio of both"]
 
 
 def _least_prompts(config: RunConfig) -> Iterator[Problem]:

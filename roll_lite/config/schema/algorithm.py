@@ -212,8 +212,8 @@ PolicyLossConfig = Annotated[
 ]
 
 
-class MismatchCorrectionConfig(Section):
-    """Weights each token's policy loss with (trainer's probability / engine's probability) of what the engine sampled."""
+class CorrectionWeightConfig(Section):
+    """Multiplies each token's policy loss with (trainer's probability / engine's probability) of what the engine sampled."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
     """token: each token's own weight. sequence: the product over the response. geometric: its geometric mean."""
@@ -221,8 +221,31 @@ class MismatchCorrectionConfig(Section):
     """truncate: limit the weight to the range (TIS). mask: weight 0 outside of it (IcePop)."""
     low: NonNegativeFloat = 0.0
     """Lower end of the range."""
-    high: PositiveFloat = 2.0
-    """Upper end of the range."""
+    high: PositiveFloat | None = 2.0
+    """Upper end of the range; null: none."""
+
+
+class CorrectionFilterConfig(Section):
+    """Takes the policy loss of tokens, or of whole sequences, on which trainer and engine differ too much."""
+
+    level: Literal["token", "sequence_sum", "sequence_mean", "sequence_min", "sequence_max"] = "token"
+    """token: each token by its own number. Otherwise the whole sequence, by the sum, mean, minimum or maximum over its tokens."""
+    estimator: Literal["ratio", "k1", "k2", "k3", "abs", "difference"] = "ratio"
+    """The number of a token. ratio: trainer's probability / engine's probability; its sum over a sequence is the product, its mean the
+    geometric mean. k1, k2, k3, abs: KL(engine || trainer) as for kl_in_reward, in nats. difference: trainer's probability - engine's."""
+    low: float | None = None
+    """Less is left out; null: no lower end."""
+    high: float | None = None
+    """More is left out; null: no upper end."""
+
+
+class MismatchCorrectionConfig(Section):
+    """One weight and any number of filters, for tokens that the engine sampled from another policy than the trainer's."""
+
+    weight: CorrectionWeightConfig | None = None
+    """Importance weight; null: 1."""
+    filters: list[CorrectionFilterConfig] = Field(default_factory=list)
+    """What passes all of them keeps its weight, what does not gets 0."""
 
 
 class ValueLossConfig(Section):
@@ -405,3 +428,9 @@ class AlgorithmConfig(Section):
     """The step's remaining actor updates are left out once KL(old || new) of an update exceeds this, in nats per token."""
     critic_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps at the start in which only the critic trains."""
+
+    @property
+    def weighs_by_rollout(self) -> bool:
+        """A sample's loss has the ratio to the policy that sampled it as a factor."""
+        correction = self.mismatch_correction
+        return self.old_log_probs == "rollout" or (correction is not None and correction.weight is not None)

@@ -122,7 +122,16 @@ def main(folder: Path, layout: dict[str, Any]) -> None:
         inputs = model_io.model_inputs(batch, plan, device)
         ends = model_io.model_inputs(batch, plan, device, ends=True)
     group = parallel.parallel_state.get_tensor_model_parallel_group()
-    losses = ActorLoss(mismatch_correction=MismatchCorrectionConfig(), kl_coef=0.1, entropy_coef=0.1), CriticLoss()
+    losses = (
+        ActorLoss(
+            mismatch_correction=MismatchCorrectionConfig.model_validate(
+                {"weight": {}, "filters": [{"level": "sequence_max", "high": 1e9}]}
+            ),
+            kl_coef=0.1,
+            entropy_coef=0.1,
+        ),
+        CriticLoss(),
+    )
     with mode, torch.no_grad():
         for value_head, loss in zip((False, True), losses, strict=True):
             model = RollModel(transformer_config(hf, config, torch.bfloat16, False), hf, value_head, Balance(0.01))
