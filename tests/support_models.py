@@ -139,8 +139,10 @@ def hf_scores(folder: Path, rows: Sequence[Sequence[int]]) -> list[float]:
 
 
 def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The oracle."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+    """Load the oracle. transformers would give the pad token's embedding no gradient."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+    model.get_input_embeddings().padding_idx = None
+    return model
 
 
 def by_checkpoint(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support_models import VOCAB_SIZE, by_checkpoint, load_hf, make_tiny_model
+from support_models import PAD_ID, VOCAB_SIZE, by_checkpoint, load_hf, make_tiny_model
 from transformers import PreTrainedModel
 
 from roll_lite.config.schema.models import MegatronStrategyConfig, ModelConfig, OptimizerConfig
@@ -37,9 +37,7 @@ def started(path: Path, optimizer: OptimizerConfig | None = None, dtype: str = "
 
 def batch_of(lengths: Sequence[int] = (9, 4, 12, 2, 7, 5), vocab: int = VOCAB_SIZE, seed: int = 3) -> DataProto:
     """Rows whose first third or so is the prompt, with a gap in the response mask of longer rows, random advantages as weights, and
-    temperatures that differ.
-
-    Token 0 does not occur: it is padding, and Hugging Face drops the gradient of its embedding."""
+    temperatures that differ. Token 0, the pad token, occurs in prompt and response."""
     generator = torch.Generator().manual_seed(seed)
     masks = []
     for length in lengths:
@@ -51,12 +49,17 @@ def batch_of(lengths: Sequence[int] = (9, 4, 12, 2, 7, 5), vocab: int = VOCAB_SI
         {
             "sample": torch.arange(len(lengths)),
             "temperature": TEMPERATURES[torch.arange(len(lengths)) % len(TEMPERATURES)],
-            "input_ids": Ragged.from_rows([torch.randint(3, vocab, (length,), generator=generator) for length in lengths]),
+            "input_ids": Ragged.from_rows([_with_padding(torch.randint(0, vocab, (length,), generator=generator)) for length in lengths]),
             "response_mask": Ragged.from_rows(masks),
             "advantages": Ragged.from_rows([torch.randn(length - 1, generator=generator) for length in lengths]),
             "returns": Ragged.from_rows([torch.randn(length - 1, generator=generator) for length in lengths]),
         }
     )
+
+
+def _with_padding(ids: torch.Tensor) -> torch.Tensor:
+    ids[0] = ids[len(ids) // 2] = PAD_ID
+    return ids
 
 
 def weighted_loss(outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
