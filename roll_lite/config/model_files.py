@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,14 @@ class StoredTensor:
         with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             for position in range(self.start, self.stop, _BLOCK):
                 yield content[position : min(position + _BLOCK, self.stop)]
+
+    def zero_rows(self, rows: Iterable[int]) -> list[int]:
+        """Those of the rows whose numbers are all zero."""
+        size = (self.stop - self.start) // self.shape[0]
+        nothing = bytes(size)
+        with self.file.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            starts = {row: self.start + row * size for row in rows if 0 <= row < self.shape[0]}
+            return [row for row, start in starts.items() if content[start : start + size] == nothing]
 
     def equals(self, other: StoredTensor) -> bool:
         if (self.dtype, self.shape) != (other.dtype, other.shape):

@@ -90,6 +90,11 @@ class PromptSet:
         """Tokens of the longest prompt."""
         return int(np.diff(self._id_ends).max())
 
+    def distinct_ids(self) -> list[int]:
+        """Token ids that occur in the prompts."""
+        ids: list[int] = np.unique(np.frombuffer(self._ids, dtype=np.intc)).tolist()
+        return ids
+
     def counts(self) -> str:
         """How many prompts there are, and how many rows were left out for what."""
         out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())

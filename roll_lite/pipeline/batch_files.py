@@ -1,10 +1,12 @@
-"""What a run's losses and weights can be computed from once more (examples/recompute.py), in the run's folder:
+"""Files in the run's folder from which examples/recompute.py computes losses and weights once more:
 
 | file                                   | written by               | holds                                                        |
 |----------------------------------------|--------------------------|--------------------------------------------------------------|
 | `start/models.json`, `start/ROLE/`     | driver, once             | the weights that training starts from, or where they are     |
+| `start/adapters/`                      | actor, once              | with LoRA: the adapters that training starts from            |
 | `batches/step_000012/rows_0000.parquet` | head of data rank 0     | its rows: tokens, masks, log-probs, values, advantages       |
 | `batches/.../mini_batches.parquet`     | driver                   | which sample is in which optimizer step, and its loss weight |
+| `batches/.../supervised.parquet`       | driver                   | with algorithm.ptx: its rows in each optimizer step          |
 | `batches/.../step.json`                | driver                   | KL coefficients of the step                                  |
 | `skipped/step_000012_actor_update_02/` | as above                 | the same of the samples of one update that was skipped,      |
 |                                        |                          | because its loss or gradient was not finite, with losses;    |
@@ -28,14 +30,17 @@ import pyarrow as pa
 
 from roll_lite.config.arithmetic import group_size, longest_sequence, trains
 from roll_lite.config.checkpoint_files import FileRecord, record
+from roll_lite.config.device_phases import Phase
 from roll_lite.config.hf_config import read_model_shape
+from roll_lite.config.schema.models import FEED_FORWARD
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.columns_file import as_table, write_table
 from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
 from roll_lite.distributed.dataflow import Batch
-from roll_lite.pipeline.clusters import Model
+from roll_lite.pipeline.clusters import Clusters, Model
+from roll_lite.pipeline.devices import states
 from roll_lite.pipeline.skipped_updates import Skipped
 from roll_lite.workers.actor import ActorWorker
 
@@ -51,8 +56,8 @@ class BatchFiles:
         self._folder = run_folder
         self.are_written = trains(config) and _are_wanted(config)
 
-    def keep_start(self) -> None:
-        """The weights that training starts from: copies of small models, otherwise where they are."""
+    def keep_start(self, clusters: Clusters) -> None:
+        """Keep the weights that training starts from: copies of adapters and small models, the paths of others."""
         if not self.are_written:
             return
         start = self._folder / "start"
@@ -62,6 +67,9 @@ class BatchFiles:
         for role, path in _models_of(self._config).items():
             described["models"][role] = self._keep(path.resolve(), start / role)
         (start / "models.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        if self._config.actor_train.lora is not None:
+            with clusters.actor.loaded(states(Phase.FINAL_MODEL)):
+                clusters.actor.ranks.all(ActorWorker.save_adapters, (start / "adapters").resolve())
 
     def _keep(self, source: Path, copy: Path) -> dict[str, Any]:
         files = _files_of(source)
@@ -76,6 +84,13 @@ class BatchFiles:
     ) -> None:
         self._write(f"batches/step_{step:06d}", actor, batch, _as_table(mini_batches), {"step": step, "kl_coefs": dict(kl_coefs)})
 
+    def write_supervised(self, step: int, updates: Sequence[DataProto]) -> None:
+        """Write the rows of algorithm.ptx in each optimizer step of a step."""
+        if self.are_written and updates:
+            table = as_table(_supervised_columns(DataProto.concat(updates)))
+            numbers = np.repeat(np.arange(1, len(updates) + 1), [len(rows) for rows in updates])
+            write_table(self._folder / f"batches/step_{step:06d}" / "supervised.parquet", table.append_column("update", pa.array(numbers)))
+
     def write_skipped(
         self,
         skipped: Skipped,
@@ -85,16 +100,15 @@ class BatchFiles:
         kl_coefs: Mapping[str, float],
         supervised: DataProto | None,
     ) -> None:
-        """The samples of one update, whichever batches are kept: nobody can tell beforehand which ones will be asked for; and its rows of
-        algorithm.ptx."""
+        """Write the samples of one update and its rows of algorithm.ptx, even if no batches are written."""
         table = _with_losses(_as_table([mini_batch], first=skipped.update), skipped)
         facts = {"step": skipped.step, "role": skipped.role, "update": skipped.update, "kl_coefs": dict(kl_coefs)}
         facts |= {"loss": str(skipped.loss), "grad_norm": str(skipped.grad_norm)}  # JSON has no NaN
         own = np.flatnonzero(np.isin(batch.rows.tensor("sample").numpy(), mini_batch.samples))
         self._write(skipped.folder, actor, batch.take(own), table, facts)
         if supervised is not None:
-            columns = supervised.select(["sample", "input_ids", "response_mask", "ptx_weight"])
-            write_table(self._folder / skipped.folder / "supervised.parquet", _with_losses(as_table(columns), skipped))
+            table = _with_losses(as_table(_supervised_columns(supervised)), skipped)
+            write_table(self._folder / skipped.folder / "supervised.parquet", table)
 
     def _write(self, name: str, actor: Model[ActorWorker], batch: Batch, mini_batches: pa.Table, facts: Mapping[str, Any]) -> None:
         """Rows are written by the ranks that credit was assigned on, each into a file of its own."""
@@ -106,23 +120,25 @@ class BatchFiles:
 
 
 def _are_wanted(config: RunConfig) -> bool:
-    """The losses of supervised rows, which are not in the files, could not be computed from them, whoever asks for it."""
-    if config.algorithm.ptx is not None or config.batches.write == "never":
-        return False
-    return config.batches.write == "always" or (most_tokens(config) <= SMALL_STEP_TOKENS and _has_formulas(config))
+    if config.batches.write == "auto":
+        return most_tokens(config) <= SMALL_STEP_TOKENS and _has_formulas(config)
+    return config.batches.write == "always"
 
 
 def _has_formulas(config: RunConfig) -> bool:
-    """In examples/recompute.py, for what is trained."""
-    refreshed = config.reference is not None and config.reference.refresh is not None
+    """Whether examples/recompute.py can compute what is trained."""
     trained = [role for role in (config.actor_train, config.critic) if role is not None]
+    lora = config.actor_train.lora
     return (
         config.model.dtype == "float32"
-        and config.actor_train.lora is None
         and all(role.optimizer.muon is None for role in trained)
-        and not refreshed
-        and not any(read_model_shape(path).experts for path in _models_of(config).values())
+        and config.algorithm.routing_replay == "none"
+        and (lora is None or set(FEED_FORWARD).isdisjoint(lora.targets) or not read_model_shape(config.model.path).experts)
     )
+
+
+def _supervised_columns(rows: DataProto) -> DataProto:
+    return rows.select(["sample", "input_ids", "response_mask", "ptx_weight"])
 
 
 def _models_of(config: RunConfig) -> dict[str, Path]:

@@ -73,7 +73,7 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
     for line in live.notes() if live is not None else []:
         journal.console.message(line)
     batch_files = BatchFiles(config, folder)
-    batch_files.keep_start()
+    batch_files.keep_start(models)
     return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), batch_files, supervised_rows(config))
 
 
@@ -204,6 +204,7 @@ class Starter:
             steps=config.steps,
             engines_rest=config.actor_infer.offload,
             engine_silence_s=config.limits.engine_silence or None,
+            trains_embeddings=trains(config) and config.actor_train.lora is None,
             experts=replays_engines(config),
         )
         return start_cluster(self.spec("rollouts", [beside_driver()]), RolloutWorker, service)

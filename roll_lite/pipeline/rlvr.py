@@ -161,6 +161,7 @@ class RLVRPipeline:
         if self.steps_done >= self.algorithm.critic_warmup_steps:
             own = self.with_supervised(actor.shares(batch, self.actor_columns, mini_batches))
             supervised = [DataProto.concat(rows) for rows in zip(*(share.supervised for share in own), strict=True)]
+            self.batch_files.write_supervised(self.steps_done + 1, supervised)
             turns["actor"] = DeviceTurn(actor, partial(actor.ranks.start_scatter, ActorWorker.train, own, kl_coef))
         if critic is not None:
             own = critic.shares(batch, self.critic_columns, mini_batches)

@@ -92,6 +92,9 @@ class ActorWorker(ModelWorker):
         """This rank's rows of the batch, into a file of their own. Called on the head ranks."""
         write_columns(folder / f"rows_{self.strategy.layout.data_rank:04d}.parquet", shard.materialize())
 
+    def save_adapters(self, folder: Path) -> None:
+        self.strategy.save_adapters(folder)
+
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
         """Every mini-batch of every epoch, until the policy has moved too far. `kl_coef`: of the KL in the loss, for this step."""
         loss = self.loss.with_kl_coef(kl_coef)

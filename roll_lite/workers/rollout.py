@@ -12,12 +12,13 @@ from typing import Any
 
 from roll_lite.config.checks.reward_models import MODEL_REWARD
 from roll_lite.config.keep_mask import is_truncated
+from roll_lite.config.model_files import EMBEDDING, stored_tensors
 from roll_lite.config.schema.domains import DomainConfig, RolloutConfig, SamplingConfig
 from roll_lite.config.schema.models import ModelConfig, RewardModelConfig
 from roll_lite.data.prompts import PromptOrder, PromptSet, Split, load_prompts
 from roll_lite.data.proto import DataProto
 from roll_lite.data.samples import FinishReason, RewardInput, SampleGroup, Sampling
-from roll_lite.data.templates import load_tokenizer
+from roll_lite.data.templates import Tokenizer, load_tokenizer
 from roll_lite.distributed.dataflow import Block
 from roll_lite.distributed.fleet import Fleet, Policy
 from roll_lite.distributed.worker import AsyncWorker, freeze_heap
@@ -34,6 +35,7 @@ from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_pool import RewardModelClient, RewardModelPool
 from roll_lite.workers.rollout_output import DumpSpec, held_out_rows, rows_of, tokens_of, write_samples
 
+ZERO_ROWS_SHOWN = 5
 CANNED_RESPONSE = "The answer is 1."
 """Scored once in every domain at the start."""
 ENGINE_POLICY = Policy(start_timeout_s=None, restarts=0)
@@ -65,6 +67,8 @@ class RolloutSpec:
     """They are offloaded between two batches."""
     engine_silence_s: float | None = None
     """How long an engine's process may answer nothing; None: for ever."""
+    trains_embeddings: bool = False
+    """Updates change the embeddings of the tokens that prompts contain."""
     experts: bool = False
     """Engines say where tokens went."""
 
@@ -101,6 +105,7 @@ class RolloutWorker(AsyncWorker):
         self._pools: dict[str, RewardPool | RewardModelPool] = {}
         self._reward_models: dict[str, RewardModelClient] = {}
         self._data_counts: list[str] = []
+        self._embedding_notes: list[str] = []
         self._silences: list[float] = []
         self._writing: asyncio.Task[None] | None = None
         self._one_writes = asyncio.Lock()
@@ -184,6 +189,8 @@ class RolloutWorker(AsyncWorker):
 
     def _load_domain(self, name: str, config: DomainConfig, tokenizer: Any) -> Domain:
         prompts = self._load_prompts(name, config, "train", tokenizer)
+        if self._spec.trains_embeddings:
+            self._embedding_notes += zero_embeddings(name, prompts, self._spec.model.path, tokenizer)
         files, seed = config.data.train, self._spec.seed
         shares = list(files.values()) if isinstance(files, dict) else []
         return Domain(
@@ -207,10 +214,10 @@ class RolloutWorker(AsyncWorker):
         self._data_counts.append(f"domains.{name}.data.{split}: {prompts.counts()}")
         return prompts
 
-    async def reward_notes(self) -> list[str]:
-        """How samples are scored, where there is something to know of it: to be said at the start."""
+    async def notes(self) -> list[str]:
+        """Notes for the start of the run: how samples are scored, and tokens whose embeddings are zero."""
         pools = {name: pool for name, pool in self._pools.items() if isinstance(pool, RewardPool)}
-        return [f"domains.{name}.reward: {pool.note}" for name, pool in pools.items() if pool.note]
+        return [*self._embedding_notes, *(f"domains.{name}.reward: {pool.note}" for name, pool in pools.items() if pool.note)]
 
     async def data_counts(self) -> list[str]:
         """How many prompts each domain has, and how many rows were left out for what: to be said at the start."""
@@ -313,3 +320,20 @@ def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
         stop_token_ids=tuple(config.stop_token_ids),
         keep_mask=keep_mask and is_truncated(config),
     )
+
+
+def zero_embeddings(domain: str, prompts: PromptSet, model: Path, tokenizer: Tokenizer) -> list[str]:
+    """Warn of tokens in the prompts whose embeddings are all zeros. A norm multiplies the gradient of such a row by up to a thousand."""
+    try:
+        embedding = stored_tensors(model).get(EMBEDDING)
+    except ValueError:  # reported when the weights are loaded
+        return []
+    if embedding is None or not (zero := embedding.zero_rows(prompts.distinct_ids())):
+        return []
+    shown = ", ".join(f"{token} ({tokenizer.decode([token])!r})" for token in zero[:ZERO_ROWS_SHOWN])
+    more = f" and {len(zero) - ZERO_ROWS_SHOWN} more" if len(zero) > ZERO_ROWS_SHOWN else ""
+    return [
+        f"warning: model.path: {model}: the embeddings of tokens {shown}{more} are all zeros, and prompts of domain {domain} contain them. "
+        "Their first gradient can be hundreds of times that of all other weights, and clipping then wastes the step. Give these rows small "
+        "random values, or use a template without these tokens"
+    ]

@@ -681,7 +681,6 @@ PTX_MISTAKES = {
     "chat": (PTX + ", max_tokens: 64, template: {type: chat}}}", "algorithm.ptx.template.type", "has no chat template"),
     "length": (PTX + "}}", "algorithm.ptx.max_tokens", "is more than the model's 64 positions"),
     "coef": (PTX.replace("0.1", "0") + ", max_tokens: 64}}", "algorithm.ptx.coef", "expected number > 0"),
-    "batches": (PTX + ", max_tokens: 64}}\nbatches: {write: always}", "batches.write", "are not in the files"),
     "whole vocabulary": (
         PTX + ", max_tokens: 64}, kl_in_loss: {coef: 0.1, estimator: full}}\nreference: {}",
         "algorithm.kl_in_loss.estimator",

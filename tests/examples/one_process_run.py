@@ -2,7 +2,8 @@
 
     python one_process_run.py FOLDER RECIPE [key=value ...]
 
-Rollouts are random tokens with the log-probs that the actor gives them, at two temperatures; clusters are called directly.
+Rollouts are random tokens with the log-probs that the actor gives them, at two temperatures; with rollout.keep_mask those among six random
+tokens. Clusters are called directly.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from roll_lite.config.arithmetic import updates
+from roll_lite.config.arithmetic import actor_is_reference, updates
+from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.loading import load_config
+from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.microbatch import RowsAtATime
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.ragged import Ragged
@@ -28,11 +31,12 @@ from roll_lite.distributed.dataflow import Batch, put_block
 from roll_lite.distributed.worker import ROLE, Worker
 from roll_lite.pipeline import devices
 from roll_lite.pipeline.batch_files import BatchFiles
+from roll_lite.pipeline.build import supervised_rows
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.pipeline.journal import Journal
 from roll_lite.pipeline.rlvr import RLVRPipeline
-from roll_lite.workers.actor import ActorWorker
+from roll_lite.workers.actor import ActorWorker, AdaptedActorWorker
 from roll_lite.workers.critic import CriticWorker
 from roll_lite.workers.model import ModelRole
 from roll_lite.workers.reference import ReferenceWorker
@@ -72,9 +76,10 @@ class Local:
         return self.all(method, shards[0], *arguments)
 
 
-def rollouts(actor: Any, domains: list[str], generator: torch.Generator) -> Batch:
+def rollouts(actor: Any, config: RunConfig, generator: torch.Generator) -> Batch:
+    domains, vocabulary = list(config.domains), read_model_shape(config.model.path).vocab_size
     lengths = torch.randint(10, 20, (SAMPLES,), generator=generator)
-    ids = [torch.randint(3, 200, (int(length),), generator=generator) for length in lengths]
+    ids = [torch.randint(0, vocabulary, (int(length),), generator=generator) for length in lengths]
     numbers, zeros = torch.arange(SAMPLES), torch.zeros(SAMPLES)
     rows = {
         "sample": numbers,
@@ -92,6 +97,10 @@ def rollouts(actor: Any, domains: list[str], generator: torch.Generator) -> Batc
     }
     mask = [torch.arange(len(row)) >= PROMPT for row in ids]
     tokens = DataProto({"sample": numbers, "input_ids": Ragged.from_rows(ids), "response_mask": Ragged.from_rows(mask)})
+    if config.rollout.keep_mask:
+        kept = [torch.randint(0, vocabulary, (len(row) - 1, 6), generator=generator, dtype=torch.int32) for row in ids]
+        kept = [torch.where(place[1:, None], one, -1) for one, place in zip(kept, mask, strict=True)]
+        tokens = tokens.with_columns(kept_ids=Ragged.from_rows(kept))
     asked = tokens.with_columns(temperature=rows["temperature"])
     plan = actor.strategy.plan(tokens.lengths, RowsAtATime(GROUP))
     said = actor.strategy.forward(asked, ["log_probs"], plan)
@@ -110,7 +119,8 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
         settings = ModelRole(config.model, role, updates(config, name), seed=1, deterministic=False)
         return Model(Local(worker(settings, *arguments)), role, worker)  # type: ignore[arg-type]
 
-    actor = model("actor_train", ActorWorker, config.algorithm, len(config.domains))
+    policy = AdaptedActorWorker if actor_is_reference(config) else ActorWorker
+    actor = model("actor_train", policy, config.algorithm, len(config.domains))
     assert actor is not None
     clusters: Any = Clusters(
         actor,
@@ -119,14 +129,16 @@ def run(folder: Path, recipe: str, overrides: list[str]) -> None:
     )
     journal, files = Journal(config, folder), BatchFiles(config, folder)
     journal.connect()
-    files.keep_start()
+    files.keep_start(clusters)
     generator = torch.Generator().manual_seed(3)
     source: Any = SimpleNamespace(loaded=lambda *_: nullcontext(), sync=lambda version: None)
-    pipeline: Any = RLVRPipeline(config, clusters, source, journal, Checkpoints(config, folder), files)
-    pipeline.generate = lambda: rollouts(actor.ranks.worker, list(config.domains), generator)  # type: ignore[attr-defined]
+    pipeline: Any = RLVRPipeline(config, clusters, source, journal, Checkpoints(config, folder), files, supervised_rows(config))
+    pipeline.generate = lambda: rollouts(actor.ranks.worker, config, generator)  # type: ignore[attr-defined]
     while pipeline.steps_done < config.steps:
         with journal.step(pipeline.steps_done + 1):
             pipeline.step()
+        if pipeline.refresh is not None and pipeline.due(pipeline.refresh.every):
+            pipeline.refresh_reference()
     pipeline.export_model()
     journal.close("completed")
 

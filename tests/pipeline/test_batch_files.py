@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from roll_lite.data.ragged import Ragged
 from roll_lite.distributed import dataflow
 from roll_lite.distributed.dataflow import Batch, put_block
 from roll_lite.pipeline.batch_files import BatchFiles
-from roll_lite.pipeline.clusters import Model
+from roll_lite.pipeline.clusters import Clusters, Model
 from roll_lite.workers.actor import ActorWorker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,9 +43,10 @@ def load(monkeypatch: pytest.MonkeyPatch, recipe: str, *overrides: str) -> RunCo
         (["batches.write=never"], False),
         (["rollout.samples_per_prompt=1000"], False),  # 32 x 1000 x 24 tokens
         (["rollout.samples_per_prompt=1000", "batches.write=always"], True),
-        (["actor_train.lora={}"], False),  # nobody could compute anything from them
-        (["actor_train.lora={}", "batches.write=always"], True),
-        (["reference={refresh: {every: 1}}", "algorithm.kl_in_loss.coef=0.1"], False),
+        (["actor_train.lora={}"], True),
+        (["actor_train.lora={}", "batches.write=never"], False),
+        (["reference={refresh: {every: 1}}", "algorithm.kl_in_loss.coef=0.1"], True),
+        (["+algorithm.ptx={data: {train: examples/data/add_train.jsonl, answer: answer}, coef: 0.1, samples: 4, max_tokens: 64}"], True),
         (["actor_train.optimizer.muon={}"], False),
         (["algorithm.advantage={name: gae}", "critic={devices: 1, optimizer: {muon: {}}}"], False),
         (["algorithm.advantage={name: gae}", "critic={devices: 1}"], True),
@@ -56,17 +58,21 @@ def test_small_runs_keep_their_batches_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], written: bool
 ) -> None:
     monkeypatch.setattr(optimizers, "find_spec", lambda name: object())  # Muon's package
+    asked: list[Any] = []
+    ranks = SimpleNamespace(all=lambda method, folder: asked.append((method.__name__, folder)))
+    clusters: Any = SimpleNamespace(actor=SimpleNamespace(ranks=ranks, loaded=lambda states: nullcontext()))
     files = BatchFiles(load(monkeypatch, "tiny_grpo", *overrides), tmp_path)
     assert files.are_written is written
-    files.keep_start()
+    files.keep_start(clusters)
     assert (tmp_path / "start").exists() is written
+    assert (asked == [("save_adapters", tmp_path / "start" / "adapters")]) is (written and "actor_train.lora={}" in overrides)
 
 
 @pytest.mark.parametrize(("limit", "path"), [(256, "start/actor_train"), (0, str(MODEL))])
 def test_the_weights_that_training_starts_from_are_in_the_folder_or_named_with_checksums(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int, path: str
 ) -> None:
-    BatchFiles(load(monkeypatch, "tiny_ppo", f"batches.copy_models_mb={limit}"), tmp_path).keep_start()
+    BatchFiles(load(monkeypatch, "tiny_ppo", f"batches.copy_models_mb={limit}"), tmp_path).keep_start(Clusters(None))
     start = json.loads((tmp_path / "start" / "models.json").read_text())
     assert start["resumed_from"] is None and set(start["models"]) == {"actor_train", "critic"}
     actor = start["models"]["actor_train"]

@@ -20,10 +20,14 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import RayActorError
 from rollout_cases import USER, DoomedWorker, domain, engines, rollouts, spec_of, toy_model
+from safetensors.torch import load_file, save_file
+from support_models import make_tiny_model
 
 from roll_lite.config.schema.domains import FormatConfig, RewardConfig, SamplingConfig
 from roll_lite.config.schema.models import ModelConfig
+from roll_lite.data.prompts import PromptSet
 from roll_lite.data.samples import GenerationRequest, Sampling, TokenRow, Turn
+from roll_lite.data.templates import load_tokenizer
 from roll_lite.distributed.cluster import Cluster, ClusterSpec, Pending, RankFailed, start_cluster
 from roll_lite.distributed.dataflow import Batch
 from roll_lite.distributed.placement import anywhere
@@ -31,7 +35,7 @@ from roll_lite.distributed.strategy.inference.processes import is_running
 from roll_lite.scheduler.engines import EngineLost
 from roll_lite.scheduler.stats import RolloutStats
 from roll_lite.workers.infer import InferWorker, RemoteEngine
-from roll_lite.workers.rollout import RolloutBatch, RolloutWorker, sampling_of
+from roll_lite.workers.rollout import RolloutBatch, RolloutWorker, sampling_of, zero_embeddings
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
@@ -81,6 +85,20 @@ def test_a_reward_that_cannot_score_is_told_before_the_engines_are_ready(model: 
     message = str(told.value)
     assert "domains.sums.reward: scoring a first response, 'The answer is 1.', failed" in message
     assert "roll-lite reward --domain sums" in message
+
+
+def test_zero_embeddings_of_tokens_in_prompts_are_told(tmp_path: Path) -> None:
+    """Rows 0 (the pad token) and 3 are zero, and no prompt has token 3."""
+    path, prompts = make_tiny_model(tmp_path), PromptSet("math")
+    prompts.add("5", [5, 0, 9])
+    prompts.add("6", [6])
+    tokenizer = load_tokenizer(path)
+    assert zero_embeddings("math", prompts, path, tokenizer) == []
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][[0, 3]] = 0.0
+    save_file(weights, path / "model.safetensors")
+    (told,) = zero_embeddings("math", prompts, path, tokenizer)
+    assert f"the embeddings of tokens 0 ({tokenizer.decode([0])!r}) are all zeros, and prompts of domain math contain them" in told
 
 
 def test_groups_that_are_finished_can_be_had_before_their_batch(model: ModelConfig, tmp_path: Path) -> None:

@@ -219,9 +219,6 @@ def _ptx(config: RunConfig) -> Iterator[Problem]:
     if config.algorithm.kl_in_loss.coef > 0 and config.algorithm.kl_in_loss.estimator == "full":
         message = "would take the whole distribution of the rows of algorithm.ptx too; use another estimator, or no ptx"
         yield Problem("algorithm.kl_in_loss.estimator", message, "full")
-    if config.batches.write == "always":
-        message = "the rows of algorithm.ptx are not in the files, so that nothing could be computed from them; use auto or never"
-        yield Problem("batches.write", message, "always")
 
 
 ALGORITHM_CHECKS = (

@@ -74,7 +74,7 @@ class BatchFilesConfig(Section):
 
     write: Literal["auto", "always", "never"] = "auto"
     """auto: where a step has at most 262,144 tokens, and the script can compute what is trained: in float32 (model.dtype), and not with
-    actor_train.lora, optimizer.muon, algorithm.ptx, reference.refresh or a model with experts."""
+    optimizer.muon, algorithm.routing_replay or adapters of experts."""
     copy_models_mb: Annotated[int, Field(ge=0)] = 256
     """Models up to this size are copied into the run's folder before training; of larger ones path and checksums are kept."""
 

@@ -233,6 +233,10 @@ class TrainStrategy(ForwardStrategy):
         """Save the weights, or their `average` (ModelSpec.ema_decay), as Hugging Face safetensors with config and tokenizer."""
 
     @abstractmethod
+    def save_adapters(self, folder: Path) -> None:
+        """Save the adapters (ModelSpec.lora) in PEFT's format."""
+
+    @abstractmethod
     def load_hf(self, folder: Path) -> None:
         """Load other weights of the same model that save_hf wrote. Only for a model that does not train."""
 

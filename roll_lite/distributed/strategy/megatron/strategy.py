@@ -219,14 +219,19 @@ class MegatronStrategy(TrainStrategy):
     def _write_hf(self, folder: Path, dtype: torch.dtype, average: bool, write: Write | None = None) -> None:
         self._mover.require(StateGroup.WEIGHTS)
         lora = self._spec.lora
-        if lora is not None and self._adapters is not None and lora.export == "adapter":
-            exporter = HfExporter(self._adapters.bindings, self._hf)
-            save_adapters(exporter, exporter.plan(SAVE_BUCKET_BYTES), folder, adapter_config(lora, self._spec.model.path))
+        if lora is not None and lora.export == "adapter":
+            self.save_adapters(folder)
             return
         assert self._average is not None or not average, "this strategy was made without an average"
         read = self._average.read if average and self._average is not None else weights
         plan = self._exporter.plan(SAVE_BUCKET_BYTES)
         write_hf(self._exporter, plan, self._spec.model.path, folder, dtype, self._value_head, read, write)
+
+    def save_adapters(self, folder: Path) -> None:
+        self._mover.require(StateGroup.WEIGHTS)
+        assert self._adapters is not None and self._spec.lora is not None, "this strategy was made without LoRA"
+        exporter = HfExporter(self._adapters.bindings, self._hf)
+        save_adapters(exporter, exporter.plan(SAVE_BUCKET_BYTES), folder, adapter_config(self._spec.lora, self._spec.model.path))
 
     def load_hf(self, folder: Path) -> None:
         self._mover.require_to_write(StateGroup.WEIGHTS)
