@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from functools import lru_cache
@@ -30,8 +31,8 @@ def checked_template(template: str) -> str:
     return template
 
 
-OF_THE_SAMPLE = ("prompt", "response", "answer", QUESTION)
-"""What is no column, or need be none."""
+OF_THE_SAMPLE = ("prompt", "response", "answer", "fence", QUESTION)
+"""Placeholders that are no columns, or need not be."""
 
 
 def columns_in(template: str) -> tuple[str, ...]:
@@ -39,7 +40,8 @@ def columns_in(template: str) -> tuple[str, ...]:
 
 
 def filled(template: str, sample: RewardInput, reward: str, response: str | None = None) -> str:
-    """In one go: braces in a prompt or a response are never looked at. `response`: in place of the sample's own."""
+    """The template with its placeholders filled in at once: braces in a prompt or a response stay as they are. `response`: in place of the
+    sample's own."""
     parts = []
     for text, name in template_parts(template):
         value = "" if name is None else response if name == "response" and response is not None else filling(name, sample)
@@ -51,12 +53,14 @@ def filled(template: str, sample: RewardInput, reward: str, response: str | None
 
 
 def filling(name: str, sample: RewardInput) -> Any:
-    """{prompt} is the policy's input with its template applied, {question} the prompt as the data has it, {response} (without
-    its thinking) and {answer} the sample's, any other name a column of the data; a column that is called question comes first. None where
-    there is no such thing."""
+    """The value of a placeholder: {prompt} is the policy's input with its template applied, {question} the prompt as the data has it,
+    {response} (without its thinking) and {answer} the sample's, {fence} a line that the response cannot contain, any other name a column of
+    the data; a column that is called question comes first. None if there is no such thing."""
     own = {"prompt": sample.prompt, "response": after_thinking(sample), "answer": sample.answer}
     if name in own:
         return own[name]
+    if name == "fence":  # made from the response, so that a greedy judge is asked the same in every run
+        return f"=== {hashlib.sha256(sample.response.encode(errors='surrogatepass')).hexdigest()[:16]} ==="
     if name == QUESTION and name not in sample.columns:
         return sample.prompt if sample.question is None else sample.question
     return sample.columns.get(name)

@@ -122,13 +122,12 @@ class JudgeServer:
         self._held.close()
 
     async def _is_healthy(self) -> bool:
-        import aiohttp
+        import httpx2
 
         try:
-            async with aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(HEALTH_SECONDS)) as session:
-                async with session.get(f"http://{self._host}:{self._port}/health") as response:
-                    return response.status == 200
-        except (aiohttp.ClientError, OSError):
+            async with asyncio.timeout(HEALTH_SECONDS), httpx2.AsyncClient(trust_env=False) as client:
+                return (await client.get(f"http://{self._host}:{self._port}/health")).status_code == 200
+        except (TimeoutError, httpx2.HTTPError, OSError):
             return False
 
 

@@ -9,27 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Literal, Protocol
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.code.sandbox_fusion import answer_of, request_of
-from roll_lite.rewards.http.client import Addresses, KeyVariable, Service, shared
-from roll_lite.rewards.reward_type import ArgumentSection
+from roll_lite.rewards.http.client import Addresses, HttpClient, HttpSettings, several
 from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
 
 
-class RemoteBackend(ArgumentSection):
+class RemoteBackend(HttpSettings):
     """`backend: {url: http://host:port/run}`."""
 
     kind: Literal["roll_lite", "sandbox_fusion"] = "roll_lite"
     """Whose protocol: ours (examples/sandbox_server.py), or SandboxFusion's `/run_code`."""
     url: Addresses
     """One or several: the least busy is asked."""
-    api_key_env: KeyVariable | None = None
     concurrency: PositiveInt = 16
+    """Requests under way at the same time, in each worker."""
     timeout_s: PositiveFloat = 60.0
-    """Of one request, which holds one job."""
-    retries: NonNegativeInt = 3
+    """Time after which one request, which holds one job, counts as failed."""
 
 
 class Backend(Protocol):
@@ -41,8 +39,7 @@ class RemoteSandbox:
     SandboxFusion has it."""
 
     def __init__(self, remote: RemoteBackend) -> None:
-        urls = (remote.url,) if isinstance(remote.url, str) else remote.url
-        self._service = Service("code", urls, remote.api_key_env, "Authorization", remote.concurrency, remote.timeout_s, remote.retries)
+        self._client = HttpClient("code", several(remote.url), remote)
         self._is_fusion = remote.kind == "sandbox_fusion"
         self._runner: asyncio.Runner | None = None
 
@@ -56,7 +53,7 @@ class RemoteSandbox:
     async def _one(self, job: Program | Pair) -> Ended:
         try:
             plain = job_to_json(job)
-            answer, url = await shared(self._service).post(request_of(plain) if self._is_fusion else {"job": plain})
+            answer, url = await self._client.post(request_of(plain) if self._is_fusion else {"job": plain})
         except RewardFailed as failure:
             return SandboxTrouble(failure.cause)
         try:

@@ -6,8 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -29,7 +27,7 @@ from roll_lite.config.text_templates import placeholders
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import CUT, finished, is_cut
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed
-from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, Service, of_running_loop, several, shared
+from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, several
 from roll_lite.rewards.http.verdict import Verdict, VerdictParser, checked_pattern, checked_scale
 from roll_lite.rewards.placeholders import checked_template, columns_in, filled
 from roll_lite.rewards.reward_type import Unshown
@@ -44,8 +42,10 @@ TEMPLATE = """Is the response a correct and complete answer to the question?
 [Reference answer]
 {answer}
 
-[Response]
+[Response, all that is between the two lines {fence}]
+{fence}
 {response}
+{fence}
 
 End your reply with a line of its own, either "Verdict: yes" or "Verdict: no"."""
 ADDRESS = {"url": "url, the endpoint's address, such as https://host/v1", "model": "model, its name at the endpoint"}
@@ -67,11 +67,13 @@ class JudgeReward(AskingReward):
     """A language model behind an OpenAI-compatible endpoint reads the response and gives a verdict, which is the value.
 
     `url` and `model` say where it is, or `server`: one of the judges that the run starts itself. Without `pattern`, `choices` and `scale`
-    the verdict is yes or no. Of the choices, or the numbers of `scale`, the one behind the last "verdict:" or "score:" counts, else the one
-    that the judge's text begins with, the one alone on its last line, or the only one that it names; not what it denies or quotes, and
-    neither the 10 of 7/10. A verdict that cannot be read, or that was cut at `max_tokens`, is asked for again, `asks` times in all. A
-    response that gets none, or that the endpoint refuses, has the lowest verdict (0, or a choice below 0), unless a harmless response gets
-    none either: then the sample has failed. Greedy answers are cached: `fingerprint` tells models of one name apart.
+    the verdict is yes or no. It is read from the last line of the judge's text, such as "Verdict: yes" or "7/10", or from a JSON object
+    such as {"verdict": "yes"} at its end, as guided decoding (`extra_body`) gives it. A verdict elsewhere in the text may be one that the
+    judge quotes from the response, and is not read.
+
+    A verdict that cannot be read, or that was cut at `max_tokens`, is asked for again, `asks` times in all. A response that gets none, or
+    that the endpoint refuses, has the lowest verdict (0, or a choice below 0), unless a harmless response gets none either: then the sample
+    has failed. Greedy answers are cached: `fingerprint` tells models of one name apart.
 
     ```yaml
     reward:
@@ -94,7 +96,7 @@ class JudgeReward(AskingReward):
     """Which of the endpoint's two interfaces to use."""
     template: Annotated[str, AfterValidator(checked_template)] = TEMPLATE
     """What it is asked: {question} (as in the data), {prompt} (template applied), {response}, {answer}, {column} filled in; {{ and }} stay
-    braces."""
+    braces. {fence} is a line that the response cannot contain: put one before and one behind it."""
     system: str | None = None
     """A system message."""
     pattern: Annotated[str, AfterValidator(checked_pattern)] | None = None
@@ -145,27 +147,36 @@ class JudgeReward(AskingReward):
         if self.url is None or self.model is None:
             where = "only a run starts the judges of its configuration; give url and model"
             raise RewardFailed(f"reward judge: server {self.server!r} has no address here: {where}")
-        urls = several(self.url)
-        settings = Settings(
-            service=self.service("judge", [_endpoint(one, self.api) for one in urls]),
-            identity=(self.server, self.fingerprint) if self.server is not None else (*sorted(urls), self.fingerprint),
-            cache_entries=self.cache_entries,
-            cache_file=self.cache_file,
-        )
-        questions = of_running_loop(("judge", settings), lambda: _questions(settings))
-        text = self.question_about(sample)
-        request: dict[str, Any] = {"model": self.model, "temperature": self.temperature}
+        request: dict[str, Any] = {"model": self.model, "temperature": self.temperature, **self._asked(self.question_about(sample))}
         request |= {"max_tokens": self.max_tokens} if self.max_tokens is not None else {}
         request |= {"stop": list(self.stop)} if self.stop else {}
-        is_chat = self.api == "chat"
-        request |= _as_chat(text, self.system) if is_chat else {"prompt": f"{self.system}\n\n{text}" if self.system else text}
-        parser = _parser(self.pattern, None if self.choices is None else tuple(self.choices.items()), self.scale)
-        verdict, said = await _verdict(questions, request | (self.extra_body or {}), parser, self.asks)
+        verdict, said = await self._verdict(self.of_loop(lambda: Questions(self)), request | (self.extra_body or {}))
         return Score(verdict.value, None, {"extracted": verdict.extracted, "verdict": said[:KEPT_CHARACTERS]})
 
+    def _asked(self, text: str) -> dict[str, Any]:
+        """The part of a request that holds the question."""
+        if self.api == "completions":
+            return {"prompt": f"{self.system}\n\n{text}" if self.system else text}
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return {"messages": [*first, {"role": "user", "content": text}]}
+
+    async def _verdict(self, questions: Questions, request: dict[str, Any]) -> tuple[Verdict, str]:
+        parser, said = VerdictParser(self.pattern, self.choices, self.scale), ""
+        for number in range(self.asks):
+            again = {"temperature": max(request["temperature"], AGAIN_TEMPERATURE)} if number else {}
+            said, key = await questions.ask(request | again)
+            verdict = None if said == UNFINISHED else parser(said)
+            if verdict is not None:
+                if key:
+                    questions.cache.put(key, said)
+                return verdict, said
+        asked = f"asked {self.asks} times, the judge" if self.asks > 1 else "the judge"
+        unreadable = f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
+        raise ResponseSuspected(f"reward judge: {asked} {'did not finish within max_tokens' if said == UNFINISHED else unreadable}")
+
     def question_about(self, sample: RewardInput) -> str:
-        """What the judge is asked. Of a response that was cut it reads what may be an answer, and that it was cut."""
-        return filled(self.template, sample, "judge", finished(sample) + (f"\n[The response was {CUT}.]" if is_cut(sample) else ""))
+        """The text that the judge reads. Of a response that was cut it holds what may be an answer, and that it was cut."""
+        return filled(self.template, sample, "judge", f"{finished(sample)}\n[The response was {CUT}.]" if is_cut(sample) else None)
 
     def lowest(self) -> float:
         return min([0.0, *(self.choices or {}).values()])
@@ -203,29 +214,21 @@ def _credential(body: Any) -> str | None:
     return next(named, None) or _credential(list(body.values()))
 
 
-@dataclass(frozen=True)
-class Settings:
-    service: Service
-    identity: tuple[str, ...]
-    """Of the model, beside its name: where it answers, or what the run serves under that name."""
-    cache_entries: int
-    cache_file: Path | None
-
-
-@dataclass
 class Questions:
-    """Asks each greedy question once, whoever needs the answer."""
+    """Asks each greedy question once, however many samples need the answer."""
 
-    client: HttpClient
-    identity: tuple[str, ...]
-    cache: VerdictCache
-    _asked: dict[str, asyncio.Task[str]] = field(default_factory=dict)
+    def __init__(self, judge: JudgeReward) -> None:
+        urls = several(judge.url or ())
+        self._client = HttpClient("judge", [_endpoint(url, judge.api) for url in urls], judge)
+        self._identity = (*((judge.server,) if judge.server is not None else sorted(urls)), judge.fingerprint)
+        self.cache = VerdictCache(judge.cache_entries, judge.cache_file)
+        self._asked: dict[str, asyncio.Task[str]] = {}
 
     async def ask(self, request: Mapping[str, Any]) -> tuple[str, str]:
         """(what the judge says, the key under which it may be remembered, "" for what is sampled)."""
         if request["temperature"] > 0:
             return await self._send(request), ""
-        key = cache_key(identity=self.identity, request=request)
+        key = cache_key(identity=self._identity, request=request)
         known = self.cache.get(key)
         if known is not None:
             return known, key
@@ -242,7 +245,7 @@ class Questions:
             task.exception()  # seen: nobody may be waiting any more
 
     async def _send(self, request: Mapping[str, Any]) -> str:
-        answer, url = await self.client.post(request)
+        answer, url = await self._client.post(request)
         try:
             choice = answer["choices"][0]
             text = choice["message"]["content"] if "message" in choice else choice["text"]
@@ -256,35 +259,6 @@ class Questions:
         return UNFINISHED if is_cut else text or ""
 
 
-async def _verdict(questions: Questions, request: dict[str, Any], parser: VerdictParser, asks: int) -> tuple[Verdict, str]:
-    said = ""
-    for number in range(asks):
-        again = {"temperature": max(request["temperature"], AGAIN_TEMPERATURE)} if number else {}
-        said, key = await questions.ask(request | again)
-        verdict = None if said == UNFINISHED else parser(said)
-        if verdict is not None:
-            if key:
-                questions.cache.put(key, said)
-            return verdict, said
-    asked = f"asked {asks} times, the judge" if asks > 1 else "the judge"
-    problem = "did not finish within max_tokens" if said == UNFINISHED else f"gave no verdict that can be read: {said[:SHOWN_CHARACTERS]!r}"
-    raise ResponseSuspected(f"reward judge: {asked} {problem}")
-
-
-def _questions(settings: Settings) -> Questions:
-    return Questions(shared(settings.service), settings.identity, VerdictCache(settings.cache_entries, settings.cache_file))
-
-
-@lru_cache(maxsize=64)
-def _parser(pattern: str | None, choices: tuple[tuple[str, float], ...] | None, scale: tuple[float, float] | None) -> VerdictParser:
-    return VerdictParser(pattern, None if choices is None else dict(choices), scale)
-
-
 def _endpoint(url: str, api: Api) -> str:
     url = url.rstrip("/")
     return url if url.endswith(ENDPOINTS[api]) else url + ENDPOINTS[api]
-
-
-def _as_chat(text: str, system: str | None) -> dict[str, Any]:
-    first = [] if system is None else [{"role": "system", "content": system}]
-    return {"messages": [*first, {"role": "user", "content": text}]}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import NonNegativeFloat, PositiveInt
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.base import ResponseSuspected, RewardFailed
-from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, Refused, of_running_loop, several, shared
+from roll_lite.rewards.http.client import Addresses, AskingReward, HttpClient, Refused, several
 
 CORRECT = 1 - 1e-6
 ONE_FOR_EACH = "must be a list with one number for each sample"
@@ -53,10 +53,8 @@ class RemoteReward(AskingReward):
         return {"columns": self.columns}
 
     async def __call__(self, sample: RewardInput) -> Score:
-        service = self.service("remote", several(self.url))
-        key = ("remote", service, self.batch_size, self.batch_wait_ms, self.columns)
-        batcher = of_running_loop(key, lambda: Batcher(shared(service), self.batch_size, self.batch_wait_ms / 1000, self.columns))
-        return await batcher.score(sample)
+        score: Score = await self.of_loop(lambda: Batcher(self)).score(sample)
+        return score
 
 
 @dataclass
@@ -65,26 +63,24 @@ class _Waiting:
     answer: asyncio.Future[Score]
 
 
-@dataclass
 class Batcher:
     """Collects the samples of one event loop."""
 
-    client: HttpClient
-    batch_size: int
-    wait_s: float
-    columns: tuple[str, ...] = ()
-    _waiting: list[_Waiting] = field(default_factory=list)
-    _timer: asyncio.TimerHandle | None = None
-    _sending: set[asyncio.Task[None]] = field(default_factory=set)
+    def __init__(self, reward: RemoteReward) -> None:
+        self._reward = reward
+        self._client = HttpClient("remote", several(reward.url), reward)
+        self._waiting: list[_Waiting] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: set[asyncio.Task[None]] = set()
 
     async def score(self, sample: RewardInput) -> Score:
         loop = asyncio.get_running_loop()
         waiting = _Waiting(sample, loop.create_future())
         self._waiting.append(waiting)
-        if len(self._waiting) >= self.batch_size:
+        if len(self._waiting) >= self._reward.batch_size:
             self._send()
         elif self._timer is None:
-            self._timer = loop.call_later(self.wait_s, self._send)
+            self._timer = loop.call_later(self._reward.batch_wait_ms / 1000, self._send)
         return await waiting.answer
 
     def _send(self) -> None:
@@ -129,9 +125,9 @@ class Batcher:
             "prompts": [sample.prompt for sample in samples],
             "labels": [sample.answer for sample in samples],
         }
-        if self.columns:
-            request["columns"] = {name: [sample.columns.get(name) for sample in samples] for name in self.columns}
-        answer, url = await self.client.post(request, retries)
+        if self._reward.columns:
+            request["columns"] = {name: [sample.columns.get(name) for sample in samples] for name in self._reward.columns}
+        answer, url = await self._client.post(request, retries)
         return scores_of(answer, len(samples), f"reward remote: {url}")
 
 

@@ -1,40 +1,26 @@
-"""From what a judge wrote to a number."""
+"""Verdicts of a judge: from its text to a number."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from roll_lite.rewards.answer_extraction import without_thinking
 
-NUMBER = r"(?<!\w)[-+]?\d+(?:\.\d+)?"
-NAMES = r"(?:verdict|score|rating|grade)"
-STATED = re.compile(
-    rf"\b{NAMES}\b[\W_]*(?:is\b)?[\W_]*\Z|(?:\A|\n|[.!?]\s)[\W_]*(?:(?:the|my|final)\s+)*answer[*_]*:[\W_]*\Z", re.IGNORECASE
+NUMBER = r"[-+]?\d+(?:\.\d+)?"
+NAMES = r"(?:verdict|score|rating|grade|judge?ment|answer)"
+OBJECT = r"(?:\A|\n)[ \t]*(?:```\w*\s*)?(?P<value>\{.*\})\s*(?:```)?\Z"
+LINE = (
+    rf"(?:\A|\n)[ \t*_`#(\[]*(?:(?:(?:the|my|final|overall)[*_ ]+)*{NAMES}[*_ ]*(?:\([^()\n]*\)[*_ ]*)?(?:[:=]|\bis\b)[*_ ]*:?)?"
+    r"[\s*_`(\[]*(?P<value>{value})[\s*_`)\].!]*\Z"
 )
-BEGINS, ON_THE_LAST_LINE = re.compile(r"\A[\W_]*\Z"), re.compile(r"\n[\W_]*\Z")
-ENDS = re.compile(r"[\W_]*?(?:[.,;:!()\[\]\n—–-]|\Z|\s(?:because|since|as|for|given|due)\b)", re.IGNORECASE)
-NOTHING_MORE = re.compile(r"[\W_]*\Z")
-DENIED = re.compile(
-    r"(?:\b(?:not|never|cannot|neither|nor|hardly|than|instead\s+of)\b|n['’]t\b)"
-    rf"(?:[^.,;:!?\n—–()-]*|(?:\s+\w+){{0,2}}\s+{NAMES}\b[^.,;!?\n]*)\Z",
-    re.IGNORECASE,
-)
-QUOTED = re.compile(r"\w[^\w\n]*\s[\"“‘'«`][^\"”’'»`\n]*\w[^\"”’'»`\n]*\Z")
-"""A quotation that began behind other words, and holds more than the verdict."""
-SAID = re.compile(
-    r"\b(?:response|student|text|it|they|user|candidate|assistant|author|solution|answer)\s+"
-    r"(?:says?|said|claims?|states?|writes?|asks?|tells?|told|wants?|demands?|instructs?|contains|ends)\b[^.,;\n]*\Z",
-    re.IGNORECASE,
-)
-WINDOW = 300
-"""Characters in front of a choice that may say what is meant by it."""
-LISTED = re.compile(r"^[^\w\n]*\d+[.)]\s", re.MULTILINE)
-OUT_OF = re.compile(r"(\d+(?:\.\d+)?)[*_\s]*(?:/|\b(?:out\s+)?of\b)[*_\s]*(\d+(?:\.\d+)?)(?!\w)", re.IGNORECASE)
-RANGE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:-|–|\bto\b)\s*(\d+(?:\.\d+)?)(?!\w)")
+INTRODUCTION = re.compile(rf"(?:\A|\n)\W*(?:here(?:['’]s| is) )?(?:(?:the|my|final|overall) )*{NAMES}\W*\Z", re.IGNORECASE)
+"""A line that announces the judge's own verdict. Any other line that ends with a colon announces a quotation."""
 YES_OR_NO = {"yes": 1.0, "no": 0.0}
 
 
@@ -47,10 +33,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class VerdictParser:
-    """Searches a judge's text for `pattern` (its first group, or all of it, where it matches last). Without one: of the
-    choices or numbers the one behind the last "verdict:", else the one that the text begins with, the one alone on its last line, the only
-    one that it names; not what it denies or quotes. What was found is looked up in `choices`, or is a number; one of `scale` is moved to
-    0..1."""
+    """Reads the verdict that a judge gives, not one that it quotes: the text's last line, such as "Verdict: yes" or "yes", or a JSON object
+    such as {"verdict": "yes"} at its end. With `pattern`: the first group, or all of it, of its last match. The verdict is looked up in
+    `choices`, or is a number; one of `scale` is moved to 0..1."""
 
     pattern: str | None = None
     choices: Mapping[str, float] | None = field(default=None, hash=False)
@@ -58,50 +43,36 @@ class VerdictParser:
 
     @cached_property
     def known(self) -> dict[str, float] | None:
-        """The choices in lower case; yes and no where nothing else is asked for."""
+        """The choices in lower case; yes and no if nothing else is asked for. None: numbers."""
         if self.choices is None:
             return YES_OR_NO if self.pattern is None and self.scale is None else None
         return {choice.strip().casefold(): float(value) for choice, value in self.choices.items()}
 
     @cached_property
     def search(self) -> re.Pattern[str]:
-        """ValueError if the pattern is none."""
+        """ValueError if `pattern` is no regular expression."""
         if self.pattern is not None:
             try:
                 return re.compile(self.pattern, re.DOTALL)
             except re.error as error:
                 raise ValueError(f"{self.pattern!r} is no regular expression: {error}") from None
-        if self.known is None:
-            return re.compile(NUMBER)
-        return re.compile(self._choice, re.IGNORECASE)
-
-    @property
-    def _choice(self) -> str:
         longest_first = sorted(self.known or (), key=len, reverse=True)
-        return rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)"
+        out_of = rf"(?:[*_\s]*(?:/|(?:out )?of)[*_\s]*{re.escape(f'{self.scale[1]:g}')})?" if self.scale else ""
+        value = NUMBER if self.known is None else "|".join(map(re.escape, longest_first))
+        return re.compile(LINE.replace("{value}", f"{value}){out_of}(?:"), re.IGNORECASE)
 
     def __call__(self, text: str) -> Verdict | None:
-        """None where the text holds no verdict. What a model thought aloud before it is not looked at."""
-        text = without_thinking(text)
-        if self.pattern is None:
-            text = self._without_the_question(text)
-            match = _settled(text, list(self.search.finditer(text)))
+        """None if the text holds no verdict. What a model thought aloud before it is not looked at."""
+        text = without_thinking(text).strip()
+        if self.pattern is not None:
+            last = next(reversed(list(self.search.finditer(text))), None)
+            found = last and next((group for group in last.groups() if group is not None), last[0])
         else:
-            match = next(reversed(list(self.search.finditer(text))), None)
-        if match is None:
-            return None
-        found = next((group for group in match.groups() if group is not None), match.group()).strip()
-        value = self._value(found)
-        return None if value is None else Verdict(value, found)
-
-    def _without_the_question(self, text: str) -> str:
-        """Without "yes or no" and (1-10), the 10 of 7/10, counts such as 2 of 3, and the numbers of a list."""
-        if self.known is not None:
-            return re.sub(rf"{self._choice}(?:[^\w\n]{{0,5}}(?:[/|]|\bor\b)[^\w\n]{{0,5}}{self._choice})+", " ", text, flags=re.IGNORECASE)
-        low, high = self.scale or (math.nan, math.nan)
-        text = RANGE.sub(lambda one: " " if (float(one[1]), float(one[2])) == (low, high) else one[0], text)
-        text = OUT_OF.sub(lambda one: one[1] if float(one[2]) == high else " ", text)
-        return LISTED.sub("", text) if len(LISTED.findall(text)) > 1 else text
+            text = re.sub(r'\A"([^"]*)"\Z', r"\1", text)
+            match = self.search.search(text) or re.search(OBJECT, text, re.DOTALL)
+            found = None if match is None or _opens_quotation(text[: match.start()]) else _of_object(match["value"])
+        value = None if found is None else self._value(found.strip())
+        return None if value is None or found is None else Verdict(value, found.strip())
 
     def _value(self, found: str) -> float | None:
         if self.known is not None:
@@ -110,34 +81,28 @@ class VerdictParser:
             number = float(found)
         except ValueError:
             return None
-        if not math.isfinite(number):
+        low, high = self.scale or (-math.inf, math.inf)
+        if not math.isfinite(number) or not low <= number <= high:
             return None
-        if self.scale is None:
-            return number
-        low, high = self.scale
-        return (number - low) / (high - low) if low <= number <= high else None
+        return (number - low) / (high - low) if self.scale is not None else number
 
 
-def _settled(text: str, matches: list[re.Match[str]]) -> re.Match[str] | None:
-    """The one that the text states, where it names several: "Yes. There is no error" is a yes. None where what it names is denied, or
-    somebody else's words."""
-    if not matches:
+def _opens_quotation(text: str) -> bool:
+    """Whether what follows this text is a quotation: it is announced, or begun and not ended."""
+    announces = text.rstrip("\"“'‘`*_ \n").endswith(":") and INTRODUCTION.search(text) is None
+    return announces or text.count('"') % 2 == 1 or text.count("“") > text.count("”") or text.count("```") % 2 == 1
+
+
+def _of_object(found: str) -> str | None:
+    """The verdict of a JSON object; any other text as it is."""
+    if not found.startswith("{"):
+        return found
+    try:
+        content: Any = json.loads(found)
+    except (ValueError, RecursionError):
         return None
-    meant = [one for one in matches if not _doubtful(text, one)]
-    stated = [one for one in meant if STATED.search(text[max(0, one.start() - WINDOW) : one.start()]) and ENDS.match(text, one.end())]
-    if stated:
-        return stated[-1]
-    if BEGINS.match(text[: matches[0].start()]) and ENDS.match(text, matches[0].end()):
-        return matches[0]
-    last = matches[-1]
-    if last in meant and ON_THE_LAST_LINE.search(text, 0, last.start()) and NOTHING_MORE.match(text, last.end()):
-        return last
-    return last if meant == matches and len({one.group().casefold() for one in matches}) == 1 else None
-
-
-def _doubtful(text: str, found: re.Match[str]) -> bool:
-    before = text[max(0, found.start() - WINDOW) : found.start()]
-    return any(pattern.search(before) for pattern in (DENIED, QUOTED, SAID))
+    value = next((one for name, one in content.items() if re.fullmatch(NAMES, name, re.IGNORECASE)), None)
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value) if isinstance(value, str | int | float) else None
 
 
 def checked_pattern(pattern: str) -> str:

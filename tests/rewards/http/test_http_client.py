@@ -13,9 +13,12 @@ from support_http import Reply, StubServer, unused_url
 
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.http import client as http_client
-from roll_lite.rewards.http.client import HttpClient, Refused, Service, shared, shown
+from roll_lite.rewards.http.client import HttpClient, HttpSettings, Refused, shown
+from roll_lite.rewards.http.remote import RemoteReward
 
 KEY = "sk-very-secret-0123"
+CLIENTS: list[HttpClient] = []
+"""Until its loop ends, which closes its connections, a client must be referenced."""
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +27,9 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def client(*urls: str, **settings: Any) -> HttpClient:
-    return HttpClient(Service("remote", urls, **settings))
+    one = HttpClient("remote", urls, HttpSettings(**settings))
+    CLIENTS.append(one)
+    return one
 
 
 async def test_an_answer_and_a_connection_that_lives_on() -> None:
@@ -103,15 +108,14 @@ async def test_retry_after_is_honoured() -> None:
 
 
 async def test_one_of_two_urls_down_costs_nobody_a_sample_and_is_hardly_asked() -> None:
-    down = unused_url()
-    with StubServer(lambda request, number: Reply(number)) as server:
-        http = client(down, server.url, retries=2)
+    with StubServer(lambda r, n: Reply(status=503)) as down, StubServer(lambda r, n: Reply(n)) as server:
+        http = client(down.url, server.url, retries=2)
         answers = await asyncio.gather(*(http.post({}) for _ in range(50)))
         assert {url for _, url in answers} == {server.url}
-        failures = http._endpoints[0].failures
+        failures = len(down.requests)
         for _ in range(20):
             await http.post({})
-        assert http._endpoints[0].failures <= failures + 2
+        assert len(down.requests) <= failures + 2
 
 
 async def test_a_url_that_comes_back_is_used_again() -> None:
@@ -215,9 +219,11 @@ async def test_a_key_that_no_header_can_hold_is_named_by_its_variable(monkeypatc
 
 
 async def test_a_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    http = client(unused_url(), api_key_env="JUDGE_KEY")
+    monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(RewardFailed, match=r"the environment variable JUDGE_KEY \(api_key_env\) is not set"):
-        await client(unused_url(), api_key_env="JUDGE_KEY").post({})
+        await http.post({})
 
 
 async def test_credentials_in_a_url_are_not_shown() -> None:
@@ -225,30 +231,28 @@ async def test_credentials_in_a_url_are_not_shown() -> None:
     with pytest.raises(RewardFailed) as caught:
         await client(f"http://me:{KEY}@{host}/get?key={KEY}", retries=0).post({})
     assert KEY not in caught.value.cause and f"http://{host}/get cannot be reached" in caught.value.cause
-    assert shown("http://[") == "(a URL that cannot be read)"
+    assert shown(f"http://me:{KEY}@host:1/v1?k#f") == "http://host:1/v1"
 
 
-async def test_what_is_no_url_and_what_is_no_json() -> None:
-    with pytest.raises(RewardFailed, match="reward remote: nonsense"):
-        await client("nonsense", retries=0).post({})
+async def test_a_request_that_is_no_json() -> None:
     with pytest.raises(RewardFailed, match="the request cannot be written as JSON: Object of type set"):
         await client(unused_url()).post({"labels": {1}})
 
 
 def test_each_loop_has_its_own_client_and_closes_it() -> None:
-    async def use() -> int:
-        service = Service("remote", (server.url,))
-        assert shared(service) is shared(service)
-        await shared(service).post({})
-        return id(asyncio.get_running_loop())
-
-    before = set(http_client._OF_LOOP)
     with StubServer(lambda r, n: Reply("ok")) as server, warnings.catch_warnings():
         warnings.simplefilter("error")
+        reward = RemoteReward(url=server.url)
+
+        async def use() -> None:
+            http = reward.of_loop(lambda: HttpClient("remote", [server.url], reward))
+            assert http is reward.of_loop(lambda: pytest.fail("made twice"))
+            await http.post({})
+
         with asyncio.Runner() as runner:
             runner.run(use())
             runner.run(use())
         assert server.connections == 1
         asyncio.run(use())
         gc.collect()
-        assert len(set(http_client._OF_LOOP) - before) <= 2
+    assert server.connections == 2
