@@ -22,14 +22,15 @@ from roll_lite.config.placement_picture import draw
 from roll_lite.config.problems import ConfigError, Problem, hidden
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.shipped import CONFIGS, found
+from roll_lite.data.check import check_data
 from roll_lite.distributed.strategy.engines import engine_arguments_fit
 from roll_lite.rewards.check import check_rewards
 
 WRONG_CONFIGURATION = 2
 """Exit code, argparse's own for a wrong command line as well."""
 INTERRUPTED = 130
-CHECKS = (engine_arguments_fit, check_rewards)
-"""Of those who know what a section is for."""
+CHECKS = (engine_arguments_fit, check_data, check_rewards)
+"""Checks that live beside the code they speak for."""
 OF_RUNS = (*CHECKS, devices_are_there)
 SEEN_ENOUGH = 141
 """What a shell shows for a program that SIGPIPE has ended."""

@@ -15,6 +15,7 @@ from roll_lite.cli import main
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError
 from roll_lite.config.shipped import CONFIGS, EXAMPLES
+from roll_lite.data.check import check_data
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted(path.stem for path in (ROOT / "examples/configs").glob("tiny_*.yaml"))
@@ -63,7 +64,7 @@ def test_a_file_in_the_current_folder_comes_first(elsewhere: Path) -> None:
     data = load_config("tiny_grpo", CONFIGS).domains["add"].data
     assert data.train == own and data.validation == EXAMPLES / "data/add_validation.jsonl"
     with pytest.raises(ConfigError, match=f"{elsewhere}/examples/data/none.jsonl"):
-        load_config("tiny_grpo", CONFIGS, ["domains.add.data.train=examples/data/none.jsonl"])
+        load_config("tiny_grpo", CONFIGS, ["domains.add.data.train=examples/data/none.jsonl"], further=[check_data])
 
 
 @pytest.mark.slow

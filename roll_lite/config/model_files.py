@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.files import is_file, kind_of, read_bytes, read_object, unreadable
+from roll_lite.config.files import is_file, kind_of, read_bytes, read_object, read_text, unreadable
 from roll_lite.config.hf_config import HfConfig
 from roll_lite.config.problems import first_line
 
@@ -193,12 +193,14 @@ def has_tokenizer(folder: Path) -> bool:
     return any(kind_of(folder / name) for name in TOKENIZER_FILES)
 
 
-def has_chat_template(folder: Path) -> bool:
-    """ValueError where its settings cannot be read."""
+def chat_templates(folder: Path) -> list[str]:
+    """The chat templates of a model's tokenizer, of which most have one; ValueError where its settings cannot be read."""
     settings = folder / "tokenizer_config.json"
     if is_file(folder / "chat_template.jinja"):
-        return True
-    return kind_of(settings) is not None and read_object(settings).get("chat_template") is not None
+        return [read_text(folder / "chat_template.jinja")]
+    given = read_object(settings).get("chat_template") if kind_of(settings) is not None else None
+    named = given if isinstance(given, list) else [] if given is None else [{"template": given}]
+    return [str(one.get("template")) for one in named if isinstance(one, dict)]
 
 
 def tokenizer_checksum(folder: Path) -> str:

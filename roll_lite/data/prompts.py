@@ -13,17 +13,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from roll_lite.config.data_files import TagOwners, paths_of
 from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.data.row_values import RowError, TagOwners, answer_of, difficulty_of, reported_value, tag_of, weight_of
 from roll_lite.data.samples import Prompt
-from roll_lite.data.sources import Row, read_rows
-from roll_lite.data.templates import RowError, Template, Tokenizer
+from roll_lite.data.sources import Row, paths_of, read_rows
+from roll_lite.data.templates import Template, Tokenizer
 
 Split = Literal["train", "validation"]
 
 MISTAKES_SHOWN = 10
 MOST_REPORTED = 50
-LARGEST_WEIGHT = float(np.finfo(np.float32).max)
 ROWS_AT_ONCE = 1024
 """Tokenized together: what the tokenizer returns takes ten times the memory of what is kept of it."""
 
@@ -127,8 +126,11 @@ def load_prompts(
             loader.load(path, limit)
     except ValueError as error:
         raise ValueError(f"{setting}: {error}") from error
-    if loader.mistakes:
-        raise ValueError(_report(setting, [mistake for *_, mistake in sorted(loader.mistakes)]))
+    mistakes = [mistake for *_, mistake in sorted(loader.mistakes)]
+    if loader.too_long:
+        mistakes.append(_too_long(domain, config, loader))
+    if mistakes:
+        raise ValueError(_report(setting, mistakes))
     if len(loader.reported) > MOST_REPORTED:
         setting = f"domains.{domain}.data.report_by"
         raise ValueError(
@@ -160,6 +162,8 @@ class _Loader:
     def __init__(self, domain: str, config: DomainConfig, split: Split, tokenizer: Tokenizer, owners: TagOwners | None) -> None:
         self.prompts = PromptSet(domain)
         self.mistakes: list[tuple[int, int, str]] = []
+        self.too_long: list[tuple[int, str]] = []
+        """Tokens and place of every prompt above max_prompt_tokens."""
         self._domain = domain
         self._data = config.data
         self._longest = config.sampling.max_prompt_tokens
@@ -200,17 +204,17 @@ class _Loader:
             return None
         text = self._template.render(content)
         if self._report_by is not None:
-            self.reported.add(_reported(content, self._report_by))
-        answer = _answer(content, data.answer, f"domains.{self._domain}.data.answer")
+            self.reported.add(reported_value(content, self._report_by))
+        answer = answer_of(content, data.answer, f"domains.{self._domain}.data.answer") if data.answer is not None else None
         question = content[data.prompt]
         # One object where they are the same, which is then kept once.
-        return _Read(row, question if question == text else text, question, answer, content, _weight(content, self._weight))
+        return _Read(row, question if question == text else text, question, answer, content, weight_of(content, self._weight))
 
     def _not_wanted(self, content: Mapping[str, Any], file: Path) -> str | None:
         """Why a row is left out."""
         data = self._data
         if data.tag is not None and self._owners is not None:
-            tag = _tag(content, data.tag)
+            tag = tag_of(content, data.tag)
             owner = self._domain if tag in data.tags else self._owners.owner(tag, file)
             if owner is None:
                 raise RowError(data.tag, self._owners.why_nobody(tag, file))
@@ -219,7 +223,7 @@ class _Loader:
         bounds = data.filter.difficulty_range
         if self._difficulty is not None and bounds is not None:
             low, high = bounds
-            if not low <= _number(content, self._difficulty) <= high:
+            if not low <= difficulty_of(content, self._difficulty) <= high:
                 return f"with {self._difficulty} outside {low:g} to {high:g}"
         return None
 
@@ -233,8 +237,7 @@ class _Loader:
             elif not ids:
                 self._mistake(read.row, f"column {self._data.prompt!r}: no tokens at all")
             elif len(ids) > self._longest:
-                limits = f"domains.{self._domain}.sampling.max_prompt_tokens: {self._longest}"
-                self._mistake(read.row, f"column {self._data.prompt!r}: {len(ids)} tokens with the template, more than {limits}")
+                self.too_long.append((len(ids), read.row.place))
             else:
                 self.prompts.add(read.text, ids, read.answer, read.columns, read.weight, read.question)
 
@@ -242,56 +245,19 @@ class _Loader:
         self.mistakes.append((row.shard, row.number, f"{row.place}: {problem}"))
 
 
-def _cell(row: Mapping[str, Any], column: str) -> Any:
-    if column not in row:
-        raise RowError(column, f"missing; the line has the columns {', '.join(row)}")
-    return row[column]
-
-
-def _tag(row: Mapping[str, Any], column: str) -> str:
-    tag = _cell(row, column)
-    if not isinstance(tag, str | int) or isinstance(tag, bool):
-        raise RowError(column, f"a tag is a text, got {tag!r:.80}")
-    return str(tag)
-
-
-def _reported(row: Mapping[str, Any], column: str) -> str | float:
-    value = _cell(row, column)
-    if not isinstance(value, str | int | float):
-        raise RowError(column, f"prompts are reported by a text or a number, got {value!r:.80}")
-    return value
-
-
-def _number(row: Mapping[str, Any], column: str) -> float:
-    number = _cell(row, column)
-    if isinstance(number, bool) or not isinstance(number, int | float) or number != number:
-        raise RowError(column, f"a difficulty is a number, got {number!r:.80}")
-    return number
-
-
-def _answer(row: Mapping[str, Any], column: str | None, setting: str) -> Any:
-    if column is None:
-        return None
-    if column not in row:
-        raise RowError(column, f"missing; the line has the columns {', '.join(row)}; without answers, set {setting}: null")
-    if row[column] is None:
-        raise RowError(column, f"empty (null); without answers, set {setting}: null")
-    return row[column]
-
-
-def _weight(row: Mapping[str, Any], column: str | None) -> float:
-    if column is None:
-        return 1.0
-    weight = _cell(row, column)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST_WEIGHT:
-        raise RowError(column, f"the weight of a sample is a number of at least 0, got {weight!r:.80}")
-    return float(weight)
-
-
 def _report(setting: str, mistakes: Sequence[str]) -> str:
-    shown = [f"  {mistake}" for mistake in mistakes[:MISTAKES_SHOWN]]
-    more = ["  ... and more"] if len(mistakes) > MISTAKES_SHOWN else []
-    return "\n".join([f"{setting}: the data has mistakes", *shown, *more])
+    if len(mistakes) > MISTAKES_SHOWN:
+        mistakes = [*mistakes[:MISTAKES_SHOWN], "... and more"]
+    return "\n".join([f"{setting}: the data has mistakes", *(f"  {mistake}" for mistake in mistakes)])
+
+
+def _too_long(domain: str, config: DomainConfig, loader: _Loader) -> str:
+    limit, (tokens, place) = config.sampling.max_prompt_tokens, max(loader.too_long)
+    count, total = len(loader.too_long), len(loader.too_long) + len(loader.prompts)
+    return (
+        f"{count} of {total} prompts have more tokens with the template than domains.{domain}.sampling.max_prompt_tokens ({limit}); the "
+        f"longest has {tokens} ({place}); leave them out with domains.{domain}.data.filter.prompt_tokens=[1,{limit}], or allow more"
+    )
 
 
 class PromptOrder:

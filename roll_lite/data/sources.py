@@ -1,17 +1,44 @@
-"""The rows of a domain's data: JSON lines, parquet, arrow; one file or a folder of them; a part at a time, whatever their size."""
+"""Files of a domain's data and their rows: JSON lines, parquet, arrow; one file or a folder of them, read a part at a time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from roll_lite.config.data_files import Shard, arrow_reader, shards_of
+from roll_lite.config.files import elsewhere, is_file, kind_of, listing, read_object
 from roll_lite.config.problems import first_line
+from roll_lite.config.schema.domains import DataFiles
 
+Kind = Literal["jsonl", "parquet", "arrow"]
+
+KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+"""By suffix."""
 ROWS_AT_ONCE = 1024
-"""How many rows of a parquet file are read at once; the file stores columns."""
+"""Rows of a table that are read at once; the file stores columns."""
+SPLITS = {
+    "train": "train training",
+    "validation": "validation valid val dev",
+    "test": "test testing eval evaluation",
+    "held-out": "heldout holdout",
+}
+"""Words of a file's name that say its split, as Hugging Face names them."""
+_SPLIT_OF = {word: split for split, words in SPLITS.items() for word in words.split()}
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class Shard(NamedTuple):
+    """One file of a domain's data."""
+
+    path: Path
+    kind: Kind
+
+    @property
+    def unit(self) -> str:
+        """What its rows are counted in, from 1."""
+        return "line" if self.kind == "jsonl" else "row"
 
 
 class Row(NamedTuple):
@@ -30,21 +57,102 @@ class Row(NamedTuple):
         return f"{self.file}, {self.unit} {self.number}"
 
 
+# ---------------------------------------------------------------- files
+
+
+def paths_of(files: DataFiles) -> list[Path]:
+    return list(files) if isinstance(files, list | dict) else [files]
+
+
+def shards_of(path: Path) -> list[Shard]:
+    """A file, or the files of a folder in their order: a data set saved by Hugging Face `datasets`, or shards of one kind and split.
+
+    ValueError for anything else.
+    """
+    found = kind_of(path)
+    if found is None:
+        raise ValueError(f"no such file: {path}{elsewhere(path)}")
+    if found == "other":
+        raise ValueError(f"{path} is no plain file: its rows are read more than once")
+    return _folder(path) if found == "folder" else [_file(path)]
+
+
+def _file(path: Path) -> Shard:
+    if path.suffix not in KINDS:
+        hint = "; write it with one row per line as .jsonl" if path.suffix in (".json", ".csv", ".tsv", ".txt") else ""
+        raise ValueError(f"{path}: unknown suffix {path.suffix!r}; known are {', '.join(KINDS)} and folders with such files{hint}")
+    return Shard(path, KINDS[path.suffix])
+
+
+def _folder(folder: Path) -> list[Shard]:
+    if is_file(folder / "dataset_dict.json"):
+        splits = [one.name for one in listing(folder) if is_file(one / "state.json")]
+        raise ValueError(f"{folder} holds several splits; name the folder of one of them: {', '.join(splits) or 'it has none'}")
+    if is_file(folder / "state.json"):
+        return _saved(folder)
+    shards = [Shard(one, KINDS[one.suffix]) for one in listing(folder) if one.suffix in KINDS and is_file(one)]
+    if not shards:
+        inside = [one.name for one in listing(folder) if one.is_dir() and any(inner.suffix in KINDS for inner in listing(one))]
+        hint = f"; its folder{'s' if len(inside) > 1 else ''} {', '.join(inside)} may be meant" if inside else ""
+        raise ValueError(f"{folder} holds no {', '.join(KINDS)} file{hint}")
+    if len({shard.kind for shard in shards}) > 1:
+        raise ValueError(f"{folder} holds files of several kinds ({', '.join(sorted({s.path.suffix for s in shards}))}); name one of them")
+    _refuse_mixed_splits(folder, [shard.path.stem for shard in shards])
+    return shards
+
+
+def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
+    """Held-out rows must not train: the names have to tell one split, or differ in nothing but numbers."""
+    by_split = {_split(name): name for name in names}
+    if len(by_split) > 1:
+        named = ", ".join(f"{name} ({split or 'no split named'})" for split, name in sorted(by_split.items()))
+        raise ValueError(f"{folder} holds files of several splits: {named}; name one file, or list the files that belong together")
+    series = {re.sub(r"[\d\W_]", "", name): name for name in names}
+    if not any(by_split) and len(series) > 1:
+        shown = " and ".join(list(series.values())[:2])
+        raise ValueError(f"{folder}: the names {shown} do not say whether the files are of one split; list those that are meant")
+
+
+def _split(name: str) -> str:
+    """The splits that a file's name tells by a word; empty for none."""
+    words = re.findall(r"[a-z]+", re.sub(r"held[-_. ]out|hold[-_. ]out", "heldout", name.lower()))
+    return "+".join(sorted({_SPLIT_OF[word] for word in words if word in _SPLIT_OF}))
+
+
+def _saved(folder: Path) -> list[Shard]:
+    """The files that `Dataset.save_to_disk` wrote."""
+    state = read_object(folder / "state.json")
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise ValueError(f"{folder} was saved by an old version of `datasets` with an index beside the rows; save flatten_indices() of it")
+    try:
+        names = [str(one["filename"]) for one in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / 'state.json'} names no data files, as one that was written by save_to_disk does") from error
+    missing = [name for name in names if not is_file(folder / name)]
+    if missing:
+        raise ValueError(f"{folder / 'state.json'} names files that are not there: {', '.join(missing)}")
+    if not names:
+        raise ValueError(f"{folder / 'state.json'} names no data files: the data set is empty")
+    return [Shard(folder / name, "arrow") for name in names]
+
+
+# ---------------------------------------------------------------- rows
+
+
 def read_rows(path: Path) -> Iterator[Row]:
     """Every row of the file or folder, in order. ValueError where a file as a whole cannot be read."""
+    for index, shard in enumerate(shards_of(path)):
+        yield from shard_rows(shard, index)
+
+
+def shard_rows(shard: Shard, index: int = 0, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """Rows of one file. `columns`: of a table only these are read, which have to be there."""
     try:
-        for index, shard in enumerate(shards_of(path)):
-            for number, content in _contents(shard):
-                yield Row(index, shard.path, shard.unit, number, content)
+        contents = _json_lines(shard.path) if shard.kind == "jsonl" else _table(shard, columns)
+        for number, content in contents:
+            yield Row(index, shard.path, shard.unit, number, content)
     except OSError as error:
-        raise ValueError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
-
-
-def _contents(shard: Shard) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    if shard.kind == "jsonl":
-        yield from _json_lines(shard.path)
-    else:
-        yield from _table(shard)
+        raise ValueError(f"{error.filename or shard.path} cannot be read: {error.strerror or error}") from error
 
 
 def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -63,34 +171,71 @@ def _parsed(raw: bytes) -> dict[str, Any] | str:
         return f"character {error.start + 1}: not valid UTF-8"
     except json.JSONDecodeError as error:
         return f"character {error.pos + 1}: not valid JSON: {error.msg}"
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        return f"not valid JSON: {first_line(error)}"
     if not isinstance(row, dict):
         return f"must be a JSON object with one entry per column, got {row!r:.80}"
+    if _SURROGATE.search(raw) and (wrong := _lone_surrogate(row)):
+        return f"not valid text: {wrong} is half of a character (a surrogate without its pair)"
     return row
 
 
-def _table(shard: Shard) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lone_surrogate(row: dict[str, Any]) -> str | None:
+    text = json.dumps(row, ensure_ascii=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(text[error.start]):04x}"
+    return None
+
+
+def declared_columns(shard: Shard) -> list[str]:
+    """The columns of a parquet or arrow file, from its schema alone; ValueError if it has none that can be read."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        schema = parquet.read_schema(shard.path) if shard.kind == "parquet" else _arrow_reader(shard.path).schema
+    except (OSError, ArrowException) as error:
+        raise ValueError(f"{shard.path} cannot be read as {shard.kind}: {first_line(error)}") from error
+    return [str(name) for name in schema.names]
+
+
+def _table(shard: Shard, columns: Sequence[str] | None) -> Iterator[tuple[int, dict[str, Any]]]:
     from pyarrow import ArrowException
 
     number = 0
     try:
-        for batch in _batches(shard):
+        for batch in _batches(shard, columns):
             for row in batch.to_pylist():
                 number += 1
                 yield number, row
-    except ArrowException as error:
+    except (ArrowException, UnicodeDecodeError, OverflowError) as error:
         after = f" after row {number}" if number else ""
         raise ValueError(f"{shard.path} cannot be read as {shard.kind}{after}: {first_line(error)}") from error
 
 
-def _batches(shard: Shard) -> Iterator[Any]:
+def _batches(shard: Shard, columns: Sequence[str] | None) -> Iterator[Any]:
     from pyarrow import parquet
 
     if shard.kind == "parquet":
         with parquet.ParquetFile(shard.path, memory_map=True) as file:
-            yield from file.iter_batches(ROWS_AT_ONCE)
+            yield from file.iter_batches(ROWS_AT_ONCE, columns=columns)
         return
-    reader = arrow_reader(shard.path)
+    reader = _arrow_reader(shard.path)
     batches = reader if hasattr(reader, "read_next_batch") else map(reader.get_batch, range(reader.num_record_batches))
     for batch in batches:
+        read = batch if columns is None else batch.select(list(columns))
         for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-            yield batch.slice(start, ROWS_AT_ONCE)
+            yield read.slice(start, ROWS_AT_ONCE)
+
+
+def _arrow_reader(file: Path) -> Any:
+    """pyarrow's reader of batches. Hugging Face writes the stream format, other programs the file format."""
+    from pyarrow import ArrowInvalid, ipc, memory_map
+
+    source = memory_map(str(file))
+    try:
+        return ipc.open_stream(source)
+    except ArrowInvalid:
+        source.seek(0)
+        return ipc.open_file(source)

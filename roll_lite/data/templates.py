@@ -6,19 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.problems import or_nearest
+from roll_lite.config.files import read_text
 from roll_lite.config.schema.domains import TemplateConfig
 from roll_lite.config.text_templates import placeholders
+from roll_lite.data.row_values import RowError, messages_of, text_of
 
 Tokenizer = Any
 """A Hugging Face tokenizer; transformers, slow to import, is loaded only where one is made."""
-
-
-class RowError(ValueError):
-    """What is wrong with one row, and in which of its columns."""
-
-    def __init__(self, column: str, problem: str) -> None:
-        super().__init__(f"column {column!r}: {problem}")
 
 
 def load_tokenizer(path: Path | str, setting: str = "model.path") -> Tokenizer:
@@ -41,11 +35,15 @@ class Template:
         self._prompt_column = prompt_column
         self._tokenizer = tokenizer
         self._setting = setting
+        self._chat_template: str | None = None
+        """None: the tokenizer's own."""
         self._placeholders: list[str] = []
         if config.type == "chat":
             if config.text != TemplateConfig.model_fields["text"].default:
                 raise ValueError(f"{setting}.text: {config.text!r} has no effect with type: chat; leave it out, or use type: plain")
-            if not getattr(tokenizer, "chat_template", None):
+            if config.file is not None:
+                self._chat_template = read_text(config.file)
+            elif not getattr(tokenizer, "chat_template", None):
                 raise ValueError(f"{setting}.type: chat, but the tokenizer has no chat template; use type: plain")
         else:
             if config.system is not None:
@@ -56,26 +54,16 @@ class Template:
 
     def render(self, row: Mapping[str, Any]) -> str:
         """The text of a row; RowError where a column does not fit."""
-        if self._prompt_column not in row:
-            raise RowError(self._prompt_column, f"missing; {_has(row, self._prompt_column)}")
-        if self._config.type == "chat":
-            messages = _messages(self._prompt_column, row[self._prompt_column], self._config.system)
-            try:
-                return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # whatever the model's own template objects to
-                raise RowError(self._prompt_column, f"the tokenizer's chat template refuses the messages: {error}") from error
-        return self._config.text.format_map({name: self._filling(name, row) for name in self._placeholders})
-
-    def _filling(self, placeholder: str, row: Mapping[str, Any]) -> str:
-        column = self._prompt_column if placeholder == "prompt" else placeholder
-        if column not in row:
-            raise RowError(column, f"missing, but {self._setting}.text has the placeholder {{{placeholder}}}; {_has(row, column)}")
-        value = row[column]
-        if isinstance(value, list) and placeholder == "prompt":
-            raise RowError(column, f"a list of chat messages needs {self._setting}.type: chat")
-        if not isinstance(value, str | int | float) or isinstance(value, bool):
-            raise RowError(column, f"only a string or a number can be filled into a text, got {value!r:.80}")
-        return str(value)
+        if self._config.type == "plain":
+            columns = {name: self._prompt_column if name == "prompt" else name for name in self._placeholders}
+            return self._config.text.format_map({name: text_of(row, column, name, self._setting) for name, column in columns.items()})
+        messages = messages_of(row, self._prompt_column, self._config.system)
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, chat_template=self._chat_template, tokenize=False, add_generation_prompt=True, **self._config.arguments
+            )
+        except Exception as error:  # whatever the template objects to
+            raise RowError(self._prompt_column, f"the chat template refuses the messages: {error}") from error
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """Plain text gets the special tokens that the tokenizer adds by itself, as in pre-training (a BOS for Llama, none for Qwen);
@@ -108,24 +96,3 @@ def _placeholders(text: str, setting: str) -> list[str]:
     if not names:
         raise ValueError(f"{setting}: {text!r} has no placeholder, so that all prompts would be the same; {{prompt}} stands for the prompt")
     return names
-
-
-def _messages(column: str, prompt: Any, system: str | None) -> list[dict[str, str]]:
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    elif isinstance(prompt, list) and prompt:
-        messages = prompt
-        for number, message in enumerate(messages):
-            if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
-                raise RowError(column, f"message {number} must be {{role: ..., content: ...}} with strings, got {message!r:.80}")
-    else:
-        raise RowError(column, f"must be a string or a list of chat messages, got {prompt!r:.80}")
-    if system is None:
-        return messages
-    if messages[0]["role"] == "system":
-        raise RowError(column, "begins with a system message, but template.system sets one too; keep one of them")
-    return [{"role": "system", "content": system}, *messages]
-
-
-def _has(row: Mapping[str, Any], wanted: str) -> str:
-    return f"the line has the columns {', '.join(row) or '(none)'}{or_nearest(wanted, row)}"

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, ValidationInfo, field_validator
 
 from roll_lite.config.files import is_folder
-from roll_lite.config.model_files import has_chat_template
+from roll_lite.config.model_files import chat_templates
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
@@ -97,7 +97,7 @@ class ModelReward(RewardType):
         if self.model not in known:
             hint = did_you_mean(self.model, known) if known else "there is no section `reward_models` yet"
             yield Problem(f"{place}.args.model", f"no such reward model; {hint}", self.model)
-        elif self.template == CHAT and is_folder(known[self.model].path) and not has_chat_template(known[self.model].path):
+        elif self.template == CHAT and is_folder(known[self.model].path) and not chat_templates(known[self.model].path):
             message = f"the tokenizer in {known[self.model].path} has no chat template; write one as text, such as '{{prompt}}{{response}}'"
             yield Problem(f"{place}.args.template", message, CHAT)
 

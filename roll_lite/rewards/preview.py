@@ -12,9 +12,10 @@ from typing import Any
 from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.prompts import PromptSet, Split, load_prompts
+from roll_lite.data.row_values import RowError
 from roll_lite.data.samples import FinishReason, Prompt, RewardInput
 from roll_lite.data.sources import Row, read_rows
-from roll_lite.data.templates import RowError, Template, Tokenizer, load_tokenizer
+from roll_lite.data.templates import Template, Tokenizer, load_tokenizer
 from roll_lite.data.user_function import nearest_aside
 from roll_lite.rewards.preview_table import Looked, render, render_references
 from roll_lite.rewards.references import written

@@ -11,6 +11,7 @@ from support_weights import tensors, write_safetensors
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError, Problem
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.data.check import check_data
 from roll_lite.rewards.check import check_rewards
 
 VALID = """
@@ -62,7 +63,9 @@ class Project:
         return file.parent
 
     def load(self, *overrides: str, name: str = "run", allow_scripted: bool = False) -> RunConfig:
-        return load_config(name, self.folder / "configs", list(overrides), allow_scripted=allow_scripted, further=[check_rewards])
+        return load_config(
+            name, self.folder / "configs", list(overrides), allow_scripted=allow_scripted, further=[check_data, check_rewards]
+        )
 
     def problems(self, *overrides: str, name: str = "run") -> list[Problem]:
         """What is wrong; an empty list where nothing is."""

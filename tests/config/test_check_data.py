@@ -10,8 +10,13 @@ import pyarrow as pa
 import pytest
 from config_project import Project
 from pyarrow import parquet
+from transformers import AutoTokenizer
+
+from roll_lite.config.schema.domains import DomainConfig
+from roll_lite.data.prompts import load_prompts
 
 COPY = "domains.copy.data"
+SHIPPED_MODEL = Path(__file__).resolve().parents[2] / "examples/models/tiny"
 
 
 def table(path: Path, **columns: list[object]) -> Path:
@@ -66,6 +71,73 @@ def test_columns_of_a_table_are_read_from_its_schema(project: Project) -> None:
         (f"{COPY}.answer", f"{path} has no such column; did you mean 'answr'?"),
         (f"{COPY}.weight", f"{path} has no such column; valid here: answr, prompt, rate."),
         (f"{COPY}.filter.difficulty", f"{path} has no such column; did you mean 'rate'?"),
+    ]
+
+
+RIGHT = b'{"prompt": "1+1=", "answer": "2", "w": 1}'
+AS_READ = {
+    "plain": (RIGHT, True),
+    "a mark at the start": (b"\xef\xbb\xbf" + RIGHT, True),
+    "a mark in line 2": (RIGHT + b"\n\xef\xbb\xbf" + RIGHT, False),
+    "UTF-16": (RIGHT.decode().encode("utf-16"), False),
+    "UTF-32 without a mark": (RIGHT.decode().encode("utf-32-le"), False),
+    "Latin-1": (b'{"prompt": "\xe9", "answer": "2"}', False),
+    "half a character": (b'{"prompt": "\\ud83d", "answer": "2"}', False),
+    "half a character in another column": (b'{"prompt": "x", "answer": "2", "x": ["\\uDE00"]}', False),
+    "a whole one of two halves": (b'{"prompt": "\\ud83d\\ude00", "answer": "2", "w": 1}', True),
+    "an encoded half": (b'{"prompt": "\xed\xa0\xbd", "answer": "2"}', False),
+    "deep": (b'{"prompt": "x", "answer": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", False),
+    "a long number": (b'{"prompt": "x", "answer": ' + b"1" * 5000 + b"}", False),
+    "two objects": (RIGHT + b" " + RIGHT, False),
+    "carriage returns": (RIGHT + b"\r\n" + RIGHT + b"\r\n", True),
+    "a negative weight": (b'{"prompt": "x", "answer": "2", "w": -1}', False),
+    "no weight": (b'{"prompt": "x", "answer": "2", "w": NaN}', False),
+    "a large weight": (b'{"prompt": "x", "answer": "2", "w": 1e39}', False),
+}
+
+
+@pytest.mark.parametrize("name", AS_READ)
+def test_the_check_reads_as_the_run_does(name: str, project: Project) -> None:
+    content, right = AS_READ[name]
+    (project.folder / "odd.jsonl").write_bytes(content)
+    config = DomainConfig.model_validate({"data": {"train": project.folder / "odd.jsonl", "weight": "w"}, "reward": {"type": "exact"}})
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+    if right:
+        assert told(project, copy("train: odd.jsonl, weight: w")) == []
+        load_prompts("copy", config, "train", tokenizer)
+    else:
+        ((path, message),) = told(project, copy("train: odd.jsonl, weight: w"))
+        assert path in (f"{COPY}.train", f"{COPY}.weight") and "line " in message
+        with pytest.raises(ValueError, match=r"odd.jsonl, line [12]: ") as caught:
+            load_prompts("copy", config, "train", tokenizer)
+        assert message.partition(": ")[2].split(";")[0] in str(caught.value), "in the same words"
+
+
+def test_a_text_of_a_table_that_is_none(project: Project) -> None:
+    text = pa.array([b"\xff\xfe"], pa.binary()).view(pa.binary()).cast(pa.string(), safe=False)
+    parquet.write_table(pa.table({"prompt": text, "answer": ["2"]}), project.folder / "rows.parquet")
+    ((path, message),) = told(project, copy("train: rows.parquet"))
+    assert path == f"{COPY}.train" and "rows.parquet cannot be read as parquet" in message
+
+
+CHAT = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
+
+
+def test_a_chat_template_of_ones_own(project: Project) -> None:
+    project.write("chat.jinja", CHAT)
+    template = "domains: {copy: {template: {type: chat, file: chat.jinja, arguments: "
+    assert told(project, f"{template}{{enable_thinking: false}}}}}}}}") == []
+    assert told(project, f"{template}{{thinking: false}}}}}}}}") == [
+        ("domains.copy.template.arguments.thinking", f"{project.folder / 'chat.jinja'} reads no such argument")
+    ]
+    assert told(project, f"{template}{{messages: []}}}}}}}}") == [
+        ("domains.copy.template.arguments.messages", "is set by the run itself; remove it")
+    ]
+    ((path, message),) = told(project, "domains: {copy: {template: {type: chat, file: gone.jinja}}}")
+    assert path == "domains.copy.template.file" and "gone.jinja is not there" in message
+    assert [path for path, _ in told(project, "domains: {copy: {template: {file: chat.jinja, arguments: {a: 1}}}}")] == [
+        "domains.copy.template.file",
+        "domains.copy.template.arguments",
     ]
 
 
@@ -210,4 +282,4 @@ def test_held_out_prompts_are_reported_by_a_column_that_they_have(project: Proje
     ((path, message),) = told(project, copy(f"{data}levels"))
     assert path == f"{COPY}.report_by" and "did you mean 'level'" in message
     ((path, message),) = told(project, copy(f"{data}steps"))
-    assert path == f"{COPY}.report_by" and "neither a text nor a number" in message
+    assert path == f"{COPY}.report_by" and "prompts are reported by a text or a number" in message

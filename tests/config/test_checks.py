@@ -531,7 +531,7 @@ def test_a_critics_layout_is_held_against_its_own_model(project: Project) -> Non
 
 
 def test_data_that_cannot_be_read(project: Project) -> None:
-    for text, fragment in (("\n\n", "empty"), ("{'a': 1}", "not JSON"), ("[1]", "not a JSON object")):
+    for text, fragment in (("\n\n", "empty"), ("{'a': 1}", "not valid JSON"), ("[1]", "must be a JSON object")):
         project.write("odd.jsonl", text)
         problems = project.problems("domains.copy.data.train=odd.jsonl")
         assert [problem.path for problem in problems] == ["domains.copy.data.train"]
@@ -545,7 +545,7 @@ def test_every_row_of_the_data_is_looked_at(project: Project) -> None:
     assert problem.path == "domains.copy.data.train" and "'answer': line 2" in problem.message
     project.write("odd.jsonl", row + "{\n" + row + "[1]\n")
     (problem,) = project.problems("domains.copy.data.train=odd.jsonl")
-    assert "line 2 is not JSON" in problem.message and "line 4 is not a JSON object" in problem.message
+    assert "line 2, character 3: not valid JSON" in problem.message and "line 4: must be a JSON object" in problem.message
 
 
 def test_what_a_run_is_resumed_from(project: Project) -> None:

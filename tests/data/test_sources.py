@@ -94,7 +94,7 @@ def test_splits_are_never_mixed(tmp_path: Path) -> None:
     folder.mkdir()
     as_parquet(folder / "test-00000-of-00001.parquet")
     as_parquet(folder / "train-00000-of-00001.parquet")
-    assert "holds files of several splits (test, train); name one file" in refusal(folder)
+    assert "several splits: test-00000-of-00001 (test), train-00000-of-00001 (train); name one file" in refusal(folder)
     as_jsonl(folder / "train.jsonl")
     assert "several kinds (.jsonl, .parquet)" in refusal(folder)
     saved = tmp_path / "saved"
@@ -103,6 +103,35 @@ def test_splits_are_never_mixed(tmp_path: Path) -> None:
     (saved / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert "holds several splits; name the folder of one of them: test, train" in refusal(saved)
     assert contents(saved / "train") == ROWS
+
+
+@pytest.mark.parametrize(
+    ("names", "are_one_split"),
+    [
+        ("train-00000-of-00002 train-00001-of-00002", True),
+        ("gsm8k_train math.train", True),
+        ("0 1 2", True),
+        ("part-00000 part-00001", True),
+        ("contest_1 contest_2", True),
+        ("questions", True),
+        ("my_val dev-2", True),
+        ("gsm8k_train gsm8k_test", False),
+        ("00-train 01-heldout", False),
+        ("math-validation.00 math-training.00", False),
+        ("train_1 held-out_1", False),
+        ("train more", False),
+        ("gsm8ktrain gsm8ktest", False),
+        ("questions answers", False),
+        ("data data_eval", False),
+    ],
+)
+def test_a_folders_files_are_of_one_split_or_refused(tmp_path: Path, names: str, are_one_split: bool) -> None:
+    for name in names.split():
+        as_jsonl(tmp_path / f"{name}.jsonl")
+    if are_one_split:
+        assert len(contents(tmp_path)) == len(ROWS) * len(names.split())
+    else:
+        assert str(tmp_path) in (told := refusal(tmp_path)) and "list" in told
 
 
 def test_damaged_files_name_themselves(tmp_path: Path) -> None:
@@ -133,7 +162,7 @@ def test_mistakes_in_tables_name_file_row_and_column(tmp_path: Path, make_tokeni
     assert str(caught.value).split("\n") == [
         "domains.sums.data.train: the data has mistakes",
         f"  {second}, row 2: column 'answer': empty (null); without answers, set domains.sums.data.answer: null",
-        f"  {second}, row 3: column 'prompt': only a string or a number can be filled into a text, got None",
+        f"  {second}, row 3: column 'prompt': only a string or a number can be filled into a text, got null",
     ]
 
 

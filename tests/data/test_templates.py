@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from roll_lite.config.schema.domains import TemplateConfig
-from roll_lite.data.templates import RowError, Template, load_tokenizer
+from roll_lite.data.row_values import RowError
+from roll_lite.data.templates import Template, load_tokenizer
 
 MakeTokenizer = Callable[..., Any]
 
@@ -22,10 +23,10 @@ def test_placeholders(make_tokenizer: MakeTokenizer) -> None:
     made = template(make_tokenizer(), "question", text="{prompt} and {extra}, {question} in \\boxed{{}}")
     assert made.render({"question": "one", "extra": 2, "prompt": "not this"}) == "one and 2, one in \\boxed{}"
     with pytest.raises(
-        RowError, match=r"column 'extra': missing, .*placeholder \{extra\}; the line has the columns question, xtra; did you mean 'xtra'"
+        RowError, match=r"column 'extra': missing; the line has the columns question, xtra; did you mean 'xtra'. .*placeholder \{extra\}"
     ):
         made.render({"question": "one", "xtra": 1})
-    with pytest.raises(RowError, match=r"column 'extra': only a string or a number .* got True"):
+    with pytest.raises(RowError, match=r"column 'extra': only a string or a number .* got true"):
         made.render({"question": "one", "extra": True})
 
 
@@ -79,6 +80,13 @@ def test_what_the_chat_template_refuses_is_an_error_of_the_row(make_tokenizer: M
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RowError, match="refuses the messages: roles must alternate"):
         template(tokenizer, type="chat").render({"prompt": "one"})
+
+
+def test_a_chat_template_from_a_file_with_arguments(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages[-1].content }} think: {{ enable_thinking }}")
+    made = template(make_tokenizer(chat=True), type="chat", file=file, arguments={"enable_thinking": False})
+    assert made.render({"prompt": "one"}) == "one think: False"
 
 
 def test_messages_need_a_chat_template(make_tokenizer: MakeTokenizer) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from roll_lite.config.arithmetic import group_size, held_out_path, held_out_sampling, kl_terms, requests, trains, updates, validates
 from roll_lite.config.checks.algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
-from roll_lite.config.checks.files import DOMAIN_FILE_CHECKS, FILE_CHECKS
+from roll_lite.config.checks.files import FILE_CHECKS
 from roll_lite.config.checks.gpu_only import GPU_CHECKS
 from roll_lite.config.checks.judges import JUDGE_CHECKS
 from roll_lite.config.checks.layout import LAYOUT_CHECKS, ROLE_CHECKS
@@ -56,8 +56,6 @@ def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[
     found = [problem for one in of_run for problem in readable(one(config))]
     for sections, checks in SECTION_CHECKS.items():
         found += readable(_each(config, sections, checks))
-    read = files and vars(config).get("mode") != "train_only"  # of a replay nobody reads the domains' data
-    found += readable(_each(config, "domains", DOMAIN_FILE_CHECKS if read else ()))
     found += [problem for role in ("actor_train", "actor_infer", "reference", "critic") for problem in readable(_role(config, role))]
     if not allow_scripted:
         found += readable(_no_scripted_engine(config))
@@ -250,8 +248,10 @@ def _template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Pr
             yield Problem(f"{path}.template.text", "never shows the prompt; put {prompt} where it belongs", template.text)
     except ValueError as error:
         yield Problem(f"{path}.template.text", str(error), template.text)
-    if template.type == "plain" and template.system is not None:
-        yield Problem(f"{path}.template.system", "is only used by type: chat; remove it, or write it into template.text", template.system)
+    for name in ("system", "file", "arguments") if template.type == "plain" else ():
+        if value := getattr(template, name):
+            hint = ", or write it into template.text" if name == "system" else ""
+            yield Problem(f"{path}.template.{name}", f"is only used by type: chat; remove it{hint}", value)
     if template.type == "chat" and template.text != "{prompt}":
         yield Problem(f"{path}.template.text", "is only used by type: plain; remove it", template.text)
 

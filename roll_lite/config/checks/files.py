@@ -10,7 +10,6 @@ from typing import Any
 from roll_lite.config.adapter_files import resumption_problem
 from roll_lite.config.arithmetic import kl_terms, roles, trains
 from roll_lite.config.checkpoint_files import check_model, describe, read_state, remedy, resumption
-from roll_lite.config.checks.data import DOMAIN_DATA_CHECKS
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.files import elsewhere, is_folder, kind_of, listing
 from roll_lite.config.hf_config import SUPPORTED_TYPES, HfConfig, ModelShape, read_hf_config, read_model_shape
@@ -19,7 +18,6 @@ from roll_lite.config.model_files import (
     HEAD,
     TOKENIZER_FILES,
     VALUE_HEAD,
-    has_chat_template,
     has_tokenizer,
     head_beside_tied_embeddings,
     largest_token_id,
@@ -27,7 +25,6 @@ from roll_lite.config.model_files import (
     wrong_weights,
 )
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema.domains import DomainConfig
 from roll_lite.config.schema.run import RunConfig
 
 NO_TOKENIZER = f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})"
@@ -241,26 +238,4 @@ def _run_folder(config: RunConfig) -> Iterator[Problem]:
         yield Problem("run_dir", f"{link} is not a link; it has to make room for the link to the newest run", str(config.run_dir))
 
 
-def _chat_template_exists(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    folder = config.model.path
-    if domain.template.type != "chat" or not is_folder(folder):
-        return
-    try:
-        if not has_chat_template(folder):
-            yield Problem(f"{path}.template.type", f"the tokenizer in {folder} has no chat template; use plain", "chat")
-    except ValueError as error:
-        yield Problem("model.path", str(error), str(folder))
-
-
-DOMAIN_FILE_CHECKS = (*DOMAIN_DATA_CHECKS, _chat_template_exists)
-
-
-def _ptx(config: RunConfig) -> Iterator[Problem]:
-    """Its rows are read as a domain's."""
-    ptx = config.algorithm.ptx
-    if ptx is not None:
-        for check in DOMAIN_FILE_CHECKS:
-            yield from check(config, "algorithm.ptx", ptx.as_domain)
-
-
-FILE_CHECKS = (_model, _critic, _resume, _run_folder, _ptx)
+FILE_CHECKS = (_model, _critic, _resume, _run_folder)

@@ -50,11 +50,15 @@ class DataConfig(Section):
 
 class TemplateConfig(Section):
     type: Literal["plain", "chat"] = "plain"
-    """plain: `text` with the prompt filled in. chat: the tokenizer's chat template."""
+    """plain: `text` with the prompt filled in. chat: a chat template."""
     text: str = "{prompt}"
     """For `plain`: the text that the model sees; {prompt} stands for the prompt's column."""
     system: str | None = None
     """For `chat`: a system message."""
+    file: UserPath | None = None
+    """For `chat`: a file with the chat template (Jinja); the tokenizer's own where absent."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """For `chat`: arguments of the chat template, such as `{enable_thinking: false}`."""
 
 
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 0.01, 2.0

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from roll_lite.config.files import is_folder
-from roll_lite.config.model_files import has_chat_template
+from roll_lite.config.model_files import chat_templates
 from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
@@ -200,7 +200,7 @@ class JudgeReward(AskingReward):
             yield Problem(f"{place}.args.server", f"no such judge; {hint}", self.server)
             return
         folder = known[self.server].path
-        if self.api == "chat" and is_folder(folder) and not has_chat_template(folder):
+        if self.api == "chat" and is_folder(folder) and not chat_templates(folder):
             yield Problem(f"{place}.args.api", f"the tokenizer in {folder} has no chat template; use completions", self.api)
 
 

@@ -1,24 +1,53 @@
-"""A domain's data: do the files exist, do they hold the columns that the domain names, do tags and filters make sense."""
+"""The check of every domain's data: files and their rows, tags, filters, and what a template needs. A row is read as the run reads it."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from roll_lite.config.data_files import Shard, TagOwners, column_of, declared_columns, files_read, paths_of, shards_of
-from roll_lite.config.problems import Problem, did_you_mean, show
+from roll_lite.config.checks.across import readable
+from roll_lite.config.files import is_folder, read_text
+from roll_lite.config.model_files import chat_templates
+from roll_lite.config.problems import Problem, did_you_mean
 from roll_lite.config.schema.domains import DataConfig, DomainConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
+from roll_lite.data.row_values import (
+    RowError,
+    TagOwners,
+    answer_of,
+    difficulty_of,
+    files_read,
+    messages_of,
+    reported_value,
+    tag_of,
+    text_of,
+    weight_of,
+)
+from roll_lite.data.sources import Row, Shard, declared_columns, paths_of, shard_rows, shards_of
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
 """Of JSON lines, and of tables but for their tags: a second or two. The start of the run reads all of them."""
 NAMED_LINES = 5
+
+
+def check_data(config: RunConfig) -> Iterator[Problem]:
+    """A replay reads no data of the domains."""
+    if vars(config).get("mode") != "train_only":
+        for name, domain in config.domains.items():
+            yield from _domain(config, f"domains.{name}", domain)
+    if (ptx := config.algorithm.ptx) is not None:
+        yield from _domain(config, "algorithm.ptx", ptx.as_domain)
+
+
+def _domain(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    for check in (_data_files, _tags, _filter, _chat_template):
+        yield from readable(check(config, path, domain))
 
 
 def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
@@ -35,11 +64,11 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
         try:
             shards = shards_of(file)
             rows = _lines(shards) if shards[0].kind == "jsonl" else _table_rows(shards, scan)
-            for where in islice(rows, SCANNED_ROWS):
-                scan.look(*where)
+            for row in islice(rows, SCANNED_ROWS):
+                scan.look(row, f"{row.file.name}, {row.unit} {row.number}" if len(shards) > 1 else f"{row.unit} {row.number}")
                 if len(scan.mistakes) >= NAMED_LINES:
                     break
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             yield Problem(place, str(error), str(file))
             continue
         yield from scan.problems(place, f"{path}.data", file)
@@ -48,56 +77,42 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
 @dataclass(frozen=True)
 class _Column:
     setting: str
-    """Which names it."""
+    """The setting that names it."""
     name: str
-    wrong: Callable[[Any], str | None]
-    """What is wrong with a value."""
+    value_of: Callable[[Mapping[str, Any]], Any]
+    """The value in a row; RowError for one that cannot be used."""
 
 
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
-    """What steers the training is no matter for held-out prompts."""
+    """Weights and difficulties are of no use for held-out prompts, nor is report_by for others."""
     data, template = domain.data, domain.template
-    columns = [_Column(f"{path}.data.prompt", data.prompt, _wrong_chat if template.type == "chat" else _wrong_text)]
-    if data.answer is not None:
-        columns.append(_Column(f"{path}.data.answer", data.answer, lambda value: "is null" if value is None else None))
-    if data.tag is not None:
-        columns.append(_Column(f"{path}.data.tag", data.tag, lambda value: None))
-    if split == "validation" and data.report_by is not None:
-        columns.append(_Column(f"{path}.data.report_by", data.report_by, _wrong_report))
-    if split == "train":
-        named = {"weight": data.weight, "filter.difficulty": data.filter.difficulty}
-        columns += [_Column(f"{path}.data.{setting}", name, _wrong_number) for setting, name in named.items() if name is not None]
-    if template.type == "plain":
+    if template.type == "chat":
+        columns = [_Column(f"{path}.data.prompt", data.prompt, lambda row: messages_of(row, data.prompt, template.system))]
+    else:
+        columns = [_text_column(f"{path}.data.prompt", data.prompt, "prompt", path)]
         with suppress(ValueError):  # told as the template's mistake
-            text = f"{path}.template.text"
-            columns += [_Column(text, name, _wrong_text) for name in placeholders(template.text) if name != "prompt"]
+            columns += [_text_column(f"{path}.template.text", name, name, path) for name in placeholders(template.text) if name != "prompt"]
+    if (answer := data.answer) is not None:
+        setting = f"{path}.data.answer"
+        columns.append(_Column(setting, answer, lambda row: answer_of(row, answer, setting)))
+    if (tag := data.tag) is not None:
+        columns.append(_Column(f"{path}.data.tag", tag, lambda row: tag_of(row, tag)))
+    if split == "validation" and (report_by := data.report_by) is not None:
+        columns.append(_Column(f"{path}.data.report_by", report_by, lambda row: reported_value(row, report_by)))
+    if split == "train" and (weight := data.weight) is not None:
+        columns.append(_Column(f"{path}.data.weight", weight, lambda row: weight_of(row, weight)))
+    if split == "train" and (difficulty := data.filter.difficulty) is not None:
+        columns.append(_Column(f"{path}.data.filter.difficulty", difficulty, lambda row: difficulty_of(row, difficulty)))
     return columns
 
 
-def _wrong_report(value: Any) -> str | None:
-    """Of a column that held-out prompts are reported by."""
-    return None if isinstance(value, str | int | float) else f"is {show(value)}, neither a text nor a number"
-
-
-def _wrong_text(value: Any) -> str | None:
-    if isinstance(value, list):
-        return "is a list of chat messages, which needs template.type: chat"
-    return None if isinstance(value, str | int | float) and not isinstance(value, bool) else f"is {show(value)}, not a text or a number"
-
-
-def _wrong_chat(value: Any) -> str | None:
-    parts = value if isinstance(value, list) and value else [{"role": "user", "content": value}]
-    right = all(isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str) for one in parts)
-    return None if right else f"is {show(value)}, neither a text nor a list of {{role: ..., content: ...}}"
-
-
-def _wrong_number(value: Any) -> str | None:
-    return None if isinstance(value, int | float) and not isinstance(value, bool) else f"is {show(value)}, not a number"
+def _text_column(setting: str, name: str, placeholder: str, path: str) -> _Column:
+    return _Column(setting, name, lambda row: text_of(row, name, placeholder, f"{path}.template"))
 
 
 @dataclass
 class _Scan:
-    """What was seen of the rows that belong to the domain."""
+    """The rows that belong to the domain, as they were read."""
 
     wanted: list[_Column]
     data: DataConfig
@@ -113,23 +128,26 @@ class _Scan:
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
     """Rows that no domain would get, by tag and file: the first place, and what is wrong there."""
 
-    def look(self, file: Path, where: str, row: Any) -> None:
-        if not isinstance(row, dict):
-            self.mistakes.append(f"{where} {row}" if isinstance(row, str) else f"{where} is not a JSON object with columns")
+    def look(self, row: Row, where: str) -> None:
+        content = row.content
+        if isinstance(content, str):
+            self.mistakes.append(f"{where}, {content}" if content.startswith("character ") else f"{where}: {content}")
             return
-        self.columns |= dict.fromkeys(row)
-        tag = row.get(self.data.tag) if self.data.tag is not None else None
-        tag = None if tag is _NOT_READ else tag
-        if self.owners is not None and tag is not None and str(tag) not in self.data.tags:
-            if self.owners.owner(str(tag), file) is None and len(self.strays) < NAMED_LINES:
-                self.strays.setdefault((str(tag), file), (where, self.owners.why_nobody(str(tag), file)))
+        self.columns |= dict.fromkeys(content)
+        tag = content.get(self.data.tag) if self.data.tag is not None else None
+        if self.owners is not None and isinstance(tag, str | int) and str(tag) not in self.data.tags:
+            if self.owners.owner(str(tag), row.file) is None and len(self.strays) < NAMED_LINES:
+                self.strays.setdefault((str(tag), row.file), (where, self.owners.why_nobody(str(tag), row.file)))
             return
         self.rows += 1
         for column in self.wanted:
-            if column.name not in row:
+            if column.name not in content:
                 self.without.setdefault(column.name, []).append(where)
-            elif row[column.name] is not _NOT_READ and (wrong := column.wrong(row[column.name])) is not None:
-                self.unfit.setdefault(column.setting, (where, wrong))
+            elif content[column.name] is not _NOT_READ:
+                try:
+                    column.value_of(content)
+                except RowError as error:
+                    self.unfit.setdefault(column.setting, (where, error.problem))
 
     def problems(self, place: str, section: str, file: Path) -> Iterator[Problem]:
         nothing = "no row has a tag of this domain" if self.columns else "the file is empty: there are no rows"
@@ -152,7 +170,7 @@ class _Scan:
 
 
 def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Of `wanted`, what no row of a file has, and what is to be said of it. A file that cannot be read is its own mistake."""
+    """The columns of `wanted` that no row of a file has, each with a message. A file that cannot be read is its own mistake."""
     given = [data.train, data.validation]
     for file in dict.fromkeys(path for files in given if files is not None for path in paths_of(files)):
         seen: dict[str, None] = {}
@@ -160,12 +178,12 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
             shards = shards_of(file)
             for shard in shards if shards[0].kind != "jsonl" else ():
                 seen |= dict.fromkeys(declared_columns(shard))
-            for _, _, row in islice(_lines(shards), SCANNED_ROWS) if shards[0].kind == "jsonl" else ():
-                if isinstance(row, dict) and (data.tag is None or str(row.get(data.tag)) in data.tags):
-                    seen |= dict.fromkeys(row)
+            for row in islice(_lines(shards), SCANNED_ROWS) if shards[0].kind == "jsonl" else ():
+                if isinstance(row.content, dict) and (data.tag is None or str(row.content.get(data.tag)) in data.tags):
+                    seen |= dict.fromkeys(row.content)
                 if set(wanted) <= seen.keys():
                     break
-        except (ValueError, OSError):
+        except ValueError:
             continue
         for name in wanted if seen else ():
             if name not in seen:
@@ -173,41 +191,32 @@ def columns_missing(data: DataConfig, wanted: Collection[str]) -> Iterator[tuple
 
 
 _NOT_READ = object()
-"""Stands for a table's value that nobody has looked at."""
+"""A table's value that is not read."""
 
 
-def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[tuple[Path, str, Any]]:
-    """Of all rows their tags, of the first ones what else is named. No row is read where a column is missing."""
-    columns = {shard.path: declared_columns(shard) for shard in shards}
+def _lines(shards: list[Shard]) -> Iterator[Row]:
+    for index, shard in enumerate(shards):
+        yield from shard_rows(shard, index)
+
+
+def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
+    """All rows with their tags, the first ones with every column that is named. Where a column is missing only tags are read."""
+    tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
-    for shard in shards:
-        names = columns[shard.path]
+    for index, shard in enumerate(shards):
+        names = declared_columns(shard)
         rest = dict.fromkeys(names, _NOT_READ)
         if any(name not in names for name in wanted):
-            wanted = [name for name in wanted if name in names and name == scan.data.tag]
+            wanted = [name for name in wanted if name in names and name == tag]
             if not wanted:
-                yield shard.path, "row 1", rest
+                yield Row(index, shard.path, shard.unit, 1, rest)
                 continue
-        read = {name: column_of(shard, name, SCANNED_ROWS if name == scan.data.tag else TABLE_ROWS) for name in wanted}
-        for number, values in enumerate(zip_longest(*read.values(), fillvalue=_NOT_READ), start=1):
-            yield shard.path, f"row {number}", rest | dict(zip(read, values, strict=True))
-
-
-def _lines(shards: list[Shard]) -> Iterator[tuple[Path, str, Any]]:
-    """File, place and row; in the place of one that is no JSON, what is wrong with it."""
-    for shard in shards:
-        file = f"{shard.path.name}, " if len(shards) > 1 else ""
-        with shard.path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if not text.strip():
-                    continue
-                try:
-                    row = json.loads(text)
-                except (ValueError, RecursionError) as error:
-                    yield shard.path, f"{file}line {number}", f"is not JSON: {error}"
-                else:
-                    yield shard.path, f"{file}line {number}", None if isinstance(row, str) else row
+        first = islice(shard_rows(shard, index, wanted), TABLE_ROWS)
+        tags = islice(shard_rows(shard, index, [tag]), SCANNED_ROWS) if tag is not None else ()
+        for full, tagged in zip_longest(first, tags):
+            row = full or tagged
+            assert isinstance(row.content, dict), "a table's rows are whole"
+            yield row._replace(content=rest | row.content)
 
 
 def _tags(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
@@ -245,4 +254,24 @@ def _filter(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
         yield Problem(f"{place}.prompt_tokens", message, list(chosen.prompt_tokens))
 
 
-DOMAIN_DATA_CHECKS = (_data_files, _tags, _filter)
+def _chat_template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    """Is there one, and does it read the arguments that it gets?"""
+    folder, template = config.model.path, domain.template
+    if template.type != "chat":
+        return
+    place = "model.path" if template.file is None else f"{path}.template.file"
+    try:
+        texts = [read_text(template.file)] if template.file is not None else chat_templates(folder) if is_folder(folder) else None
+    except ValueError as error:
+        yield Problem(place, str(error), str(template.file or folder))
+        return
+    if texts is None:  # told as the model's mistake
+        return
+    if not texts:
+        message = f"the tokenizer in {folder} has no chat template; name one with template.file, or use plain"
+        yield Problem(f"{path}.template.type", message, "chat")
+    for name in template.arguments if texts else ():
+        if name in ("messages", "add_generation_prompt"):
+            yield Problem(f"{path}.template.arguments.{name}", "is set by the run itself; remove it")
+        if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts):
+            yield Problem(f"{path}.template.arguments.{name}", f"{template.file or 'the chat template'} reads no such argument")

@@ -1,0 +1,140 @@
+"""The values that a row may have in the columns that a domain names, and the domain that a row belongs to. The check and the run read them
+by these rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from roll_lite.config.problems import or_nearest, show
+from roll_lite.config.schema.domains import DataConfig, DomainConfig
+from roll_lite.data.sources import paths_of, shards_of
+
+LARGEST_WEIGHT = 3.4028234663852886e38
+"""Weights are float32."""
+
+
+class RowError(ValueError):
+    """A row's value in one of its columns cannot be used."""
+
+    def __init__(self, column: str, problem: str) -> None:
+        super().__init__(f"column {column!r}: {problem}")
+        self.problem = problem
+
+
+def cell(row: Mapping[str, Any], column: str, hint: str = "") -> Any:
+    if column not in row:
+        raise RowError(column, f"missing; the line has the columns {', '.join(row) or '(none)'}{or_nearest(column, row)}{hint}")
+    return row[column]
+
+
+def answer_of(row: Mapping[str, Any], column: str, setting: str) -> Any:
+    """`setting`: the one that names the column."""
+    without = f"; without answers, set {setting}: null"
+    if (answer := cell(row, column, without)) is None:
+        raise RowError(column, f"empty (null){without}")
+    return answer
+
+
+def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str) -> str:
+    """The text that fills a placeholder. `setting`: the template's place."""
+    value = cell(row, column, "" if placeholder == "prompt" else f" ({setting}.text has the placeholder {{{placeholder}}})")
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        raise RowError(column, f"a list of chat messages needs {setting}.type: chat")
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise RowError(column, f"only a string or a number can be filled into a text, got {show(value)}")
+    return str(value)
+
+
+def messages_of(row: Mapping[str, Any], column: str, system: str | None) -> list[dict[str, str]]:
+    """Chat messages. `system`: the template's own first message."""
+    prompt = cell(row, column)
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, list) and prompt:
+        messages = prompt
+        for number, message in enumerate(messages):
+            if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
+                raise RowError(column, f"message {number} must be {{role: ..., content: ...}} with strings, got {show(message)}")
+    else:
+        raise RowError(column, f"must be a string or a list of chat messages, got {show(prompt)}")
+    if system is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise RowError(column, "begins with a system message, but template.system sets one too; keep one of them")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def tag_of(row: Mapping[str, Any], column: str) -> str:
+    tag = cell(row, column)
+    if not isinstance(tag, str | int) or isinstance(tag, bool):
+        raise RowError(column, f"a tag is a text, got {show(tag)}")
+    return str(tag)
+
+
+def reported_value(row: Mapping[str, Any], column: str) -> str | float:
+    """The value that validation is reported by."""
+    value = cell(row, column)
+    if not isinstance(value, str | int | float):
+        raise RowError(column, f"prompts are reported by a text or a number, got {show(value)}")
+    return value
+
+
+def difficulty_of(row: Mapping[str, Any], column: str) -> float:
+    number = cell(row, column)
+    if isinstance(number, bool) or not isinstance(number, int | float) or number != number:
+        raise RowError(column, f"a difficulty is a number, got {show(number)}")
+    return number
+
+
+def weight_of(row: Mapping[str, Any], column: str | None) -> float:
+    """The weight of a row's samples in the loss; 1 without a column."""
+    weight = 1.0 if column is None else cell(row, column)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= LARGEST_WEIGHT:
+        raise RowError(str(column), f"the weight of a sample is a number of at least 0, got {show(weight)}")
+    return float(weight)
+
+
+def files_read(data: DataConfig) -> set[Path]:
+    """The files of both splits. A missing or broken one is its own domain's mistake."""
+    files: set[Path] = set()
+    for given in (data.train, data.validation):
+        for path in paths_of(given) if given is not None else ():
+            with suppress(ValueError, OSError):
+                files |= {shard.path.resolve() for shard in shards_of(path)}
+    return files
+
+
+class TagOwners:
+    """The domain of a row where domains share files: the one that lists its tag, among those that read its file and have their rows told
+    apart by this column."""
+
+    def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
+        tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}
+        self._tags = {name: data.tags for name, data in tagged.items()}
+        self._files = {name: files_read(data) for name, data in tagged.items()}
+        self._of_file: dict[Path, dict[str, str]] = {}
+
+    def owner(self, tag: str, file: Path) -> str | None:
+        """The domain that gets this file's rows with this tag; None where they would be lost."""
+        return self._owners(file).get(tag)
+
+    def why_nobody(self, tag: str, file: Path) -> str:
+        """Why a row has no owner."""
+        elsewhere = [name for name, tags in self._tags.items() if tag in tags]
+        if elsewhere:
+            name = elsewhere[0]
+            return (
+                f"the tag {tag!r} is one of domain {name}, which does not read this file, so the row would be lost; "
+                f"name the file in domains.{name}.data too, or list the tag in a domain that reads it"
+            )
+        known = ", ".join(f"{one} ({name})" for one, name in self._owners(file).items())
+        return f"the tag {tag!r} belongs to no domain; there are {known or 'none'}"
+
+    def _owners(self, file: Path) -> dict[str, str]:
+        if file not in self._of_file:
+            path = file.resolve()
+            self._of_file[file] = {tag: name for name, tags in self._tags.items() if path in self._files[name] for tag in tags}
+        return self._of_file[file]
