@@ -110,10 +110,11 @@ def adapter_shapes(weights: Mapping[str, tuple[int, ...]], targets: Collection[s
 # ---------------------------------------------------------------- checkpoints, which hold adapters without the weights that they belong to
 
 
-def write_base(folder: Path, model: Path) -> None:
+def write_base(folder: Path, model: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     card = {"path": str(model.resolve()), "fingerprint": weights_fingerprint(model)}
     (folder / BASE_FILE).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    return folder / BASE_FILE
 
 
 def check_base(folder: Path, model: Path, lora: LoraConfig | None) -> None:

@@ -16,6 +16,10 @@ from roll_lite.data.proto import Column, DataProto
 from roll_lite.data.ragged import Ragged
 
 
+def rows_file(data_rank: int) -> str:
+    return f"rows_{data_rank:04d}.parquet"
+
+
 def write_columns(path: Path, columns: DataProto) -> None:
     """The file appears complete or not at all."""
     write_table(path, as_table(columns))

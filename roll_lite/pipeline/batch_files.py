@@ -4,13 +4,15 @@
 |----------------------------------------|--------------------------|--------------------------------------------------------------|
 | `start/models.json`, `start/ROLE/`     | driver, once             | the weights that training starts from, or where they are     |
 | `start/adapters/`                      | actor, once              | with LoRA: the adapters that training starts from            |
-| `batches/step_000012/rows_0000.parquet` | head of data rank 0     | its rows: tokens, masks, log-probs, values, advantages       |
+| `batches/step_000012/rows_0000.parquet` | head of data rank 0 (*) | its rows: tokens, masks, log-probs, values, advantages       |
 | `batches/.../mini_batches.parquet`     | driver                   | which sample is in which optimizer step, and its loss weight |
 | `batches/.../supervised.parquet`       | driver                   | with algorithm.ptx: its rows in each optimizer step          |
 | `batches/.../step.json`                | driver                   | KL coefficients of the step                                  |
 | `skipped/step_000012_actor_update_02/` | as above                 | the same of the samples of one update that was skipped,      |
 |                                        |                          | because its loss or gradient was not finite, with losses;    |
 |                                        |                          | its rows of algorithm.ptx in `supervised.parquet`            |
+
+(*) The driver, where ranks do not share the folder with it.
 
 What became of each optimizer step, skipped ones included, stands in `updates.jsonl`.
 """
@@ -34,7 +36,7 @@ from roll_lite.config.device_phases import Phase
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.schema.models import FEED_FORWARD
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.data.columns_file import as_table, write_table
+from roll_lite.data.columns_file import as_table, rows_file, write_columns, write_table
 from roll_lite.data.keys import Columns
 from roll_lite.data.minibatches import MiniBatch
 from roll_lite.data.proto import DataProto
@@ -51,10 +53,12 @@ WHOLE_VOCABULARY = ("ref_distribution", "old_distribution")
 
 
 class BatchFiles:
-    def __init__(self, config: RunConfig, run_folder: Path) -> None:
+    def __init__(self, config: RunConfig, run_folder: Path, shared: bool = True) -> None:
+        """`shared`: the actor's ranks see the run's folder."""
         self._config = config
         self._folder = run_folder
-        self.are_written = trains(config) and _are_wanted(config)
+        self._shared = shared
+        self.are_written = batches_are_written(config)
 
     def keep_start(self, clusters: Clusters) -> None:
         """Keep the weights that training starts from: copies of adapters and small models, the paths of others."""
@@ -111,15 +115,22 @@ class BatchFiles:
             write_table(self._folder / skipped.folder / "supervised.parquet", table)
 
     def _write(self, name: str, actor: Model[ActorWorker], batch: Batch, mini_batches: pa.Table, facts: Mapping[str, Any]) -> None:
-        """Rows are written by the ranks that credit was assigned on, each into a file of its own."""
+        """One file of rows per data-parallel rank."""
         folder, keys = (self._folder / name).resolve(), batch.keys()
         columns = Columns(reads=tuple(key for key in keys if key not in WHOLE_VOCABULARY))
-        actor.ranks.heads_scatter(ActorWorker.write_rows, actor.shards(batch, columns), folder)
+        shards = actor.shards(batch, columns)
+        if self._shared:
+            actor.ranks.heads_scatter(ActorWorker.write_rows, shards, folder)
+        else:  # one after the other, so that the driver never holds a whole batch
+            for rank, shard in enumerate(shards):
+                write_columns(folder / rows_file(rank), shard.materialize())
         write_table(folder / "mini_batches.parquet", mini_batches)
         (folder / "step.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def _are_wanted(config: RunConfig) -> bool:
+def batches_are_written(config: RunConfig) -> bool:
+    if not trains(config):
+        return False
     if config.batches.write == "auto":
         return most_tokens(config) <= SMALL_STEP_TOKENS and _has_formulas(config)
     return config.batches.write == "always"

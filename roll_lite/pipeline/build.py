@@ -36,6 +36,7 @@ from roll_lite.pipeline.batch_files import BatchFiles
 from roll_lite.pipeline.checkpoint import Checkpoints
 from roll_lite.pipeline.clusters import Clusters, Engines, Model, RewardModels
 from roll_lite.pipeline.journal import Journal
+from roll_lite.pipeline.nodes import check_nodes
 from roll_lite.pipeline.rlvr import RLVRPipeline
 from roll_lite.pipeline.sources import LiveRollouts, ReplayedRollouts
 from roll_lite.pipeline.weights import WeightSync
@@ -61,6 +62,10 @@ QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFF
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
     """Every cluster that a run of this mode needs, started side by side."""
     start = Starter(config, folder, session)
+    if apart := check_nodes(config, folder, start.placement):
+        journal.console.message(
+            f"run_dir: {', '.join(apart)} do not share {folder}: logs of their workers stay there, the driver writes the batches"
+        )
     live = start.live(journal) if generates(config) else None
     source = live or ReplayedRollouts(start.replay())
     models = start.models() if trains(config) else Clusters(None)
@@ -72,7 +77,7 @@ def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal
         source = replace(live, weights=sync)
     for line in live.notes() if live is not None else []:
         journal.console.message(line)
-    batch_files = BatchFiles(config, folder)
+    batch_files = BatchFiles(config, folder, shared=not apart)
     batch_files.keep_start(models)
     return RLVRPipeline(config, models, source, journal, Checkpoints(config, folder), batch_files, supervised_rows(config))
 

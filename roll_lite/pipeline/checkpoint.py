@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from roll_lite.pipeline.sources import BatchSource
 from roll_lite.workers.model import ModelWorker
 
 EXPORTED = {"actor_train": "model", "critic": "critic"}
+SEEN_WITHIN_S = 60.0
+"""For files of other nodes to be seen here: a network file system may remember for this long that they were not there."""
 INTERRUPTED_S = 3.0
 """For ranks to say, when a run is interrupted, whether their part of a checkpoint is written."""
 
@@ -72,10 +75,10 @@ class Checkpoints:
         for role, model in models.items():
             (folder / role).mkdir()
             with model.loaded(states(Phase.CHECKPOINT)):
-                model.ranks.all(ModelWorker.start_checkpoint if asynchronous else ModelWorker.save_checkpoint, (folder / role).resolve())
-            if not asynchronous:
-                files = (path for path in (folder / role).rglob("*") if path.is_file())
-                records |= records_of(model, folder, sorted(str(path.relative_to(folder)) for path in files))
+                if asynchronous:
+                    model.ranks.all(ModelWorker.start_checkpoint, (folder / role).resolve())
+                else:
+                    records |= _joined(role, model.ranks.all(ModelWorker.save_checkpoint, (folder / role).resolve()))
         state = {
             "schema_version": SCHEMA_VERSION,
             "listed": True,
@@ -121,13 +124,14 @@ class Checkpoints:
         self._running = None
         records: dict[str, FileRecord] = {}
         for role, model in running.models.items():
-            for of_rank in model.ranks.all(ModelWorker.finish_checkpoint):
-                records |= {f"{role}/{name}": one for name, one in of_rank.items()}
+            records |= _joined(role, model.ranks.all(ModelWorker.finish_checkpoint))
         self._name(running, records)
 
     def _name(self, unfinished: Unfinished, records: Mapping[str, FileRecord]) -> None:
         """It is whole, and becomes a checkpoint."""
         folder = unfinished.folder
+        for role in unfinished.models:
+            expect_files(folder, {name: one.bytes for name, one in records.items() if name.startswith(f"{role}/")}, role)
         write_list(folder, {**records, STATE_FILE: record(folder / STATE_FILE)})
         shutil.rmtree(unfinished.whole, ignore_errors=True)
         folder.rename(unfinished.whole)
@@ -170,23 +174,25 @@ class Checkpoints:
         """The actor as Hugging Face safetensors under `model/`, the critic under `critic/`, for `critic.init: path`."""
         for role, model in clusters.trained.items():
             with model.loaded(states(Phase.FINAL_MODEL)):
-                model.ranks.all(ModelWorker.save_hf, (self._run_folder / EXPORTED[role]).resolve())
+                self._save_hf(model, role, EXPORTED[role], average=False)
         if self._config.actor_train.ema is not None and "actor_train" in clusters.trained:
-            self._save_actor(clusters, "model_ema", average=True)
+            with clusters.actor.loaded(states(Phase.NEW_REFERENCE)):
+                self._save_hf(clusters.actor, "actor_train", "model_ema", average=True)
         return self._run_folder / EXPORTED["actor_train"]
 
     def refresh_reference(self, clusters: Clusters, refresh: RefreshConfig) -> None:
         """The reference becomes the actor, or the average of its weights: in bytes that may be laid out in another way."""
-        folder = self._save_actor(clusters, "reference", refresh.weights == "ema")
+        with clusters.actor.loaded(states(Phase.NEW_REFERENCE)):
+            folder = self._save_hf(clusters.actor, "actor_train", "reference", refresh.weights == "ema")
         assert clusters.reference is not None
         with clusters.reference.loaded(states(Phase.NEW_REFERENCE)):
             clusters.reference.ranks.all(ModelWorker.load_hf, folder)
         shutil.rmtree(folder)
 
-    def _save_actor(self, clusters: Clusters, name: str, average: bool) -> Path:
+    def _save_hf(self, model: Model[Any], role: str, name: str, average: bool) -> Path:
         folder = (self._run_folder / name).resolve()
-        with clusters.actor.loaded(states(Phase.NEW_REFERENCE)):
-            clusters.actor.ranks.all(ModelWorker.save_hf, folder, average)
+        sizes = {file: size for of_rank in model.ranks.all(ModelWorker.save_hf, folder, average) for file, size in of_rank.items()}
+        expect_files(folder, sizes, role)
         return folder
 
     def _stateful(self, clusters: Clusters) -> dict[str, Model[Any]]:
@@ -194,6 +200,31 @@ class Checkpoints:
         reference = self._config.reference
         follows = {"reference": clusters.reference} if reference is not None and reference.refresh is not None else {}
         return {**clusters.trained, **{role: model for role, model in follows.items() if model is not None}}
+
+
+def _joined(role: str, of_ranks: Iterable[Mapping[str, FileRecord]]) -> dict[str, FileRecord]:
+    return {f"{role}/{name}": one for records in of_ranks for name, one in records.items()}
+
+
+def expect_files(folder: Path, sizes: Mapping[str, int], role: str) -> None:
+    """Wait until this node sees the files that ranks report as written. RuntimeError where it does not: they would be lost."""
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while wrong := [name for name, size in sizes.items() if _size(folder / name) != size]:
+        if time.monotonic() >= deadline:
+            raise RuntimeError(
+                f"{folder} lacks {len(wrong)} of {len(sizes)} files that ranks of {role} report as written, or has other sizes: "
+                f"{', '.join(wrong[:3])}. Does every node of {role} share run_dir with the driver, and is the disk full?"
+            )
+        time.sleep(SEEN_WITHIN_S / 60)
+    if not sizes:
+        raise RuntimeError(f"no rank of {role} reports that it has written anything to {folder}")
+
+
+def _size(file: Path) -> int | None:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def records_of(model: Model[Any], folder: Path, names: list[str]) -> dict[str, FileRecord]:

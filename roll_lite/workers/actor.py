@@ -11,7 +11,7 @@ from typing import ClassVar
 import ray
 
 from roll_lite.config.schema.algorithm import AlgorithmConfig
-from roll_lite.data.columns_file import write_columns
+from roll_lite.data.columns_file import rows_file, write_columns
 from roll_lite.data.keys import Columns
 from roll_lite.data.microbatch import padded
 from roll_lite.data.proto import Column, DataProto
@@ -90,7 +90,7 @@ class ActorWorker(ModelWorker):
 
     def write_rows(self, shard: BatchShard, folder: Path) -> None:
         """This rank's rows of the batch, into a file of their own. Called on the head ranks."""
-        write_columns(folder / f"rows_{self.strategy.layout.data_rank:04d}.parquet", shard.materialize())
+        write_columns(folder / rows_file(self.strategy.layout.data_rank), shard.materialize())
 
     def save_adapters(self, folder: Path) -> None:
         self.strategy.save_adapters(folder)

@@ -116,8 +116,9 @@ class ModelWorker(Worker):
     def take_moved(self) -> Moved:
         return self.strategy.take_moved()
 
-    def save_checkpoint(self, folder: Path) -> None:
-        self.strategy.save_checkpoint(folder)
+    def save_checkpoint(self, folder: Path) -> dict[str, FileRecord]:
+        """Return the records of the files that this rank has written, by path in the folder."""
+        return {str(path.relative_to(folder)): record(path) for path in self.strategy.save_checkpoint(folder)}
 
     def start_checkpoint(self, folder: Path) -> None:
         self._checkpoint = self.strategy.start_checkpoint(folder)
@@ -135,8 +136,9 @@ class ModelWorker(Worker):
         """Size and checksum of this rank's share of the files: every world_size-th."""
         return {name: record(folder / name) for name in names[self.rank :: self.world_size]}
 
-    def save_hf(self, folder: Path, average: bool = False) -> None:
-        self.strategy.save_hf(folder, average)
+    def save_hf(self, folder: Path, average: bool = False) -> dict[str, int]:
+        """Return the sizes of the files that this rank has written, by name."""
+        return {path.name: path.stat().st_size for path in self.strategy.save_hf(folder, average)}
 
     def load_hf(self, folder: Path) -> None:
         self.strategy.load_hf(folder)

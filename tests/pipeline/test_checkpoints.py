@@ -16,7 +16,7 @@ from roll_lite.config.schema.models import EmaConfig, ReferenceRoleConfig, Refre
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.failures import RankTimeout
 from roll_lite.pipeline.batch_files import BatchFiles
-from roll_lite.pipeline.checkpoint import Checkpoints
+from roll_lite.pipeline.checkpoint import Checkpoints, expect_files
 from roll_lite.pipeline.clusters import Clusters
 from roll_lite.pipeline.rlvr import RLVRPipeline
 
@@ -31,6 +31,8 @@ class Ranks:
         self.is_written = False
         self.fails = False
         self.is_busy = False
+        self.lies_elsewhere = False
+        """What it reports as written is not on the driver's disk."""
 
     def start_all(self, method: Any) -> Any:
         def result(within_s: float | None) -> Any:
@@ -40,7 +42,7 @@ class Ranks:
 
         return SimpleNamespace(result=result)
 
-    def all(self, method: Any, folder: Path = Path(), names: list[str] | None = None) -> Any:
+    def all(self, method: Any, folder: Path = Path(), names: Any = None) -> Any:
         if method.__name__ == "start_checkpoint":
             self.folder, self.is_written = folder, False
         elif method.__name__ == "checkpoint_is_written":
@@ -49,10 +51,14 @@ class Ranks:
             assert self.folder is not None
             if self.fails:
                 raise RuntimeError("No space left on device")
-            (self.folder / "weights").write_text("saved")
-            return [{}, {"weights": record(self.folder / "weights")}]
-        elif method.__name__ == "save_checkpoint":
+            return [{}, *self.all(SimpleNamespace(__name__="save_checkpoint"), self.folder)]
+        elif method.__name__ in ("save_checkpoint", "save_hf"):
+            folder.mkdir(exist_ok=True)
             (folder / "weights").write_text("saved")
+            wrote = {"weights": record(folder / "weights")}
+            if self.lies_elsewhere:
+                (folder / "weights").unlink()
+            return [wrote if method.__name__ == "save_checkpoint" else {name: one.bytes for name, one in wrote.items()}, {}]
         elif names is not None:
             return [{name: record(folder / name)} for name in names]
         else:
@@ -215,13 +221,15 @@ def test_a_reference_that_follows_the_actor_is_renewed_and_kept(config: RunConfi
     calls: list[tuple[str, ...]] = []
 
     def cluster(role: str) -> Any:
-        def all_ranks(method: Any, folder: Path, *args: Any) -> Any:
+        def all_ranks(method: Any, folder: Path, *args: Any) -> list[Any]:
             calls.append((role, method.__name__, *map(str, args)))
             if method.__name__ == "save_hf":
                 folder.mkdir()
                 (folder / "weights").write_text("of the actor")
+                return [{"weights": len("of the actor")}]
             if method.__name__ == "load_hf":
                 assert (folder / "weights").read_text() == "of the actor"
+            return []
 
         return SimpleNamespace(ranks=SimpleNamespace(all=all_ranks), loaded=lambda groups: nullcontext())
 
@@ -237,6 +245,28 @@ def test_a_reference_that_follows_the_actor_is_renewed_and_kept(config: RunConfi
     Checkpoints(config, tmp_path).save(both, SOURCE, {"steps_done": 2})
     with pytest.raises(ValueError, match="holds nothing for reference"):
         Checkpoints(resuming(following, tmp_path), tmp_path / "next").load(both, SOURCE)
+
+
+@pytest.mark.parametrize("kind", ["at once", "asynchronous", "exported"])
+def test_files_that_lie_on_another_nodes_disk_end_the_run(
+    asynchronous: RunConfig, config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("roll_lite.pipeline.checkpoint.SEEN_WITHIN_S", 0.0)
+    checkpoints, both = Checkpoints(asynchronous if kind == "asynchronous" else config, tmp_path), parts("actor_train", "critic")
+    both.trained["critic"].ranks.lies_elsewhere = True
+    place = "critic" if kind == "exported" else "step_000001.partial"
+    with pytest.raises(RuntimeError, match=rf"{place} lacks 1 of 1 files that ranks of critic report as written, .*: (critic/)?weights"):
+        if kind == "exported":
+            checkpoints.export_model(both)
+        else:
+            checkpoints.save(both, SOURCE, {"steps_done": 1})
+            checkpoints.finish()
+    assert names(tmp_path) == []
+
+
+def test_files_of_another_node_may_be_seen_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll_lite.pipeline.checkpoint.time.sleep", lambda _: (tmp_path / "weights").write_text("saved"))
+    expect_files(tmp_path, {"weights": 5}, "critic")
 
 
 @pytest.mark.parametrize("name", ["critic/weights", "state.json"])

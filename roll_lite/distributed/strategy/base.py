@@ -218,8 +218,9 @@ class TrainStrategy(ForwardStrategy):
         """Return what `load` and `offload` moved since the last call."""
 
     @abstractmethod
-    def save_checkpoint(self, folder: Path) -> None:
-        """Save weights, optimizer, learning-rate schedule and random state; with adapters, those of the adapters alone."""
+    def save_checkpoint(self, folder: Path) -> list[Path]:
+        """Save weights, optimizer, learning-rate schedule and random state; with adapters, those of the adapters alone. Returns the files
+        that this rank has written."""
 
     @abstractmethod
     def start_checkpoint(self, folder: Path) -> CheckpointWrite:
@@ -229,11 +230,12 @@ class TrainStrategy(ForwardStrategy):
     def load_checkpoint(self, folder: Path) -> None: ...
 
     @abstractmethod
-    def save_hf(self, folder: Path, average: bool = False) -> None:
-        """Save the weights, or their `average` (ModelSpec.ema_decay), as Hugging Face safetensors with config and tokenizer."""
+    def save_hf(self, folder: Path, average: bool = False) -> list[Path]:
+        """Save the weights, or their `average` (ModelSpec.ema_decay), as Hugging Face safetensors with config and tokenizer. Returns the
+        files that this rank has written."""
 
     @abstractmethod
-    def save_adapters(self, folder: Path) -> None:
+    def save_adapters(self, folder: Path) -> list[Path]:
         """Save the adapters (ModelSpec.lora) in PEFT's format."""
 
     @abstractmethod

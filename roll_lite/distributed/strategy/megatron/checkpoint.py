@@ -64,8 +64,9 @@ def save_checkpoint(
     model: Mapping[str, Any],
     folder: Path,
     writer: FileSystemWriter,
-) -> None:
-    """Save; collective. All nodes share the folder. `model` describes the model (MODEL_FILE); `writer` writes STATE_FOLDER."""
+) -> list[Path]:
+    """Save; collective. All nodes share the folder. `model` describes the model (MODEL_FILE); `writer` writes STATE_FOLDER. Returns this
+    rank's files."""
     state_folder = folder / STATE_FOLDER
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -75,6 +76,10 @@ def save_checkpoint(
         (folder / MODEL_FILE).write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
     torch.save({"layout": _identity(layout), "random": _random_state()}, _rank_file(folder, layout.rank))
     dist.barrier()
+    own = [_rank_file(folder, layout.rank), *state_folder.glob(f"__{layout.rank}_*{TENSORS_SUFFIX}")]
+    if layout.rank == 0:
+        own += [folder / MODEL_FILE, *(path for path in state_folder.iterdir() if path.suffix != TENSORS_SUFFIX)]
+    return own
 
 
 class RunningSave(CheckpointWrite):

@@ -200,11 +200,13 @@ def save_hf(
     value_model: bool,
     read: Read = weights,
     write: Write | None = None,
-) -> None:
-    """Write safetensors (one file per bucket, by its owner), config and tokenizer. Collective; all nodes share the folder."""
+) -> list[Path]:
+    """Write safetensors (one file per bucket, by its owner), config and tokenizer. Returns this rank's files. Collective; all nodes share
+    the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     buckets = plan.buckets()
     files: dict[str, str] = {}
+    own: list[Path] = []
     total = 0
     for number, tensors in enumerate(buckets):
         file = "model.safetensors" if len(buckets) == 1 else f"model-{number + 1:05d}-of-{len(buckets):05d}.safetensors"
@@ -217,19 +219,22 @@ def save_hf(
                 save_tensors(on_host, folder / file, OF_TORCH)
             else:
                 write(folder / file, save(on_host, metadata=OF_TORCH))
+            own.append(folder / file)
     if dist.get_rank() == 0:
         for file_in_source in source.iterdir():
             if file_in_source.is_file() and not file_in_source.name.endswith(NOT_COPIED):
-                shutil.copyfile(file_in_source, folder / file_in_source.name)
+                own.append(Path(shutil.copyfile(file_in_source, folder / file_in_source.name)))
         (folder / "config.json").write_text(json.dumps(_config(source, dtype, value_model), indent=2) + "\n")
         if len(buckets) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": files}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            own.append(folder / "model.safetensors.index.json")
+            own[-1].write_text(json.dumps(index, indent=2) + "\n")
     dist.barrier()
+    return own
 
 
-def save_adapters(exporter: HfExporter, plan: ExportPlan, folder: Path, config: Mapping[str, Any]) -> None:
-    """Write adapters in PEFT's format, as one file from the first rank. Collective."""
+def save_adapters(exporter: HfExporter, plan: ExportPlan, folder: Path, config: Mapping[str, Any]) -> list[Path]:
+    """Write adapters in PEFT's format, as one file from the first rank. Returns this rank's files. Collective."""
     own: dict[str, torch.Tensor] = {}
     for tensors in plan.buckets():
         own |= {name: tensor.contiguous().to("cpu", copy=True) for name, tensor in (exporter.bucket(tensors) or {}).items()}
@@ -240,6 +245,7 @@ def save_adapters(exporter: HfExporter, plan: ExportPlan, folder: Path, config: 
         save_tensors({name: tensor for part in gathered for name, tensor in part.items()}, folder / ADAPTER_WEIGHTS, OF_TORCH)
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     dist.barrier()
+    return [folder / ADAPTER_WEIGHTS, folder / ADAPTER_CONFIG] if dist.get_rank() == 0 else []
 
 
 def _config(source: Path, dtype: torch.dtype, value_model: bool) -> dict[str, Any]:

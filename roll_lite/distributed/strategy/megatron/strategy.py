@@ -213,25 +213,24 @@ class MegatronStrategy(TrainStrategy):
         self._mover.require(StateGroup.WEIGHTS)
         return self._to_engines.bucket([tensor for tensor in plan.tensors if tensor.bucket == bucket])
 
-    def save_hf(self, folder: Path, average: bool = False) -> None:
-        self._write_hf(folder, self._dtype, average)
+    def save_hf(self, folder: Path, average: bool = False) -> list[Path]:
+        return self._write_hf(folder, self._dtype, average)
 
-    def _write_hf(self, folder: Path, dtype: torch.dtype, average: bool, write: Write | None = None) -> None:
+    def _write_hf(self, folder: Path, dtype: torch.dtype, average: bool, write: Write | None = None) -> list[Path]:
         self._mover.require(StateGroup.WEIGHTS)
         lora = self._spec.lora
         if lora is not None and lora.export == "adapter":
-            self.save_adapters(folder)
-            return
+            return self.save_adapters(folder)
         assert self._average is not None or not average, "this strategy was made without an average"
         read = self._average.read if average and self._average is not None else weights
         plan = self._exporter.plan(SAVE_BUCKET_BYTES)
-        write_hf(self._exporter, plan, self._spec.model.path, folder, dtype, self._value_head, read, write)
+        return write_hf(self._exporter, plan, self._spec.model.path, folder, dtype, self._value_head, read, write)
 
-    def save_adapters(self, folder: Path) -> None:
+    def save_adapters(self, folder: Path) -> list[Path]:
         self._mover.require(StateGroup.WEIGHTS)
         assert self._adapters is not None and self._spec.lora is not None, "this strategy was made without LoRA"
         exporter = HfExporter(self._adapters.bindings, self._hf)
-        save_adapters(exporter, exporter.plan(SAVE_BUCKET_BYTES), folder, adapter_config(self._spec.lora, self._spec.model.path))
+        return save_adapters(exporter, exporter.plan(SAVE_BUCKET_BYTES), folder, adapter_config(self._spec.lora, self._spec.model.path))
 
     def load_hf(self, folder: Path) -> None:
         self._mover.require_to_write(StateGroup.WEIGHTS)
@@ -250,21 +249,23 @@ class MegatronStrategy(TrainStrategy):
         moved, self._mover.moved = self._mover.moved, Moved()
         return moved
 
-    def save_checkpoint(self, folder: Path) -> None:
-        self._save(folder, FileSystemWriter(folder / STATE_FOLDER))
+    def save_checkpoint(self, folder: Path) -> list[Path]:
+        return self._save(folder, FileSystemWriter(folder / STATE_FOLDER))
 
     def start_checkpoint(self, folder: Path) -> CheckpointWrite:
         writer = StagedWriter(folder / STATE_FOLDER)
         self._save(folder, writer, writer.write_later)
         return RunningSave(folder, self.layout, writer)
 
-    def _save(self, folder: Path, writer: FileSystemWriter, write: Write | None = None) -> None:
+    def _save(self, folder: Path, writer: FileSystemWriter, write: Write | None = None) -> list[Path]:
         self._mover.require(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)
+        files: list[Path] = []
         if self._adapters is not None and self.layout.rank == 0:
-            write_base(folder, self._spec.model.path)
-        write_checkpoint(self._chunks, self._optimizer, self.layout, self._described, folder, writer)
+            files.append(write_base(folder, self._spec.model.path))
+        files += write_checkpoint(self._chunks, self._optimizer, self.layout, self._described, folder, writer)
         if self._average is not None:
-            self._write_hf(folder / AVERAGE_FOLDER, torch.float32, average=True, write=write)
+            files += self._write_hf(folder / AVERAGE_FOLDER, torch.float32, average=True, write=write)
+        return files
 
     def load_checkpoint(self, folder: Path) -> None:
         self._mover.require_to_write(StateGroup.WEIGHTS, StateGroup.OPTIMIZER)

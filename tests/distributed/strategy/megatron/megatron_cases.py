@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from support_models import PAD_ID, VOCAB_SIZE, by_checkpoint, load_hf, make_tiny_model
 from transformers import PreTrainedModel
 
@@ -148,3 +149,10 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
     for name, tensor in theirs.items():
         difference = float((ours[name].float() - tensor).norm())
         assert difference <= tolerance * max(float(tensor.norm()), 1e-3 * largest), f"{name}: off by {difference} of {float(tensor.norm())}"
+
+
+def reported_once(folder: Path, own: list[Path]) -> None:
+    """Each file of the folder by the rank that has written it. Collective."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    assert sorted(path for of_rank in told for path in of_rank) == sorted(path for path in folder.rglob("*") if path.is_file())

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import batch_of, hf_log_probs, own_weights, shard, started, tiny, weighted_loss
+from megatron_cases import batch_of, hf_log_probs, own_weights, reported_once, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from safetensors.torch import load_file
 from support_models import load_hf
@@ -73,8 +73,8 @@ def averaged(path: Path, folder: Path, layout: dict[str, Any], dtype: str) -> di
         step(strategy, seed)
         mean = {name: DECAY * mean[name] + (1 - DECAY) * weight.double() for name, weight in own_weights(strategy).items()}
     assert train_step(strategy, shard(batch_of(), strategy), nan_loss, ["log_probs"], 3).skipped
-    strategy.save_hf(folder / "average", average=True)
-    strategy.save_checkpoint(folder / "checkpoint")
+    reported_once(folder / "average", strategy.save_hf(folder / "average", average=True))
+    reported_once(folder / "checkpoint", strategy.save_checkpoint(folder / "checkpoint"))
     running = started_with_nothing_written(strategy, folder / "beside")
     step(strategy, 3)
     strategy.save_hf(folder / "straight", average=True)

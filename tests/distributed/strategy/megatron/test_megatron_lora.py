@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_cases import assert_same, batch_of, hf_log_probs, hf_loss, own_weights, shard, started, tiny, weighted_loss
+from megatron_cases import assert_same, batch_of, hf_log_probs, hf_loss, own_weights, reported_once, shard, started, tiny, weighted_loss
 from megatron_ranks import RankPool
 from safetensors.torch import load_file, save_file
 from support_models import by_checkpoint, load_hf
@@ -282,7 +282,7 @@ def test_adapters_train_in_layouts_of_four_ranks(ranks: RankPool, tmp_path: Path
 
 
 def save_adapters(path: Path, adapters: Path, folder: Path, layout: dict[str, Any]) -> None:
-    started(path, lora=lora_of(adapters, export="adapter"), **layout).save_hf(folder)
+    reported_once(folder, started(path, lora=lora_of(adapters, export="adapter"), **layout).save_hf(folder))
     started(path, lora=lora_of(adapters), **layout).save_hf(folder / "merged")
 
 
@@ -346,7 +346,7 @@ def save_and_resume(path: Path, adapters: Path, folder: Path, layout: dict[str, 
     """A run goes on bit for bit. Offloading in between changes nothing, and frees everything."""
     straight, resumed = (started(path, CONFIG, total_updates=9, lora=lora_of(adapters), **layout) for _ in range(2))
     steps(straight, range(2))
-    straight.save_checkpoint(folder)
+    reported_once(folder, straight.save_checkpoint(folder))
     straight.offload(StateGroup)
     assert sum(one.untyped_storage().nbytes() for chunk in straight._chunks for one in chunk.parameters()) == 0
     straight.load(StateGroup)

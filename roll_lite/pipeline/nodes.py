@@ -1,0 +1,195 @@
+"""What the nodes of a run must agree on before anything starts: the folder that ranks write into, and the files that they read."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from roll_lite.config.arithmetic import roles
+from roll_lite.config.checkpoint_files import resumption
+from roll_lite.config.checks.layout import model_folder
+from roll_lite.config.problems import first_line
+from roll_lite.config.schema.run import RunConfig
+from roll_lite.distributed.placement import Placement
+from roll_lite.pipeline.batch_files import batches_are_written
+
+RESUME = "checkpoint.resume"
+MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
+"""Configuration, weights, tokenizer, chat template."""
+READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
+"""Of a file larger than this, so many samples count, spread evenly."""
+TOLD_FILES = 3
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A folder that a setting names, and the roles that read it."""
+
+    setting: str
+    folder: Path
+    roles: tuple[str, ...]
+
+    def files(self) -> dict[str, str]:
+        """Fingerprints by name, as this node sees them; ranks verify the checksums of a checkpoint when they load it."""
+        if self.setting == RESUME:
+            found = (path for path in self.folder.rglob("*") if path.is_file())
+            return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
+        if not self.folder.is_dir():
+            return {}
+        return {path.name: fingerprint(path) for path in self.folder.iterdir() if path.suffix in MODEL_SUFFIXES and path.is_file()}
+
+
+@dataclass(frozen=True)
+class View:
+    """What one node sees."""
+
+    apart: str | None
+    """Why its run folder is not the driver's; None where it is."""
+    files: Mapping[Reader, Mapping[str, str]]
+
+
+def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> list[str]:
+    """Addresses of nodes with training ranks that do not share the run's folder. ValueError where something would be lost there, or where
+    nodes hold different files under one path."""
+    driver = ray.get_runtime_context().get_node_id()
+    nodes = {role: {placement.devices[number].node for number in numbers} for role, numbers in placement.roles.items()}
+    others = set().union(*nodes.values()) - {driver}
+    if not others:
+        return []
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    views = looked_at(run_folder.resolve(), readers(config), driver, others, addresses)
+    by_address = {addresses[node]: view for node, view in views.items()}
+    placed = {role: {addresses[node] for node in found} for role, found in nodes.items()}
+    problems = list(differences(by_address, placed, addresses[driver]))
+    writing = {role: placed[role] for role in saved_roles(config) if role in placed}
+    apart = {address: view.apart for address, view in by_address.items() if view.apart and any(address in own for own in writing.values())}
+    if apart and (lost := written_by_ranks(config)):
+        places = [
+            f"on {address}, where {', '.join(role for role, own in writing.items() if address in own)} runs, {why}"
+            for address, why in sorted(apart.items())
+        ]
+        problems.append(
+            f"run_dir: {run_folder.resolve()} is not one folder on all nodes: {'; '.join(places)}. What ranks write there would be lost to "
+            f"the driver on {addresses[driver]}: {', '.join(lost)}. Set run_dir to a folder that all nodes share, place "
+            f"{', '.join(writing)} on the driver's node, or do without: {' '.join(lost.values())}"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+    return sorted(apart)
+
+
+def readers(config: RunConfig) -> list[Reader]:
+    """The folders that roles read on their own nodes."""
+    found: dict[tuple[str, Path], list[str]] = {}
+    for name, role in roles(config).items():
+        folder = model_folder(config, role)
+        found.setdefault(("model.path" if folder == config.model.path else f"{name}.path", folder), []).append(name)
+    lora = config.actor_train.lora
+    if lora is not None and lora.path is not None:
+        found["actor_train.lora.path", lora.path] = ["actor_train"]
+    if config.checkpoint.resume is not None:
+        found[RESUME, resumption(config.checkpoint.resume).checkpoint.resolve()] = saved_roles(config)
+    return [Reader(setting, folder, tuple(names)) for (setting, folder), names in found.items()]
+
+
+def saved_roles(config: RunConfig) -> list[str]:
+    """Roles with a state in checkpoints: those that train, and a reference that follows them."""
+    return ["actor_train", "critic", *(["reference"] if _is_refreshed(config) else [])]
+
+
+def _is_refreshed(config: RunConfig) -> bool:
+    return config.reference is not None and config.reference.refresh is not None
+
+
+def written_by_ranks(config: RunConfig) -> dict[str, str]:
+    """What ranks write into the run's folder, each with the setting that switches it off. The driver can write batches itself."""
+    return {
+        what: setting
+        for what, setting, is_written in (
+            ("checkpoints", "checkpoint.every=0", config.checkpoint.every > 0),
+            ("the exported model", "checkpoint.export_model=false", config.checkpoint.export_model),
+            ("adapters at the start", "batches.write=never", config.actor_train.lora is not None and batches_are_written(config)),
+            ("the new reference", "reference.refresh=null", _is_refreshed(config)),
+        )
+        if is_written
+    }
+
+
+def looked_at(run_folder: Path, read: list[Reader], driver: str, others: set[str], addresses: Mapping[str, str]) -> dict[str, View]:
+    """The view of each node, the driver's among them. Each node writes a file into the run's folder beside one of the driver's."""
+    probe = run_folder / f".probe-{uuid.uuid4().hex}"
+    probe.touch()
+    task = ray.remote(look)
+    asked = {
+        node: task.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(probe, node, read)
+        for node in sorted(others)
+    }
+    views = {driver: look(probe, driver, read)}
+    try:
+        for node, reference in asked.items():
+            try:
+                view = ray.get(reference)
+            except RayError as error:
+                raise RuntimeError(f"node {addresses[node]} cannot be looked at: {first_line(error)}") from error
+            seen = view.apart or Path(f"{probe}-{node}").exists()
+            views[node] = view if seen else View("another folder has this path", view.files)
+    finally:
+        for file in run_folder.glob(f"{probe.name}*"):
+            file.unlink()
+    return views
+
+
+def look(probe: Path, node: str, read: list[Reader]) -> View:
+    """Run on a node."""
+    return View(why_apart(probe, node), {reader: reader.files() for reader in read})
+
+
+def why_apart(probe: Path, node: str) -> str | None:
+    """Why this node does not share the folder of the driver's file `probe`; where it does, it answers with a file of its own."""
+    if not probe.parent.is_dir():
+        return "it is not there"
+    if not probe.is_file():
+        return "another folder has this path"
+    try:
+        Path(f"{probe}-{node}").touch()
+    except OSError as error:
+        return f"it cannot be written to ({error.strerror})"
+    return None
+
+
+def differences(views: Mapping[str, View], placed: Mapping[str, set[str]], driver: str) -> Iterator[str]:
+    """Per folder and node, the files that are not the driver's. `views` and `placed` (roles) by address."""
+    for reader, own in views[driver].files.items():
+        for address in sorted({node for role in reader.roles for node in placed.get(role, ())} - {driver}):
+            there = views[address].files[reader]
+            names = [name for name in sorted({**own, **there}) if own.get(name) != there.get(name)]
+            if not names:
+                continue
+            told = [f"{name}: {own.get(name, 'missing')} and {there.get(name, 'missing')}" for name in names[:TOLD_FILES]]
+            more = f"; and {len(names) - TOLD_FILES} more files" if len(names) > TOLD_FILES else ""
+            what = "; ".join(told) + more if there else "it is not there"
+            loading = ", ".join(role for role in reader.roles if address in placed.get(role, ()))
+            yield (
+                f"{reader.setting}: {reader.folder} on node {address}, where {loading} loads it, is not what it is on the driver's node "
+                f"{driver} (driver, node): {what}. Copy the folder to every node, or keep it on a file system that all nodes share"
+            )
+
+
+def fingerprint(file: Path) -> str:
+    """Checksum of the content, or of the size and evenly spread samples of a large file."""
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        if size <= READ_WHOLE:
+            return f"sha256 {hashlib.file_digest(content, 'sha256').hexdigest()[:16]}"
+        digest = hashlib.sha256(str(size).encode())
+        for number in range(SAMPLES):
+            content.seek((size - SAMPLE_BYTES) * number // (SAMPLES - 1))
+            digest.update(content.read(SAMPLE_BYTES))
+        return f"sha256 of samples {digest.hexdigest()[:16]}"

@@ -1,0 +1,95 @@
+"""Runs over two hosts that share no disk: what would be lost, or differs between them, is told before anything loads."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support_hosts import TwoHosts, two_hosts
+
+from roll_lite.config.checkpoint_files import LIST_FILE, found, read_list
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = [
+    *("steps=2", "rollout.prompts_per_step=6", "rollout.samples_per_prompt=4", "validation=null", "batches.write=always"),
+    *("placement={nodes: 2, devices_per_node: 2}", "actor_infer.devices=[0]"),
+]
+ON_BOTH, ON_THE_OTHER = "actor_train.devices=[1, 2]", "actor_train.devices=[2]"
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    with two_hosts() as found:
+        yield found
+
+
+def run(hosts: TwoHosts, run_dir: Path, *settings: str) -> tuple[int, str, Path]:
+    """Exit code, what it said, and the run's folder."""
+    command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config-name", "tiny_grpo", f"run_dir={run_dir}", *SETTINGS, *settings]
+    done = subprocess.run(
+        hosts.on_first(command), cwd=ROOT, env=hosts.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return done.returncode, done.stdout, (run_dir / "latest").resolve()
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_checkpoint_that_ranks_would_write_to_another_disk_is_refused_at_the_start(hosts: TwoHosts) -> None:
+    code, output, folder = run(hosts, hosts.apart / "runs", ON_BOTH, "checkpoint.every=1")
+    assert code == 1
+    here, there = hosts.addresses
+    assert f"run_dir: {folder} is not one folder on all nodes: on {there}, where actor_train runs, it is not there." in output
+    assert f"driver on {here}: checkpoints, the exported model" in output
+    assert "or do without: checkpoint.every=0 checkpoint.export_model=false" in output
+    assert not files_below(hosts.apart_there), "no rank has started"
+
+
+def test_without_checkpoints_and_model_everything_is_in_the_drivers_folder(hosts: TwoHosts) -> None:
+    code, output, folder = run(hosts, hosts.apart / "runs", ON_THE_OTHER, "checkpoint.export_model=false")
+    assert code == 0, output
+    assert f"run_dir: {hosts.addresses[1]} do not share {folder}" in output
+    for step in (1, 2):
+        assert files_below(folder / "batches" / f"step_{step:06d}") == {"rows_0000.parquet", "mini_batches.parquet", "step.json"}
+    assert not [file for file in files_below(hosts.apart_there) if not file.endswith(".log")]
+    assert not list(folder.glob(".probe*"))
+
+
+def test_ranks_on_both_hosts_write_whole_checkpoints_where_they_share_the_folder(hosts: TwoHosts) -> None:
+    code, output, folder = run(hosts, hosts.shared / "runs", ON_BOTH, "checkpoint.every=2")
+    assert code == 0, output
+    (checkpoint,) = found(folder)
+    listed = read_list(checkpoint)
+    assert listed is not None and set(listed) | {LIST_FILE} == files_below(checkpoint)
+    assert {"actor_train/rank_00000.pt", "actor_train/rank_00001.pt"} < set(listed)
+    assert (folder / "model" / "model.safetensors").is_file()
+    shutil.copytree(checkpoint, hosts.apart / "step_000002")
+    code, output, _ = run(hosts, hosts.shared / "runs", ON_BOTH, "steps=3", f"checkpoint.resume={hosts.apart / 'step_000002'}")
+    assert code == 1
+    assert f"checkpoint.resume: {hosts.apart / 'step_000002'} on node {hosts.addresses[1]}, where actor_train loads it" in output
+
+
+def test_other_weights_under_the_same_path_are_refused(hosts: TwoHosts) -> None:
+    for place in (hosts.apart, hosts.apart_there):
+        shutil.copytree(ROOT / "examples/models/tiny", place / "model")
+    weights = hosts.apart_there / "model" / "model.safetensors"
+    weights.chmod(0o644)
+    tensors = load_file(weights)
+    tensors["model.norm.weight"][0] += 1e-3
+    save_file(tensors, weights, {"format": "pt"})
+    code, output, _ = run(hosts, hosts.shared / "runs", ON_THE_OTHER, f"model.path={hosts.apart / 'model'}")
+    assert code == 1
+    here, there = hosts.addresses
+    assert (
+        f"model.path: {hosts.apart / 'model'} on node {there}, where actor_train loads it, is not what it is on the driver's node {here}"
+        in output
+    )
+    assert " and sha256 " in output and "config.json" not in output

@@ -1,0 +1,90 @@
+"""What nodes are compared by before a run starts. Two hosts that really differ: tests/integration/test_two_hosts.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll_lite.config.loading import load_config
+from roll_lite.pipeline.nodes import READ_WHOLE, Reader, View, differences, fingerprint, readers, why_apart, written_by_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = Reader("model.path", Path("/models/m"), ("actor_train", "actor_infer"))
+PLACED = {"actor_train": {"10.0.0.1", "10.0.0.2"}, "actor_infer": {"10.0.0.3"}, "critic": {"10.0.0.4"}}
+FILES = {"config.json": "sha256 c", "model.safetensors": "sha256 w"}
+
+
+def told(**views: dict[str, str]) -> list[str]:
+    """Of nodes by the last number of their addresses; those that are not named see what the driver's sees."""
+    by_address = {f"10.0.0.{number}": View(None, {MODEL: views.get(f"n{number}", FILES)}) for number in (1, 2, 3, 4)}
+    return list(differences(by_address, PLACED, "10.0.0.1"))
+
+
+@pytest.mark.parametrize(
+    ("there", "says"),
+    [
+        (FILES | {"model.safetensors": "sha256 x"}, "(driver, node): model.safetensors: sha256 w and sha256 x."),
+        ({"config.json": "sha256 c"}, "model.safetensors: sha256 w and missing."),
+        (FILES | {"added_tokens.json": "sha256 t"}, "added_tokens.json: missing and sha256 t."),
+        (dict.fromkeys("abcd", "sha256 o"), "c: missing and sha256 o; and 3 more files."),
+        ({}, "it is not there."),
+    ],
+)
+def test_a_node_whose_files_are_not_the_drivers_is_named_with_both_sums(there: dict[str, str], says: str) -> None:
+    assert told() == []
+    assert told(n4=there) == [], "nothing there loads this model"
+    for number, role in ((2, "actor_train"), (3, "actor_infer")):
+        (message,) = told(**{f"n{number}": there})
+        assert message.startswith(f"model.path: /models/m on node 10.0.0.{number}, where {role} loads it, is not what it is")
+        assert says in message and "10.0.0.1" in message
+    assert len(told(n2=there, n3=there)) == 2
+
+
+def test_folders_are_compared_where_roles_read_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    model = Path("examples/models/tiny")
+    ppo = load_config("tiny_ppo", ROOT / "examples/configs", [f"critic={{init: path, path: {tmp_path}}}"], files=False)
+    assert [(one.setting, one.roles) for one in readers(ppo)] == [
+        ("model.path", ("actor_train", "actor_infer", "reference")),
+        ("critic.path", ("critic",)),
+    ]
+    assert readers(ppo)[0].folder.resolve() == model.resolve()
+
+
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [
+        ([], ["the exported model"]),
+        (["checkpoint.every=2"], ["checkpoints", "the exported model"]),
+        (["checkpoint.export_model=false"], []),
+        (["checkpoint.export_model=false", "actor_train.lora={}"], ["adapters at the start"]),
+        (["checkpoint.export_model=false", "reference={refresh: {every: 2}}"], ["the new reference"]),
+    ],
+)
+def test_what_ranks_write(monkeypatch: pytest.MonkeyPatch, settings: list[str], lost: list[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config("tiny_grpo", ROOT / "examples/configs", ["algorithm.kl_in_loss.coef=0.1", "reference={}", *settings])
+    assert list(written_by_ranks(config)) == lost
+
+
+def test_a_folder_is_shared_where_both_see_the_others_file(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "probe").touch()
+    assert why_apart(tmp_path / "run" / "probe", "b") is None and (tmp_path / "run" / "probe-b").is_file()
+    assert why_apart(tmp_path / "run" / "other", "b") == "another folder has this path"
+    assert why_apart(tmp_path / "none" / "probe", "b") == "it is not there"
+
+
+@pytest.mark.parametrize("size", [1000, READ_WHOLE + 4 * 4096])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_fingerprint_tells_contents_apart(tmp_path: Path, size: int, place: str) -> None:
+    content = bytearray(size)
+    (tmp_path / "a").write_bytes(content)
+    (tmp_path / "b").write_bytes(content)
+    assert fingerprint(tmp_path / "a") == fingerprint(tmp_path / "b")
+    content[0 if place == "first" else -1] = 1
+    (tmp_path / "b").write_bytes(content)
+    assert fingerprint(tmp_path / "a") != fingerprint(tmp_path / "b")
+    (tmp_path / "b").write_bytes(bytes(size + 1))
+    assert fingerprint(tmp_path / "a") != fingerprint(tmp_path / "b")
