@@ -37,7 +37,7 @@ class Sign:
     name: str
     in_a_row: int
     holds: Callable[[Metrics, Sequence[Metrics]], bool]
-    """Takes a step's metrics, and those of the steps before."""
+    """Takes a step's metrics, and those of the steps before: the first with an entropy, and the latest."""
     says: Callable[[Metrics], str]
 
 
@@ -65,8 +65,8 @@ class RunHealth:
                 first = step - sign.in_a_row + 1
                 self.findings[sign.name] = Finding(sign.name, sign.says(metrics), first, sign.in_a_row)
                 told.append(f"warning, step {step}: {self.findings[sign.name].message}")
-        first_one, recent = self._earlier[:1], self._earlier[1:]
-        self._earlier = [*first_one, *recent[-REMEMBERED:], metrics]
+        old, recent = self._earlier[:-REMEMBERED], self._earlier[-REMEMBERED:]
+        self._earlier = [*[one for one in old if not math.isnan(_entropy(one))][:1], *recent, metrics]
         return told
 
 
@@ -75,7 +75,8 @@ def _entropy(metrics: Metrics) -> float:
 
 
 def _collapsed(metrics: Metrics, earlier: Sequence[Metrics]) -> bool:
-    return bool(earlier) and _entropy(metrics) < ENTROPY_LEFT * _entropy(earlier[0])
+    first = next((entropy for one in earlier if not math.isnan(entropy := _entropy(one))), math.nan)
+    return _entropy(metrics) < ENTROPY_LEFT * first
 
 
 def _explodes(metrics: Metrics, earlier: Sequence[Metrics]) -> bool:
@@ -92,6 +93,15 @@ SIGNS = (
             f"in every group all samples have the same reward ({IN_A_ROW} steps in a row; mean score "
             f"{metrics.get('reward/mean', math.nan):.2f}): nothing can be learned from them. The prompts may be too hard or too easy, "
             "or the reward may misread the responses (roll-lite reward --responses shows)"
+        ),
+    ),
+    Sign(
+        "nothing_trains",
+        IN_A_ROW,
+        lambda metrics, _: metrics.get("rollout/samples") == 0.0 or metrics.get("masks/samples") == 1.0,
+        lambda _: (
+            f"no sample is left to train on ({IN_A_ROW} steps in a row): rollout.filter or algorithm.masks leaves all of them out "
+            "(rollout/filtered_..., masks/...)"
         ),
     ),
     Sign(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,7 @@ from roll_lite.workers.actor import CreditReport
 from roll_lite.workers.model import Update
 
 UPDATES_FILE = "updates.jsonl"
+NUMBER = re.compile(r"\d+(\.\d+)?")
 
 SOLVED = {
     "none": (-1.0, 0.0),
@@ -65,6 +67,8 @@ class Journal:
         self._lost_engines: set[int] = set()
         self._new_losses = 0
         """Of engines, since the last batch."""
+        self._told: dict[tuple[str, str], tuple[int, str]] = {}
+        """How often a message came and its first text, by its place and its text without numbers."""
         self._picture = LivePicture(self._draw)
 
     def connect(self) -> None:
@@ -125,7 +129,7 @@ class Journal:
         for name, count in replaced.items():
             self._sums.add("reward/workers_replaced", count, label=name)
             if count:
-                self.console.message(f"domains.{name}.reward: {count} worker(s) died or hung and were replaced")
+                self._tell_once(f"domains.{name}.reward", f"{count} worker(s) died or hung and were replaced")
         add = self._sums.add
         add("rollout/engines_lost", self._new_losses)
         self._new_losses = 0
@@ -184,11 +188,20 @@ class Journal:
     def _tell_failures(self, stats: RolloutStats, of: str = "") -> None:
         """What they say is anybody's text, and no name of a metric: a line for each domain that had some."""
         for name, domain in stats.domains.items():
-            told = [f"{domain.failed} sample(s) failed for good, {commonest(domain.failures)}"] if domain.failures else []
+            if domain.failures:
+                self._tell_once(f"{of}domain {name}", f"{domain.failed} sample(s) failed for good, {commonest(domain.failures)}")
             if domain.retries:
-                told.append(f"{domain.retries.total()} attempt(s) were repeated, {commonest(domain.retries)}")
-            if told:
-                self.console.message(f"{of}domain {name}: {'; '.join(told)}")
+                attempts = f"{domain.retries.total()} attempt(s) were repeated, {commonest(domain.retries)}"
+                self._tell_once(f"{of}domain {name}", attempts)
+
+    def _tell_once(self, place: str, text: str) -> None:
+        """Texts that differ in numbers alone are told the first, tenth, hundredth, ... time; `close` says how often each came."""
+        key = (place, NUMBER.sub("", text))
+        times, first = self._told.get(key, (0, text))
+        times += 1
+        self._told[key] = times, first
+        if str(times).rstrip("0") == "1":
+            self.console.message(f"{place}: {text}" + (f" (for the {times}th time)" if times > 1 else ""))
 
     def _samples(self, domain: str, rows: DataProto) -> None:
         add, scores, lengths = self._sums.add, rows.tensor("score").double(), rows.tensor("response_length")
@@ -343,6 +356,9 @@ class Journal:
         self._picture.close()
         self._draw()
         self.console.finish(accuracy, held_out, self.health.findings.values())
+        for (place, _), (times, first) in self._told.items():
+            if times > 1:
+                self.console.message(f"{place}: {times} times as the first time: {first}")
         self.console.closing_line(self._steps, self._first, self.timers.wall()["total"], self.folder)
         self._trackers.close(exit_state)
 

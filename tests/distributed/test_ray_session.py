@@ -85,6 +85,7 @@ def running_driver(how: str, tmp: Path, address: str = "") -> Iterator[tuple[sub
         pytest.param("return", None, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("signals_arrive")
 def test_nothing_is_left_behind(tmp: Path, how: str, end: signal.Signals | None) -> None:
     with running_driver(how, tmp) as (driver, child):
         processes = [psutil.Process(child)] if psutil.pid_exists(child) else []

@@ -446,6 +446,7 @@ def test_the_exported_model_generates_with_transformers(start: Any) -> None:
     "how",
     ["ctrl-c", pytest.param("terminate", marks=pytest.mark.nightly), pytest.param("ctrl-c beside a validation", marks=pytest.mark.nightly)],
 )
+@pytest.mark.usefixtures("signals_arrive")
 def test_an_interrupted_run_ends_within_seconds_and_leaves_no_process(start: Any, how: str) -> None:
     if "validation" in how:
         run = start("tiny_async", *SMALL[:2], "validation={samples_per_prompt: 32, every: 1000}", "steps=1000")

@@ -42,6 +42,15 @@ def test_a_picture_with_every_domain_and_phase(tmp_path: Path, steps: int) -> No
     assert phases[1] == pytest.approx(2 * phases[0], rel=0.15), "the areas are the times: train took twice as long as generate"
 
 
+def test_signs_that_a_run_learns_nothing_are_in_the_picture(tmp_path: Path) -> None:
+    records = {step: record(step, []) for step in range(1, 5)}
+    drawn = [draw_curves(tmp_path / f"{len(signs)}.png", records, [], "demo", signs) for signs in ([], ["no_gradient"])]
+    plain, warned = (imread(path or "") for path in drawn)
+    written = (plain != warned).any(axis=-1)
+    assert written.any() and not written[60:].any(), "a line at the top"
+    assert share_of(warned, curves.WARNING_COLOR) > 0 == share_of(plain, curves.WARNING_COLOR)
+
+
 @pytest.mark.filterwarnings("error")
 def test_nothing_and_next_to_nothing(tmp_path: Path) -> None:
     assert draw_curves(tmp_path / "none.png", {}, ["add"], "demo") is None and not (tmp_path / "none.png").exists()

@@ -8,7 +8,14 @@ import pytest
 
 from roll_lite.observability.health import IN_A_ROW, RunHealth
 
-GOOD = {"reward/flat_groups": 0.5, "rollout/truncated": 0.1, "actor/entropy": 0.5, "actor/grad_norm": 0.8, "reward/mean": 0.4}
+GOOD = {
+    "reward/flat_groups": 0.5,
+    "reward/mean": 0.4,
+    "rollout/truncated": 0.1,
+    "rollout/samples": 64.0,
+    "actor/entropy": 0.5,
+    "actor/grad_norm": 0.8,
+}
 
 
 def told(*steps: dict[str, float], compares_groups: bool = True) -> dict[int, list[str]]:
@@ -25,6 +32,8 @@ def told(*steps: dict[str, float], compares_groups: bool = True) -> dict[int, li
         ({"rollout/truncated": 0.51}, "51% of the responses were cut at max_tokens"),
         ({"actor/entropy": 0.009}, "entropy has collapsed to 0.009 nats"),
         ({"actor/grad_norm": 0.0}, "its weights do not change"),
+        ({"rollout/samples": 0.0}, "no sample is left to train on"),
+        ({"masks/samples": 1.0}, "no sample is left to train on"),
     ],
 )
 def test_each_sign_is_told_once_after_three_steps_in_a_row(sign: dict[str, float], says: str) -> None:
@@ -37,6 +46,17 @@ def test_a_gradient_that_explodes_is_told_at_that_step() -> None:
     assert list(told(*[{}] * 5, {"actor/grad_norm": 79.0}, {"actor/grad_norm": 81.0}, {"actor/grad_norm": 90.0})) == [7]
     assert told({}, {}, {"actor/grad_norm": 1e6}) == {}, "two steps are no past to compare with"
     assert told(*[{}] * 9, {"actor/grad_norm": math.nan}) == {}, "an update that is skipped has a message of its own"
+
+
+@pytest.mark.parametrize("steps", [1, 5, 100])
+def test_the_first_entropy_counts_also_after_a_warm_up_of_the_critic(steps: int) -> None:
+    """Which trains no actor, and measures none."""
+    health, trained = RunHealth(compares_groups=False), GOOD | {"actor/entropy": 1.0}
+    warm_up = {name: value for name, value in GOOD.items() if not name.startswith("actor/")}
+    messages = [
+        health.look(step, one) for step, one in enumerate([*[warm_up] * 7, *[trained] * steps, *[trained | {"actor/entropy": 0.01}] * 3])
+    ]
+    assert [bool(said) for said in messages] == [*[False] * (9 + steps), True]
 
 
 def test_equal_scores_are_no_sign_where_samples_of_a_prompt_are_not_compared() -> None:

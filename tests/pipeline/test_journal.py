@@ -105,11 +105,35 @@ def test_why_samples_failed_is_told_in_a_line_for_each_domain(journal: Journal, 
     journal.validation(1, rows_of([], {}), stats)
     lines = [line for line in capsys.readouterr().out.splitlines() if "domain " in line]
     told = [
-        "domain add: 4 sample(s) failed for good, 3 of them: generation: CUDA error at line 7; "
-        "9 attempt(s) were repeated, 7 of them: generation: CUDA error at line 7",
+        "domain add: 4 sample(s) failed for good, 3 of them: generation: CUDA error at line 7",
+        "domain add: 9 attempt(s) were repeated, 7 of them: generation: CUDA error at line 7",
         "domain make: 2 attempt(s) were repeated, 2 of them: the judge is away",
     ]
     assert lines == [*told, *(f"validation: {line}" for line in told)]
+
+
+def test_a_failure_of_every_step_is_told_once_and_counted(journal: Journal, capsys: pytest.CaptureFixture[str]) -> None:
+    def failing(cause: str, count: int) -> RolloutStats:
+        stats = RolloutStats({name: DomainStats() for name in ("add", "make", "repeat")}, wall_s=1.0)
+        stats.domains["make"].failed, stats.domains["make"].failures = count, Counter({cause: count})
+        return stats
+
+    for step in range(1, 13):
+        with journal.step(step):
+            journal.rollouts(
+                rows_of([], {}), failing("the judge is away" if step == 5 else f"no answer within 1.{step} s", step), 0, {"add": 2}
+            )
+    journal.close("completed")
+    late = "sample(s) failed for good, {} of them: no answer within 1.{} s"
+    assert [line for line in capsys.readouterr().out.splitlines() if "failed for good" in line or "replaced" in line] == [
+        "domains.add.reward: 2 worker(s) died or hung and were replaced",
+        f"domain make: 1 {late.format(1, 1)}",
+        "domain make: 5 sample(s) failed for good, 5 of them: the judge is away",
+        "domains.add.reward: 2 worker(s) died or hung and were replaced (for the 10th time)",
+        f"domain make: 11 {late.format(11, 11)} (for the 10th time)",
+        "domains.add.reward: 12 times as the first time: 2 worker(s) died or hung and were replaced",
+        f"domain make: 11 times as the first time: 1 {late.format(1, 1)}",
+    ]
 
 
 def test_every_update_leaves_a_line(journal: Journal, tmp_path: Path) -> None:
