@@ -236,7 +236,7 @@ class TrainStrategy(ForwardStrategy):
 
     @abstractmethod
     def save_adapters(self, folder: Path) -> list[Path]:
-        """Save the adapters (ModelSpec.lora) in PEFT's format."""
+        """Save the adapters (ModelSpec.lora) in PEFT's format. Returns the files that this rank has written."""
 
     @abstractmethod
     def load_hf(self, folder: Path) -> None:
