@@ -47,17 +47,17 @@ class ClusterDead(RuntimeError):
 
 
 def is_death(error: BaseException) -> bool:
-    """Whether the process died, as opposed to a method that raised."""
+    """True if the process died, as opposed to a method that raised."""
     return isinstance(error, RayActorError)
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether a rank that dies alone is lost: its process died, or it raised MemberLost."""
+    """True if a rank that dies alone is lost: its process died, or it raised MemberLost."""
     return is_death(error) or (isinstance(error, RayTaskError) and isinstance(error.cause, MemberLost))
 
 
 def may_be_aftermath(error: BaseException) -> bool:
-    """Whether the error may follow from another rank's death: collectives report that as RuntimeError or OSError."""
+    """True if the error may follow from another rank's death: collectives report that as RuntimeError or OSError."""
     return isinstance(error, RayTaskError) and isinstance(error.cause, RuntimeError | OSError)
 
 

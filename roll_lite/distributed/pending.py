@@ -83,7 +83,7 @@ class Pending(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether every rank has answered."""
+        """True if every rank has answered."""
         return all(call.done for call in self.calls)
 
     def settle(self) -> None:

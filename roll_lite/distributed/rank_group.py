@@ -108,7 +108,7 @@ class RankGroup:
         self.pulses: list[Pulse] = []
         """Heartbeats in rank order; empty if the actors are unwatched."""
         self.started = False
-        """Whether all constructors have run."""
+        """True if all constructors have run."""
         self.end: str | None = None
         """Cause of the group's death; None while it lives."""
         self._watch = watch

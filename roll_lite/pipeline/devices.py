@@ -35,7 +35,7 @@ class Movable(Protocol):
 
     @property
     def offloads(self) -> bool:
-        """Whether its state is loaded only while it works (`offload: true`)."""
+        """True if its state is loaded only while it works (`offload: true`)."""
 
     @property
     def devices(self) -> tuple[int, ...]: ...

@@ -95,7 +95,7 @@ class Admission:
         return self.plan.exhausted
 
     def is_due(self, domain: str) -> bool:
-        """Whether a batch already asked for still needs a prompt of this domain."""
+        """True if a batch already asked for still needs a prompt of this domain."""
         return self.plan.has_open(domain, self._due_places()) and not self._schedulers[domain].exhausted
 
     def oldest_at_next_turn(self, domain: str) -> int:
@@ -104,7 +104,7 @@ class Admission:
         return self.asked + self.plan.turns_until(domain, self.size, most) - most
 
     def _has_enough(self, domain: str) -> bool:
-        """Whether finished groups fill the next batch and two more: groups started now would only grow stale.
+        """True if finished groups fill the next batch and two more: groups started now would only grow stale.
 
         A reserve of one batch would run out while the next batch waits for a long response of another domain.
         """

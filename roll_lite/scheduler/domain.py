@@ -159,12 +159,12 @@ class DomainScheduler:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no prompt is left to start."""
+        """True if no prompt is left to start."""
         return self._domain.epochs is not None and not self._put_back and self._domain.order.next_epoch >= self._domain.epochs
 
     @property
     def at_end(self) -> bool:
-        """Whether neither a prompt is left to start nor a group to deliver."""
+        """True if neither a prompt is left to start nor a group to deliver."""
         return self.exhausted and not self._running and not self._finished
 
     def start_batch(self, count: int) -> None:
@@ -344,7 +344,7 @@ class DomainScheduler:
 
 
 def is_cancelled(samples: asyncio.Future[list[Sample]]) -> bool:
-    """Whether samples were cancelled; a gather of cancelled tasks may also end with their error."""
+    """True if samples were cancelled; a gather of cancelled tasks may also end with their error."""
     return samples.cancelled() or isinstance(samples.exception(), asyncio.CancelledError)
 
 

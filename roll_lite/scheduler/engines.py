@@ -1,7 +1,7 @@
-"""Engines as the router sees them: futures on one side, batches of requests and of turns on the other.
+"""Engines as the router sees them: futures on one side, batches of requests and turns on the other.
 
-A call that crosses a process boundary costs about as much as generating a short sample on a small model. So what is asked for
-within one turn of the event loop travels in one call, and one call returns everything that finished since the last one.
+A call to another process costs about as much as generating a short sample on a small model. So the requests of one event-loop turn travel
+in one call, and one call returns everything that finished since the last one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from roll_lite.data.samples import FinishReason, GenerationRequest, TokenRow, Tu
 
 
 class EngineLost(Exception):
-    """An engine is gone, and with it the request; another engine can take it, or go on from `partial`: what the engine had handed out of
-    the response by then, as if it had been aborted there, but without its text."""
+    """An engine died with a request in flight. Another engine can take it, or continue from `partial`, the tokens handed out so far."""
 
     def __init__(self, engine: str, cause: str, partial: Turn | None = None) -> None:
         super().__init__(f"engine {engine} is lost: {cause}")
@@ -27,38 +26,39 @@ class EngineLost(Exception):
 
 
 Generated = Callable[[int], None]
-"""Called when an engine has begun with a request, and every few seconds: so many tokens it has generated of it."""
+"""Progress callback: called with the number of tokens when an engine starts a request, and every few seconds."""
 
 
 class EngineClient(Protocol):
-    """An engine as the router knows it."""
+    """An engine as the router sees it."""
 
     name: str
 
     def generate(self, request: GenerationRequest, generated: Generated | None = None) -> Awaitable[Turn]:
-        """The finished response. A failure of the request is in its `error`; raises EngineLost when the engine is gone."""
+        """Generate a response. A failed request has `error` set; raises EngineLost if the engine dies."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with what they have; does not wait for it."""
+        """End requests with the tokens they have, without waiting."""
         ...
 
 
 @dataclass(frozen=True)
 class Collected:
+    """Results of an engine since the last collection."""
+
     turns: list[Turn]
     generated: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of unfinished responses, by request id, as the engine has reported them since: when it had begun with a request, and every few
-    seconds."""
+    """Progress: tokens of unfinished responses, by request id. Reported at the start of a request and every few seconds."""
     dead: str | None = None
-    """Why the engine cannot go on; its unanswered requests are lost."""
+    """Cause of the engine's death; its unanswered requests are lost."""
     blocks_waiting: int = 0
-    """So many blocks of tokens are ready beyond those that were asked for."""
+    """Number of token blocks that are ready but not requested yet."""
     parts: list[Turn] = field(default_factory=list)
-    """What has been generated of unfinished responses since the last part of each: only that, behind a token that stands for all before."""
+    """New tokens of unfinished responses since the last part of each, after a dummy token."""
 
     def lying_in(self, blocks: Sequence[Any]) -> Collected:
-        """With the blocks that the tokens lie in, instead of their numbers."""
+        """Replace block numbers by the blocks themselves."""
         return replace(self, turns=_lying_in(self.turns, blocks), parts=_lying_in(self.parts, blocks))
 
 
@@ -71,11 +71,11 @@ class _Asked(NamedTuple):
     generated: Generated | None
     answer: asyncio.Future[Turn]
     parts: list[Turn]
-    """In case that the rest never comes."""
+    """Parts of the response, used if the engine dies before the rest."""
 
 
 class BatchedEngine(ABC):
-    """The caller's side (an EngineClient): makes batches of futures, and results of futures of what comes back."""
+    """The caller's side of an engine (an EngineClient): batches requests, and resolves futures with the answers."""
 
     def __init__(self, name: str, frozen_admission: bool = False) -> None:
         self.name = name
@@ -94,7 +94,7 @@ class BatchedEngine(ABC):
 
     @abstractmethod
     async def _joined(self, request: GenerationRequest, parts: Sequence[TokenRow]) -> TokenRow:
-        """One row: what the request begins with, then the parts. Raises ConnectionError where any of it is gone."""
+        """One row with the request's context and prompt, then the parts. ConnectionError if any of it is lost."""
 
     @abstractmethod
     async def _abort(self, request_ids: list[str]) -> None: ...
@@ -117,8 +117,8 @@ class BatchedEngine(ABC):
         self._outbox = [request for request in self._outbox if request.request_id not in asked]
         for request_id in asked:
             if (one := self._asked.get(request_id)) is not None and one.answer.done():
-                del self._asked[request_id]  # nobody waits any more
-        for request in here:  # it would come to the engine after its abort
+                del self._asked[request_id]  # its caller is gone
+        for request in here:  # it would reach the engine after its abort
             self._answer(Turn(request.request_id, finish_reason=FinishReason.ABORT))
         there = asked.difference(request.request_id for request in here)
         if there and self._dead is None:
@@ -157,7 +157,7 @@ class BatchedEngine(ABC):
                         self._asked[part.request_id].parts.append(part)
                 for turn in collected.turns:
                     if collected.dead is not None and turn.error is not None:
-                        continue  # failed because the engine died: has another chance elsewhere
+                        continue  # failed because the engine died: retried elsewhere
                     self._answer(turn)
                 if collected.dead is not None:
                     self._die(collected.dead)
@@ -182,13 +182,13 @@ class BatchedEngine(ABC):
                 asked.answer.set_exception(EngineLost(self.name, self._dead))
 
     async def _lose(self, asked: _Asked, cause: str) -> None:
-        """With what there is of the response."""
+        """Fail a request with EngineLost and the tokens handed out so far."""
         lost: Exception
         try:
             lost = EngineLost(self.name, cause, await self._partial(asked))
-        except ConnectionError as error:  # the request begins anew
-            lost = EngineLost(self.name, f"{cause}; what it had handed out of the response is gone as well: {error}")
-        except Exception as error:  # a mistake of ours: whoever waits for the response hears of it
+        except ConnectionError as error:  # the request starts again
+            lost = EngineLost(self.name, f"{cause}; the tokens handed out so far are lost too: {error}")
+        except Exception as error:  # a bug of ours, for the caller to see
             lost = error
         if not asked.answer.done():
             asked.answer.set_exception(lost)

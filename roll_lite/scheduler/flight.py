@@ -1,4 +1,4 @@
-"""A request on its way: over all the engines that it comes to, and its time at one of them."""
+"""Requests in flight: `Asked` follows one over all its engines, `Flight` keeps its time at one engine."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from roll_lite.scheduler.choice import EngineChoice, EngineLoad
 from roll_lite.scheduler.engines import EngineLost
 
 PRIOR_RESPONSES = 8
-"""Of max_tokens, as if they had been seen: the first responses to finish are the short ones."""
+"""Number of assumed responses of max_tokens at the start, since short responses finish first."""
 RESPONSES_REMEMBERED = 512
-"""The policy's lengths drift during training."""
+"""Number of lengths remembered; old ones are dropped, since lengths drift during training."""
 REFRESH = 16
-"""Lengths are sorted anew when so large a part of them has changed."""
+"""Lengths are sorted again when 1/REFRESH of them are new."""
 CLOCK_S = 1e-6
-"""Timers may fire so much too early."""
+"""Tolerance for timers that fire early."""
 LOOK_S = 1.0
-"""While its engine stands still, it is looked after a request's time so often."""
+"""Interval of time-out checks while the engine is paused."""
 
 
 class ExpectedLength:
-    """What a domain's last responses say of one that is on its way. One of `most` tokens always counts among them."""
+    """Estimate of response lengths from a domain's latest responses. One response of `most` tokens always counts."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -38,7 +38,7 @@ class ExpectedLength:
     def _sort(self) -> None:
         self._lengths = sorted((*self._last, self.most))
         self._sums = [0, *accumulate(reversed(self._lengths))]
-        """Of the longest, by their number."""
+        """Sums of the n longest lengths, by n."""
         self._new = 0
 
     def observe(self, tokens: int) -> None:
@@ -48,28 +48,30 @@ class ExpectedLength:
             self._sort()
 
     def left(self, generated: int) -> float:
-        """To be generated still, of a response that has so many tokens and has not ended: the mean of those that became longer, less what
-        it has. With a long tail that is the more, the longer it is already."""
+        """Expected further tokens of an unfinished response: the mean length of longer ones, minus `generated`.
+
+        With a long tail this grows with the length so far.
+        """
         longer = len(self._lengths) - bisect_right(self._lengths, generated)
         return self._sums[longer] / longer - generated if longer else 0.0
 
 
 @dataclass(eq=False, slots=True)
 class Asked:
-    """A request on its way, over all the engines that it comes to."""
+    """A request over all the engines that work on it."""
 
     domain: str
     first: GenerationRequest
     expected: ExpectedLength
     so_far: Turn | None = None
-    """What was generated of it before it was interrupted."""
+    """Response so far, if the request was interrupted."""
     legs: int = 0
     fruitless: int = 0
     survived: tuple[EngineLost, ...] = ()
     generating_s: float = 0.0
-    """Of its time, what is used up."""
+    """Time used so far."""
     prefix: str = ""
-    """What its prompt begins with: that of its group (domain, prompt, epoch and group) or, in a later turn, what was said in its sample."""
+    """Identifies a shared prompt beginning: the group's prompt or, in a later turn, the sample's earlier turns."""
 
     def __post_init__(self) -> None:
         first_turn = self.first.context is None
@@ -81,19 +83,21 @@ class Asked:
 
     @property
     def shared_tokens(self) -> int:
-        """Of its prompt, those that an engine with its prefix has."""
+        """Prompt tokens that an engine with this prefix has cached."""
         return self.first.context.length if self.first.context is not None else len(self.first.prompt_ids)
 
     @property
     def own_tokens(self) -> int:
-        """The others that there are already."""
+        """Further tokens that exist already: a later turn's prompt, and the response so far."""
         new = len(self.first.prompt_ids) if self.first.context is not None else 0
         return new + (self.so_far.length if self.so_far is not None else 0)
 
     def left(self, generated: int = 0) -> float:
-        """What it adds to the load of an engine that has generated so many tokens of it, and prefilled it by then: the tokens that it is
-        expected to get there. Before, its prompt comes on top. So an engine's load is what waits for its prefill and what its responses
-        will still grow by; tokens that they have already cost little compared with those to come."""
+        """Load that it adds to an engine after `generated` tokens there: the tokens still expected.
+
+        Before its prefill the prompt counts too. So an engine's load is the prefill that waits and the growth of its responses; finished
+        tokens cost little in comparison.
+        """
         done = generated + (self.so_far.length if self.so_far is not None else 0)
         return max(1.0, min(self.expected.left(done), self.first.sampling.max_tokens - done))
 
@@ -102,7 +106,7 @@ class Asked:
         self.legs += 1
 
     def request(self) -> GenerationRequest:
-        """For an engine: the first one, or what goes on from the tokens that there are."""
+        """The request to send: the original one, or one that continues from the response so far."""
         if self.so_far is None:
             return self.first
         sampling, done = self.first.sampling, self.so_far.length
@@ -112,7 +116,7 @@ class Asked:
 
 
 def joined(before: Turn | None, turn: Turn) -> Turn:
-    """One response, of an interrupted request and the one that went on from it."""
+    """Join the parts of a response: of an interrupted request and of its continuation."""
     if before is None:
         return turn
     shifted = tuple(VersionSpan(before.length + span.start, span.version) for span in turn.versions)
@@ -126,7 +130,7 @@ def joined(before: Turn | None, turn: Turn) -> Turn:
 
 
 class EngineClock:
-    """The event loop's time, without that in which the engines stood still."""
+    """The event loop's time without the time in which engines were paused."""
 
     def __init__(self) -> None:
         self._stood_s = 0.0
@@ -151,7 +155,7 @@ class EngineClock:
 
 
 class Flight:
-    """The time of a request at one engine. Callbacks and a timer: a task for each would cost more than all else."""
+    """Time-out and progress of a request at one engine. Uses callbacks and a timer, since a task per request would dominate the cost."""
 
     __slots__ = (
         "_asked",
@@ -171,21 +175,21 @@ class Flight:
     )
 
     def __init__(self, engine: EngineLoad, asked: Asked, timeout_s: float, choice: EngineChoice, cost: float, clock: EngineClock) -> None:
-        """`cost`: what it has added to the engine's load."""
+        """`cost`: load that the request added to the engine."""
         self._engine, self._asked, self._timeout_s = engine, asked, timeout_s
         self._choice, self._cost, self._done, self._grown = choice, cost, 0.0, 0.0
         self._length = asked.left()
-        """Of the response, as expected so far."""
+        """Expected length of the response."""
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = self._loop.create_future()
-        """There is an answer, or the time is up."""
+        """Done when there is an answer or the time is up."""
         self._sent = clock.time()
         self._begun_at: float | None = None
         self._timer = self._loop.call_later(timeout_s, self._look_at_engine)
 
     def answered(self, _: object) -> None:
-        """The engine has said something of it, whatever it is. (What it says once the time is up, it was asked for.)"""
+        """Note the engine's answer. (An answer after the time-out was provoked by an abort and is no sign of life.)"""
         if not self.over.done():
             self._engine.last_sign = self._clock.time()
             self.over.set_result(None)
@@ -195,7 +199,7 @@ class Flight:
         return self._begun_at is not None
 
     def generated(self, tokens: int) -> None:
-        """The engine says that it has begun with it and how far it is."""
+        """Note the engine's progress report: the request has started and has this many tokens."""
         if self.over.done():
             return
         if self._begun_at is None:
@@ -204,7 +208,7 @@ class Flight:
         self._report(self._cost - left, tokens + left - self._length)
 
     def _report(self, done: float, grown: float) -> None:
-        """`done`: of what was expected; `grown`: beyond that, or less."""
+        """Report to the choice. `done`: tokens finished; `grown`: change of the expected length."""
         done += grown
         self._choice.report(self._engine, done - self._done, grown - self._grown)
         self._done, self._grown = done, grown
@@ -214,20 +218,20 @@ class Flight:
             self.over.set_result(None)
 
     def _begin(self) -> None:
-        """Its own time runs from now on."""
+        """Start the request's own time."""
         self._timer.cancel()
         self._begun_at = self._engine.last_sign = self._clock.time()
         self._engine.generating += 1
         self._look_at_time()
 
     def _look_at_time(self) -> None:
-        """It has begun. Has it used up its own time?"""
+        """End the wait if a started request has used up its time."""
         assert self._begun_at is not None
         used = self._asked.generating_s + self._clock.time() - self._begun_at
         self._wait_or_end(self._timeout_s - used, self._look_at_time)
 
     def _look_at_engine(self) -> None:
-        """It has not begun. Has the engine stood still for as long as a request may take?"""
+        """End the wait of a request that has not started if its engine was idle for a whole time limit."""
         since = max(self._sent, self._engine.last_sign)
         left = self._timeout_s - (0.0 if self._engine.generating else self._clock.time() - since)
         self._wait_or_end(left, self._look_at_engine)
@@ -239,7 +243,7 @@ class Flight:
             self._end_wait()
 
     def close(self) -> None:
-        """It is there no more."""
+        """Stop the timer and withdraw the request from the engine's counts."""
         self._timer.cancel()
         if self._begun_at is not None:
             self._report(0.0, 0.0)

@@ -129,7 +129,7 @@ class BatchPlan:
         return name, place
 
     def has_open(self, domain: str, most: int) -> bool:
-        """Whether one of the first `most` places waits for a prompt of this domain."""
+        """True if one of the first `most` places waits for a prompt of this domain."""
         places = self._open[domain]
         return bool(places) and places[0] < most
 
@@ -164,7 +164,7 @@ class BatchPlan:
 
     @property
     def exhausted(self) -> bool:
-        """Whether no domain has prompts left."""
+        """True if no domain has prompts left."""
         return not self._shares
 
     def _plan(self, size: int) -> None:

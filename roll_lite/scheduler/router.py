@@ -1,4 +1,4 @@
-"""Which engine gets a request, and when. One router for all domains, because the domains share the engines."""
+"""The router: which engine gets a request, and when. All domains share one router, since they share the engines."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ from roll_lite.scheduler.flight import Asked, EngineClock, ExpectedLength, Fligh
 from roll_lite.scheduler.waves import WaveGate
 
 NEW_COST = 0.1
-"""Of a domain's tokens per request, how much the last one counts."""
+"""Weight of the newest request in a domain's average of tokens per request."""
 READY_SHARE = 0.25
-"""So many requests more than an engine can run, as a share of those, are sent to it: when one ends, the next is there."""
+"""Requests sent to an engine beyond its slots, as a share of them, so that a free slot is filled at once."""
 ABORT_PATIENCE_S = 10.0
-"""For an engine to answer an abort with the tokens that it has."""
+"""Time in which an engine must answer an abort with its tokens."""
 DEADLY = 3
-"""A request whose engines were lost so many times is not given to another: it may be what they died of. Long ones meet more deaths that
-are none of their doing."""
+"""A request is given up after this many lost engines, since it may have caused the losses."""
 FRUITLESS = 3
-"""A request that so many engines in a row have aborted before they generated anything of it has failed."""
+"""A request fails after this many aborts in a row without progress."""
 
 
 class RequestFailed(Exception):
     """One generation request failed; another attempt may succeed."""
 
     def __init__(self, cause: str, partial: Turn | None = None, timed_out: bool = False, began: bool = False, final: bool = False) -> None:
-        """`partial`: what was generated before, if anything and if it is known. `began`: something was, or may have been. `final`: another
-        attempt must not be made."""
+        """`partial`: response so far, if known. `began`: generation has started, or may have. `final`: no further attempt is allowed."""
         super().__init__(cause)
         self.cause = cause
         self.final = final
@@ -48,16 +46,16 @@ class NoEngineLeft(RuntimeError):
 
 
 _Place = asyncio.Future[tuple[EngineLoad, float]]
-"""In flight: the engine that takes a request, and what it adds to that one's load."""
+"""Resolves to the engine of a request and the load that the request adds to it."""
 
 
 class Router:
-    """Sends each request to the engine that has least to do. `deterministic`: by a hash of the request's id, in waves.
+    """Sends each request to the least loaded engine. `deterministic`: by a hash of the request's id, in waves.
 
-    `engine_slots`: how many requests an engine runs at a time at most. What is in flight to an engine is limited by it and by
-    `engine_tokens`, the rest waits here, and `has_room` tells whoever would add to it. A request's time, `timeout_s`, runs from when the
-    engine is known to have begun with it: waiting costs a sample nothing, here or there. Only where an engine generates nothing at all for
-    as long does what waits there fail. A request that is interrupted, or whose engine aborts it, goes on from the tokens that it has.
+    `engine_slots`: maximum of running requests per engine. Requests in flight to an engine are limited by it and by `engine_tokens`; others
+    wait here, and `has_room` tells whether more may be added. A request's time limit, `timeout_s`, runs from its start in the engine, so
+    that waiting costs nothing. Waiting requests fail only if their engine produces no token for that long. An interrupted or aborted
+    request continues from its tokens.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Router:
         self.engines = [EngineLoad(client) for client in engines]
         self.gate = WaveGate() if deterministic else None
         self.clock = EngineClock()
-        """Of the time that requests may take."""
+        """Clock of the requests' time limits."""
         self.on_room: Callable[[], None] = lambda: None
         """Called when there may be room again."""
         self._timeout_s = timeout_s
@@ -79,27 +77,27 @@ class Router:
         self._most = None if engine_slots is None or deterministic else engine_slots + max(1, int(engine_slots * READY_SHARE))
         self._choice = EngineChoice(self.engines, self._most, None if deterministic else engine_tokens)
         self._queues: dict[str, deque[tuple[Asked, _Place]]] = {}
-        """What waits for an engine, by domain."""
+        """Requests that wait for an engine, by domain."""
         self._waiting = 0
         self._in_flight: dict[str, int] = {}
-        """Requests, by domain."""
+        """Number of requests in flight, by domain."""
         self._at_engines: dict[str, EngineLoad] = {}
-        """By the id that the engine knows."""
+        """Engine of each request in flight, by the id that the engine knows."""
         self._held = False
         self._idle = asyncio.Event()
         self._expected: dict[str, ExpectedLength] = {}
         self._costs: dict[str, float] = {}
-        """Tokens that a request adds to an engine's, by domain: of the last ones."""
+        """Average load of a request, by domain."""
 
     async def generate(self, domain: str, request: GenerationRequest) -> Turn:
-        """A turn that can be used. Raises RequestFailed (try again) or NoEngineLeft (give up)."""
+        """Generate a usable turn. Raises RequestFailed (try again) or NoEngineLeft (give up)."""
         expected = self._expected.get(domain)
-        if expected is None or expected.most < request.sampling.max_tokens:  # those of a validation may be shorter
+        if expected is None or expected.most < request.sampling.max_tokens:  # a validation may use a smaller maximum
             expected = self._expected[domain] = ExpectedLength(request.sampling.max_tokens)
         asked = Asked(domain, request, expected)
         while True:
             if asked.so_far is not None and asked.so_far.length >= request.sampling.max_tokens:
-                return replace(asked.so_far, finish_reason=FinishReason.LENGTH)  # it was about to end
+                return replace(asked.so_far, finish_reason=FinishReason.LENGTH)  # interrupted at its very end
             if self.gate is not None:
                 await self.gate.enter(request.request_id)
             engine, cost = await self._place(asked)
@@ -110,8 +108,8 @@ class Router:
                 if loss.partial is not None:
                     asked.interrupted(loss.partial)
                 if len(asked.survived) >= DEADLY:
-                    causes = "; ".join(str(loss) for loss in asked.survived)
-                    raise RequestFailed(f"each of {DEADLY} engines was lost while it had it: {causes}", asked.so_far, final=True) from loss
+                    causes = f"{DEADLY} engines died while running it: {'; '.join(str(loss) for loss in asked.survived)}"
+                    raise RequestFailed(f"request given up: {causes}", asked.so_far, final=True) from loss
                 continue
             if turn.error is not None:
                 raise RequestFailed(turn.error)
@@ -124,7 +122,7 @@ class Router:
             self._go_on_from(asked, turn)
 
     def _go_on_from(self, asked: Asked, turn: Turn) -> None:
-        """It was aborted. Where it has made progress, or has to wait anyway, it goes on."""
+        """Let an aborted request continue if it made progress or requests are held anyway; otherwise count the abort."""
         if turn.length and turn.tokens is not None:
             asked.interrupted(turn)
             asked.fruitless = 0
@@ -134,11 +132,13 @@ class Router:
                 partial = joined(asked.so_far, turn) if turn.length else asked.so_far
                 raise RequestFailed("aborted by the engine", partial)
 
-    # ------------------------------------------------------------ how much there is to do
+    # ------------------------------------------------------------ load
 
     def has_room(self, announced: int = 0, tokens: float = 0.0) -> bool:
-        """Whether more may be asked for, after so many requests, of so many tokens, that are on their way. Little waits here: a group's age
-        runs from its admission."""
+        """True if more requests may be added, beyond `announced` ones with `tokens` in all that have not arrived yet.
+
+        Few requests wait here, since a group's staleness counts from its admission.
+        """
         if self._held or self._slots is None or self.gate is not None:
             return not self._held
         each = tokens / announced if announced else fmean(self._costs.values()) if self._costs else 0.0
@@ -148,20 +148,19 @@ class Router:
         return self._waiting + will_wait < max(1, int(running * READY_SHARE))
 
     def takes(self, tokens: float) -> float:
-        """Requests of so many tokens that all engines together take."""
+        """Number of requests of this size that all engines together take."""
         return inf if self._most is None else self._choice.takes(tokens)
 
     def expected_tokens(self, domain: str, most: int) -> float:
-        """Of a request of this domain that is yet to come; `most`, those of its longest response, where there was none."""
+        """Expected load of a future request of this domain; `most` if there was none yet."""
         return self._costs.get(domain, float(most))
 
     def under_way(self, domain: str) -> int:
-        """Requests, those that wait here among them."""
+        """Number of requests in flight or waiting here."""
         return self._in_flight.get(domain, 0) + len(self._queues.get(domain, ()))
 
     async def hold(self, interrupt: bool) -> None:
-        """Send nothing more until `release`, and wait until nothing is in flight. `interrupt`: what is comes back with the tokens that it
-        has, and goes on from them later."""
+        """Stop sending until `release`, and wait until nothing is in flight. `interrupt`: abort running requests; they continue later."""
         self._held = True
         if interrupt:
             at: dict[EngineLoad, list[str]] = {}
@@ -180,7 +179,7 @@ class Router:
             self.on_room()
 
     def weights_changed(self) -> None:
-        """No engine holds anything of a prompt any more."""
+        """Forget all prefixes: the engines' caches are cleared."""
         self._choice.forget()
 
     # ------------------------------------------------------------ engines come and go
@@ -192,7 +191,7 @@ class Router:
         self.on_room()
 
     async def drain(self, name: str) -> None:
-        """It gets nothing new; done when what it had in flight has ended, and it is forgotten. `remove` ends that sooner."""
+        """Send an engine no further requests and wait until it is idle; then forget it. `remove` ends that sooner."""
         engine = self._choice.withdraw(self._named(name))
         while engine.requests:
             self._idle.clear()
@@ -201,13 +200,13 @@ class Router:
             self.engines.remove(engine)
 
     def remove(self, name: str) -> None:
-        """At once: what it has in flight is interrupted, and goes on elsewhere."""
+        """Remove an engine at once; its requests are interrupted and continue elsewhere."""
         engine = self._choice.withdraw(self._named(name))
         engine.client.abort([request_id for request_id, at in self._at_engines.items() if at is engine])
         self.engines.remove(engine)
 
     def engine_lost(self, name: str, cause: str) -> None:
-        """Also one that nothing is asked of, by whoever watches over the engines: it would be the first choice for what comes next."""
+        """Take out a lost engine. The watcher reports idle ones too: they would be the first choice for new requests."""
         for engine in self.engines:
             if engine.client.name == name:
                 self._take_out(engine, cause)
@@ -220,16 +219,16 @@ class Router:
             self._choice.withdraw(engine).dead = cause
             self._send_waiting()
 
-    # ------------------------------------------------------------ where to
+    # ------------------------------------------------------------ placing
 
     async def _place(self, asked: Asked) -> tuple[EngineLoad, float]:
-        """The engine, with a place in flight taken."""
+        """Choose the engine and count the request as in flight; waits for room."""
         found = None if self._waiting or self._held else self._choose(asked)
         if found is not None:
             self._give(asked, *found)
             return found
         engine, cost = await self._queue(asked, has_begun=bool(asked.legs) or asked.first.context is not None)
-        while self._held or not engine.serves:  # since the place was found for it
+        while self._held or not engine.serves:  # changed since the place was found
             self._free(asked, engine, cost)
             engine, cost = await self._queue(asked, has_begun=True)
         return engine, cost
@@ -238,7 +237,7 @@ class Router:
         place: _Place = asyncio.get_running_loop().create_future()
         queue = self._queues.setdefault(asked.domain, deque())
         if has_begun:
-            queue.appendleft((asked, place))  # comes first
+            queue.appendleft((asked, place))
         else:
             queue.append((asked, place))
         self._waiting += 1
@@ -246,7 +245,7 @@ class Router:
             return await place
         except asyncio.CancelledError:
             if place.cancelled():
-                self._waiting -= 1  # its queue drops it when it comes to the front
+                self._waiting -= 1  # the queue drops it at its front
             elif place.exception() is None:
                 self._free(asked, *place.result())
             raise
@@ -265,7 +264,7 @@ class Router:
             self.on_room()
 
     def _send_waiting(self) -> None:
-        """Of the domains, the one with the fewest requests in flight comes first: long answers of one do not keep the others waiting."""
+        """Send waiting requests, the domain with the fewest in flight first, so that long responses of one do not hold up the others."""
         while not self._held and (waiting := [name for name, queue in self._queues.items() if queue]):
             queue = self._queues[min(waiting, key=lambda name: self._in_flight.get(name, 0))]
             asked, place = queue[0]
@@ -283,7 +282,7 @@ class Router:
             queue.popleft()
 
     def _choose(self, asked: Asked) -> tuple[EngineLoad, float] | None:
-        """None: all of them have enough to do. In waves they get everything at once."""
+        """Engine and load for a request; None if all are full. In waves engines have no limit."""
         shared, own = asked.shared_tokens, asked.own_tokens + asked.left()
         if self.gate is None and (found := self._choice.choose(asked.prefix, shared, own)) is not None:
             return found
@@ -295,7 +294,7 @@ class Router:
         serving = [engine for engine in self.engines if engine.serves]
         return serving[stable_hash(asked.first.request_id) % len(serving)], shared + own
 
-    # ------------------------------------------------------------ there and back
+    # ------------------------------------------------------------ asking
 
     async def _ask(self, engine: EngineLoad, cost: float, asked: Asked) -> Turn:
         request = asked.request()
@@ -318,7 +317,7 @@ class Router:
             self._free(asked, engine, cost)
 
     async def _cut_off(self, engine: EngineLoad, asked: Asked, request_id: str, flight: Flight, answer: asyncio.Future[Turn]) -> Turn:
-        """The time is up. What there is of the response by now goes with the failure; one that just ended is no failure."""
+        """Abort a request whose time is up. Raises RequestFailed with the response so far, or returns a response that has just ended."""
         engine.client.abort([request_id])
         await asyncio.wait((answer,), timeout=ABORT_PATIENCE_S)
         turn = answer.result() if answer.done() else None
@@ -326,5 +325,5 @@ class Router:
             return turn
         partial = joined(asked.so_far, turn) if turn is not None and turn.length else asked.so_far
         what = "no response" if flight.begun else "the engine began with nothing"
-        # One that has begun and does not say how far it has come may have come far.
+        # A started request without an answer may have generated much.
         raise RequestFailed(f"time-out: {what} within {self._timeout_s:g} s", partial, timed_out=True, began=flight.begun and turn is None)

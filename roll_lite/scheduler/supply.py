@@ -16,7 +16,7 @@ class OnSync(StrEnum):
     DRAIN = "drain"
     """Responses end first; no new request is sent meanwhile."""
     PAUSE = "pause"
-    """The engines stand still for the update, and go on with the new weights and the keys and values that they have."""
+    """Engines pause for the update, then continue running responses with the new weights after computing their KV cache anew."""
     ABORT = "abort"
     """Responses are interrupted and continue from their tokens on any engine, with a KV cache of the new weights."""
 
@@ -29,7 +29,7 @@ class Supply(Protocol):
 
     @property
     def whole_batches(self) -> bool:
-        """Whether batches are generated one at a time; with `drain` each batch then has one weight version."""
+        """True if batches are generated one at a time; with `drain` each batch then has one weight version."""
         ...
 
     def batches(self, asked: int, handed_out: int) -> int:

@@ -43,9 +43,9 @@ class MeasuredRun:
     samples: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """Samples by step, as the run wrote them."""
     offloads: bool = False
-    """Whether its engines are offloaded between batches."""
+    """True if its engines are offloaded between batches."""
     streams: bool = False
-    """Whether some log-probs were computed during generation."""
+    """True if some log-probs were computed during generation."""
 
 
 def calibrated(config: RunConfig, folder: Path) -> RunConfig:

@@ -80,7 +80,7 @@ class Scenario:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether generation and training cannot overlap."""
+        """True if generation and training cannot overlap."""
         return self.offload_s is not None or self.deterministic
 
     @property

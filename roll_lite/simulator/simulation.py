@@ -75,7 +75,7 @@ class Outcome:
     early: int = 0
     """Number of samples with early log-probs."""
     exhausted: bool = False
-    """Whether the run ended early because no domain had prompts left."""
+    """True if the run ended early because no domain had prompts left."""
 
     @property
     def steady(self) -> list[Step]:

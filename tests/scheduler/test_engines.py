@@ -76,7 +76,7 @@ class LosesParts(Watched):
 
 
 async def test_where_what_was_handed_out_is_gone_too_the_loss_says_so() -> None:
-    with pytest.raises(EngineLost, match="lightning; what it had handed out of the response is gone as well: struck twice") as lost:
+    with pytest.raises(EngineLost, match="lightning; the tokens handed out so far are lost too: struck twice") as lost:
         await LosesParts(ConnectionError("struck twice")).generate(request("r"))
     assert lost.value.partial is None
 

@@ -549,7 +549,7 @@ async def test_a_request_that_engines_die_of_is_not_given_to_all_of_them() -> No
         await settle()
         (engine,) = (engine for engine in engines if "d/1/0/1/0/0" in engine.held)
         engine.held.pop("d/1/0/1/0/0").set_exception(EngineLost(engine.name, "illegal memory access"))
-    with pytest.raises(RequestFailed, match="each of 3 engines was lost") as failure:
+    with pytest.raises(RequestFailed, match="request given up: 3 engines died while running it") as failure:
         await task
     assert failure.value.final
     assert router._choice.serving == 1

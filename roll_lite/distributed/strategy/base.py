@@ -143,9 +143,9 @@ class ForwardStrategy(ABC):
     """Model spread over the ranks of one cluster, for forward passes. Every method is called on every rank, in the same order."""
 
     needs_process_group: ClassVar[bool] = True
-    """Whether ranks need a process group before `initialize`."""
+    """True if ranks need a process group before `initialize`."""
     pads_rows: ClassVar[bool] = False
-    """Whether each row of a micro-batch costs as much as the longest; otherwise rows are packed."""
+    """True if each row of a micro-batch costs as much as the longest; otherwise rows are packed."""
     layout: RankLayout
 
     @abstractmethod

@@ -46,7 +46,7 @@ class Wire:
     device: str
     """Device of the receive buffers."""
     polled: bool = False
-    """Whether the end of a broadcast must be polled: NCCL only queues it on the GPU."""
+    """True if the end of a broadcast must be polled: NCCL only queues it on the GPU."""
 
 
 def _looking(is_done: Callable[[], bool]) -> Callable[[float], bool]:

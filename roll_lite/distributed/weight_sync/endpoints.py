@@ -125,9 +125,9 @@ class WeightReceiver:
         self._set_aside = set_aside
         self._half: TransportReceiver | None = None
         self._begun = False
-        """Whether loading has begun in this epoch."""
+        """True if loading has begun in this epoch."""
         self.touched = False
-        """Whether the model holds part of an update: neither the old nor the new weights."""
+        """True if the model holds part of an update: neither the old nor the new weights."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds of the update: waiting for buckets (`receive`) and loading them (`load`)."""
 

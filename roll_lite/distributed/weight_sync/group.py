@@ -59,7 +59,7 @@ class Transferred:
     by_transport: Mapping[str, float] = field(default_factory=dict)
     """Seconds of sending without gathering, by transport."""
     stale: bool = False
-    """Whether it broke off because others had."""
+    """True if it broke off because others had."""
 
     @classmethod
     def broke_off(cls, error: TransferError) -> Transferred:
@@ -221,7 +221,7 @@ class TransferGroup:
             self.store.set(_OPENED + name, self.name)
 
     def forget_opened(self, name: str) -> bool:
-        """Whether the memory was opened; forgets the note."""
+        """True if the memory was opened; forgets the note."""
         with self._rendezvous():
             return bool(self.store.check([_OPENED + name])) and bool(self.store.delete_key(_OPENED + name))
 

@@ -64,7 +64,7 @@ class EngineStrategy(InferenceStrategy):
         self._order = asyncio.Lock()
         """Lock that serialises calls which change the engine's state."""
         self._halted: bool | None = False
-        """Whether the engine itself is paused. None: unknown, because a call is running or was cancelled."""
+        """True if the engine itself is paused. None: unknown, because a call is running or was cancelled."""
         self._watching: list[asyncio.Task[None]] = []
         self._steps = StepWatch(make.answered, step_limit(spec.step_s), self.processes.are_compiling)
         self._vocabulary = 0
