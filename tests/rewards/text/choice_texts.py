@@ -118,6 +118,8 @@ LETTERS: list[tuple[str, str]] = [
     ("a", "A"),
     ("(d)", "D"),
     ("b)", "B"),
+    ("A. one\nB. two\nC. three\n\nI believe in (C) here", "C"),
+    ("A. one\nB. two\nC. three", ""),
 ]
 LETTERS += [
     ("The answer is C. Many people think the answer is A.", "C"),
@@ -174,7 +176,7 @@ CITIES = ["Paris", "Rome", "Berlin", "Oslo"]
 CAPTIONS: list[tuple[str, str]] = [
     ("C: Berlin\nParis (A) is the capital of France.", "C"),
     ("C. Berlin\n\nParis (A) is the capital of France.", "C"),
-    ("(C) Berlin. Paris (A) is the capital of France.", "C"),
+    ("(C) Berlin. Paris (A) is the capital of France.", ""),
     ("C: Berlin\nA: Paris is in France", "C"),
     ("A: Paris\nB: Rome\nC: Berlin\nD: Oslo\n\nThe answer is D.", "D"),
     ("A: Paris\nB: Rome\nC: Berlin\nD: Oslo\n\nC: Berlin", "C"),
