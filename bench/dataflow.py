@@ -101,7 +101,7 @@ class Dataflow:
         (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) + "\n" for i in range(2000)))
         model = ModelConfig(path=TINY, dtype="float32")
         domain = DomainConfig(
-            data=DataConfig(train=folder / "train.jsonl"), sampling=SamplingConfig(max_tokens=tokens), reward=RewardConfig(type="exact")
+            data=DataConfig(train=folder / "train.jsonl"), sampling=SamplingConfig(max_tokens=tokens), reward=RewardConfig(name="exact")
         )
         settings = RolloutConfig(samples_per_prompt=GROUP)
         engine = EngineSpec(model, Scripted(response_tokens=tokens), max_model_len=tokens + 64)

@@ -104,7 +104,7 @@ def account(kind: str, work: list[RewardInput], results: list[Score | str]) -> C
 async def faults(kind: str, count: int, workers: int = WORKERS) -> dict[str, Any]:
     from roll_lite.workers.reward import RewardPool
 
-    settings = RewardConfig(type="bench.reward_faults.faulty", args={"kind": kind}, workers=workers, timeout_s=FAULT_SECONDS)
+    settings = RewardConfig(name="bench.reward_faults.faulty", args={"kind": kind}, workers=workers, timeout_s=FAULT_SECONDS)
     pool = RewardPool(kind, settings)
     await pool.start()
     work = samples(kind, count)

@@ -113,7 +113,7 @@ def compare(count: int, per_process: int, rounds: int) -> dict[str, Any]:
     median, mean = one_by_one(work)
 
     async def domain() -> list[float]:
-        pool = RewardPool("gsm8k", RewardConfig(type="math", workers=WORKERS))
+        pool = RewardPool("gsm8k", RewardConfig(name="math", workers=WORKERS))
         await pool.start()
         await through_pool(pool, samples(count, 99))
         speeds = []

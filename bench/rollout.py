@@ -75,7 +75,7 @@ def configuration(case: Case, prompts: int, samples: int) -> Any:
             *(f"domains.{domain}.sampling.max_tokens={case.max_tokens}" for domain in ("add", "make", "repeat")),
             # A random model's answers make no terms: a cheap comparison stands for the sandbox.
             "~domains.make.reward.args",
-            "domains.make.reward.type=exact",
+            "domains.make.reward.name=exact",
         ],
     )
 

@@ -73,7 +73,7 @@ def run(word: str, model: Path, folder: Path, prompts: int, dtype: str) -> dict[
         "~simulation.domains.make",
         "validation.enabled=false",
         "checkpoint.export_model=false",
-        "trackers=[{type: jsonl}]",
+        "trackers=[{name: jsonl}]",
         # A random model earns nothing: what moves it is its entropy.
         "algorithm={old_log_probs: recompute, mini_batches: 4, entropy_coef: 0.3}",
         f"algorithm.routing_replay={word}",

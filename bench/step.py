@@ -130,14 +130,14 @@ def ours(case: Case, model: Path, folder: Path, prompts: int, samples: int, *sup
             f"actor_train={{micro_batch_size: {MICRO_BATCH}}}",
             f"actor_train.optimizer={{lr: {LEARNING_RATE}, betas: [0.9, 0.999]}}",
             f"domains.add.sampling={{max_tokens: {case.max_tokens}, min_tokens: {case.max_tokens if case.is_exact else 0}}}",
-            f"domains.add.reward={{type: length, args: {{width: {REWARDED}}}}}",
+            f"domains.add.reward={{name: length, args: {{width: {REWARDED}}}}}",
             "~domains.make",
             "~domains.repeat",
             "~simulation.domains.make",
             *(supply or ["rollout.supply=sync"]),
             "validation.enabled=false",
             "batches.write=never",
-            "trackers=[{type: jsonl}]",
+            "trackers=[{name: jsonl}]",
         ],
     )
     journal = Journal(config, folder)

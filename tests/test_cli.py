@@ -217,7 +217,7 @@ def test_a_key_for_a_function_of_ones_own_is_not_printed(
 ) -> None:
     (tmp_path / "scoring_with_a_key.py").write_text("def score(sample, api_key='', model=''):\n    return 0.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    reward = "domains.repeat.reward={type: scoring_with_a_key.score, args: {api_key: sk-LITERAL, model: shown}}"
+    reward = "domains.repeat.reward={name: scoring_with_a_key.score, args: {api_key: sk-LITERAL, model: shown}}"
     for printed in ("--cfg=job", "-m"):
         command = ["run", "-cn", "tiny_grpo", reward, "domains.repeat.reward.terms=[]", "--cfg=job"]
         assert main([*command, printed]) == 0

@@ -4,7 +4,7 @@ A reward is a function. It takes the sample (prompt, response, answer, the other
 number, a bool, a Score or a dict {value, correct, details}; `async def` works too. Its further parameters are set in the YAML:
 
     reward:
-      type: roll_lite.examples.domains.reverse.score  # yours: importable from where the run is started, or from PYTHONPATH
+      name: roll_lite.examples.domains.reverse.score  # yours: importable from where the run is started, or from PYTHONPATH
       args: {partial_credit: 0.5}
 
 `words.yaml` beside this file is the whole configuration, `words_train.jsonl` the data; docs/add_a_domain.md explains both.

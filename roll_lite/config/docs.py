@@ -45,7 +45,7 @@ drops the keys that only the former choice had. On the command line, with values
 | `actor_infer.strategy=sglang` | the same as `actor_infer.strategy.name=sglang` |
 | `+a.b=1`, `++a.b=1` | the same as `a.b=1`, for those used to it |
 | `~a.b` | delete |
-| `trackers.0.type=jsonl` | an entry of a list |
+| `trackers.0.name=jsonl` | an entry of a list |
 
 With `-m`, a run's `seed=1,2 algorithm.policy_loss=ppo,gspo` is one run for every combination, one after the other, and a table at the end;
 `seed=range(1,4)` and `seed=choice(1,2,3)` stand for their values.

@@ -24,6 +24,9 @@ from roll_lite.config.schema.models import ScriptedStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.wording import field_type, in_words
 
+FORMER_NAMES = ("type", "kind")
+"""What `name` was called in some sections."""
+
 
 class _Invalid:
     """Stands for a value that was refused; the problem is already noted."""
@@ -154,6 +157,9 @@ class _Walker:
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
         """Tells it, and what comes nearest, which a file below may have set. Returns the keys that may be meant and are set nowhere:
         what they are now is not known."""
+        if key in FORMER_NAMES and "name" in cls.model_fields:
+            self._refuse((*path, key), data[key], "is called name here, as in every section that is chosen by a word")
+            return ["name"]
         meant = close_names(key, cls.model_fields)
         hint = did_you_mean(key, cls.model_fields)
         elsewhere = [place for place in _places_of(key) if place != dotted((*path, key))]

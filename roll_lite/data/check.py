@@ -86,7 +86,7 @@ class _Column:
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
     """Weights and difficulties are of no use for held-out prompts, nor is report_by for others."""
     data, template = domain.data, domain.template
-    if template.type == "chat":
+    if template.name == "chat":
         columns = [_Column(f"{path}.data.prompt", data.prompt, lambda row: messages_of(row, data.prompt, template.system))]
     else:
         columns = [_text_column(f"{path}.data.prompt", data.prompt, "prompt", path)]
@@ -257,7 +257,7 @@ def _filter(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 def _chat_template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     """Is there one, and does it read the arguments that it gets?"""
     folder, template = config.model.path, domain.template
-    if template.type != "chat":
+    if template.name != "chat":
         return
     place = "model.path" if template.file is None else f"{path}.template.file"
     try:
@@ -269,7 +269,7 @@ def _chat_template(config: RunConfig, path: str, domain: DomainConfig) -> Iterat
         return
     if not texts:
         message = f"the tokenizer in {folder} has no chat template; name one with template.file, or use plain"
-        yield Problem(f"{path}.template.type", message, "chat")
+        yield Problem(f"{path}.template.name", message, "chat")
     for name in template.arguments if texts else ():
         if name in ("messages", "add_generation_prompt"):
             yield Problem(f"{path}.template.arguments.{name}", "is set by the run itself; remove it")

@@ -42,7 +42,7 @@ def text_of(row: Mapping[str, Any], column: str, placeholder: str, setting: str)
     """The text that fills a placeholder. `setting`: the template's place."""
     value = cell(row, column, "" if placeholder == "prompt" else f" ({setting}.text has the placeholder {{{placeholder}}})")
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        raise RowError(column, f"a list of chat messages needs {setting}.type: chat")
+        raise RowError(column, f"a list of chat messages needs {setting}.name: chat")
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         raise RowError(column, f"only a string or a number can be filled into a text, got {show(value)}")
     return str(value)

@@ -38,23 +38,23 @@ class Template:
         self._chat_template: str | None = None
         """None: the tokenizer's own."""
         self._placeholders: list[str] = []
-        if config.type == "chat":
+        if config.name == "chat":
             if config.text != TemplateConfig.model_fields["text"].default:
-                raise ValueError(f"{setting}.text: {config.text!r} has no effect with type: chat; leave it out, or use type: plain")
+                raise ValueError(f"{setting}.text: {config.text!r} has no effect with name: chat; leave it out, or use name: plain")
             if config.file is not None:
                 self._chat_template = read_text(config.file)
             elif not getattr(tokenizer, "chat_template", None):
-                raise ValueError(f"{setting}.type: chat, but the tokenizer has no chat template; use type: plain")
+                raise ValueError(f"{setting}.name: chat, but the tokenizer has no chat template; use name: plain")
         else:
             if config.system is not None:
                 raise ValueError(
-                    f"{setting}.system: {config.system!r} has no effect with type: plain; write it into text, or use type: chat"
+                    f"{setting}.system: {config.system!r} has no effect with name: plain; write it into text, or use name: chat"
                 )
             self._placeholders = _placeholders(config.text, f"{setting}.text")
 
     def render(self, row: Mapping[str, Any]) -> str:
         """The text of a row; RowError where a column does not fit."""
-        if self._config.type == "plain":
+        if self._config.name == "plain":
             columns = {name: self._prompt_column if name == "prompt" else name for name in self._placeholders}
             return self._config.text.format_map({name: text_of(row, column, name, self._setting) for name, column in columns.items()})
         messages = messages_of(row, self._prompt_column, self._config.system)
@@ -70,7 +70,7 @@ class Template:
         a chat template has written them into the text already."""
         if not texts:
             return []
-        add = self._config.type == "plain"
+        add = self._config.name == "plain"
         ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=add, return_attention_mask=False, verbose=False)["input_ids"]
         self._check_special_tokens(texts[0], ids[0])
         return ids

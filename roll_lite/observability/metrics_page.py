@@ -48,12 +48,12 @@ the last validation. Trackers that allow no `@` or `:` in a name put another sig
 
 ```yaml
 trackers:
-  - {type: jsonl}                                     # metrics.jsonl in the run's folder
-  - {type: tensorboard}                               # tensorboard/ there
-  - {type: wandb, args: {project: mine, mode: offline}}            # args of wandb.init
-  - {type: mlflow, args: {tracking_uri: "sqlite:///mlflow.db"}}    # and experiment_name, run_name
-  - {type: swanlab, args: {project: mine, mode: local}}            # args of swanlab.init
-  - {type: my_package.my_module.MyTracker, args: {}}  # a subclass of roll_lite.observability.trackers.Tracker, made with (run, **args)
+  - {name: jsonl}                                     # metrics.jsonl in the run's folder
+  - {name: tensorboard}                               # tensorboard/ there
+  - {name: wandb, args: {project: mine, mode: offline}}            # args of wandb.init
+  - {name: mlflow, args: {tracking_uri: "sqlite:///mlflow.db"}}    # and experiment_name, run_name
+  - {name: swanlab, args: {project: mine, mode: local}}            # args of swanlab.init
+  - {name: my_package.my_module.MyTracker, args: {}}  # a subclass of roll_lite.observability.trackers.Tracker, made with (run, **args)
 ```
 
 The three services are optional dependencies: `roll_lite[wandb]`, `roll_lite[mlflow]`, `roll_lite[swanlab]`. They get the metrics and the

@@ -17,7 +17,7 @@ from roll_lite.config.schema.run import TrackerConfig
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""What each tracker calls this run, by type: a run that goes on from it goes on there."""
+"""What each tracker calls this run, by name: a run that goes on from it goes on there."""
 
 
 @dataclass(frozen=True)
@@ -148,23 +148,23 @@ def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, goes_on_from: Path | None = None) -> list[Tracker]:
     """Those that the configuration names. `goes_on_from`: the folder of the run that this one resumes."""
     known = _ids(goes_on_from) if goes_on_from is not None else {}
-    built = [_built(config, replace(run, id=known.get(config.type)), f"trackers.{index}") for index, config in enumerate(configs)]
-    ids = {config.type: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}
+    built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
+    ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}
     if ids:
         (run.folder / IDS_FILE).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
     return built
 
 
 def _built(config: TrackerConfig, run: TrackedRun, path: str) -> Tracker:
-    if config.type in LOCAL:
-        return LOCAL[config.type](run)
-    module, _, name = SERVICES.get(config.type, config.type).rpartition(".")
+    if config.name in LOCAL:
+        return LOCAL[config.name](run)
+    module, _, name = SERVICES.get(config.name, config.name).rpartition(".")
     try:
         tracker = getattr(import_module(module), name)(run, **config.args)
     except Exception as error:  # a process edge: as above
-        raise ValueError(f"{path}: {config.type}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{path}: {config.name}: {type(error).__name__}: {error}") from error
     if not isinstance(tracker, Tracker):
-        raise ValueError(f"{path}.type: {config.type} is {type(tracker).__name__}, no {Tracker.__module__}.{Tracker.__name__}")
+        raise ValueError(f"{path}.name: {config.name} is {type(tracker).__name__}, no {Tracker.__module__}.{Tracker.__name__}")
     return tracker
 
 

@@ -106,7 +106,7 @@ def shape_rewards(
     bonus, penalty = [one.bonus if one else 0.0 for one in formats], [one.penalty if one else 0.0 for one in formats]
     rewards = as_float64(rows.score) + format_rewards(rows, bonus, penalty)
     if config.length_penalty is not None:
-        rewards += length_rewards(rows, config.length_penalty.kind, config.length_penalty.coef)
+        rewards += length_rewards(rows, config.length_penalty.name, config.length_penalty.coef)
     if masks.truncated == "penalize":
         rewards -= masks.truncated_penalty * as_float64(rows.truncated)
     if config.overlong is not None:

@@ -30,7 +30,7 @@ def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig, read: RewardType) -> Iterator[Problem]:
     """What it reads of the data has to be there."""
     if read.needs_answer() and domain.data.answer is None:
-        message = f"{part.type} ({place}) reads the reference answer: name its column"
+        message = f"{part.name} ({place}) reads the reference answer: name its column"
         yield Problem(f"{place.partition('.reward')[0]}.data.answer", message, None)
     for argument, columns in read.named_columns().items():
         for column, message in columns_missing(domain.data, columns):
@@ -40,19 +40,19 @@ def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermCo
 def _part(config: RunConfig, place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig) -> Iterator[Problem]:
     """Problems with a type and its arguments, which stand at `place`, as the reward itself or as a term of it."""
     reward = domain.reward
-    if "." in part.type:
-        yield from check_function(place, "type", part.type, part.args)
+    if "." in part.name:
+        yield from check_function(place, "name", part.name, part.args)
         return
-    if part.type not in REWARDS:
-        message = f"no such reward; {did_you_mean(part.type, REWARDS)} A function of your own is a dotted path, package.module.function"
-        yield Problem(f"{place}.type", message, part.type)
+    if part.name not in REWARDS:
+        message = f"no such reward; {did_you_mean(part.name, REWARDS)} A function of your own is a dotted path, package.module.function"
+        yield Problem(f"{place}.name", message, part.name)
         return
-    read = read_arguments(part.type, reward_type(part.type), part.args, f"{place}.args")
+    read = read_arguments(part.name, reward_type(part.name), part.args, f"{place}.args")
     if isinstance(read, list):
         yield from read
         return
     if part is not reward and read.within_a_run:
-        message = f"{part.type} gives a domain's reward itself, not a further term of it; make it the reward's type"
-        yield Problem(f"{place}.type", message, part.type)
+        message = f"{part.name} gives a domain's reward itself, not a further term of it; make it the reward's type"
+        yield Problem(f"{place}.name", message, part.name)
     yield from readable(read.in_run(config, place, reward.timeout_s))
     yield from readable(_data_of(place, domain, part, read))

@@ -27,13 +27,13 @@ domains:
   math:
     data: {train: data/math.parquet}
     reward:
-      type: math                  # one of the types below, or your own function: package.module.function
+      name: math                  # one of the types below, or your own function: package.module.function
       args: {extract: boxed}      # its arguments
       workers: 4                  # processes that score this domain's samples
       timeout_s: 10               # for one sample
       retries: 1                  # of a sample that could not be scored
       terms:                      # further terms: value = reward + sum of weight x term
-        - {type: mine.too_long, args: {limit: 300}, weight: -0.2}
+        - {name: mine.too_long, args: {limit: 300}, weight: -0.2}
       format: {pattern: '\\\\boxed\\{', bonus: 0.1}
 ```
 

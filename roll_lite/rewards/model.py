@@ -52,7 +52,7 @@ class ModelReward(RewardType):
     domains:
       chat:
         reward:
-          type: model
+          name: model
           args: {model: helpful, scale: sigmoid}
     ```
     """

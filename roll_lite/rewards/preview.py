@@ -98,14 +98,14 @@ def _domain(config: RunConfig, look: Look) -> str:
         raise ValueError(f"--domain: {name!r} is no domain{nearest_aside(name, names)}; there are {', '.join(names)}")
     reward = _typed(name, config.domains[name])
     if reward is not None and reward.within_a_run:
-        raise ValueError(f"domains.{name}.reward.type: {config.domains[name].reward.type!r} is scored by processes that only a run starts")
+        raise ValueError(f"domains.{name}.reward.name: {config.domains[name].reward.name!r} is scored by processes that only a run starts")
     return name
 
 
 def _typed(name: str, domain: DomainConfig) -> RewardType | None:
     """The reward, where it is of a built-in type."""
-    is_built_in = domain.reward.type in REWARDS
-    return typed_reward(domain.reward.type, domain.reward.args, f"domains.{name}.reward") if is_built_in else None
+    is_built_in = domain.reward.name in REWARDS
+    return typed_reward(domain.reward.name, domain.reward.args, f"domains.{name}.reward") if is_built_in else None
 
 
 def _references(name: str, domain: DomainConfig, prompts: PromptSet, look: Look) -> References | None:
@@ -150,7 +150,7 @@ def _nothing_to_score(name: str, domain: DomainConfig, look: Look) -> str | None
         return f"domains.{name}.data.answer: there are no reference answers"
     reward = _typed(name, domain)
     what = reward.no_response() if reward is not None else None
-    return f"domains.{name}.reward.type: nothing to score: the answers of {domain.reward.type!r} are {what}" if what else None
+    return f"domains.{name}.reward.name: nothing to score: the answers of {domain.reward.name!r} are {what}" if what else None
 
 
 def _reference(prompt: Prompt, reward: RewardType | None, look: Look) -> _Try:

@@ -1,4 +1,4 @@
-"""From `reward: {type: ..., args: ...}` to a function."""
+"""From `reward: {name: ..., args: ...}` to a function."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def typed_reward(name: str, args: Mapping[str, Any], path: str) -> RewardType:
 
 def build_reward(config: RewardConfig, path: str = "reward") -> Reward:
     """`path` is the section's place in the configuration. What is wrong with it is a ValueError here, before a sample is scored."""
-    base = _build_function(config.type, config.args, path)
-    functions = [_build_function(term.type, term.args, f"{path}.terms.{i}") for i, term in enumerate(config.terms)]
+    base = _build_function(config.name, config.args, path)
+    functions = [_build_function(term.name, term.args, f"{path}.terms.{i}") for i, term in enumerate(config.terms)]
     labels = labels_of([function.name for function in functions])
     return Reward(base, [Term(label, term.weight, one) for label, term, one in zip(labels, config.terms, functions, strict=True)])
 
@@ -59,10 +59,10 @@ def _build_function(name: str, args: Mapping[str, Any], path: str) -> RewardFunc
         return RewardFunction(name, typed_reward(name, args, path), {})
     if "." not in name:
         raise ValueError(
-            f"{path}.type: {name!r} is no reward{nearest_aside(name, list(REWARDS))}; "
+            f"{path}.name: {name!r} is no reward{nearest_aside(name, list(REWARDS))}; "
             f"there are {', '.join(REWARDS)}, and dotted paths to functions of your own, package.module.function"
         )
-    function = load_function(name, f"{path}.type", "sample -> score")
+    function = load_function(name, f"{path}.name", "sample -> score")
     return RewardFunction(name, function, _checked_args(name, function, args, f"{path}.args"))
 
 
@@ -76,7 +76,7 @@ def _checked_args(name: str, function: Callable[..., Any], args: Mapping[str, An
         inspect.Parameter.VAR_POSITIONAL,
     ):
         raise ValueError(
-            f"{path.removesuffix('.args')}.type: {name!r} must take the sample as its first argument, its signature is {signature}"
+            f"{path.removesuffix('.args')}.name: {name!r} must take the sample as its first argument, its signature is {signature}"
         )
     accepted = [p.name for p in parameters[1:] if p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)]
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)

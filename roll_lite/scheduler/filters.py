@@ -51,7 +51,7 @@ def kept_between(value: str, above: float | None, below: float | None) -> Cause:
 
 def kept_by(function: Callable[[SampleGroup], bool], name: str) -> Cause:
     def cause(group: SampleGroup) -> LeftOut | None:
-        what = f"rollout.filter.type: {name}, asked for a group of domain {group.domain},"
+        what = f"rollout.filter.name: {name}, asked for a group of domain {group.domain},"
         try:
             keeps = function(group)
         except Exception as error:  # a process edge: the code is the user's

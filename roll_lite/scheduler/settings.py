@@ -26,8 +26,8 @@ def pacing_of(config: RolloutConfig) -> Pacing:
 def filter_of(config: GroupFilterConfig | None) -> GroupFilter | None:
     if config is None:
         return None
-    if config.type in MEASURES:
-        cause = kept_between(config.type, *config.bounds)
+    if config.name in MEASURES:
+        cause = kept_between(config.name, *config.bounds)
     else:
-        cause = kept_by(load_function(config.type, "rollout.filter.type", "SampleGroup -> bool"), config.type)
+        cause = kept_by(load_function(config.name, "rollout.filter.name", "SampleGroup -> bool"), config.name)
     return GroupFilter(cause, config.tries, fill=config.when_short == "fail")

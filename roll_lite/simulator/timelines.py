@@ -21,7 +21,7 @@ SECONDS = 700.0
 STEPS = 24
 RESPONSES = DomainModel("math", LogNormal(30, 250), max_tokens=200, prompt_tokens=20, samples_per_prompt=4)
 HARD_AND_EASY = replace(RESPONSES, all_right=0.15, all_wrong=0.15)
-DYNAMIC = GroupFilterConfig(type="accuracy")
+DYNAMIC = GroupFilterConfig(name="accuracy")
 
 
 @dataclass(frozen=True)

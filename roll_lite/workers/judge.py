@@ -52,8 +52,8 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
         judge = judges[str(args["server"])]
         return {**args, "url": list(judge.urls), "model": judge.model, "fingerprint": judge.fingerprint}
 
-    terms = [term.model_copy(update={"args": known(term.type, term.args)}) for term in reward.terms]
-    return reward.model_copy(update={"args": known(reward.type, reward.args), "terms": terms})
+    terms = [term.model_copy(update={"args": known(term.name, term.args)}) for term in reward.terms]
+    return reward.model_copy(update={"args": known(reward.name, reward.args), "terms": terms})
 
 
 class JudgeServer:

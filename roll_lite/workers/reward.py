@@ -83,7 +83,7 @@ class PooledWorker:
     """What the user should know of how samples are scored."""
 
     def __init__(self, config: RewardConfig, path: str) -> None:
-        self.name = f"reward {config.type}"
+        self.name = f"reward {config.name}"
         self.actor: Any = None
         self._place: tuple[str, int] | None = None
         self.under_way: dict[int, _Waiting] = {}
@@ -196,7 +196,7 @@ class RewardPool:
             async with asyncio.timeout(self._config.timeout_s + SLICE_SECONDS + GRACE_SECONDS):
                 scored: Scored = await member.actor.score.remote({number: waiting.item for number, waiting in batch.items()})
         except TimeoutError:
-            raise MemberLost(time_out(self._config.type, self._config.timeout_s)) from None
+            raise MemberLost(time_out(self._config.name, self._config.timeout_s)) from None
         except RayActorError as error:
             raise MemberLost(member.died(error)) from error
         except RayTaskError:  # a bug in the worker: nobody knows what is under way in it
@@ -223,7 +223,7 @@ class RewardPool:
         self._fail_all(self._broken(end))
 
     def _broken(self, end: FleetDown) -> str:
-        return f"reward {self._config.type}: no worker can be started any more: {end.cause}"
+        return f"reward {self._config.name}: no worker can be started any more: {end.cause}"
 
     # ------------------------------------------------------------ samples
 

@@ -191,7 +191,7 @@ class RewardModelPool:
         self._config = config
         self._client = client
         self._path = f"domains.{domain}.reward"
-        added = config.model_copy(update={"type": f"{nothing.__module__}.{nothing.__name__}", "args": {}})
+        added = config.model_copy(update={"name": f"{nothing.__module__}.{nothing.__name__}", "args": {}})
         self._added = RewardPool(domain, added) if config.terms or config.format else None
         self._function = RewardFunction("model", self._scored, {})
 
@@ -227,7 +227,7 @@ class RewardModelPool:
     @cached_property
     def _reward(self) -> ModelReward:
         """ValueError for a mistake in its arguments."""
-        reward = typed_reward(self._config.type, self._config.args, self._path)
+        reward = typed_reward(self._config.name, self._config.args, self._path)
         assert isinstance(reward, ModelReward)
         return reward
 

@@ -174,12 +174,12 @@ class RolloutWorker(AsyncWorker):
                         ) from None
 
         rewards = {domain.name: self._spec.domains[domain.name].reward for domain in domains}
-        waiting = {name for name, reward in rewards.items() if reward.type == MODEL_REWARD or with_addresses(reward, judges) != reward}
+        waiting = {name for name, reward in rewards.items() if reward.name == MODEL_REWARD or with_addresses(reward, judges) != reward}
         await asyncio.gather(*(attempt(domain) for domain in domains if domain.name not in waiting))
 
     def _pool(self, name: str, domain: DomainConfig, judges: Mapping[str, JudgeAddress]) -> RewardPool | RewardModelPool:
         reward = with_addresses(domain.reward, judges)
-        if reward.type != MODEL_REWARD:
+        if reward.name != MODEL_REWARD:
             return RewardPool(name, reward)
         return RewardModelPool(name, reward, self._reward_models[reward.args["model"]])
 

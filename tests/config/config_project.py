@@ -22,11 +22,11 @@ domains:
   add:
     data: {train: train.jsonl, validation: held_out.jsonl}
     sampling: {max_prompt_tokens: 32, max_tokens: 16}
-    reward: {type: math}
+    reward: {name: math}
   copy:
     data: {train: train.jsonl}
     sampling: {max_prompt_tokens: 16, max_tokens: 24}
-    reward: {type: exact}
+    reward: {name: exact}
 """
 
 MODEL = {

@@ -41,7 +41,7 @@ reference: {devices: 2, strategy: {tensor_parallel: 2}}
 domains:
   add:
     sampling: {temperature: 0.7, top_k: 5, min_tokens: 2}
-    template: {type: plain, text: "{prompt} "}
+    template: {name: plain, text: "{prompt} "}
     samples_per_prompt: 4
   copy: {sampling: {temperature: 0.7}, samples_per_prompt: 4}
 rollout: {prompts_per_step: 8, samples_per_prompt: 1, keep_mask: false}
@@ -325,7 +325,7 @@ BAD_OVERRIDES = {
     "~domains.add.data.tarin": "~domains.add.data.tarin",
     "domains.ad.share=2": "domains.ad",
     "domains.add.nothing=2": "domains.add.nothing",
-    "trackers.7.type=jsonl": "trackers.7.type",
+    "trackers.7.name=jsonl": "trackers.7.name",
     "trackers.x=jsonl": "trackers",
     "steps.more=1": "steps.more",
     "model.path.more=1": "model.path.more",

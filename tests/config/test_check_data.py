@@ -100,7 +100,7 @@ AS_READ = {
 def test_the_check_reads_as_the_run_does(name: str, project: Project) -> None:
     content, right = AS_READ[name]
     (project.folder / "odd.jsonl").write_bytes(content)
-    config = DomainConfig.model_validate({"data": {"train": project.folder / "odd.jsonl", "weight": "w"}, "reward": {"type": "exact"}})
+    config = DomainConfig.model_validate({"data": {"train": project.folder / "odd.jsonl", "weight": "w"}, "reward": {"name": "exact"}})
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
     if right:
         assert told(project, copy("train: odd.jsonl, weight: w")) == []
@@ -125,7 +125,7 @@ CHAT = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}"
 
 def test_a_chat_template_of_ones_own(project: Project) -> None:
     project.write("chat.jinja", CHAT)
-    template = "domains: {copy: {template: {type: chat, file: chat.jinja, arguments: "
+    template = "domains: {copy: {template: {name: chat, file: chat.jinja, arguments: "
     assert told(project, f"{template}{{enable_thinking: false}}}}}}}}") == []
     assert told(project, f"{template}{{thinking: false}}}}}}}}") == [
         ("domains.copy.template.arguments.thinking", f"{project.folder / 'chat.jinja'} reads no such argument")
@@ -133,7 +133,7 @@ def test_a_chat_template_of_ones_own(project: Project) -> None:
     assert told(project, f"{template}{{messages: []}}}}}}}}") == [
         ("domains.copy.template.arguments.messages", "is set by the run itself; remove it")
     ]
-    ((path, message),) = told(project, "domains: {copy: {template: {type: chat, file: gone.jinja}}}")
+    ((path, message),) = told(project, "domains: {copy: {template: {name: chat, file: gone.jinja}}}")
     assert path == "domains.copy.template.file" and "gone.jinja is not there" in message
     assert [path for path, _ in told(project, "domains: {copy: {template: {file: chat.jinja, arguments: {a: 1}}}}")] == [
         "domains.copy.template.file",
@@ -169,7 +169,7 @@ def test_files_that_cannot_be_read(project: Project, file: str, fragment: str) -
 def test_shared_files(project: Project) -> None:
     project.write("both.jsonl", '{"prompt": "1", "answer": "1", "task": "a"}\n{"question": "1", "task": "b"}\n')
     shared = "train: both.jsonl, validation: null, tag: task, tags: "
-    boxed = "reward: {{type: format, args: {{preset: boxed}}}}"  # reads no answer
+    boxed = "reward: {{name: format, args: {{preset: boxed}}}}"  # reads no answer
     both = (
         f"domains: {{{{add: {{{{data: {{{{{{}}}}}}}}}}, copy: {{{{data: {{{{{{}}}}}}, {boxed}}}}}}}}}\nvalidation: {{{{enabled: false}}}}"
     )

@@ -84,16 +84,16 @@ WRONG = [
     ("assigned", ["slop", "limit"], "reward.args.slop", "did you mean 'slope'?"),
     ("short", [], "reward.args", "needs limit"),
     ("by_place", ["limit"], "reward.args.limit", "takes no such argument"),
-    ("no_sample", ["limit"], "reward.type", "has to take the sample"),
+    ("no_sample", ["limit"], "reward.name", "has to take the sample"),
     ("handed_on", ["limits"], "reward.args.limits", "did you mean 'limit'?"),
-    ("renamed", [], "reward.type", "is a class"),
-    ("Klass", [], "reward.type", "is a class"),
-    ("number", [], "reward.type", "is a constant"),
-    ("text", [], "reward.type", "is a constant"),
-    ("table", [], "reward.type", "is a constant"),
-    ("inside", [], "reward.type", "has no 'inside'"),
-    ("hidden", [], "reward.type", "has no 'hidden'"),
-    ("planes", [], "reward.type", "did you mean 'plain'?"),
+    ("renamed", [], "reward.name", "is a class"),
+    ("Klass", [], "reward.name", "is a class"),
+    ("number", [], "reward.name", "is a constant"),
+    ("text", [], "reward.name", "is a constant"),
+    ("table", [], "reward.name", "is a constant"),
+    ("inside", [], "reward.name", "has no 'inside'"),
+    ("hidden", [], "reward.name", "has no 'hidden'"),
+    ("planes", [], "reward.name", "did you mean 'plain'?"),
 ]
 
 
@@ -107,37 +107,37 @@ def user_modules(project: Project) -> None:
 
 @pytest.mark.parametrize(("name", "given"), RIGHT)
 def test_functions_that_are_there(name: str, given: list[str]) -> None:
-    assert list(check_function("reward", "type", f"ours.{name}", dict.fromkeys(given, 1))) == []
+    assert list(check_function("reward", "name", f"ours.{name}", dict.fromkeys(given, 1))) == []
 
 
 @pytest.mark.parametrize(("name", "given", "path", "message"), WRONG)
 def test_what_is_told(name: str, given: list[str], path: str, message: str) -> None:
-    problem, *_ = check_function("reward", "type", f"ours.{name}", dict.fromkeys(given, 1))
+    problem, *_ = check_function("reward", "name", f"ours.{name}", dict.fromkeys(given, 1))
     assert problem.path == path and message in problem.message
 
 
 def test_a_module_that_makes_its_names_up(project: Project) -> None:
     project.write("lazy.py", "def __getattr__(name): ...")
     project.write("starred.py", "from pack import *")
-    assert list(check_function("reward", "type", "lazy.anything", {})) == []
-    assert list(check_function("reward", "type", "starred.anything", {})) == []
+    assert list(check_function("reward", "name", "lazy.anything", {})) == []
+    assert list(check_function("reward", "name", "starred.anything", {})) == []
 
 
 def test_other_encodings_and_files_that_are_no_python(project: Project) -> None:
     (project.folder / "latin.py").write_bytes("# coding: latin-1\n# é\ndef f(sample, limit): ...\n".encode("latin-1"))
-    assert [one.path for one in check_function("reward", "type", "latin.f", {})] == ["reward.args"]
+    assert [one.path for one in check_function("reward", "name", "latin.f", {})] == ["reward.args"]
     for content in (b"def f(", b"\xff\xfe", b"x = '\0'", b"# coding: klingon\n"):
         (project.folder / "broken.py").write_bytes(content)
-        (problem,) = check_function("reward", "type", "broken.f", {})
-        assert problem.path == "reward.type" and "cannot be read" in problem.message
+        (problem,) = check_function("reward", "name", "broken.f", {})
+        assert problem.path == "reward.name" and "cannot be read" in problem.message
 
 
 def test_nothing_is_imported(project: Project) -> None:
     project.write("loud.py", "raise SystemExit('imported')\ndef f(sample, limit=1): ...\n")
-    assert list(check_function("reward", "type", "loud.f", {"limit": 2})) == []
+    assert list(check_function("reward", "name", "loud.f", {"limit": 2})) == []
 
 
 def test_where_a_class_will_do() -> None:
-    assert list(check_function("tracker", "type", "ours.Klass", {"any": 1}, or_class=True)) == []
-    (problem,) = check_function("tracker", "type", "ours.number", {}, or_class=True)
+    assert list(check_function("tracker", "name", "ours.Klass", {"any": 1}, or_class=True)) == []
+    (problem,) = check_function("tracker", "name", "ours.number", {}, or_class=True)
     assert "is a constant" in problem.message

@@ -91,5 +91,5 @@ def test_layers_of_transformer_engine(project: Project, monkeypatch: pytest.Monk
 def test_a_judge_in_fp8_without_a_gpu(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_layout, "gpus_visible", lambda: False)
     judge = "judges: {main: {path: model, strategy: {quantization: fp8}}}\n"
-    problems = project.problems_of(judge + "domains: {add: {reward: {type: judge, args: {server: main, api: completions}}}}")
+    problems = project.problems_of(judge + "domains: {add: {reward: {name: judge, args: {server: main, api: completions}}}}")
     assert "judges.main.strategy.quantization" in [problem.path for problem in problems]

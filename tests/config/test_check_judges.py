@@ -9,14 +9,14 @@ from config_project import Project
 
 KEY = "sk-secret-0123"
 JUDGE = "judges: {main: {path: model}}\n"
-ASKS = "domains: {add: {reward: {type: judge, args: {server: main, api: completions, %s}}}}"
-REMOTE = "domains: {add: {reward: {type: remote, timeout_s: 10, args: {%s}}}}"
-EXTERNAL = "domains: {add: {reward: {type: judge, args: {%s}}}}"
+ASKS = "domains: {add: {reward: {name: judge, args: {server: main, api: completions, %s}}}}"
+REMOTE = "domains: {add: {reward: {name: remote, timeout_s: 10, args: {%s}}}}"
+EXTERNAL = "domains: {add: {reward: {name: judge, args: {%s}}}}"
 
 PROBLEMS = {
     "an unused judge": (JUDGE, "judges.main", "no domain uses it"),
     "a judge's name": (
-        "judges: {a b: {path: model}}\ndomains: {add: {reward: {type: judge, args: {server: a b, api: completions}}}}",
+        "judges: {a b: {path: model}}\ndomains: {add: {reward: {name: judge, args: {server: a b, api: completions}}}}",
         "judges.a b",
         "part of file names",
     ),
@@ -42,8 +42,8 @@ PROBLEMS = {
         "did you mean 'server'?",
     ),
     "a misspelt type": (
-        JUDGE + "domains: {add: {reward: {type: juge, args: {server: main}}}}",
-        "domains.add.reward.type",
+        JUDGE + "domains: {add: {reward: {name: juge, args: {server: main}}}}",
+        "domains.add.reward.name",
         "did you mean 'judge'?",
     ),
     "a judge with an address": (JUDGE + ASKS % "url: 'http://h/v1'", "domains.add.reward.args.url", "is the run's to say"),
@@ -60,7 +60,7 @@ PROBLEMS = {
     "a key in the query": (REMOTE % f"url: 'https://h/get?a=1&api_key={KEY}'", "domains.add.reward.args.url", "a key in its query"),
     "a token in the query": (REMOTE % f"url: 'https://h/get?access_token={KEY}'", "domains.add.reward.args.url", "a key in its query"),
     "where programs run": (
-        f"domains: {{add: {{reward: {{type: code, args: {{backend: {{url: 'http://me:{KEY}@h/run'}}}}}}}}}}",
+        f"domains: {{add: {{reward: {{name: code, args: {{backend: {{url: 'http://me:{KEY}@h/run'}}}}}}}}}}",
         "domains.add.reward.args.backend.url",
         "a user or a password",
     ),
@@ -98,7 +98,7 @@ def test_problems(project: Project, name: str) -> None:
 def test_judges_that_are_right(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     assert project.problems_of(JUDGE + ASKS % "") == []
-    assert project.problems_of(JUDGE + "domains: {add: {reward: {terms: [{type: judge, args: {server: main, api: completions}}]}}}") == []
+    assert project.problems_of(JUDGE + "domains: {add: {reward: {terms: [{name: judge, args: {server: main, api: completions}}]}}}") == []
     assert project.problems_of(EXTERNAL % "url: 'https://h/v1', model: m, api_key_env: JUDGE_KEY") == []
     body = "extra_body: {prompt_cache_key: a, logprobs: true, token: 3, stop_token_ids: [3]}"
     assert project.problems_of(EXTERNAL % f"url: 'https://h/v1', model: m, {body}") == []

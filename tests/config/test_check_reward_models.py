@@ -20,7 +20,7 @@ reward_models:
   helpful: {path: helpful, dtype: float32, devices: [1, 2], %s}
 domains:
   add:
-    reward: {type: model, args: {model: helpful, %s}}
+    reward: {name: model, args: {model: helpful, %s}}
 """
 
 
@@ -70,11 +70,11 @@ def test_names_have_to_meet(helpful: Project) -> None:
     problems = {one.path: one.message for one in helpful.problems_of(SECTION.replace("model: helpful", "model: helpfull") % ("", ""))}
     assert problems["domains.add.reward.args.model"] == "no such reward model; did you mean 'helpful'?"
     assert "reward_models.helpful" not in problems, "the misspelt name means it"
-    alone = helpful.problems_of("domains: {add: {reward: {type: model, args: {model: helpful}}}}")
+    alone = helpful.problems_of("domains: {add: {reward: {name: model, args: {model: helpful}}}}")
     assert [(one.path, one.message) for one in alone] == [
         ("domains.add.reward.args.model", "no such reward model; there is no section `reward_models` yet")
     ]
-    missing = helpful.problems_of("domains: {add: {reward: {type: model}}}")
+    missing = helpful.problems_of("domains: {add: {reward: {name: model}}}")
     assert [(one.path, one.message) for one in missing] == [("domains.add.reward.args", "'model' needs model")]
 
 
@@ -168,15 +168,15 @@ def test_chat_templates_of_policy_and_reward_model_go_together(helpful: Project)
     for name in ("helpful", "model"):
         helpful.write(f"{name}/chat_template.jinja", "{{ messages }}")
     assert found(helpful, "", "template: chat") == {}
-    policy = SECTION.replace("  add:", "  add:\n    template: {type: chat}")
+    policy = SECTION.replace("  add:", "  add:\n    template: {name: chat}")
     assert helpful.problems_of(policy % ("", "template: chat")) == []
     assert helpful.problems_of(policy % ("", "template: chat, question: '{question}'")) == []
 
 
 def test_a_model_is_no_further_term(helpful: Project) -> None:
-    terms = "domains: {copy: {reward: {terms: [{type: model, args: {model: helpful}}]}}}"
+    terms = "domains: {copy: {reward: {terms: [{name: model, args: {model: helpful}}]}}}"
     problems = {one.path: one.message for one in helpful.problems_of(terms)}
-    assert "not a further term" in problems["domains.copy.reward.terms.0.type"]
+    assert "not a further term" in problems["domains.copy.reward.terms.0.name"]
 
 
 def test_a_written_configuration_loads_again(helpful: Project) -> None:

@@ -21,16 +21,16 @@ def told(project: Project, terms: str) -> list[tuple[str, str]]:
 
 def test_terms_are_looked_up_like_rewards(project: Project) -> None:
     project.write("mine.py", "def shorter(sample, limit, slope=1.0):\n    return 0.0\n")
-    assert told(project, "[{type: exact, args: {strip: false}, weight: -0.5}, {type: mine.shorter, args: {limit: 3}}]") == []
+    assert told(project, "[{name: exact, args: {strip: false}, weight: -0.5}, {name: mine.shorter, args: {limit: 3}}]") == []
     found = told(
         project,
-        "[{type: exakt}, {type: exact, args: {stripp: true}}, {type: mine.shorter}, {type: mine.longer}, {type: exact, weight: 0.0}]",
+        "[{name: exakt}, {name: exact, args: {stripp: true}}, {name: mine.shorter}, {name: mine.longer}, {name: exact, weight: 0.0}]",
     )
     assert [path for path, _ in found] == [
-        f"{REWARD}.terms.0.type",
+        f"{REWARD}.terms.0.name",
         f"{REWARD}.terms.1.args.stripp",
         f"{REWARD}.terms.2.args",
-        f"{REWARD}.terms.3.type",
+        f"{REWARD}.terms.3.name",
         f"{REWARD}.terms.4.weight",
     ]
     for (_, message), fragment in zip(
@@ -40,7 +40,7 @@ def test_terms_are_looked_up_like_rewards(project: Project) -> None:
 
 
 def test_where_a_term_was_written_is_said(project: Project) -> None:
-    (problem,) = project.problems_of("domains:\n  copy:\n    reward:\n      terms:\n        - {type: exakt}\n")
+    (problem,) = project.problems_of("domains:\n  copy:\n    reward:\n      terms:\n        - {name: exakt}\n")
     assert problem.source.startswith("changed.yaml") or "changed.yaml" in problem.source
 
 
@@ -48,7 +48,7 @@ def test_where_a_term_was_written_is_said(project: Project) -> None:
 
 
 def test_a_samples_programs_end_before_their_sample(project: Project) -> None:
-    code = "domains: {copy: {reward: {type: code, timeout_s: %s, args: {%s}}}}"
+    code = "domains: {copy: {reward: {name: code, timeout_s: %s, args: {%s}}}}"
     assert project.problems_of(code % ("25", "")) == []
     (problem,) = project.problems_of(code % ("24", ""))
     assert problem.path == "domains.copy.reward.args.total_s" and "24 s by the clock" in problem.message
@@ -56,19 +56,19 @@ def test_a_samples_programs_end_before_their_sample(project: Project) -> None:
 
 
 def test_a_samples_comparison_ends_before_the_sample(project: Project) -> None:
-    math = "domains: {copy: {reward: {type: %s, timeout_s: %s, args: {%s}, terms: [%s]}}}"
+    math = "domains: {copy: {reward: {name: %s, timeout_s: %s, args: {%s}, terms: [%s]}}}"
     assert project.problems_of(math % ("math", "6", "", "")) == []
     (problem,) = project.problems_of(math % ("math", "8", "cpu_limit_s: 8", ""))
     assert problem.path == "domains.copy.reward.args.cpu_limit_s" and "the whole sample has 8" in problem.message
     (default,) = project.problems_of(math % ("math", "5", "", ""))
     assert default.path == "domains.copy.reward.args.cpu_limit_s"
-    (term,) = project.problems_of(math % ("exact", "4", "", "{type: math, weight: 1.0}"))
+    (term,) = project.problems_of(math % ("exact", "4", "", "{name: math, weight: 1.0}"))
     assert term.path == "domains.copy.reward.terms.0.args.cpu_limit_s"
 
 
 # ---------------------------------------------------------------- what a reward reads of the data
 
-NO_ANSWER = "domains: {copy: {data: {answer: null}, reward: {timeout_s: 90, type: %s, args: {%s}%s}}}"
+NO_ANSWER = "domains: {copy: {data: {answer: null}, reward: {timeout_s: 90, name: %s, args: {%s}%s}}}"
 JUDGED = "url: 'http://h/v1', model: m"
 
 
@@ -92,11 +92,11 @@ def test_an_answer_that_a_reward_needs(project: Project, kind: str, args: str) -
 def test_an_answer_that_nothing_needs(project: Project) -> None:
     for kind, args in (("code", "column: prompt"), ("judge", JUDGED + ", template: '{question} {response}'"), ("repetition", "")):
         assert project.problems_of(NO_ANSWER % (kind, args, "")) == []
-    (problem,) = project.problems_of(NO_ANSWER % ("repetition", "", ", terms: [{type: repetition}, {type: math}]"))
+    (problem,) = project.problems_of(NO_ANSWER % ("repetition", "", ", terms: [{name: repetition}, {name: math}]"))
     assert problem.path == "domains.copy.data.answer" and "math (domains.copy.reward.terms.1)" in problem.message
 
 
-READS = "domains: {copy: {reward: {timeout_s: 90, type: %s, args: {%s}}}}"
+READS = "domains: {copy: {reward: {timeout_s: 90, name: %s, args: {%s}}}}"
 COLUMNS = {
     "options": ("choice", "options: opts", "options", "'options'"),
     "ids": ("instruction", "ids: nocol", "ids", "answer, options, prompt"),
@@ -155,7 +155,7 @@ def test_programs_that_can(project: Project) -> None:
     ],
 )
 def test_a_reward_in_folders_without_init_files(reward: str, code: int, said: str) -> None:
-    command = [sys.executable, "-m", "roll_lite.cli", "check", "--config-name", "tiny_grpo", f"domains.add.reward.type={reward}"]
+    command = [sys.executable, "-m", "roll_lite.cli", "check", "--config-name", "tiny_grpo", f"domains.add.reward.name={reward}"]
     checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert checked.returncode == code, checked.stderr
     assert said in checked.stderr and "Traceback" not in checked.stderr

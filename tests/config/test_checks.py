@@ -82,14 +82,14 @@ CROSS_CHECKS = {
         "no held-out prompts; set domains.copy.data.validation",
     ),
     "validation without data": ("domains: {add: {data: {validation: null}}}", "validation.enabled", "domains.add.data.validation"),
-    "trackers": ("trackers: [{type: jsonl}, {type: tensorboard}, {type: jsonl}]", "trackers.2.type", "trackers.0 is jsonl too"),
+    "trackers": ("trackers: [{name: jsonl}, {name: tensorboard}, {name: jsonl}]", "trackers.2.name", "trackers.0 is jsonl too"),
     "no such tracker": (
-        "trackers: [{type: wanbd}]",
-        "trackers.0.type",
+        "trackers: [{name: wanbd}]",
+        "trackers.0.name",
         "did you mean 'wandb' or 'swanlab'? A class of your own is a dotted path",
     ),
-    "arguments of a file": ("trackers: [{type: jsonl, args: {project: x}}]", "trackers.0.args", "jsonl takes no arguments"),
-    "a tracker's module": ("trackers: [{type: nowhere.Tracker}]", "trackers.0.type", "nowhere"),
+    "arguments of a file": ("trackers: [{name: jsonl, args: {project: x}}]", "trackers.0.args", "jsonl takes no arguments"),
+    "a tracker's module": ("trackers: [{name: nowhere.Tracker}]", "trackers.0.name", "nowhere"),
     "offload while training": (
         "rollout: {supply: async}\nactor_infer: {offload: true}",
         "actor_infer.offload",
@@ -135,25 +135,25 @@ CROSS_CHECKS = {
     ),
     "one step off without staleness": ("rollout: {supply: one_step_off, max_staleness: 0}", "rollout.max_staleness", "use 1 or more"),
     "staleness of nothing": ("rollout: {max_staleness: 2}", "rollout.max_staleness", "use 0, or supply: async"),
-    "no such filter": ("rollout: {filter: {type: acuracy}}", "rollout.filter.type", "did you mean 'accuracy'"),
-    "no such function of the user's": ("rollout: {filter: {type: nowhere.keep}}", "rollout.filter.type", "nowhere"),
-    "bounds of the user's filter": ("rollout: {filter: {type: json.dumps, above: 1}}", "rollout.filter.above", "decides by itself"),
+    "no such filter": ("rollout: {filter: {name: acuracy}}", "rollout.filter.name", "did you mean 'accuracy'"),
+    "no such function of the user's": ("rollout: {filter: {name: nowhere.keep}}", "rollout.filter.name", "nowhere"),
+    "bounds of the user's filter": ("rollout: {filter: {name: json.dumps, above: 1}}", "rollout.filter.above", "decides by itself"),
     "filter that leaves nothing": ("rollout: {filter: {above: 0.6, below: 0.4}}", "rollout.filter.above", "below 0.4"),
     "filter of single samples": (
         "rollout: {filter: {}, samples_per_prompt: 1}\nalgorithm: {advantage: {name: reinforce}}",
-        "rollout.filter.type",
+        "rollout.filter.name",
         "have one sample",
     ),
     "minimum beyond the batch": ("domains: {add: {min_prompts: 9}}", "domains.add.min_prompts", "rollout.prompts_per_step: 8"),
     "max_model_len": ("actor_infer: {strategy: {max_model_len: 40}}", "actor_infer.strategy.max_model_len", "32 + max_tokens 16 = 48"),
     "scripted engine": ("actor_infer: {strategy: {name: scripted}}", "actor_infer.strategy.name", "tests only"),
     "domain name of all domains together": (
-        "domains: {overall: {data: {train: train.jsonl}, sampling: {max_prompt_tokens: 9, max_tokens: 9}, reward: {type: exact}}}",
+        "domains: {overall: {data: {train: train.jsonl}, sampling: {max_prompt_tokens: 9, max_tokens: 9}, reward: {name: exact}}}",
         "domains.overall",
         "choose another name",
     ),
     "domain name": (
-        "domains: {a b: {data: {train: train.jsonl}, sampling: {max_prompt_tokens: 9, max_tokens: 9}, reward: {type: exact}}}",
+        "domains: {a b: {data: {train: train.jsonl}, sampling: {max_prompt_tokens: 9, max_tokens: 9}, reward: {name: exact}}}",
         "domains.a b",
         "a letter, then",
     ),
@@ -161,7 +161,7 @@ CROSS_CHECKS = {
     "group of one in a domain": ("domains: {copy: {samples_per_prompt: 1}}", "domains.copy.samples_per_prompt", "at least 2"),
     "min_tokens": ("domains: {copy: {sampling: {min_tokens: 30}}}", "domains.copy.sampling.min_tokens", "max_tokens (24)"),
     "template without prompt": ("domains: {add: {template: {text: Q}}}", "domains.add.template.text", "{prompt}"),
-    "system in plain": ("domains: {add: {template: {system: S}}}", "domains.add.template.system", "type: chat"),
+    "system in plain": ("domains: {add: {template: {system: S}}}", "domains.add.template.system", "name: chat"),
     "lr": ("actor_train: {optimizer: {lr: 1e-4, min_lr: 1e-3}}", "actor_train.optimizer.min_lr", "lr (0.0001)"),
     "betas": ("actor_train: {optimizer: {betas: [0.9, 1.0]}}", "actor_train.optimizer.betas", "less than 1"),
 }
@@ -321,26 +321,26 @@ FILE_CHECKS = {
     "training data": ("domains: {add: {data: {train: gone.jsonl}}}", "domains.add.data.train", "/gone.jsonl"),
     "validation data": ("domains: {add: {data: {validation: gone.jsonl}}}", "domains.add.data.validation", "/gone.jsonl"),
     "column": ("domains: {copy: {data: {answer: answr}}}", "domains.copy.data.answer", "did you mean 'answer'?"),
-    "chat template": ("domains: {add: {template: {type: chat}}}", "domains.add.template.type", "no chat template"),
+    "chat template": ("domains: {add: {template: {name: chat}}}", "domains.add.template.name", "no chat template"),
 }
 
 REWARD_CHECKS = {
-    "reward's name": ("domains: {add: {reward: {type: maths}}}", "domains.add.reward.type", "did you mean 'math'?"),
-    "reward's package": ("domains: {add: {reward: {type: nowhere.to.find}}}", "domains.add.reward.type", "no module 'nowhere'"),
-    "reward's module": ("domains: {add: {reward: {type: mine.gone.score}}}", "domains.add.reward.type", "no module 'gone' in mine"),
-    "reward's function": ("domains: {add: {reward: {type: mine.rules.scoer}}}", "domains.add.reward.type", "did you mean 'score'?"),
+    "reward's name": ("domains: {add: {reward: {name: maths}}}", "domains.add.reward.name", "did you mean 'math'?"),
+    "reward's package": ("domains: {add: {reward: {name: nowhere.to.find}}}", "domains.add.reward.name", "no module 'nowhere'"),
+    "reward's module": ("domains: {add: {reward: {name: mine.gone.score}}}", "domains.add.reward.name", "no module 'gone' in mine"),
+    "reward's function": ("domains: {add: {reward: {name: mine.rules.scoer}}}", "domains.add.reward.name", "did you mean 'score'?"),
     "reward's argument": (
-        "domains: {add: {reward: {type: mine.rules.score, args: {exact: 1, bonos: 2}}}}",
+        "domains: {add: {reward: {name: mine.rules.score, args: {exact: 1, bonos: 2}}}}",
         "domains.add.reward.args.bonos",
         "did you mean 'bonus'?",
     ),
-    "reward's missing argument": ("domains: {add: {reward: {type: mine.rules.score}}}", "domains.add.reward.args", "needs exact"),
+    "reward's missing argument": ("domains: {add: {reward: {name: mine.rules.score}}}", "domains.add.reward.args", "needs exact"),
     "built-in's argument": (
         "domains: {copy: {reward: {args: {stripp: true}}}}",
         "domains.copy.reward.args.stripp",
         "did you mean 'strip'?",
     ),
-    "not a function of a sample": ("domains: {add: {reward: {type: mine.rules.nothing}}}", "domains.add.reward.type", "first argument"),
+    "not a function of a sample": ("domains: {add: {reward: {name: mine.rules.nothing}}}", "domains.add.reward.name", "first argument"),
 }
 
 
@@ -369,8 +369,8 @@ def test_rewards_are_looked_up_without_importing_them(project: Project, case: tu
 def test_a_users_own_reward_is_accepted(project: Project) -> None:
     project.write("mine/__init__.py", "")
     project.write("mine/rules.py", "import math\nasync def score(sample, exact, *, bonus=0): return 1\nalias = score\n")
-    assert project.problems_of("domains: {add: {reward: {type: mine.rules.score, args: {exact: true}}}}") == []
-    assert project.problems_of("domains: {add: {reward: {type: mine.rules.alias, args: {exact: true}}}}") == []
+    assert project.problems_of("domains: {add: {reward: {name: mine.rules.score, args: {exact: true}}}}") == []
+    assert project.problems_of("domains: {add: {reward: {name: mine.rules.alias, args: {exact: true}}}}") == []
 
 
 @pytest.mark.parametrize("option", ["top_p: 0.9", "top_k: 5", "min_p: 0.1", "min_tokens: 2"])
@@ -678,7 +678,7 @@ PTX_MISTAKES = {
         "no such column",
     ),
     "template": (PTX + ", max_tokens: 64, template: {text: fixed}}}", "algorithm.ptx.template.text", "never shows the prompt"),
-    "chat": (PTX + ", max_tokens: 64, template: {type: chat}}}", "algorithm.ptx.template.type", "has no chat template"),
+    "chat": (PTX + ", max_tokens: 64, template: {name: chat}}}", "algorithm.ptx.template.name", "has no chat template"),
     "length": (PTX + "}}", "algorithm.ptx.max_tokens", "is more than the model's 64 positions"),
     "coef": (PTX.replace("0.1", "0") + ", max_tokens: 64}}", "algorithm.ptx.coef", "expected number > 0"),
     "whole vocabulary": (

@@ -20,7 +20,7 @@ algorithm: {advantage: {name: gae}, kl_in_reward: {coef: 0.1}}
 reference: {}
 critic: {}
 reward_models: {rm: {path: rm, dtype: float32}}
-domains: {copy: {reward: {type: model, args: {model: rm}}}}
+domains: {copy: {reward: {name: model, args: {model: rm}}}}
 """
 ALL = ("actor_train", "actor_infer", "reference", "critic", "reward_models.rm")
 
@@ -189,7 +189,7 @@ IMPOSSIBLE = {
     ),
     "a judge that no node has room for": (
         "placement: {nodes: 2, devices_per_node: 2}\njudges: {main: {path: model, devices: 4, strategy: {tensor_parallel: 4}}}\n"
-        "domains: {add: {reward: {type: judge, args: {server: main, api: completions}}}}",
+        "domains: {add: {reward: {name: judge, args: {server: main, api: completions}}}}",
         "judges.main.strategy.tensor_parallel",
         "a judge's devices are on one node, which has 2; use at most as many",
     ),

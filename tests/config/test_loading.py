@@ -25,7 +25,7 @@ model: {dtype: float16}
 actor_train: {devices: 3, strategy: {tensor_parallel: 2}}
 rollout: {prompts_per_step: 0}
 domains:
-  copy: {share: -1, reward: {type: exakt}}
+  copy: {share: -1, reward: {name: exakt}}
   empty: {data: {train: train.jsonl}, sampling: {max_prompt_tokens: 9, max_tokens: 9}, reward: 3}
 algorithm: {kl_in_loss: {coef: 0.1}}
 experiment: ${nothing.there}
@@ -35,20 +35,20 @@ experiment: ${nothing.there}
 def test_ten_mistakes_are_reported_together(project: Project) -> None:
     project.write("configs/wrong.yaml", TEN_MISTAKES)
     with pytest.raises(ConfigError) as caught:
-        project.load("rollout.samples_per_prompt: 3", "~actor_infer.devices", "trackers.0.type=jsonl", name="wrong")
+        project.load("rollout.samples_per_prompt: 3", "~actor_infer.devices", "trackers.0.name=jsonl", name="wrong")
     assert {problem.path: problem.message.split(";")[-1].strip() for problem in caught.value.problems} == {
         "wrong.yaml: defaults[1]": "valid here: run, wrong.",
         "rollout.samples_per_prompt: 3": "write key=value, +key=value to add, or ~key to delete",
         "~actor_infer.devices": "did you mean 'actor_train'?",
-        "trackers.0.type=jsonl": "give the whole list: trackers=[...]",
+        "trackers.0.name=jsonl": "give the whole list: trackers=[...]",
         "experiment": "Interpolation key 'nothing.there' not found",
         "stepps": "did you mean 'steps'?",
         "model.dtype": "did you mean 'bfloat16' or 'float32'?",
         "rollout.prompts_per_step": "expected integer > 0",
         "domains.copy.share": "expected number > 0",
-        "domains.copy.reward.type": "did you mean 'exact'? A function of your own is a dotted path, package.module.function",
+        "domains.copy.reward.name": "did you mean 'exact'? A function of your own is a dotted path, package.module.function",
         "domains.empty.reward": "expected a section with the keys "
-        "type, args, terms, workers, timeout_s, start_timeout_s, retries, weight, format",
+        "name, args, terms, workers, timeout_s, start_timeout_s, retries, weight, format",
         "actor_train.devices": "use a multiple of 2",
         "algorithm.kl_in_loss.coef": "add a `reference` section, or use 0",
     }
@@ -70,9 +70,9 @@ def test_a_refused_field_starts_no_false_alarm(project: Project) -> None:
 
 def test_a_refused_field_hides_no_other_mistake(project: Project) -> None:
     paths = {
-        one.path for one in project.problems("domains.add.share=x", "domains.add.reward.type=y", "domains.copy.sampling.min_tokens=9999")
+        one.path for one in project.problems("domains.add.share=x", "domains.add.reward.name=y", "domains.copy.sampling.min_tokens=9999")
     }
-    assert paths == {"domains.add.share", "domains.add.reward.type", "domains.copy.sampling.min_tokens"}
+    assert paths == {"domains.add.share", "domains.add.reward.name", "domains.copy.sampling.min_tokens"}
 
 
 # ---------------------------------------------------------------- schema
@@ -105,7 +105,8 @@ WRONG_VALUES = {
     "single variant in short": ("actor_train.strategy=megatorn", "actor_train.strategy.name", "expected megatron"),
     "number for a single variant": ("actor_train.strategy=3", "actor_train.strategy", "expected a section with the keys name"),
     "value for a list": ("trackers=jsonl", "trackers", "expected list of"),
-    "value in a list": ("trackers=[jsonl]", "trackers.0", "expected a section with the keys type"),
+    "value in a list": ("trackers=[3]", "trackers.0", "expected a section with the keys name"),
+    "a key of former days": ("rollout.filter={name: accuracy}", "rollout.filter.name", "is called name here"),
 }
 
 
@@ -119,10 +120,10 @@ def test_a_wrong_value(project: Project, case: tuple[str, str, str]) -> None:
 
 
 def test_missing_keys(project: Project) -> None:
-    assert [str(one) for one in project.problems("~domains.copy.reward.type")] == [
-        "domains.copy.reward.type: is missing; expected text  [command line]"
+    assert [str(one) for one in project.problems("~domains.copy.reward.name")] == [
+        "domains.copy.reward.name: is missing; expected text  [command line]"
     ]
-    problems = project.problems("~domains.copy.reward", "domains.copy.rewards={type: exact}")
+    problems = project.problems("~domains.copy.reward", "domains.copy.rewards={name: exact}")
     assert [one.path for one in problems] == ["domains.copy.rewards"], "a misspelt key is not reported as missing too"
     assert [one.path for one in project.problems("~domains.add", "~domains.copy")] == ["domains"]
 
@@ -161,11 +162,11 @@ def test_a_file_wins_over_its_defaults_and_self_moves_it(project: Project) -> No
 
 
 def test_mappings_are_merged_and_lists_replaced(project: Project) -> None:
-    project.write("configs/more.yaml", "defaults: [run]\ntrackers: [{type: jsonl}]\ndomains: {copy: {share: 3}}\n")
-    project.write("configs/most.yaml", "defaults: [more]\ntrackers: [{type: tensorboard}]\n")
+    project.write("configs/more.yaml", "defaults: [run]\ntrackers: [{name: jsonl}]\ndomains: {copy: {share: 3}}\n")
+    project.write("configs/most.yaml", "defaults: [more]\ntrackers: [{name: tensorboard}]\n")
     config = project.load(name="most")
-    assert [tracker.type for tracker in config.trackers] == ["tensorboard"]
-    assert (config.domains["copy"].share, config.domains["copy"].reward.type) == (3, "exact")
+    assert [tracker.name for tracker in config.trackers] == ["tensorboard"]
+    assert (config.domains["copy"].share, config.domains["copy"].reward.name) == (3, "exact")
 
 
 def test_files_in_folders_and_a_name_alone(project: Project) -> None:
@@ -188,14 +189,14 @@ COMPOSITION_MISTAKES = {
     "interpolation that cannot be parsed": ("defaults: [run]\nseed: ${steps", "seed", "not a valid interpolation"),
     "binary": ("defaults: [run]\nmodel: {path: !!binary aGk=}", "model.path", "only text, numbers"),
     "list for a section": ("defaults: [run]\nrollout: {}\ndomains: []", "domains", "expected mapping of name"),
-    "section for a list": ("defaults: [tracked]\ntrackers: {type: jsonl}", "trackers", "expected list of"),
+    "section for a list": ("defaults: [tracked]\ntrackers: {name: jsonl}", "trackers", "expected list of"),
     "to be filled in": ("defaults: [run]\nseed: ???", "seed", "seed=..."),
 }
 
 
 @pytest.mark.parametrize("case", COMPOSITION_MISTAKES.values(), ids=COMPOSITION_MISTAKES)
 def test_mistakes_of_composition(project: Project, case: tuple[str, str, str]) -> None:
-    project.write("configs/tracked.yaml", "defaults: [run]\ntrackers: [{type: jsonl}]\n")
+    project.write("configs/tracked.yaml", "defaults: [run]\ntrackers: [{name: jsonl}]\n")
     text, path, fragment = case
     project.write("configs/wrong.yaml", text)
     problems = [one for one in project.problems(name="wrong") if one.path == path]
@@ -255,7 +256,7 @@ def test_what_comes_from_the_environment_is_never_written_down(project: Project,
 def test_a_secret_that_is_written_plainly_is_written_nowhere_else(project: Project) -> None:
     """config.yaml and state.json are dumps, and nobody resumes from what they say of it."""
     (project.folder / "keyed.py").write_text("def score(sample, api_key, headers):\n    return 0.0\n")
-    reward = "domains.add.reward={type: keyed.score, args: {api_key: %s, headers: {x-token: [%s]}}}"
+    reward = "domains.add.reward={name: keyed.score, args: {api_key: %s, headers: {x-token: [%s]}}}"
     config = project.load(reward % (SECRET, SECRET), "domains.add.template.system=null")
     assert config.domains["add"].reward.args == {"api_key": SECRET, "headers": {"x-token": [SECRET]}}
     written = config.model_dump(mode="json")

@@ -14,7 +14,7 @@ from roll_lite.config.problems import Problem
 
 TREE = {
     "a": {"b": 1, "c": {"d": [1, 2]}},
-    "list": [{"type": "x"}, {"type": "y"}],
+    "list": [{"name": "x"}, {"name": "y"}],
     "text": "t",
     "none": None,
     "open": "???",
@@ -41,17 +41,17 @@ CHANGES = {
     "none.x=1": ("none", {"x": 1}),
     "open.x=1": ("open", {"x": 1}),
     "open=1": ("open", 1),
-    "list.0.type=z": ("list", [{"type": "z"}, {"type": "y"}]),
-    "list[1].type=z": ("list", [{"type": "x"}, {"type": "z"}]),
+    "list.0.name=z": ("list", [{"name": "z"}, {"name": "y"}]),
+    "list[1].name=z": ("list", [{"name": "x"}, {"name": "z"}]),
     "a.c.d.1=5": ("a.c.d", [1, 5]),
     "a=[1]": ("a", [1]),
     "list={x: 1}": ("list", {"x": 1}),
     "link=1": ("link", 1),
     "link={x: 1}": ("link", {"x": 1}),
-    "list.0={z: 1}": ("list", [{"type": "x", "z": 1}, {"type": "y"}]),
+    "list.0={z: 1}": ("list", [{"name": "x", "z": 1}, {"name": "y"}]),
     "~link": ("link", "absent"),
     "~a.c": ("a", {"b": 1}),
-    "~list.0": ("list", [{"type": "y"}]),
+    "~list.0": ("list", [{"name": "y"}]),
     "~none": ("none", "absent"),
     "~open": ("open", "absent"),
 }
@@ -71,7 +71,7 @@ REFUSED = {
     "text.x=1": 'text is "t", not a section',
     "a.b.c=1": "a.b is 1, not a section",
     "list.x=1": "list is a list; after it comes a number, not 'x'",
-    "list.2.type=z": "list has 2 entries, numbered from 0; there is no entry 2",
+    "list.2.name=z": "list has 2 entries, numbered from 0; there is no entry 2",
     "fresh.0=1": "give the whole list: fresh=[...]",
     "~a.bb": "nothing to delete at a.bb; did you mean 'b'?",
     "~x.y": "nothing to delete at x",
@@ -105,10 +105,10 @@ def test_what_an_override_may_not_be(text: str) -> None:
 
 
 def test_later_overrides_win_and_see_earlier_ones(project: Project) -> None:
-    project.write("configs/tracked.yaml", "defaults: [run]\ntrackers: [{type: jsonl}, {type: tensorboard}]\n")
-    config = project.load("steps=1", "steps=2", "~trackers.0", "trackers.0.type=jsonl", "critic.devices=[1]", "~critic", name="tracked")
+    project.write("configs/tracked.yaml", "defaults: [run]\ntrackers: [{name: jsonl}, {name: tensorboard}]\n")
+    config = project.load("steps=1", "steps=2", "~trackers.0", "trackers.0.name=jsonl", "critic.devices=[1]", "~critic", name="tracked")
     assert (config.steps, config.critic) == (2, None)
-    assert [tracker.type for tracker in config.trackers] == ["jsonl"]
+    assert [tracker.name for tracker in config.trackers] == ["jsonl"]
 
 
 def test_an_override_may_refer_to_other_values(project: Project) -> None:

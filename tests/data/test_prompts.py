@@ -18,7 +18,7 @@ MakeTokenizer = Callable[..., Any]
 
 
 def domain(path: Path, data: dict[str, Any] | None = None, **sections: Any) -> DomainConfig:
-    return DomainConfig.model_validate({"data": {"train": path, **(data or {})}, "reward": {"type": "exact"}, **sections})
+    return DomainConfig.model_validate({"data": {"train": path, **(data or {})}, "reward": {"name": "exact"}, **sections})
 
 
 def written(folder: Path, *lines: Any) -> Path:
@@ -65,7 +65,7 @@ def test_line_separators_inside_strings_and_a_byte_order_mark(tmp_path: Path, ma
 def test_rewards_see_the_chat_messages_that_the_template_was_made_of(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
     talk = [{"role": "system", "content": "add"}, {"role": "user", "content": "one and two"}]
     path = written(tmp_path, {"talk": talk, "answer": 3})
-    config = domain(path, {"prompt": "talk"}, template={"type": "chat"})
+    config = domain(path, {"prompt": "talk"}, template={"name": "chat"})
     [prompt] = load_prompts("sums", config, "train", make_tokenizer(chat=True))
     seen = RewardInput.of(prompt, "three", "stop")
     assert seen.prompt == "system : add user : one and two assistant :"

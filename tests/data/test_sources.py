@@ -156,7 +156,7 @@ def test_mistakes_in_tables_name_file_row_and_column(tmp_path: Path, make_tokeni
     second = as_parquet(
         tmp_path / "1.parquet", [{"prompt": "one", "answer": "1"}, {"prompt": "two", "answer": None}, {"prompt": None, "answer": "1"}]
     )
-    config = DomainConfig.model_validate({"data": {"train": tmp_path}, "reward": {"type": "exact"}})
+    config = DomainConfig.model_validate({"data": {"train": tmp_path}, "reward": {"name": "exact"}})
     with pytest.raises(ValueError) as caught:
         load_prompts("sums", config, "train", make_tokenizer())
     assert str(caught.value).split("\n") == [
@@ -168,6 +168,6 @@ def test_mistakes_in_tables_name_file_row_and_column(tmp_path: Path, make_tokeni
 
 def test_chat_messages_and_lists_of_a_table(tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:
     path = as_parquet(tmp_path / "chat.parquet", [{"prompt": [{"role": "user", "content": "one"}], "answer": ["1", "2"]}])
-    config = DomainConfig.model_validate({"data": {"train": path}, "template": {"type": "chat"}, "reward": {"type": "exact"}})
+    config = DomainConfig.model_validate({"data": {"train": path}, "template": {"name": "chat"}, "reward": {"name": "exact"}})
     (prompt,) = load_prompts("sums", config, "train", make_tokenizer(chat=True))
     assert (prompt.text, prompt.answer) == ("user : one assistant :", ["1", "2"])

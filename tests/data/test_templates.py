@@ -53,14 +53,14 @@ def test_plain_text_gets_the_tokenizers_own_special_tokens(make_tokenizer: MakeT
 
 
 def test_chat_text_gets_no_special_tokens_on_top(make_tokenizer: MakeTokenizer) -> None:
-    made = template(make_tokenizer("<s> $A", chat=True), type="chat", system="please add")
+    made = template(make_tokenizer("<s> $A", chat=True), name="chat", system="please add")
     text = made.render({"prompt": "one and two"})
     assert text == "system : please add user : one and two assistant :"
     assert made.tokenize([text]) == [[9, 11, 7, 3, 8, 11, 4, 12, 5, 10, 11]]
 
 
 def test_chat_messages(make_tokenizer: MakeTokenizer) -> None:
-    made = template(make_tokenizer(chat=True), type="chat")
+    made = template(make_tokenizer(chat=True), name="chat")
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]
     assert made.render({"prompt": messages}) == "user : one assistant : two user : three assistant :"
     with pytest.raises(RowError, match="message 1 must be"):
@@ -72,35 +72,35 @@ def test_chat_messages(make_tokenizer: MakeTokenizer) -> None:
     with pytest.raises(RowError, match="column 'prompt': missing; the line has the columns answer"):
         made.render({"answer": 5})
     with pytest.raises(RowError, match="begins with a system message"):
-        template(make_tokenizer(chat=True), type="chat", system="x").render({"prompt": [{"role": "system", "content": "y"}, *messages]})
+        template(make_tokenizer(chat=True), name="chat", system="x").render({"prompt": [{"role": "system", "content": "y"}, *messages]})
 
 
 def test_what_the_chat_template_refuses_is_an_error_of_the_row(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RowError, match="refuses the messages: roles must alternate"):
-        template(tokenizer, type="chat").render({"prompt": "one"})
+        template(tokenizer, name="chat").render({"prompt": "one"})
 
 
 def test_a_chat_template_from_a_file_with_arguments(tmp_path: Path, make_tokenizer: MakeTokenizer) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages[-1].content }} think: {{ enable_thinking }}")
-    made = template(make_tokenizer(chat=True), type="chat", file=file, arguments={"enable_thinking": False})
+    made = template(make_tokenizer(chat=True), name="chat", file=file, arguments={"enable_thinking": False})
     assert made.render({"prompt": "one"}) == "one think: False"
 
 
 def test_messages_need_a_chat_template(make_tokenizer: MakeTokenizer) -> None:
-    with pytest.raises(RowError, match=r"a list of chat messages needs domains\.sums\.template\.type: chat"):
+    with pytest.raises(RowError, match=r"a list of chat messages needs domains\.sums\.template\.name: chat"):
         template(make_tokenizer()).render({"prompt": [{"role": "user", "content": "one"}]})
-    with pytest.raises(ValueError, match=r"domains\.sums\.template\.type: chat, but the tokenizer has no chat template"):
-        template(make_tokenizer(), type="chat")
+    with pytest.raises(ValueError, match=r"domains\.sums\.template\.name: chat, but the tokenizer has no chat template"):
+        template(make_tokenizer(), name="chat")
 
 
 def test_settings_without_effect_are_refused(make_tokenizer: MakeTokenizer) -> None:
-    with pytest.raises(ValueError, match=r"domains\.sums\.template\.system: 'x' has no effect with type: plain"):
+    with pytest.raises(ValueError, match=r"domains\.sums\.template\.system: 'x' has no effect with name: plain"):
         template(make_tokenizer(), system="x")
-    with pytest.raises(ValueError, match=r"domains\.sums\.template\.text: 'x \{prompt\}' has no effect with type: chat"):
-        template(make_tokenizer(chat=True), type="chat", text="x {prompt}")
+    with pytest.raises(ValueError, match=r"domains\.sums\.template\.text: 'x \{prompt\}' has no effect with name: chat"):
+        template(make_tokenizer(chat=True), name="chat", text="x {prompt}")
 
 
 def test_special_tokens_that_would_harm_are_refused(make_tokenizer: MakeTokenizer) -> None:

@@ -103,9 +103,9 @@ def test_members_start_side_by_side_and_share_the_work() -> None:
 
 def test_a_mistake_at_the_start_is_raised_as_it_is_and_nothing_is_left() -> None:
     async def main() -> None:
-        good, bad = Scripted("good", (5.0, NEVER)), Scripted("bad", ValueError("domains.toy.reward.type: 'x'"))
+        good, bad = Scripted("good", (5.0, NEVER)), Scripted("bad", ValueError("domains.toy.reward.name: 'x'"))
         fleet = Desk().staffed_with(good, bad)
-        with pytest.raises(ValueError, match=r"^domains\.toy\.reward\.type: 'x'$"):
+        with pytest.raises(ValueError, match=r"^domains\.toy\.reward\.name: 'x'$"):
             await fleet.start()
         assert good.log == ["0 starts", "0 killed"] and bad.log == ["0 starts", "0 killed"]
         assert not fleet.is_tended

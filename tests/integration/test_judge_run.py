@@ -20,7 +20,7 @@ ARGS = (
 @pytest.mark.slow
 @pytest.mark.timeout(590)
 def test_a_run_starts_its_judge_and_shares_it_among_domains(tmp_path: Path) -> None:
-    rewards = [f"domains.{name}.reward={{type: judge, args: {ARGS}, timeout_s: 60}}" for name in ("add", "repeat")]
+    rewards = [f"domains.{name}.reward={{name: judge, args: {ARGS}, timeout_s: 60}}" for name in ("add", "repeat")]
     with Run(tmp_path, "tiny_grpo", *SMALL, "steps=2", JUDGE, *rewards, environment={"JUDGE_KEY": KEY}) as run:
         run.wait_for_step(1)
         processes = run.tree()

@@ -201,7 +201,7 @@ def test_replaying_ppo_with_a_critic_ends_with_the_same_weights_bit_for_bit(tmp_
 def test_what_an_asynchronous_run_with_a_filter_dumped_trains_again_as_it_did(tmp_path: Path) -> None:
     """Samples of several versions, some of them stale, and in the files beside them what the filter left out."""
     require("vllm")
-    settings = ("deterministic=false", "steps=3", "rollout.filter={type: accuracy, when_short: continue}")
+    settings = ("deterministic=false", "steps=3", "rollout.filter={name: accuracy, when_short: continue}")
     original = run(tmp_path / "original", "tiny_async", "rollout.dump=true", *settings)
     frames = [pandas.read_parquet(original / "dumps" / f"step_00000{step}.parquet") for step in (1, 2, 3)]
     for step, frame in enumerate(frames, start=1):

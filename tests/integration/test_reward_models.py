@@ -39,8 +39,8 @@ def test_two_domains_share_a_reward_model(tmp_path: Path, strategy: str) -> None
         tmp_path,
         "steps=2",
         f"reward_models={{toy: {{path: '{path}', dtype: float32, {STRATEGIES[strategy]}}}}}",
-        "domains.repeat.reward={type: model, args: {model: toy}}",
-        "domains.add.reward={type: model, args: {model: toy, scale: sigmoid}, format: {pattern: '^[0-9]+$', bonus: 0.5}}",
+        "domains.repeat.reward={name: model, args: {model: toy}}",
+        "domains.add.reward={name: model, args: {model: toy, scale: sigmoid}, format: {pattern: '^[0-9]+$', bonus: 0.5}}",
     )
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
@@ -69,7 +69,7 @@ def test_a_run_goes_on_after_the_death_of_a_reward_models_process(tmp_path: Path
         "steps=1000",
         "validation.enabled=false",
         f"reward_models={{toy: {{path: '{path}', dtype: float32, devices: [2]}}}}",
-        "domains.repeat.reward={type: model, args: {model: toy}}",
+        "domains.repeat.reward={name: model, args: {model: toy}}",
     )
     samples = tmp_path / "runs" / "latest" / "samples"
 

@@ -534,9 +534,9 @@ def test_nothing_is_left_after_the_driver_was_killed(start: Any, tmp_path: Path)
 
 
 def test_a_wrong_configuration_ends_with_exit_code_2_before_anything_starts(start: Any) -> None:
-    run = start("tiny_grpo", "actor_train.optimizer.learning_rate=1", "rollout.prompts_per_step=-1", "domains.add.reward.type=maths")
+    run = start("tiny_grpo", "actor_train.optimizer.learning_rate=1", "rollout.prompts_per_step=-1", "domains.add.reward.name=maths")
     code, output = run.finish(60)
     assert code == 2
-    for path in ("actor_train.optimizer.learning_rate", "rollout.prompts_per_step", "domains.add.reward.type"):
+    for path in ("actor_train.optimizer.learning_rate", "rollout.prompts_per_step", "domains.add.reward.name"):
         assert path in output
     assert not run.run_dir.exists()

@@ -43,7 +43,7 @@ def test_jsonl_of_a_resumed_run_goes_on(tmp_path: Path) -> None:
 def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (tracker,) = build_trackers([TrackerConfig(type="tensorboard")], TrackedRun(tmp_path))
+    (tracker,) = build_trackers([TrackerConfig(name="tensorboard")], TrackedRun(tmp_path))
     tracker.log(1, {"domain/math/reward/mean": 0.25})
     tracker.log(2, {"domain/math/reward/mean": 0.75})
     tracker.close()
@@ -54,7 +54,7 @@ def test_tensorboard_files_can_be_read_back(tmp_path: Path) -> None:
 
 def test_the_configured_trackers_are_built(tmp_path: Path) -> None:
     history = HistoryTracker()
-    trackers = Trackers([*build_trackers([TrackerConfig(type="jsonl")], TrackedRun(tmp_path)), history])
+    trackers = Trackers([*build_trackers([TrackerConfig(name="jsonl")], TrackedRun(tmp_path)), history])
     trackers.log(3, {"actor/lr": 0.1})
     trackers.log(3, {"validation/accuracy": 0.5})
     trackers.close()
@@ -98,7 +98,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def notes(**args: Any) -> TrackerConfig:
-    return TrackerConfig(type="own_trackers.Notes", args=args)
+    return TrackerConfig(name="own_trackers.Notes", args=args)
 
 
 def test_a_class_of_ones_own(own: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_class_of_ones_own(own: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_in_the_same_run_of_its_tracker(own: Path) -> None:
-    build_trackers([notes(), TrackerConfig(type="jsonl")], TrackedRun(own / "first"))
+    build_trackers([notes(), TrackerConfig(name="jsonl")], TrackedRun(own / "first"))
     assert json.loads((own / "first/trackers.json").read_text()) == {"own_trackers.Notes": "note-1"}
     (tracker,) = build_trackers([notes()], TrackedRun(own / "second"), goes_on_from=own / "first")
     assert json.loads((own / "second/notes.txt").read_text())[2] == "note-1" == tracker.run_id
@@ -134,8 +134,8 @@ def test_a_tracker_that_fails_on_the_way_is_told_once_and_costs_no_more(own: Pat
     [
         (notes(broken="start"), "trackers.0: own_trackers.Notes: RuntimeError: no room"),
         (notes(flie="x"), "trackers.0: own_trackers.Notes: TypeError"),
-        (TrackerConfig(type="own_trackers.nothing"), "trackers.0.type: own_trackers.nothing is NoneType, no roll_lite.observability"),
-        (TrackerConfig(type="no_such_module.Tracker"), "trackers.0: no_such_module.Tracker: ModuleNotFoundError"),
+        (TrackerConfig(name="own_trackers.nothing"), "trackers.0.name: own_trackers.nothing is NoneType, no roll_lite.observability"),
+        (TrackerConfig(name="no_such_module.Tracker"), "trackers.0: no_such_module.Tracker: ModuleNotFoundError"),
     ],
 )
 def test_a_tracker_that_cannot_start_is_told_by_its_path(own: Path, config: TrackerConfig, message: str) -> None:
@@ -148,7 +148,7 @@ def test_secrets_are_not_shown() -> None:
         "model": {"path": "/models/a"},
         "domains": {"x": {"reward": {"args": {"headers": ["Bearer sk-12345678"], "api_key_env": "MY_API_KEY"}}}},
         "mine": {"api_key": "written out"},
-        "trackers": [{"type": "wandb", "args": {"key": "sk-other"}}],
+        "trackers": [{"name": "wandb", "args": {"key": "sk-other"}}],
     }
     shown = for_trackers(settings, {"MY_API_KEY": "sk-12345678", "SHORT_TOKEN": "a", "HOME": "/models"})
     assert shown["mine"] == {"api_key": "***"}

@@ -80,7 +80,7 @@ def records_of_wandb(file: Path) -> list[Any]:
 
 def test_wandb(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
-    first, second = twice(TrackerConfig(type="wandb", args={"mode": "offline", "project": "mine"}), tmp_path, wandb.teardown)
+    first, second = twice(TrackerConfig(name="wandb", args={"mode": "offline", "project": "mine"}), tmp_path, wandb.teardown)
     assert first.run_id == second.run_id
     rows, configs = [], {}
     for folder in ("first", "second"):
@@ -106,7 +106,7 @@ def test_mlflow(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    first, second = twice(TrackerConfig(type="mlflow", args={"tracking_uri": uri, "experiment_name": "mine"}), tmp_path)
+    first, second = twice(TrackerConfig(name="mlflow", args={"tracking_uri": uri, "experiment_name": "mine"}), tmp_path)
     assert first.run_id == second.run_id and first.run_id is not None
     client = MlflowClient(uri)
     run = client.get_run(first.run_id)
@@ -119,7 +119,7 @@ def test_mlflow(tmp_path: Path) -> None:
 
 def test_swanlab(tmp_path: Path) -> None:
     pytest.importorskip("swanlab")
-    first, second = twice(TrackerConfig(type="swanlab", args={"mode": "offline", "project": "mine"}), tmp_path)
+    first, second = twice(TrackerConfig(name="swanlab", args={"mode": "offline", "project": "mine"}), tmp_path)
     assert first.run_id == second.run_id
     for folder in ("first", "second"):
         written = b"".join(path.read_bytes() for path in (tmp_path / folder / "swanlab").rglob("*") if path.is_file())

@@ -40,7 +40,7 @@ MIXED = (
 def test_an_empty_batch_goes_through_the_step_up_to_the_training(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     further = [] if recipe == "tiny_remax" else ["algorithm.reward.normalize={over: batch}"]
-    config = load_config(recipe, ROOT / "examples/configs", ["trackers=[{type: jsonl}]", *further])
+    config = load_config(recipe, ROOT / "examples/configs", ["trackers=[{name: jsonl}]", *further])
     journal = Journal(config, tmp_path)
     journal.connect()
     stats = RolloutStats({name: DomainStats() for name in config.domains}, wall_s=1.0)

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
     monkeypatch.chdir(ROOT)
-    journal = Journal(load_config("tiny_grpo", ROOT / "examples/configs", ["trackers=[{type: jsonl}]"]), tmp_path)
+    journal = Journal(load_config("tiny_grpo", ROOT / "examples/configs", ["trackers=[{name: jsonl}]"]), tmp_path)
     journal.connect()
     return journal
 

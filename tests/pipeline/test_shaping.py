@@ -44,7 +44,7 @@ def test_format_bonus_and_penalty_by_domain() -> None:
 
 def test_linear_length_penalty_is_relative_to_the_domains_limit() -> None:
     rows = make_rows([1.0, 1.0, 0.0], policy_tokens=[0, 50, 64], max_tokens=[100, 100, 256])
-    assert shaped(rows, length_penalty={"kind": "linear", "coef": 0.5}) == [1.0, 0.75, -0.125]
+    assert shaped(rows, length_penalty={"name": "linear", "coef": 0.5}) == [1.0, 0.75, -0.125]
 
 
 def test_group_length_penalty_by_hand() -> None:
@@ -56,7 +56,7 @@ def test_group_length_penalty_by_hand() -> None:
         policy_tokens=[10, 20, 20, 10, 30, 20, 99, 20],
     )
     expected = [1.0 + 0.5 * 2, 0.0, 1.0, 0.0, -0.5 * 2, 1.0, 1.0, 0.0]
-    assert shaped(rows, length_penalty={"kind": "group", "coef": 2.0}) == expected
+    assert shaped(rows, length_penalty={"name": "group", "coef": 2.0}) == expected
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -72,7 +72,7 @@ def test_group_length_penalty_against_the_papers_loop(seed: int) -> None:
         for i, reward in zip(rows, kimi_length_rewards([lengths[i] for i in rows], [bool(correct[i]) for i in rows]), strict=True):
             expected[i] += 0.7 * reward
     rows_ = make_rows(scores, group=groups, policy_tokens=lengths, correct=correct)
-    assert shaped(rows_, length_penalty={"kind": "group", "coef": 0.7}) == pytest.approx(expected, abs=1e-6)
+    assert shaped(rows_, length_penalty={"name": "group", "coef": 0.7}) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_running_moments_take_the_batch_in_before_it_is_normalised() -> None:
     )
 
 
-FULL: dict[str, Any] = {"length_penalty": {"kind": "group", "coef": 0.5}, "overlong": {"buffer_tokens": 30}, "scale": 0.7, "clip": 2.0}
+FULL: dict[str, Any] = {"length_penalty": {"name": "group", "coef": 0.5}, "overlong": {"buffer_tokens": 30}, "scale": 0.7, "clip": 2.0}
 
 
 @pytest.mark.parametrize("over", ["batch", "group", "running"])

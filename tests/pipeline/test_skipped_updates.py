@@ -136,7 +136,7 @@ def test_a_resumed_run_may_have_a_smaller_limit() -> None:
 def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(dataflow, "ray", SimpleNamespace(put=lambda value: value, get=lambda references: references, ObjectRef=object))
-    changed = ["batches.write=never", "trackers=[{type: jsonl}]", "steps=3", "checkpoint.export_model=false"]
+    changed = ["batches.write=never", "trackers=[{name: jsonl}]", "steps=3", "checkpoint.export_model=false"]
     changed += ["algorithm.mini_batches=2", "algorithm.old_log_probs=recompute"]
     return load_config("tiny_grpo", ROOT / "examples/configs", [*changed, "actor_train.optimizer.stop_after_skipped=3"])
 

@@ -90,7 +90,7 @@ class Source:
 
 def pipeline_of(folder: Path, source: Source, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> RLVRPipeline:
     monkeypatch.chdir(ROOT)
-    given = ["trackers=[{type: jsonl}]", "steps=4", "validation.every=2", *overrides]
+    given = ["trackers=[{name: jsonl}]", "steps=4", "validation.every=2", *overrides]
     config = load_config("tiny_grpo", ROOT / "examples/configs", given)
     journal = Journal(config, folder)
     journal.connect()

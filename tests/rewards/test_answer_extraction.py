@@ -127,14 +127,14 @@ ANSWERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 )
 def test_every_type_has_the_same_rule(type_: str, response: str, cut: int, ended: int) -> None:
     answer, args, columns = ANSWERS[type_]
-    with closing(build_reward(RewardConfig(type=type_, args=args))) as reward:
+    with closing(build_reward(RewardConfig(name=type_, args=args))) as reward:
         values = [reward(replace(sample_of(response, reason), answer=answer, columns=columns)).value for reason in ("length", "stop")]
     assert values == [cut, ended]
 
 
 def test_what_looks_at_the_whole_response_finds_none_where_it_was_cut() -> None:
-    exact = build_reward(RewardConfig(type="exact"))
-    instruction = build_reward(RewardConfig(type="instruction"))
+    exact = build_reward(RewardConfig(name="exact"))
+    instruction = build_reward(RewardConfig(name="instruction"))
     asked = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     for reward, response in ((exact, "Paris\n"), (instruction, "No such mark here.\n")):
         for reason, value in (("stop", 1.0), ("length", 0.0)):

@@ -158,9 +158,9 @@ def test_values_that_may_hold_a_secret_are_not_repeated(name: str, args: dict[st
 def test_all_mistakes_of_a_configuration_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     overrides = [
-        "domains.add.reward={type: math, args: {extract: boxd, cpu_limit_s: fast, extrct: auto}}",
-        "domains.add.reward.terms=[{type: judge, args: {url: 'http://h/v1', model: m, temperature: hot}}, {type: lenght}]",
-        "domains.make.reward={type: examples.domains.reverse.score, args: {partial_credi: 1}}",
+        "domains.add.reward={name: math, args: {extract: boxd, cpu_limit_s: fast, extrct: auto}}",
+        "domains.add.reward.terms=[{name: judge, args: {url: 'http://h/v1', model: m, temperature: hot}}, {name: lenght}]",
+        "domains.make.reward={name: examples.domains.reverse.score, args: {partial_credi: 1}}",
         "rollout.prompts_per_step=many",
     ]
     with pytest.raises(ConfigError) as caught:
@@ -172,7 +172,7 @@ def test_all_mistakes_of_a_configuration_come_together(monkeypatch: pytest.Monke
         "domains.add.reward.args.cpu_limit_s": "expected number > 0",
         "domains.add.reward.args.extrct": "did you mean 'extract'",
         "domains.add.reward.terms.0.args.temperature": "expected number >= 0",
-        "domains.add.reward.terms.1.type": "did you mean 'length'?",
+        "domains.add.reward.terms.1.name": "did you mean 'length'?",
         "domains.make.reward.args.partial_credi": "did you mean 'partial_credit'?",
     }.items():
         (line,) = [one for one in told.splitlines() if f"- {place} " in one]

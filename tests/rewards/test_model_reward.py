@@ -77,13 +77,13 @@ def test_an_output_that_is_no_number_is_a_failure(output: float) -> None:
 
 
 def test_outside_of_a_run_there_is_no_model() -> None:
-    function = build_reward(RewardConfig(type="model", args={"model": "helpful"}))
+    function = build_reward(RewardConfig(name="model", args={"model": "helpful"}))
     with pytest.raises(RewardFailed, match="'helpful' scores within a run only"):
         function(sample())
 
 
 def test_arguments_are_checked_at_the_start() -> None:
     with pytest.raises(ValueError, match=r"reward\.args: 'model' needs model"):
-        build_reward(RewardConfig(type="model"))
+        build_reward(RewardConfig(name="model"))
     with pytest.raises(ValueError, match=r'reward\.args\.scale = "sigmoidal": expected one of none, sigmoid; did you mean .sigmoid'):
-        build_reward(RewardConfig(type="model", args={"model": "m", "scale": "sigmoidal"}))
+        build_reward(RewardConfig(name="model", args={"model": "m", "scale": "sigmoidal"}))

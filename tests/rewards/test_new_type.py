@@ -38,10 +38,10 @@ def mistakes(reward: str) -> dict[str, str]:
 
 
 def test_it_is_checked() -> None:
-    assert mistakes("{type: vowels, args: {least: 0.5}}") == {}
-    assert mistakes("{type: exact, terms: [{type: vowels, args: {letters: aou}}]}") == {}
-    assert "did you mean 'vowels'" in mistakes("{type: vowel}")["type"]
-    told = mistakes("{type: vowels, args: {least: 2, letters: '', lest: 1}}")
+    assert mistakes("{name: vowels, args: {least: 0.5}}") == {}
+    assert mistakes("{name: exact, terms: [{name: vowels, args: {letters: aou}}]}") == {}
+    assert "did you mean 'vowels'" in mistakes("{name: vowel}")["name"]
+    told = mistakes("{name: vowels, args: {least: 2, letters: '', lest: 1}}")
     assert told["least"] == "expected number >= 0 and <= 1" and told["letters"] == "expected text, not empty"
     assert "did you mean 'least'" in told["lest"]
 
@@ -55,5 +55,5 @@ def test_it_is_documented() -> None:
 
 def test_it_runs() -> None:
     item = RewardInput("d", "p", "banana split", None, {}, "stop")
-    assert build_reward(RewardConfig(type="vowels"))(item).value == pytest.approx(4 / 11)
-    assert build_reward(RewardConfig(type="vowels", args={"least": 0.5}))(item).value == 0.0
+    assert build_reward(RewardConfig(name="vowels"))(item).value == pytest.approx(4 / 11)
+    assert build_reward(RewardConfig(name="vowels", args={"least": 0.5}))(item).value == 0.0

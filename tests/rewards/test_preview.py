@@ -43,8 +43,8 @@ async def patient(sample):
     await asyncio.sleep(100 if sample.response == "hang" else 0)
     return sample.response == sample.answer
 """
-MATH = ("domains.sums.reward.type=math", "domains.sums.reward.timeout_s=30")
-CODE = ("domains.sums.reward.type=code", "domains.sums.reward.timeout_s=60")
+MATH = ("domains.sums.reward.name=math", "domains.sums.reward.timeout_s=30")
+CODE = ("domains.sums.reward.name=code", "domains.sums.reward.timeout_s=60")
 PROMPTS = [("1+1=", "2"), ("1+2=", "3"), ("2+2=", "4")]
 
 
@@ -64,7 +64,7 @@ domains:
   sums:
     data: {{train: train.jsonl, validation: validation.jsonl}}
     sampling: {{max_prompt_tokens: 32, max_tokens: 16}}
-    reward: {{type: exact, timeout_s: 1.0}}
+    reward: {{name: exact, timeout_s: 1.0}}
 """)
     return tmp_path
 
@@ -123,12 +123,12 @@ def test_every_type_that_reads_references_says_which_it_cannot(
 ) -> None:
     lines([{"prompt": "p0", **row}]).to(project / "train.jsonl")
     file = lines([{"prompt_uid": 0, "response": "A"}]).to(project / "given.jsonl")
-    look("--responses", str(file), f"domains.sums.reward.type={reward}", "domains.sums.reward.timeout_s=60")
+    look("--responses", str(file), f"domains.sums.reward.name={reward}", "domains.sums.reward.timeout_s=60")
     assert f"references: 1 of 1 cannot be read (100.00%)\n  prompt 0: reward {reward}: " in capfd.readouterr().out
 
 
 def test_functions_of_users_are_not_called_for_references(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert look("domains.sums.reward.type=preview_functions.moody") == 0
+    assert look("domains.sums.reward.name=preview_functions.moody") == 0
     assert "references:" not in capfd.readouterr().out
 
 
@@ -136,7 +136,7 @@ def test_many_references_are_read_as_long_as_there_is_time() -> None:
     prompts = PromptSet("sums")
     for number in range(1200):
         prompts.add(f"p{number}", [1], "" if number % 10 == 0 else str(number))
-    config, counts = RewardConfig(type="math", timeout_s=60), []
+    config, counts = RewardConfig(name="math", timeout_s=60), []
     everything = read_references(config, "domains.sums.reward", prompts, None, counts.append)
     assert everything.read == everything.total == 1200 and counts == list(range(1, 1201))
     assert list(everything.unreadable) == list(range(0, 1200, 10)) and "120 of 1200 cannot be read (10.00%)" in everything.summary()
@@ -231,7 +231,7 @@ def test_responses_come_from_one_place(project: Path, capfd: pytest.CaptureFixtu
 
 
 def test_domains_without_reference_responses(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert look("domains.sums.data.answer=null", "domains.sums.reward={type: format, args: {preset: boxed}}") == 2
+    assert look("domains.sums.data.answer=null", "domains.sums.reward={name: format, args: {preset: boxed}}") == 2
     assert "domains.sums.data.answer: there are no reference answers; give --responses FILE" in capfd.readouterr().err
     lines([{"prompt": "1+1=", "answer": "2", "solution": "1 + 1", "source": "me"}]).to(project / "train.jsonl")
     expression = (*CODE, "domains.sums.reward.args={mode: expression, must_contain: ['sum']}")
@@ -247,7 +247,7 @@ def test_domains_without_reference_responses(project: Path, capfd: pytest.Captur
 
 def test_hangs_crashes_and_mistakes_are_shown_with_their_causes(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = lines({"prompt_uid": 0, "response": text} for text in ("hang", "2", "die", "raise", "3")).to(project / "given.jsonl")
-    assert look("--responses", str(file), "domains.sums.reward.type=preview_functions.moody") == 1
+    assert look("--responses", str(file), "domains.sums.reward.name=preview_functions.moody") == 1
     shown, noise = capfd.readouterr()
     assert "5 responses: 1 correct (20%), 1 wrong, 3 failed; mean score 0.5" in shown
     for cause in ("time-out: no score within 1 s", "its process died (exit code 3)", "KeyError: 'nothing there'"):
@@ -260,7 +260,7 @@ def test_hangs_crashes_and_mistakes_are_shown_with_their_causes(project: Path, c
 
 def test_async_functions_and_forms(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = lines({"prompt_uid": 0, "response": text} for text in ("hang", "2")).to(project / "given.jsonl")
-    arguments = ["domains.sums.reward.type=preview_functions.patient", "domains.sums.reward.format={pattern: '^[0-9]$'}"]
+    arguments = ["domains.sums.reward.name=preview_functions.patient", "domains.sums.reward.format={pattern: '^[0-9]$'}"]
     assert look("--responses", str(file), *arguments) == 1
     shown = capfd.readouterr().out
     assert "time-out: no score within 1 s" in shown and "format" in shown and "yes" in shown
@@ -273,7 +273,7 @@ def test_mistakes_in_the_reward_are_told(project: Path, capfd: pytest.CaptureFix
 
 def test_one_process_serves_many_samples() -> None:
     item = RewardInput("sums", "1+1=", "2", "2", {}, "stop")
-    with RewardProcess(RewardConfig(type="exact"), "domains.sums.reward") as reward:
+    with RewardProcess(RewardConfig(name="exact"), "domains.sums.reward") as reward:
         first = reward._process.pid
         assert first is not None
         scores = [reward.score(item)[0] for _ in range(3)]
@@ -286,7 +286,7 @@ def test_one_process_serves_many_samples() -> None:
 @pytest.mark.usefixtures("signals_arrive")
 def test_interrupting_leaves_no_process(project: Path, ending: signal.Signals) -> None:
     file = lines({"prompt_uid": 0, "response": text} for text in ("2", "hang")).to(project / "given.jsonl")
-    changes = ["domains.sums.reward.type=preview_functions.moody", "domains.sums.reward.timeout_s=200"]
+    changes = ["domains.sums.reward.name=preview_functions.moody", "domains.sums.reward.timeout_s=200"]
     arguments = ["reward", "--config-name", "mine", "--config-path", "configs", "--responses", str(file), *changes]
     command = [sys.executable, "-m", "roll_lite.cli", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -34,7 +34,7 @@ from roll_lite.rewards.text.instruction import InstructionReward
 def test_answers_as_responses(reward: str, args: dict[str, Any], answer: Any, response: str) -> None:
     typed = typed_reward(reward, args, "reward")
     assert typed.no_response() is None and typed.response_for(answer) == response
-    score = build_reward(RewardConfig(type=reward, args=args))(RewardInput("d", "p", response, answer, {}, "stop"))
+    score = build_reward(RewardConfig(name=reward, args=args))(RewardInput("d", "p", response, answer, {}, "stop"))
     assert score.is_correct
 
 

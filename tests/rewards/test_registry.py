@@ -79,7 +79,7 @@ def item(answer: Any = None, response: str = "", **columns: Any) -> RewardInput:
 
 
 def reward(type_: str, **args: Any) -> Reward:
-    return build_reward(RewardConfig(type=type_, args=args), "domains.own.reward")
+    return build_reward(RewardConfig(name=type_, args=args), "domains.own.reward")
 
 
 def test_built_in_rewards() -> None:
@@ -229,7 +229,7 @@ def test_arguments_are_checked_and_converted_when_the_function_is_built() -> Non
     ],
 )
 def test_types_that_are_none(name: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=r"^domains\.own\.reward\.type: ") as caught:
+    with pytest.raises(ValueError, match=r"^domains\.own\.reward\.name: ") as caught:
         reward(name)
     assert problem.replace("'.;", "'?;") in str(caught.value)
 
@@ -247,6 +247,6 @@ def test_types_that_are_none(name: str, problem: str) -> None:
 )
 def test_a_key_in_the_place_of_its_variables_name_is_not_repeated(name: str, args: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
-        build_reward(RewardConfig(type=name, args=args), "domains.toy.reward")
+        build_reward(RewardConfig(name=name, args=args), "domains.toy.reward")
     shown = "".join(traceback.format_exception(caught.value))
     assert "sk-secret" not in shown and "sk_secret" not in shown

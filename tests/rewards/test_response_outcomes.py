@@ -110,7 +110,7 @@ def scorer(name: str, **more: Any) -> Iterator[tuple[BatchScorer, Any, dict[str,
     args, answer, columns = ANSWERS[name]
     with StubServer(judge_with_a_short_context if name == "judge" else service_that_raises) as server:
         args = {**args, "url": server.url} if name in ("judge", "remote") else args
-        config = RewardConfig(type=name, args={**args, **more}, timeout_s=120, format=FormatConfig(pattern=r"^\d+$"))
+        config = RewardConfig(name=name, args={**args, **more}, timeout_s=120, format=FormatConfig(pattern=r"^\d+$"))
         scoring, reward = BatchScorer.of(config, "reward")
         with closing(reward):
             yield scoring, answer, columns
@@ -145,14 +145,14 @@ async def test_whatever_a_response_is_a_reward_model_has_a_score_for_it(tmp_path
 
     client = RewardModelClient("toy", [Rank(ranks(1)[0].own)], config)
     with closing(client):
-        pool = RewardModelPool("toy", RewardConfig(type="model", args={"model": "toy", "template": "{question}{response}"}), client)
+        pool = RewardModelPool("toy", RewardConfig(name="model", args={"model": "toy", "template": "{question}{response}"}), client)
         for kind, response in NASTY.items():
             assert isinstance(await pool.score(sample(response)), Score), kind
         long = await pool.score(sample("word " * 1000))
         assert long.value == 0.0 and "max_length" in str(long.details["verdict"])
         with pytest.raises(RewardFailed, match="reads at most 500"):  # a question that is too long is no response's fault
             await pool.score(RewardInput("toy", "", "2", "2", {}, "stop", "word " * 1000))
-        bare = RewardModelPool("toy", RewardConfig(type="model", args={"model": "toy", "template": "{response}"}), client)
+        bare = RewardModelPool("toy", RewardConfig(name="model", args={"model": "toy", "template": "{response}"}), client)
         assert (await bare.score(sample(""))).value == 0.0
 
 
@@ -173,13 +173,13 @@ def test_a_judge_that_fails_on_a_response_gives_it_the_lowest_score(reply: Reply
 
     for choices, lowest in ((None, 0.0), ({"yes": 1, "no": -2}, -2.0), ({"yes": 1, "no": 0.5}, 0.0)):
         with StubServer(answer) as server:
-            config = RewardConfig(type="judge", args={"url": server.url, "model": "m", "choices": choices}, timeout_s=60)
+            config = RewardConfig(name="judge", args={"url": server.url, "model": "m", "choices": choices}, timeout_s=60)
             score, _ = BatchScorer.of(config, "reward")[0].one(sample("attack", "42"))
             assert isinstance(score, Score) and (score.value, score.correct) == (lowest, False)
             assert HARMLESS_RESPONSE in server.requests[-2]["messages"][0]["content"] or len(server.requests) > 3
 
     with StubServer(lambda request, number: reply) as server:  # a judge that fails on every response is at fault itself
-        config = RewardConfig(type="judge", args={"url": server.url, "model": "m"}, timeout_s=60)
+        config = RewardConfig(name="judge", args={"url": server.url, "model": "m"}, timeout_s=60)
         assert isinstance(BatchScorer.of(config, "reward")[0].one(sample("attack", "42"))[0], str)
 
 
@@ -189,7 +189,7 @@ def test_a_service_that_fails_is_never_a_score(status: int) -> None:
     for name, content in (("judge", verdict("Verdict: no").content), ("remote", {"rewards": [0.0]})):
         with StubServer(lambda request, number: Reply("no", status) if number == 0 else Reply(content)) as server:  # noqa: B023
             args = {"url": server.url, "retries": 0, **({"model": "m"} if name == "judge" else {})}
-            outcome, _ = BatchScorer.of(RewardConfig(type=name, args=args, timeout_s=60), "reward")[0].one(sample("4", "42"))
+            outcome, _ = BatchScorer.of(RewardConfig(name=name, args=args, timeout_s=60), "reward")[0].one(sample("4", "42"))
             assert isinstance(outcome, str) and str(status) in outcome
 
 
@@ -198,7 +198,7 @@ def test_a_service_that_recovers_in_between_gives_the_score() -> None:
         return Reply("out of memory", 500) if number == 0 else Reply({"rewards": [0.75]})
 
     with StubServer(answer) as server:
-        config = RewardConfig(type="remote", args={"url": server.url, "retries": 0}, timeout_s=60)
+        config = RewardConfig(name="remote", args={"url": server.url, "retries": 0}, timeout_s=60)
         outcome, _ = BatchScorer.of(config, "reward")[0].one(sample("4"))
     assert isinstance(outcome, Score) and outcome.value == 0.75
 
@@ -206,16 +206,16 @@ def test_a_service_that_recovers_in_between_gives_the_score() -> None:
 def test_a_service_that_is_down_is_a_failure() -> None:
     for name in ("judge", "remote"):
         args = {"url": unused_url(), "retries": 0, **({"model": "m"} if name == "judge" else {})}
-        assert isinstance(BatchScorer.of(RewardConfig(type=name, args=args), "reward")[0].one(sample("4", "42"))[0], str)
+        assert isinstance(BatchScorer.of(RewardConfig(name=name, args=args), "reward")[0].one(sample("4", "42"))[0], str)
 
 
 def test_a_pattern_that_runs_out_of_time_on_a_response_is_not_matched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(format_module, "FORMAT_SECONDS", 0.2)
     runaway, response = r"^(a+)+$", "a" * 60 + "b"
-    scoring, _ = BatchScorer.of(RewardConfig(type="format", args={"pattern": runaway}), "reward")
+    scoring, _ = BatchScorer.of(RewardConfig(name="format", args={"pattern": runaway}), "reward")
     assert scoring.one(sample(response))[0] == Score(0.0, False, {"verdict": "the pattern ran out of time"})
     assert scoring.one(sample("aaa"))[0] == Score(1.0, True)
-    scoring, _ = BatchScorer.of(RewardConfig(type="exact", format=FormatConfig(pattern=runaway)), "reward")
+    scoring, _ = BatchScorer.of(RewardConfig(name="exact", format=FormatConfig(pattern=runaway)), "reward")
     outcome, _ = scoring.one(sample(response, response))
     assert isinstance(outcome, Score) and (outcome.value, outcome.format_ok) == (1.0, False)
 
@@ -232,7 +232,7 @@ def test_a_reference_that_cannot_be_read_is_a_failure_whatever_the_response_is(n
 
 def test_a_function_of_a_user_that_raises_is_a_failure() -> None:
     """Nobody but its author knows whether the response is to blame."""
-    config = RewardConfig(type="tests.workers.reward_functions.raises")
+    config = RewardConfig(name="tests.workers.reward_functions.raises")
     outcome, _ = BatchScorer.of(config, "reward")[0].one(sample("4"))
     assert isinstance(outcome, str)
 

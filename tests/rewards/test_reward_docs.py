@@ -30,7 +30,7 @@ def rewards_in(part: object) -> list[dict[str, object]]:
         return [one for item in part for one in rewards_in(item)]
     if not isinstance(part, dict):
         return []
-    here = [part] if isinstance(part.get("type"), str) else []
+    here = [part] if isinstance(part.get("name"), str) else []
     return here + [one for item in part.values() for one in rewards_in(item)]
 
 
@@ -38,9 +38,9 @@ def rewards_in(part: object) -> list[dict[str, object]]:
 def test_every_type_has_an_example_that_is_accepted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "key")
     used = rewards_in(yaml.safe_load(example(reward_type(name)).strip("`").removeprefix("yaml")))
-    assert name in [one["type"] for one in used]
+    assert name in [one["name"] for one in used]
     for one in used:
-        typed_reward(one["type"], one.get("args", {}), "reward")  # type: ignore[arg-type]
+        typed_reward(one["name"], one.get("args", {}), "reward")  # type: ignore[arg-type]
 
 
 def test_its_table_has_types_and_defaults_in_words() -> None:

@@ -318,7 +318,7 @@ def test_the_mistakes_of_a_users_filter_are_told_with_its_name() -> None:
         return bool(group.samples[0].prompt.columns["level"])
 
     mistakes: list[tuple[Any, str]] = [
-        (broken, r"rollout\.filter\.type: my\.filter, asked for a group of domain a, raised KeyError: 'level'"),
+        (broken, r"rollout\.filter\.name: my\.filter, asked for a group of domain a, raised KeyError: 'level'"),
         (lambda group: None, "returned None; it has to say True .* or False"),
     ]
     for function, told in mistakes:

@@ -109,8 +109,8 @@ def test_a_validation_after_a_step_takes_nothing_from_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("rollout", "filtered", "told"),
     [
-        ({"filter": {"type": "accuracy"}}, 3, r"rollout\.filter, which left out 3 groups"),
-        ({"filter": {"type": "accuracy"}}, 0, None),
+        ({"filter": {"name": "accuracy"}}, 3, r"rollout\.filter, which left out 3 groups"),
+        ({"filter": {"name": "accuracy"}}, 0, None),
         ({"oversample": 1.5}, 0, r"rollout\.oversample: 1\.5, which generates more"),
     ],
 )

@@ -131,7 +131,7 @@ def test_what_the_configuration_says_is_what_is_simulated() -> None:
 
 
 def test_alternatives_keep_what_is_not_compared() -> None:
-    chosen = scenario_of(load_config("tiny_grpo", CONFIGS, ["rollout={filter: {type: std}, oversample: 2}", "actor_infer.devices=3"]))
+    chosen = scenario_of(load_config("tiny_grpo", CONFIGS, ["rollout={filter: {name: std}, oversample: 2}", "actor_infer.devices=3"]))
     found = list(alternatives(chosen))
     assert {one.engines for one in found} == {1, 3, 6}
     assert all(one.rollout.filter == chosen.rollout.filter for one in found)

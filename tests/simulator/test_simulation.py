@@ -137,7 +137,7 @@ def test_engines_that_join_help_and_those_that_leave_finish_what_they_have() -> 
 
 def test_filtered_groups_are_counted_and_replaced() -> None:
     model = replace(EQUAL, samples_per_prompt=8, all_right=0.3, all_wrong=0.3)
-    outcome = simulate(scenario(model, slots=16, steps=6, prompts=8, filter=GroupFilterConfig(type="accuracy")))
+    outcome = simulate(scenario(model, slots=16, steps=6, prompts=8, filter=GroupFilterConfig(name="accuracy")))
     assert all(sum(step.groups.values()) == 8 for step in outcome.steps)
     # 60% of the prompts teach nothing, and two groups of 9 among the others.
     assert outcome.filtered / (outcome.filtered + 48) == pytest.approx(0.6 + 0.4 * 2 / 9, abs=0.1)

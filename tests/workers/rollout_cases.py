@@ -38,7 +38,7 @@ def domain(folder: Path, name: str, share: float, reward: str, validation: int =
     return DomainConfig(
         data=DataConfig(train=folder / f"{name}_train.jsonl", validation=folder / f"{name}_validation.jsonl" if validation else None),
         sampling=SamplingConfig(max_tokens=32),
-        reward=RewardConfig(type=reward),
+        reward=RewardConfig(name=reward),
         share=share,
     )
 

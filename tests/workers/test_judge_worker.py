@@ -46,12 +46,12 @@ def config(**changes: Any) -> JudgeServerConfig:
 
 def test_rewards_and_terms_get_the_addresses_of_the_judges_that_they_name() -> None:
     address = JudgeAddress.of([JudgeAddress((f"http://h:{port}/v1",), "main", "abc") for port in (1, 2)])
-    terms = [RewardTermConfig(type="judge", args={"server": "main"}), RewardTermConfig(type="length")]
-    reward = with_addresses(RewardConfig(type="judge", args={"server": "main", "asks": 3}, terms=terms), {"main": address})
+    terms = [RewardTermConfig(name="judge", args={"server": "main"}), RewardTermConfig(name="length")]
+    reward = with_addresses(RewardConfig(name="judge", args={"server": "main", "asks": 3}, terms=terms), {"main": address})
     known = {"url": ["http://h:1/v1", "http://h:2/v1"], "model": "main", "fingerprint": "abc"}
     assert reward.args == {"server": "main", "asks": 3, **known}
     assert [term.args for term in reward.terms] == [{"server": "main", **known}, {}]
-    other = RewardConfig(type="judge", args={"url": "http://x/v1", "model": "m"})
+    other = RewardConfig(name="judge", args={"url": "http://x/v1", "model": "m"})
     assert with_addresses(other, {"main": address}) == other
 
 
@@ -170,23 +170,23 @@ async def test_the_real_server_judges_comes_back_after_its_death_and_leaves_noth
     try:
         servers.all(JudgeWorker.initialize)
         address = JudgeAddress.of(servers.all(JudgeWorker.address))
-        reward = build_reward(with_addresses(RewardConfig(type="judge", args=ARGS), {"main": address}))
+        reward = build_reward(with_addresses(RewardConfig(name="judge", args=ARGS), {"main": address}))
         sample = RewardInput("toy", "45+25=", "70", "70", {}, "stop")
         score = await reward.score(sample)
         assert score.value in (0.0, 1.0)
         assert score.details["extracted"] in ("7", "")
 
-        wrong = build_reward(RewardConfig(type="judge", args={**ARGS, "api": "chat", "url": list(address.urls), "model": "main"}))
+        wrong = build_reward(RewardConfig(name="judge", args={**ARGS, "api": "chat", "url": list(address.urls), "model": "main"}))
         with pytest.raises(RewardFailed, match=r"/v1/chat/completions answered 400 Bad Request: .*chat template"):
             await wrong.score(sample)
-        unknown = build_reward(RewardConfig(type="judge", args={**ARGS, "url": list(address.urls), "model": "other"}))
+        unknown = build_reward(RewardConfig(name="judge", args={**ARGS, "url": list(address.urls), "model": "other"}))
         with pytest.raises(RewardFailed, match="answered 404 Not Found: .*`other` does not exist"):
             await unknown.score(sample)
 
         before = server_process(servers)
         family = [psutil.Process(before), *psutil.Process(before).children(recursive=True)]
         os.kill(before, signal.SIGKILL)
-        again = build_reward(with_addresses(RewardConfig(type="judge", args={**ARGS, "template": "{response}"}), {"main": address}))
+        again = build_reward(with_addresses(RewardConfig(name="judge", args={**ARGS, "template": "{response}"}), {"main": address}))
         assert (await until_scored(again, sample)) in (0.0, 1.0)
         deadline = time.monotonic() + 10  # it serves a moment before the fleet sees that
         while servers.one(JudgeWorker.restarts) == 0 and time.monotonic() < deadline:  # noqa: ASYNC110

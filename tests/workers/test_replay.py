@@ -71,7 +71,7 @@ def test_a_replay_gives_what_was_dumped_and_the_dump_what_trained(model: ModelCo
 def test_what_was_filtered_is_in_the_dump_with_its_cause_and_does_not_train(model: ModelConfig, tmp_path: Path) -> None:
     """The reward of `math` is 1 for all, `long` scores the length: all of its groups are flat."""
     spec = dumping(spec_of(model, tmp_path), tmp_path / "dumps")
-    chosen = GroupFilterConfig(type="mean", above=2.0, tries=3, when_short="continue")
+    chosen = GroupFilterConfig(name="mean", above=2.0, tries=3, when_short="continue")
     spec = replace(spec, rollout=spec.rollout.model_copy(update={"filter": chosen}))
     with engines(model, 1, response_tokens=6) as infer, rollouts(spec, infer) as service:
         expected = whole(service.one(RolloutWorker.next_batch, 8, 1))

@@ -26,8 +26,8 @@ def item(response: str = "abc") -> RewardInput:
 
 @asynccontextmanager
 async def pool(reward: str, timeout_s: float = 30.0, terms: dict[str, float] | None = None, **args: Any) -> AsyncIterator[RewardPool]:
-    further = [RewardTermConfig(type=f"{USER}.{name}", weight=weight) for name, weight in (terms or {}).items()]
-    rewards = RewardPool("toy", RewardConfig(type=f"{USER}.{reward}", timeout_s=timeout_s, args=args, terms=further))
+    further = [RewardTermConfig(name=f"{USER}.{name}", weight=weight) for name, weight in (terms or {}).items()]
+    rewards = RewardPool("toy", RewardConfig(name=f"{USER}.{reward}", timeout_s=timeout_s, args=args, terms=further))
     await rewards.start()
     try:
         yield rewards

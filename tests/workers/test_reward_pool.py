@@ -35,7 +35,7 @@ async def pool(
     reward: str, workers: int = 1, timeout_s: float = 30.0, pattern: str | None = None, **args: Any
 ) -> AsyncIterator[RewardPool]:
     form = FormatConfig(pattern=pattern) if pattern else None
-    rewards = RewardPool("toy", RewardConfig(type=reward, workers=workers, timeout_s=timeout_s, args=args, format=form))
+    rewards = RewardPool("toy", RewardConfig(name=reward, workers=workers, timeout_s=timeout_s, args=args, format=form))
     await rewards.start()
     try:
         yield rewards
@@ -229,7 +229,7 @@ async def test_an_item_that_cannot_travel_is_the_only_one_that_fails() -> None:
 
 
 async def test_a_mistake_in_the_configuration_is_a_value_error_at_the_start() -> None:
-    with pytest.raises(ValueError, match=r"domains\.toy\.reward\.type: 'exactly'.*did you mean 'exact'"):
+    with pytest.raises(ValueError, match=r"domains\.toy\.reward\.name: 'exactly'.*did you mean 'exact'"):
         async with pool("exactly"):
             pass
     with pytest.raises(ValueError, match=r"domains\.toy\.reward\.args\.stripp"):
@@ -238,7 +238,7 @@ async def test_a_mistake_in_the_configuration_is_a_value_error_at_the_start() ->
 
 
 async def test_a_function_that_cannot_be_imported_in_time_stops_the_start_with_its_domain() -> None:
-    rewards = RewardPool("toy", RewardConfig(type="tests.workers.slow_import.one", start_timeout_s=1.0))
+    rewards = RewardPool("toy", RewardConfig(name="tests.workers.slow_import.one", start_timeout_s=1.0))
     with pytest.raises(ValueError, match=r"domains\.toy\.reward: the reward .*slow_import\.one' was not ready within 1 s.*start_timeout_s"):
         await rewards.start()
     assert rewards.workers == []
@@ -271,7 +271,7 @@ async def test_a_bad_pattern_is_a_value_error_at_the_start() -> None:
 
 
 def test_a_slice_ends_with_what_it_has() -> None:
-    worker = RewardWorker(RewardConfig(type=f"{USER}.slow"), "reward")
+    worker = RewardWorker(RewardConfig(name=f"{USER}.slow"), "reward")
     worker.prepare()
     scored = worker.score(dict(enumerate([item() for _ in range(6)])))
     done = [result for result in scored.results.values() if result is not None]

@@ -28,7 +28,7 @@ def one_run(model: ModelConfig, folder: Path) -> list[dict[str, Any]]:
     domain = DomainConfig(
         data=DataConfig(train=folder / "train.jsonl"),
         sampling=SamplingConfig(max_tokens=40, temperature=0.7),
-        reward=RewardConfig(type="exact"),
+        reward=RewardConfig(name="exact"),
     )
     spec = RolloutSpec(model, {"toy": domain}, RolloutConfig(samples_per_prompt=8), seed=5, deterministic=True)
     rollouts = start_cluster(ClusterSpec("rollouts", anywhere(1)), RolloutWorker, spec)

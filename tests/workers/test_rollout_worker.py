@@ -79,7 +79,7 @@ WRITTEN = ("step_000001", "step_000002", "validation_000002")
 
 def test_a_reward_that_cannot_score_is_told_before_the_engines_are_ready(model: ModelConfig, tmp_path: Path) -> None:
     broken = domain(tmp_path, "sums", 1.0, f"{USER}.raises")
-    spec = replace(spec_of(model, tmp_path), domains={"sums": broken.model_copy(update={"reward": RewardConfig(type=f"{USER}.raises")})})
+    spec = replace(spec_of(model, tmp_path), domains={"sums": broken.model_copy(update={"reward": RewardConfig(name=f"{USER}.raises")})})
     with engines(model, 1) as infer, pytest.raises(RankFailed) as told, rollouts(spec, infer):
         raise AssertionError("it started")
     message = str(told.value)
@@ -171,7 +171,7 @@ def test_what_passes_through_service_and_driver_does_not_grow_with_the_responses
 def test_greedy_baselines_and_forms_reach_rows_and_dumps(model: ModelConfig, tmp_path: Path) -> None:
     spec = replace(spec_of(model, tmp_path), greedy_baseline=True)
     maths = spec.domains["math"]
-    form = RewardConfig(type=f"{USER}.tricky", format=FormatConfig(pattern=r"^6 tok"))
+    form = RewardConfig(name=f"{USER}.tricky", format=FormatConfig(pattern=r"^6 tok"))
     spec = replace(spec, domains={**spec.domains, "math": maths.model_copy(update={"reward": form})})
     with engines(model, 2, response_tokens=6, failure_rate=0.2) as infer, rollouts(spec, infer) as service:
         result = service.one(RolloutWorker.next_batch, 8, 1)

@@ -244,16 +244,16 @@ def _token_limits(config: RunConfig, path: str, domain: DomainConfig) -> Iterato
 def _template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     template = domain.template
     try:
-        if template.type == "plain" and not placeholders(template.text):
+        if template.name == "plain" and not placeholders(template.text):
             yield Problem(f"{path}.template.text", "never shows the prompt; put {prompt} where it belongs", template.text)
     except ValueError as error:
         yield Problem(f"{path}.template.text", str(error), template.text)
-    for name in ("system", "file", "arguments") if template.type == "plain" else ():
+    for name in ("system", "file", "arguments") if template.name == "plain" else ():
         if value := getattr(template, name):
             hint = ", or write it into template.text" if name == "system" else ""
-            yield Problem(f"{path}.template.{name}", f"is only used by type: chat; remove it{hint}", value)
-    if template.type == "chat" and template.text != "{prompt}":
-        yield Problem(f"{path}.template.text", "is only used by type: plain; remove it", template.text)
+            yield Problem(f"{path}.template.{name}", f"is only used by name: chat; remove it{hint}", value)
+    if template.name == "chat" and template.text != "{prompt}":
+        yield Problem(f"{path}.template.text", "is only used by name: plain; remove it", template.text)
 
 
 def _ptx_template(config: RunConfig) -> Iterator[Problem]:

@@ -120,7 +120,7 @@ def _arguments_fit(path: str, key: str, name: str, parameters: ast.arguments, gi
     keywords = [one.arg for one in parameters.kwonlyargs]
     by_name = {*positional[max(1, len(parameters.posonlyargs)) :], *keywords}
     if not positional and parameters.vararg is None:
-        what = "the sample" if key == "type" else "its input"
+        what = "the sample" if key == "name" else "its input"
         yield Problem(f"{path}.{key}", f"the function has to take {what} as its first argument", name)
         return
     for argument in given if parameters.kwarg is None else ():

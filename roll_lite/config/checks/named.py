@@ -18,10 +18,10 @@ def used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collecti
     parts: list[RewardConfig | RewardTermConfig] = []
     for domain in config.domains.values():
         parts += [domain.reward, *domain.reward.terms]
-    asked = [part.args.get(argument) for part in parts if part.type == reward and (argument in part.args or "url" not in part.args)]
-    misspelt = any(part.type != reward and "." not in part.type and close_names(part.type, [reward]) for part in parts)
+    asked = [part.args.get(argument) for part in parts if part.name == reward and (argument in part.args or "url" not in part.args)]
+    misspelt = any(part.name != reward and "." not in part.name and close_names(part.name, [reward]) for part in parts)
     if not NAME.fullmatch(name):
         yield Problem(path, f"a {what}'s name is part of file names: a letter, then letters, digits, '_' and '-'")
     if name not in asked and not misspelt and all(one in sections for one in asked):  # another one is a mistake, and may mean this
-        message = f"no domain uses it; remove the section, or set a domain's reward to {{type: {reward}, args: {{{argument}: {name}}}}}"
+        message = f"no domain uses it; remove the section, or set a domain's reward to {{name: {reward}, args: {{{argument}: {name}}}}}"
         yield Problem(path, message)

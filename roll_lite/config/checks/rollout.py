@@ -81,24 +81,24 @@ def _group_filter(config: RunConfig) -> Iterator[Problem]:
     if chosen is None:
         return
     path = "rollout.filter"
-    if chosen.type not in GROUP_MEASURES:
-        if "." in chosen.type:
-            yield from check_function(path, "type", chosen.type, {})
+    if chosen.name not in GROUP_MEASURES:
+        if "." in chosen.name:
+            yield from check_function(path, "name", chosen.name, {})
         else:
-            message = f"no such filter; {did_you_mean(chosen.type, GROUP_MEASURES)}, or a dotted path to a function of your own"
-            yield Problem(f"{path}.type", message, chosen.type)
+            message = f"no such filter; {did_you_mean(chosen.name, GROUP_MEASURES)}, or a dotted path to a function of your own"
+            yield Problem(f"{path}.name", message, chosen.name)
         for name in ("above", "below"):
             if getattr(chosen, name) is not None:
-                message = f"belongs to the types {', '.join(GROUP_MEASURES)}: {chosen.type!r} decides by itself"
+                message = f"belongs to {', '.join(GROUP_MEASURES)}: {chosen.name!r} decides by itself"
                 yield Problem(f"{path}.{name}", message, getattr(chosen, name))
         return
     above, below = chosen.bounds
     if above is not None and below is not None and above >= below:
         yield Problem(f"{path}.above", f"no group is above it and below {below:g}", above)
     single = next((name for name, domain in config.domains.items() if group_size(config, domain) == 1), None)
-    if single is not None and chosen.type in ("accuracy", "std"):
-        message = f"groups of domain {single!r} have one sample, whose {chosen.type} says nothing"
-        yield Problem(f"{path}.type", f"{message}; use more samples_per_prompt, or another filter", chosen.type)
+    if single is not None and chosen.name in ("accuracy", "std"):
+        message = f"groups of domain {single!r} have one sample, whose {chosen.name} says nothing"
+        yield Problem(f"{path}.name", f"{message}; use more samples_per_prompt, or another filter", chosen.name)
 
 
 def staleness_notes(config: RunConfig) -> list[str]:

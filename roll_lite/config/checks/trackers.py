@@ -15,26 +15,26 @@ SERVICES = ("wandb", "mlflow", "swanlab")
 
 
 def _differ(config: RunConfig) -> Iterator[Problem]:
-    types = [tracker.type for tracker in config.trackers]
-    for index, name in enumerate(types):
-        if name in types[:index]:
-            yield Problem(f"trackers.{index}.type", f"trackers.{types.index(name)} is {name} too; keep one", name)
+    names = [tracker.name for tracker in config.trackers]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield Problem(f"trackers.{index}.name", f"trackers.{names.index(name)} is {name} too; keep one", name)
 
 
 def _known(config: RunConfig) -> Iterator[Problem]:
     for index, tracker in enumerate(config.trackers):
-        path, name = f"trackers.{index}", tracker.type
+        path, name = f"trackers.{index}", tracker.name
         if name in LOCAL:
             if tracker.args:
                 yield Problem(f"{path}.args", f"{name} takes no arguments", tracker.args)
         elif name in SERVICES:
             if find_spec(name) is None:
-                yield Problem(f"{path}.type", f'its package is not installed: pip install "roll_lite[{name}]"', name)
+                yield Problem(f"{path}.name", f'its package is not installed: pip install "roll_lite[{name}]"', name)
         elif "." in name:
-            yield from check_function(path, "type", name, tracker.args, or_class=True)
+            yield from check_function(path, "name", name, tracker.args, or_class=True)
         else:
             near = did_you_mean(name, [*LOCAL, *SERVICES])
-            yield Problem(f"{path}.type", f"no such tracker; {near} A class of your own is a dotted path, package.module.Class", name)
+            yield Problem(f"{path}.name", f"no such tracker; {near} A class of your own is a dotted path, package.module.Class", name)
 
 
 TRACKER_CHECKS = (_differ, _known)

@@ -1,4 +1,4 @@
-"""Overrides on the command line: `a.b=1`, `a.b=[1,2]`, `a={x: 1}`, `+a.b=1`, `~a.b`, `trackers.0.type=jsonl`."""
+"""Overrides on the command line: `a.b=1`, `a.b=[1,2]`, `a={x: 1}`, `+a.b=1`, `~a.b`, `trackers.0.name=jsonl`."""
 
 from __future__ import annotations
 

@@ -308,7 +308,7 @@ class RewardNormalizationConfig(Section):
 
 
 class LengthPenaltyConfig(Section):
-    kind: Literal["linear", "group"] = "linear"
+    name: Literal["linear", "group"] = "linear"
     """linear: coef * tokens / max_tokens is taken off. group: by where the length stands between the group's shortest and longest,
     from +coef/2 to -coef/2, a bonus for correct samples only."""
     coef: PositiveFloat
@@ -383,7 +383,7 @@ class PtxConfig(Section):
         """Its files and template, for those who read a domain's prompts."""
         data = DataConfig(train=self.data.train, prompt=self.data.prompt, answer=self.data.answer)
         sampling = SamplingConfig(max_prompt_tokens=2**31 - 1)  # longer ones are cut
-        return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(type="exact"))
+        return DomainConfig(data=data, template=self.template, sampling=sampling, reward=RewardConfig(name="exact"))
 
 
 class AlgorithmConfig(Section):

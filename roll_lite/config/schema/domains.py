@@ -49,7 +49,7 @@ class DataConfig(Section):
 
 
 class TemplateConfig(Section):
-    type: Literal["plain", "chat"] = "plain"
+    name: Literal["plain", "chat"] = "plain"
     """plain: `text` with the prompt filled in. chat: a chat template."""
     text: str = "{prompt}"
     """For `plain`: the text that the model sees; {prompt} stands for the prompt's column."""
@@ -129,7 +129,7 @@ class FormatConfig(Section):
 class RewardTermConfig(Section):
     """A further term of a domain's reward."""
 
-    type: str
+    name: str
     """As for the reward itself; `length`, `repetition` and `format` are made for this."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
@@ -140,7 +140,7 @@ class RewardTermConfig(Section):
 class RewardConfig(Section):
     """How a sample is scored: by a function of a known type, or by one of the user's own, and by further terms."""
 
-    type: str
+    name: str
     """A known type (docs/rewards.md), or a dotted path to a function `sample -> score`, sync or async, for one sample or for a list."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward function."""
@@ -189,7 +189,7 @@ GROUP_MEASURES: dict[str, tuple[float | None, float | None]] = {"accuracy": (0.0
 class GroupFilterConfig(Section):
     """Dynamic sampling: groups that teach nothing are left out, and other prompts take their places until the batch is full."""
 
-    type: str = "accuracy"
+    name: str = "accuracy"
     """What of a group is looked at: accuracy (share of right samples), mean or std (of its scores); or a dotted path to a function
     `SampleGroup -> bool`, which says whether the group trains."""
     above: float | None = None
@@ -204,7 +204,7 @@ class GroupFilterConfig(Section):
     @property
     def bounds(self) -> tuple[float | None, float | None]:
         """Of a type that is not the user's own."""
-        above, below = GROUP_MEASURES[self.type]
+        above, below = GROUP_MEASURES[self.name]
         return above if self.above is None else self.above, below if self.below is None else self.below
 
 

@@ -87,7 +87,7 @@ class ReplayConfig(Section):
 
 
 class TrackerConfig(Section):
-    type: str
+    name: str
     """jsonl, tensorboard, wandb, mlflow, swanlab, or the dotted path to a class of your own, package.module.Class."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Of `wandb.init` or `swanlab.init`; mlflow's tracking_uri, experiment_name and run_name; those of your class."""
@@ -190,7 +190,7 @@ class RunConfig(Section):
     """Checkpoints and the final model."""
     weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
     """How new weights reach the engines."""
-    trackers: list[TrackerConfig] = Field(default_factory=lambda: [TrackerConfig(type="jsonl"), TrackerConfig(type="tensorboard")])
+    trackers: list[TrackerConfig] = Field(default_factory=lambda: [TrackerConfig(name="jsonl"), TrackerConfig(name="tensorboard")])
     """Where metrics go."""
     ray: RayConfig = Field(default_factory=RayConfig)
     """The Ray cluster."""

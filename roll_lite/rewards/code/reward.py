@@ -106,7 +106,7 @@ class CodeReward(RewardType):
 
     ```yaml
     reward:
-      type: code
+      name: code
       args: {languages: [python], score: fraction, test_s: 4, total_s: 12, memory_mb: 256}
       workers: 4
       timeout_s: 60

@@ -77,7 +77,7 @@ class JudgeReward(AskingReward):
 
     ```yaml
     reward:
-      type: judge
+      name: judge
       args:
         url: https://judge.example/v1
         model: the-judge

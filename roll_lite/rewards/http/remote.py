@@ -30,7 +30,7 @@ class RemoteReward(AskingReward):
 
     ```yaml
     reward:
-      type: remote
+      name: remote
       args:
         url: [http://node1:5000/get_reward, http://node2:5000/get_reward]
         batch_size: 16

@@ -78,7 +78,7 @@ class MathReward(RewardType):
 
     ```yaml
     reward:
-      type: math
+      name: math
       args: {extract: boxed}
     ```
     """

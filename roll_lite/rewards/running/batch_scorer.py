@@ -47,7 +47,7 @@ def time_out(name: str, seconds: float) -> str:
 def slow_start(config: RewardConfig, path: str) -> str:
     """`path`: the reward section's place in the configuration."""
     return (
-        f"{path}: the reward {config.type!r} was not ready within {config.start_timeout_s:g} s; "
+        f"{path}: the reward {config.name!r} was not ready within {config.start_timeout_s:g} s; "
         f"see what its module does when it is imported, or raise {path}.start_timeout_s"
     )
 

@@ -41,10 +41,10 @@ class RewardProcess:
                 if not usable:
                     self._restart()
                 return result, seconds
-            cause = time_out(self._config.type, self._config.timeout_s)
+            cause = time_out(self._config.name, self._config.timeout_s)
         except (EOFError, ConnectionError):
             self._process.join(GRACE_SECONDS)
-            cause = f"reward {self._config.type}: its process died (exit code {self._process.exitcode})"
+            cause = f"reward {self._config.name}: its process died (exit code {self._process.exitcode})"
         seconds = time.monotonic() - started
         self._restart()
         return cause, seconds
@@ -85,7 +85,7 @@ class RewardProcess:
         except EOFError:
             self._process.join()
             died = f"its process died at the start (exit code {self._process.exitcode})"
-            raise ValueError(f"{self._path}.type: {self._config.type!r}: {died}") from None
+            raise ValueError(f"{self._path}.name: {self._config.name!r}: {died}") from None
         except BaseException:
             self.close()
             raise

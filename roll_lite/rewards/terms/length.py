@@ -20,9 +20,9 @@ class LengthReward(RewardType):
 
     ```yaml
     reward:
-      type: math
+      name: math
       terms:
-        - {type: length, args: {limit: 2000, width: 1000}, weight: 0.2}      # 0.2 up to 2,000 characters, nothing from 3,000 on
+        - {name: length, args: {limit: 2000, width: 1000}, weight: 0.2}      # 0.2 up to 2,000 characters, nothing from 3,000 on
     ```
     """
 

@@ -17,9 +17,9 @@ class RepetitionReward(RewardType):
 
     ```yaml
     reward:
-      type: math
+      name: math
       terms:
-        - {type: repetition, args: {n: 4, free: 0.1}, weight: -0.5}
+        - {name: repetition, args: {n: 4, free: 0.1}, weight: -0.5}
     ```
     """
 

@@ -27,7 +27,7 @@ class ChoiceReward(RewardType):
 
     ```yaml
     reward:
-      type: choice            # "The answer is (C)." against "C", or against that option's text
+      name: choice            # "The answer is (C)." against "C", or against that option's text
       args: {options: choices, letters: 4}
     ```
     """

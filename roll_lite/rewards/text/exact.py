@@ -23,7 +23,7 @@ class ExactReward(RewardType):
 
     ```yaml
     reward:
-      type: exact
+      name: exact
       args: {ignore_case: true, collapse_spaces: true}
     ```
     """

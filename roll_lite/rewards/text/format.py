@@ -36,9 +36,9 @@ class FormatReward(RewardType):
 
     ```yaml
     reward:
-      type: math
+      name: math
       terms:
-        - {type: format, args: {preset: think_answer}, weight: 0.2}
+        - {name: format, args: {preset: think_answer}, weight: 0.2}
     ```
     """
 

@@ -68,7 +68,7 @@ class InstructionReward(RewardType):
 
     ```yaml
     reward:
-      type: instruction       # rows as those of IFEval: instruction_id_list, kwargs; or data: {answer: ground_truth}
+      name: instruction       # rows as those of IFEval: instruction_id_list, kwargs; or data: {answer: ground_truth}
       args: {mode: loose, score: fraction}
     ```
     """

@@ -204,11 +204,11 @@ def test_refuses_to_run_unprotected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_registry_builds_and_warms_it() -> None:
-    reward = build_reward(RewardConfig(type="code", args={"mode": "expression", "must_contain": ["+"]}))
+    reward = build_reward(RewardConfig(name="code", args={"mode": "expression", "must_contain": ["+"]}))
     reward.warm()
     assert reward.base(sample("1 + 1", "2")).value == 1.0
     with pytest.raises(ValueError, match=r"reward\.args\.score"):
-        build_reward(RewardConfig(type="code", args={"score": "most"}))
+        build_reward(RewardConfig(name="code", args={"score": "most"}))
     with pytest.raises(ValueError, match="'cobol' is unknown"):
         CodeReward(languages=["cobol"])
     with pytest.raises(ValueError, match="needs no-such-compiler, which is not installed here"):
@@ -229,14 +229,14 @@ def test_the_registry_builds_and_warms_it() -> None:
 )
 def test_arguments_out_of_range_are_told_before_a_sample_is_scored(argument: str, value: Any, said: str) -> None:
     with pytest.raises(ValueError, match=rf"^reward\.args\.{argument} = .*: .*{said}"):
-        build_reward(RewardConfig(type="code", args={argument: value}))
+        build_reward(RewardConfig(name="code", args={argument: value}))
 
 
 def test_languages_of_ones_own_are_checked() -> None:
     own = {"own": {"file": "main.x", "run": ["x"]}}
-    build_reward(RewardConfig(type="code", args={"languages": ["own"], "commands": own}))
+    build_reward(RewardConfig(name="code", args={"languages": ["own"], "commands": own}))
     with pytest.raises(ValueError, match=r"^reward\.args\.commands\.own: the section needs run$"):
-        build_reward(RewardConfig(type="code", args={"languages": ["own"], "commands": {"own": {"file": "main.x"}}}))
+        build_reward(RewardConfig(name="code", args={"languages": ["own"], "commands": {"own": {"file": "main.x"}}}))
 
 
 # ---------------------------------------------------------------- remote

@@ -33,7 +33,7 @@ def item(response: str = "4", answer: Any = "4", **columns: Any) -> RewardInput:
 
 
 async def score(items: list[RewardInput], **args: Any) -> list[Score | str]:
-    function = build_reward(RewardConfig(type="remote", args=args), "domains.toy.reward")
+    function = build_reward(RewardConfig(name="remote", args=args), "domains.toy.reward")
 
     async def one(sample: RewardInput) -> Score | str:
         try:
@@ -128,7 +128,7 @@ async def test_several_urls_one_of_them_down() -> None:
 
 async def test_a_sample_that_gave_up_waiting_is_not_asked_for() -> None:
     with StubServer(lengths) as server:
-        function = build_reward(RewardConfig(type="remote", args={"url": server.url, "batch_wait_ms": 50}))
+        function = build_reward(RewardConfig(name="remote", args={"url": server.url, "batch_wait_ms": 50}))
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await function.score(item("late"))
@@ -145,7 +145,7 @@ async def test_an_answer_that_is_no_json_is_a_failure() -> None:
 @pytest.mark.parametrize("args", [{}, {"url": "http://h", "batch_size": 0}, {"url": "http://h", "api_key_env": "NO_SUCH_VARIABLE"}])
 def test_wrong_arguments_are_told_at_the_start(args: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^domains\.toy\.reward\.args"):
-        build_reward(RewardConfig(type="remote", args=args), "domains.toy.reward")
+        build_reward(RewardConfig(name="remote", args=args), "domains.toy.reward")
 
 
 @contextmanager

@@ -93,12 +93,12 @@ def test_patterns() -> None:
 
 def test_terms_combine_with_any_reward() -> None:
     config = RewardConfig(
-        type="exact",
+        name="exact",
         terms=[
-            RewardTermConfig(type="length", args={"limit": 3, "width": 4}, weight=0.5),
-            RewardTermConfig(type="repetition", args={"n": 1, "unit": "characters"}, weight=-1.0),
-            RewardTermConfig(type="format", args={"pattern": "^[a-z]+$"}, weight=0.25),
-            RewardTermConfig(type="format", args={"preset": "boxed"}, weight=2.0),
+            RewardTermConfig(name="length", args={"limit": 3, "width": 4}, weight=0.5),
+            RewardTermConfig(name="repetition", args={"n": 1, "unit": "characters"}, weight=-1.0),
+            RewardTermConfig(name="format", args={"pattern": "^[a-z]+$"}, weight=0.25),
+            RewardTermConfig(name="format", args={"preset": "boxed"}, weight=2.0),
         ],
     )
     score = build_reward(config)(item("aab", "aab"))
@@ -110,7 +110,7 @@ def test_terms_combine_with_any_reward() -> None:
     wrong = build_reward(config)(item("ab", "aab"))
     assert wrong.correct is False and wrong.value == pytest.approx(0.75)
     with pytest.raises(ValueError, match=r"reward\.terms\.0\.args\.limt = 3: .*did you mean 'limit'"):
-        build_reward(RewardConfig(type="exact", terms=[RewardTermConfig(type="length", args={"limt": 3})]))
+        build_reward(RewardConfig(name="exact", terms=[RewardTermConfig(name="length", args={"limt": 3})]))
 
 
 @pytest.mark.parametrize(
@@ -130,5 +130,5 @@ def test_terms_combine_with_any_reward() -> None:
 )
 def test_arguments_out_of_range_are_told_before_a_sample_is_scored(name: str, args: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError) as error:
-        build_reward(RewardConfig(type=name, args=args))
+        build_reward(RewardConfig(name=name, args=args))
     assert str(error.value).startswith(told)

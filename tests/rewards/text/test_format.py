@@ -15,8 +15,8 @@ RUNAWAY = r"(a+)+$"
 
 
 def check(pattern: str, timeout_s: float = 30.0) -> FormatCheck:
-    found = format_check(RewardConfig(type="exact", timeout_s=timeout_s, format=FormatConfig(pattern=pattern)))
-    assert found is not None and format_check(RewardConfig(type="exact")) is None
+    found = format_check(RewardConfig(name="exact", timeout_s=timeout_s, format=FormatConfig(pattern=pattern)))
+    assert found is not None and format_check(RewardConfig(name="exact")) is None
     return found
 
 
