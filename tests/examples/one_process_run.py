@@ -3,7 +3,7 @@
     python one_process_run.py FOLDER RECIPE [key=value ...]
 
 Rollouts are random tokens with the log-probs that the actor gives them, at two temperatures; with rollout.keep_mask those among six random
-tokens. Clusters are called directly.
+tokens, and with a mismatch_correction beside those of another policy. Clusters are called directly.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ def rollouts(actor: Any, config: RunConfig, generator: torch.Generator) -> Batch
     asked = tokens.with_columns(temperature=rows["temperature"])
     plan = actor.strategy.plan(tokens.lengths, RowsAtATime(GROUP))
     said = actor.strategy.forward(asked, ["log_probs"], plan)
-    return Batch(DataProto(rows), [put_block(tokens.with_columns(rollout_log_probs=said["log_probs"]))])
+    told = said["log_probs"]
+    if config.algorithm.mismatch_correction is not None:
+        told = Ragged.from_rows([row + 0.3 * torch.randn(len(row), generator=generator) for row in told.rows()])
+    return Batch(DataProto(rows), [put_block(tokens.with_columns(rollout_log_probs=told))])
 
 
 def run(folder: Path, recipe: str, overrides: list[str]) -> None:

@@ -38,11 +38,23 @@ PPO = [
 ]
 GRPO = ["steps=3", "algorithm.whiten_advantages=true", "actor_train.optimizer.decay=linear"]
 TRUNCATED = [
-    *("algorithm.old_log_probs=recompute", "algorithm.mini_batches=1"),
+    *("steps=3", "algorithm.old_log_probs=recompute"),
     *("domains.add.sampling.top_k=5", "domains.make.sampling.top_p=0.9", "domains.repeat.sampling.min_p=0.05"),
 ]
 SUPERVISED = "algorithm.ptx={data: {train: examples/data/add_train.jsonl, answer: answer}, coef: 0.1, samples: 4, max_tokens: 64}"
 LORA = ["steps=3", SUPERVISED, "algorithm.kl_in_loss={coef: 0.1, estimator: k3}", "algorithm.entropy_coef=0.001"]
+CORRECTED = [
+    *(
+        "steps=3",
+        "actor_train.optimizer.lr=1.0e-4",
+        "rollout.supply=async",
+        "rollout.max_staleness=1",
+        "algorithm.mini_batches=4",
+        "algorithm.old_log_probs=recompute",
+    ),
+    "algorithm.mismatch_correction={weight: {level: geometric, mode: mask, low: 0.9, high: 1.1}, filters: [{estimator: k3, high: 0.1}, "
+    "{level: sequence_min, low: 0.5}, {estimator: difference, high: 0.2}, {level: sequence_sum, estimator: k1, low: -1, high: 1}]}",
+]
 EXPERTS = [
     *("steps=5", "rollout.keep_mask=true", "domains.add.sampling.top_k=6", "algorithm.old_log_probs=recompute"),
     *("actor_train.balance_coef=0.1", "actor_train.ema={decay: 0.5}", "reference={refresh: {every: 2, weights: ema}}"),
@@ -70,6 +82,7 @@ def differences(output: str) -> dict[str, float]:
         pytest.param("tiny_grpo", GRPO, BOTH, marks=pytest.mark.nightly),
         ("tiny_ppo", PPO, BOTH | OF_PPO),
         pytest.param("tiny_lora", LORA, BOTH | OF_KL, marks=pytest.mark.slow),
+        pytest.param("tiny_grpo", CORRECTED, BOTH - {"rollout_log_probs"} | {"old_log_probs"}, marks=pytest.mark.slow),
         pytest.param("tiny_grpo", EXPERTS, BOTH | OF_KL | {"average weights"}, marks=pytest.mark.slow),
     ],
 )
