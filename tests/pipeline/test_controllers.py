@@ -81,7 +81,7 @@ def test_the_controller_of_the_loss_sees_all_updates_but_those_that_were_skipped
     monkeypatch.setattr(RLVRPipeline, "cut", lambda self, batch: [None] * 3)
     actor = SimpleNamespace(ranks=SimpleNamespace(start_scatter=lambda *_: None), shares=lambda *_: [])
     made = pipeline(config, actor=actor)
-    made.batch_files = SimpleNamespace(write_skipped=lambda *_: None)  # type: ignore[assignment]
+    made.batch_files = SimpleNamespace(write_supervised=lambda *_: None, write_skipped=lambda *_: None)  # type: ignore[assignment]
     made.steps_done = config.algorithm.critic_warmup_steps
     made.train(batch(50))
     assert made.kl_in_loss.coef == pytest.approx(0.5 * (1 - 0.2 * 0.5)), "1.5 / 20 is below 0.1 by more than a fifth"
