@@ -71,7 +71,7 @@ def save_checkpoint(
     state_folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _sharded_state(chunks, optimizer, loading=False)
-    dist_checkpointing.save(state, str(state_folder), _SaveThrough(writer))
+    dist_checkpointing.save(state, str(state_folder), _SaveThrough(writer), preprocess_common_before_consistancy_check=_without_optimizer)
     if layout.rank == 0:
         (folder / MODEL_FILE).write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
     torch.save({"layout": _identity(layout), "random": _random_state()}, _rank_file(folder, layout.rank))
@@ -80,6 +80,11 @@ def save_checkpoint(
     if layout.rank == 0:
         own += [folder / MODEL_FILE, *(path for path in state_folder.iterdir() if path.suffix != TENSORS_SUFFIX)]
     return own
+
+
+def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron compares between ranks, each difference a warning: ranks hold different parts of an optimizer."""
+    return {name: value for name, value in common.items() if name != "optimizer"}
 
 
 class RunningSave(CheckpointWrite):
