@@ -8,7 +8,8 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal
 
-from roll_lite.config.schema.algorithm import KlInLossConfig, KlInRewardConfig
+from roll_lite.config.checks.functions import parameters_of
+from roll_lite.config.schema.algorithm import CustomLossConfig, KlInLossConfig, KlInRewardConfig
 from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.domains import DomainConfig, SamplingConfig
 from roll_lite.config.schema.models import (
@@ -326,9 +327,19 @@ def kl_terms(config: RunConfig) -> dict[str, KlInRewardConfig | KlInLossConfig]:
     return {name: term for name, term in terms.items() if term.coef > 0}
 
 
+def loss_reads_reference(config: RunConfig) -> bool:
+    """The user's loss has a parameter for the reference's log-probs."""
+    loss = config.algorithm.policy_loss
+    return isinstance(loss, CustomLossConfig) and "ref_log_probs" in parameters_of(loss.function) - loss.args.keys()
+
+
+def uses_reference(config: RunConfig) -> bool:
+    return bool(kl_terms(config)) or loss_reads_reference(config)
+
+
 def actor_is_reference(config: RunConfig) -> bool:
     """Without its adapters the actor is model.path: no other model is needed, unless one is given devices of its own."""
-    return trains(config) and config.actor_train.lora is not None and config.reference is None and bool(kl_terms(config))
+    return trains(config) and config.actor_train.lora is not None and config.reference is None and uses_reference(config)
 
 
 def replays_engines(config: RunConfig) -> bool:

@@ -311,7 +311,13 @@ METRICS: dict[str, Metric] = {
     "offload/out_seconds": Metric(SUM, "s", "Time in which the slowest rank gave memory back.", by="role"),
     "offload/in_seconds": Metric(SUM, "s", "Time until the slowest rank could go on; GPUs receive some of it as they compute.", by="role"),
     # time
-    "time": Metric(SUM, "s", "Time of the driver in a phase; `other` is what no phase covers, `step` all of it.", by="phase"),
+    "time": Metric(
+        SUM,
+        "s",
+        "Time of the driver in a phase; `other` is what no phase covers, `step` all of it. `log_probs` and `train` also by role, as "
+        "`train/critic`, loads and offloads included: roles on separate devices overlap.",
+        by="phase",
+    ),
 }
 
 

@@ -97,6 +97,12 @@ class StepTimers:
             if not self._open:
                 self._totals[name] = self._totals.get(name, 0.0) + seconds
 
+    def part(self, name: str, seconds: float) -> None:
+        """Time of a part of the open phase, kept as an inner phase: parts may overlap."""
+        if self._running is not None:
+            path = "/".join([*self._open, name])
+            self._running[path] = self._running.get(path, 0.0) + seconds
+
     def wall(self) -> dict[str, float]:
         """Seconds of the run so far: `total` and each outermost phase, steps and everything between them."""
         return {"total": self._clock() - self._started, **self._totals}

@@ -6,6 +6,7 @@ roles on separate devices work in parallel.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class DeviceTurn(Generic[R]):
 
     role: Movable
     start: Callable[[], Pending[R]]
+    took: Callable[[float], None] = lambda seconds: None
+    """Called at the end of the turn with its seconds, load and offload included."""
 
 
 @contextmanager
@@ -78,11 +81,13 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
     waiting = list(range(len(turns)))
     present: dict[int, Generator[Pending[Any], Any, R]] = {}
     pending: dict[int, Pending[Any]] = {}
+    begun: dict[int, float] = {}
     results: dict[int, R] = {}
     try:
         while waiting or present:
             for number in startable(waiting, list(present), lambda one, other: exclude_each_other(turns[one].role, turns[other].role)):
                 waiting.remove(number)
+                begun[number] = time.perf_counter()
                 present[number] = _stages(turns[number], parts)
                 pending[number] = next(present[number])
             done = first_done(list(pending.values()))
@@ -91,6 +96,7 @@ def take_turns(turns: Sequence[DeviceTurn[R]], parts: Sequence[Any]) -> list[R]:
                     pending[number] = present[number].send(pending[number].result())
                 except StopIteration as end:
                     results[number] = end.value
+                    turns[number].took(time.perf_counter() - begun[number])
                     del present[number], pending[number]
     except BaseException:
         _abandon([turns[number].role for number in present], parts)

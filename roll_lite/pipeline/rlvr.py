@@ -129,7 +129,11 @@ class RLVRPipeline:
         turns on shared devices."""
         self.early.join(batch)
         left = [(model, batch.take(batch.lacking(columns)), columns) for model, columns in self.wanted()]
-        turns = [DeviceTurn(model, partial(model.start_forward, rows, columns)) for model, rows, columns in left if len(rows) > 0]
+        turns = [
+            DeviceTurn(model, partial(model.start_forward, rows, columns), partial(self.timers.part, model.ranks.name))
+            for model, rows, columns in left
+            if len(rows) > 0
+        ]
         for blocks in take_turns(turns, states(Phase.LOG_PROBS)):
             batch.add(block for block in blocks if block is not None)
 
@@ -162,10 +166,12 @@ class RLVRPipeline:
             own = self.with_supervised(actor.shares(batch, self.actor_columns, mini_batches))
             supervised = [DataProto.concat(rows) for rows in zip(*(share.supervised for share in own), strict=True)]
             self.batch_files.write_supervised(self.steps_done + 1, supervised)
-            turns["actor"] = DeviceTurn(actor, partial(actor.ranks.start_scatter, ActorWorker.train, own, kl_coef))
+            work = partial(actor.ranks.start_scatter, ActorWorker.train, own, kl_coef)
+            turns["actor"] = DeviceTurn(actor, work, partial(self.timers.part, "actor_train"))
         if critic is not None:
             own = critic.shares(batch, self.critic_columns, mini_batches)
-            turns["critic"] = DeviceTurn(critic, partial(critic.ranks.start_scatter, CriticWorker.train, own))
+            work = partial(critic.ranks.start_scatter, CriticWorker.train, own)
+            turns["critic"] = DeviceTurn(critic, work, partial(self.timers.part, "critic"))
         updates = dict(zip(turns, take_turns(list(turns.values()), states(Phase.TRAIN)), strict=True))
         self.version += "actor" in updates
         self.journal.updates(self.steps_done + 1, updates, kl_coef)

@@ -10,8 +10,10 @@ Masked entries never contribute, not even NaN: every column is filled before any
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from inspect import signature
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -27,7 +29,13 @@ from roll_lite.algorithms.losses import (
     within,
 )
 from roll_lite.algorithms.token_metrics import Peaks, RatioHistogram, mismatch_of_tokens, sums_by_domain
-from roll_lite.config.schema.algorithm import CustomLossConfig, MismatchCorrectionConfig, PolicyLossConfig, PpoLossConfig
+from roll_lite.config.schema.algorithm import (
+    GIVEN_TO_LOSSES,
+    CustomLossConfig,
+    MismatchCorrectionConfig,
+    PolicyLossConfig,
+    PpoLossConfig,
+)
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.data.user_function import load_function
 
@@ -58,12 +66,15 @@ class ActorLoss:
     """Take the entropy also where no bonus needs it."""
     domains: int = 1
     """How many there are; rows are told apart by the column domain_number, without it all are of domain 0."""
+    given: tuple[str, ...] = field(init=False)
+    """What the user's loss has parameters for, of GIVEN_TO_LOSSES."""
     peaks: Peaks = field(init=False)
     """Receives mismatch/max and the largest and smallest ratio."""
     ratios: RatioHistogram = field(init=False)
     """Receives the tokens' log-ratios of new and old policy."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "given", given_to(self.policy_loss))
         object.__setattr__(self, "peaks", Peaks(self.domains))
         object.__setattr__(self, "ratios", RatioHistogram(self.domains))
 
@@ -76,7 +87,7 @@ class ActorLoss:
     @property
     def outputs(self) -> tuple[str, ...]:
         """What the model has to compute."""
-        entropy = ["entropy"] if self.entropy_coef > 0 or self.measure_entropy else []
+        entropy = ["entropy"] if self.entropy_coef > 0 or self.measure_entropy or "entropy" in self.given else []
         return ("log_probs", *entropy, *(["distribution"] if self._full_kl else []))
 
     @property
@@ -88,6 +99,7 @@ class ActorLoss:
             names.append("rollout_log_probs")
         if self.kl_coef > 0:
             names.append("ref_distribution" if self._full_kl else "ref_log_probs")
+        names += [name for name in self.given if name != "entropy"]
         return tuple(dict.fromkeys(names))
 
     @property
@@ -115,7 +127,8 @@ class ActorLoss:
         old = log_probs.detach() if old_column is None else _column(micro_batch, old_column)
         weight = _token_weights(micro_batch)
 
-        policy = policy_loss(self.policy_loss, PolicyTerms(log_probs, old, _column(micro_batch, "advantages"), mask))
+        terms = PolicyTerms(log_probs, old, _column(micro_batch, "advantages"), mask)
+        policy = policy_loss(self.policy_loss, terms, **self._given_columns(outputs, micro_batch))
         tokens = _policy_diagnostics(policy, log_probs.detach(), old, mask)
         # Under `rollout` the old log-probs are the engine's own, so that only the training forward is left to compare with.
         trained = log_probs.detach() if self.old_log_probs == "rollout" else old
@@ -140,6 +153,11 @@ class ActorLoss:
         metrics |= {"actor/loss": _total(loss), **sums_by_domain(tokens, numbers, self.domains)}
         self._record_ratios(log_probs.detach(), old, mask, numbers)
         return loss.sum(), metrics
+
+    def _given_columns(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """For the user's loss; of the entropy with its gradient. [B, T-1], 0 where masked."""
+        columns = micro_batch.columns if outputs.entropy is None else {**micro_batch.columns, "entropy": outputs.entropy}
+        return {name: columns[name].masked_fill(~micro_batch.mask, 0.0) for name in self.given}
 
     def _record_ratios(self, current: torch.Tensor, old: torch.Tensor, mask: torch.Tensor, numbers: torch.Tensor) -> None:
         self.ratios.record(current - old, mask, numbers)
@@ -257,19 +275,34 @@ def _total(x: torch.Tensor) -> torch.Tensor:
     return x.detach().sum(dtype=torch.float64)
 
 
-def policy_loss(config: PolicyLossConfig, terms: PolicyTerms) -> PolicyLoss:
-    """The configured loss of each token. Rows without policy tokens have loss 0 and no gradient."""
+USERS_LOSS = "algorithm.policy_loss.function"
+
+
+def given_to(config: PolicyLossConfig) -> tuple[str, ...]:
+    """Of GIVEN_TO_LOSSES, what the user's function has parameters for, and no argument in the configuration."""
+    if not isinstance(config, CustomLossConfig):
+        return ()
+    parameters = list(signature(_users_function(config)).parameters.values())[1:]
+    named = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)} - config.args.keys()
+    return tuple(name for name in GIVEN_TO_LOSSES if name in named)
+
+
+def _users_function(config: CustomLossConfig) -> Callable[..., Any]:
+    return load_function(config.function, USERS_LOSS, "(PolicyTerms, **args) -> PolicyLoss")
+
+
+def policy_loss(config: PolicyLossConfig, terms: PolicyTerms, **given: torch.Tensor) -> PolicyLoss:
+    """The configured loss of each token. Rows without policy tokens have loss 0 and no gradient. `given`: to the user's function."""
     terms = terms.filled()
     if isinstance(config, CustomLossConfig):
-        return _users_policy_loss(config, terms)
+        return _users_policy_loss(config, terms, given)
     return POLICY_LOSSES[config.name](terms, **config.parameters)
 
 
-def _users_policy_loss(config: CustomLossConfig, terms: PolicyTerms) -> PolicyLoss:
+def _users_policy_loss(config: CustomLossConfig, terms: PolicyTerms, given: Mapping[str, torch.Tensor]) -> PolicyLoss:
     """What the user's function makes of the terms, masked entries of which are 0; a bare tensor is taken for the loss."""
-    where = "algorithm.policy_loss.function"
-    function = load_function(config.function, where, "(PolicyTerms, **args) -> PolicyLoss")
-    result = function(terms, **config.args)
+    where = USERS_LOSS
+    result = _users_function(config)(terms, **given, **config.args)
     if isinstance(result, torch.Tensor):
         result = unclipped(result, terms)
     if not isinstance(result, PolicyLoss):

@@ -31,3 +31,9 @@ def infinite(terms: PolicyTerms) -> torch.Tensor:
 
 def detached(terms: PolicyTerms) -> torch.Tensor:
     return bare(terms).detach()
+
+
+def asks(
+    terms: PolicyTerms, rollout_log_probs: torch.Tensor, *, entropy: torch.Tensor, ref_log_probs: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
+    return -terms.advantages * (terms.log_probs + 2 * rollout_log_probs + 3 * ref_log_probs) - scale * entropy

@@ -75,6 +75,26 @@ def test_a_functions_arguments_are_looked_at(project: Project) -> None:
     assert [problem.path for problem in project.problems_of(loss % "strength: 1, other: 2")] == ["algorithm.policy_loss.args.other"]
 
 
+def test_a_loss_may_ask_the_run_for_columns(project: Project) -> None:
+    """By the names of its parameters. The reference's log-probs need a reference, which then is in use without any KL."""
+    project.write("mine/__init__.py", "")
+    functions = ("loss(terms, *, entropy, rollout_log_probs, scale=1.0)", "to_ref(terms, ref_log_probs)", "other(terms, *, entropie)")
+    project.write("mine/parts.py", "".join(f"def {head}: return 1\n" for head in functions))
+
+    def problems(function: str, more: str = "") -> list[tuple[str, str]]:
+        found = project.problems_of(f"algorithm: {{policy_loss: {{name: custom, function: mine.parts.{function}}}}}\n{more}")
+        return [(problem.path, problem.message) for problem in found]
+
+    assert problems("loss") == problems("to_ref", "reference: {}") == []
+    [(path, message)] = problems("to_ref")
+    assert path == "algorithm.policy_loss.function" and "a parameter ref_log_probs; add a `reference` section" in message
+    [(path, message)] = problems("other")
+    assert path == "algorithm.policy_loss.args"
+    assert message == "'mine.parts.other' needs entropie; of itself the run gives rollout_log_probs, ref_log_probs, entropy"
+    [(path, message)] = problems("loss", "reference: {}")
+    assert path == "reference" and "nothing uses the reference" in message
+
+
 def test_full_kl_is_refused_where_whole_distributions_do_not_fit(project: Project) -> None:
     settings = "reference: {}\nalgorithm: {kl_in_loss: {coef: 0.1, estimator: full}}"
     many = "rollout.prompts_per_step=1000"

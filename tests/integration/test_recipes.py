@@ -109,7 +109,8 @@ def test_functions_of_ones_own_go_through_a_run(tmp_path: Path) -> None:
         tmp_path,
         "algorithm.advantage={name: custom, function: credit_functions.above_best_of_batch, args: {scale: 0.5}}",
         "~algorithm.policy_loss",
-        "+algorithm.policy_loss={name: custom, function: user_losses.bare}",
+        "+algorithm.policy_loss={name: custom, function: user_losses.asks}",
+        "+reference={}",
         "algorithm.masks.function=null",
         "algorithm.masks.response_tokens=[1, 11]",
     )

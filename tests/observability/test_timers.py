@@ -45,6 +45,18 @@ def test_phases_other_and_total_add_up() -> None:
     assert list(last.phases) == ["generate", "train"]
 
 
+def test_parts_of_a_phase_may_overlap_and_count_in_no_sum() -> None:
+    pipeline = Pipeline()
+    pipeline.timers.part("outside of a step", 1.0)
+    with pipeline.timers.step(), pipeline.timers.phase("train"):
+        pipeline.clock.now += 3.0
+        pipeline.timers.part("actor_train", 2.5)
+        pipeline.timers.part("critic", 3.0)
+        pipeline.timers.part("critic", 0.25)
+    last = pipeline.timers.last
+    assert last.labelled() == {"train": 3.0, "train/actor_train": 2.5, "train/critic": 3.25, "other": 0.0, "step": 3.0}
+
+
 def test_steps_do_not_leak_into_each_other_but_the_run_adds_up() -> None:
     pipeline = Pipeline()
     pipeline.generate(10.0)

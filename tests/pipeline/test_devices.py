@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,6 +186,19 @@ def test_a_step_moves_as_the_table_says(house: House) -> None:
     step.version = 4
     RLVRPipeline.step(step)
     assert log[:2] == ["engines load weights", "engines load weights kv_cache"], "nothing to send: the trainer stays away"
+
+
+def test_each_turn_tells_how_long_it_took(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock is a second later. One and other begin at 1 and 2, one ends at 3, then the third, on the same device, begins;
+    other ends at 5 and the third at 6."""
+    clock = iter(range(1, 99))
+    took: dict[str, float] = {}
+    monkeypatch.setattr(module.time, "perf_counter", lambda: float(next(clock)))
+    house.finish = ["one", "other", "third"]
+    roles = [house.role("one", 0), house.role("other", 1), house.role("third", 0)]
+    turns = [replace(role.turn(), took=partial(took.__setitem__, role.name)) for role in roles]
+    take_turns(turns, ("weights",))
+    assert took == {"one": 2.0, "other": 3.0, "third": 2.0}
 
 
 def test_who_comes_in_beside_another_leaves_where_the_block_fails(house: House) -> None:

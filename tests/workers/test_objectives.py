@@ -12,7 +12,7 @@ from reference_losses import kl_full, mismatch_weights
 from roll_lite.algorithms.kl import kl_loss
 from roll_lite.algorithms.losses import row_weights
 from roll_lite.algorithms.token_metrics import Peaks, ratio_percentiles
-from roll_lite.config.schema.algorithm import CorrectionWeightConfig, MismatchCorrectionConfig, PpoLossConfig
+from roll_lite.config.schema.algorithm import CorrectionWeightConfig, CustomLossConfig, MismatchCorrectionConfig, PpoLossConfig
 from roll_lite.data.microbatch import MicroBatch, MicroBatchOutputs
 from roll_lite.workers.objectives import ActorLoss, CriticLoss, OldLogProbs
 
@@ -259,6 +259,32 @@ def test_filters_take_the_policy_loss_of_what_trainer_and_engine_see_differently
     broken = micro.columns["advantages"].clone()
     broken[row, token] = math.inf
     assert math.isfinite(run(loss, outputs, MicroBatch({**micro.columns, "advantages": broken}, micro.mask))[0])
+
+
+def test_a_users_loss_gets_what_it_has_parameters_for() -> None:
+    """By hand: A * (new + 2 rollout + 3 ref) and the entropy off it; the entropy has a gradient. Nothing that is masked reaches it."""
+    outputs, micro = batch()
+    loss = ActorLoss(policy_loss=CustomLossConfig(function="user_losses.asks", args={"scale": 0.5}), measure_entropy=False)
+    assert loss.outputs == ("log_probs", "entropy") and {"rollout_log_probs", "ref_log_probs"} <= set(loss.columns)
+    assert outputs.entropy is not None and outputs.log_probs is not None
+    entropy = outputs.entropy.clone().requires_grad_()
+    share, metrics = loss(dataclasses.replace(outputs, log_probs=outputs.log_probs.clone().requires_grad_(), entropy=entropy), micro)
+    expected = 0.0
+    for i, j in micro.mask.nonzero().tolist():
+        advantage, rollout, ref, weight = (
+            float(micro.columns[name][i, j] if micro.columns[name].dim() == 2 else micro.columns[name][i])
+            for name in ("advantages", "rollout_log_probs", "ref_log_probs", "loss_weight")
+        )
+        new, h = float(outputs.log_probs[i, j]), float(outputs.entropy[i, j])
+        expected += weight * (-advantage * (new + 2 * rollout + 3 * ref) - 0.5 * h)
+    assert share.item() == pytest.approx(expected, rel=1e-9) == float(metrics["actor/policy_loss"])
+    (gradient,) = torch.autograd.grad(share, entropy)
+    torch.testing.assert_close(gradient, -0.5 * micro.mask * micro.columns["loss_weight"][:, None])
+    fewer = CustomLossConfig(function="user_losses.bare")
+    assert ActorLoss(policy_loss=fewer, measure_entropy=False).outputs == ("log_probs",)
+    assert ActorLoss(policy_loss=fewer).columns == ActorLoss().columns
+    own = CustomLossConfig(function="user_losses.asks", args={"ref_log_probs": 1.0})
+    assert "ref_log_probs" not in ActorLoss(policy_loss=own).columns, "the configuration has given it"
 
 
 def test_critic_loss_and_metrics_token_by_token() -> None:

@@ -10,7 +10,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from roll_lite.config.arithmetic import group_size, held_out_path, held_out_sampling, kl_terms, requests, trains, updates, validates
+from roll_lite.config.arithmetic import (
+    group_size,
+    held_out_path,
+    held_out_sampling,
+    kl_terms,
+    loss_reads_reference,
+    requests,
+    trains,
+    updates,
+    uses_reference,
+    validates,
+)
 from roll_lite.config.checks.algorithm import ALGORITHM_CHECKS, DOMAIN_ALGORITHM_CHECKS
 from roll_lite.config.checks.files import FILE_CHECKS
 from roll_lite.config.checks.gpu_only import GPU_CHECKS
@@ -143,7 +154,10 @@ def _kl_and_reference_belong_together(config: RunConfig) -> Iterator[Problem]:
         for name, term in active.items():
             message = "KL is measured against the reference; add a `reference` section, or use 0"
             yield Problem(f"algorithm.{name}.coef", message, term.coef)
-    elif config.reference is not None and not active:
+        if loss_reads_reference(config):
+            message = "the loss has a parameter ref_log_probs; add a `reference` section, or rename the parameter"
+            yield Problem("algorithm.policy_loss.function", message, config.algorithm.policy_loss.parameters["function"])
+    elif config.reference is not None and not uses_reference(config):
         message = "nothing uses the reference: algorithm.kl_in_reward.coef and algorithm.kl_in_loss.coef are 0"
         yield Problem("reference", f"{message}; set one of them, or remove the section (reference: null)")
 

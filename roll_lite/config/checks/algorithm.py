@@ -11,6 +11,7 @@ from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.keep_mask import is_truncated, keep_mask_available
 from roll_lite.config.problems import Problem, show
 from roll_lite.config.schema.algorithm import (
+    GIVEN_TO_LOSSES,
     AdaptiveKlConfig,
     CustomAdvantageConfig,
     CustomLossConfig,
@@ -114,7 +115,8 @@ def _own_functions(config: RunConfig) -> Iterator[Problem]:
     if isinstance(algorithm.advantage, CustomAdvantageConfig):
         yield from check_function("algorithm.advantage", "function", algorithm.advantage.function, algorithm.advantage.args)
     if isinstance(algorithm.policy_loss, CustomLossConfig):
-        yield from check_function("algorithm.policy_loss", "function", algorithm.policy_loss.function, algorithm.policy_loss.args)
+        loss = algorithm.policy_loss
+        yield from check_function("algorithm.policy_loss", "function", loss.function, loss.args, given=GIVEN_TO_LOSSES)
     if algorithm.masks.function is not None:
         yield from check_function("algorithm.masks", "function", algorithm.masks.function, {})
 

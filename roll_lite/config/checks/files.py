@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.config.adapter_files import resumption_problem
-from roll_lite.config.arithmetic import kl_terms, roles, trains
+from roll_lite.config.arithmetic import roles, trains, uses_reference
 from roll_lite.config.checkpoint_files import check_model, describe, read_state, remedy, resumption
 from roll_lite.config.checks.layout import model_folder
 from roll_lite.config.files import elsewhere, is_folder, kind_of, listing
@@ -173,7 +173,7 @@ def resumption_notes(config: RunConfig) -> list[str]:
     model.path has to have the same weights.)"""
     folder, reference = config.checkpoint.resume, config.reference
     follows = reference is not None and reference.refresh is not None
-    if folder is None or follows or not trains(config) or not kl_terms(config):
+    if folder is None or follows or not trains(config) or not uses_reference(config):
         return []
     state = read_state(resumption(folder).checkpoint)
     now, made, had = config.model.path.resolve(), _saved(state, "model"), _saved(state, "reference")

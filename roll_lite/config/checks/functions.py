@@ -8,7 +8,7 @@ fast and without side effects. So modules are located by the import system's pat
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,9 +21,11 @@ LONGEST_CHAIN = 8
 CONSTANTS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict)
 
 
-def check_function(path: str, key: str, name: str, arguments: Mapping[str, Any], or_class: bool = False) -> Iterator[Problem]:
+def check_function(
+    path: str, key: str, name: str, arguments: Mapping[str, Any], or_class: bool = False, given: Collection[str] = ()
+) -> Iterator[Problem]:
     """Problems with the function that the key of the section at `path` names, and with the section's `args` for it. `or_class`: it may be
-    a class as well, whose arguments are not looked at."""
+    a class as well, whose arguments are not looked at. `given`: parameters that the run fills where the function has them."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -35,7 +37,21 @@ def check_function(path: str, key: str, name: str, arguments: Mapping[str, Any],
         kind = "a class" if isinstance(found, ast.ClassDef) else "a constant"
         yield Problem(f"{path}.{key}", f"is {kind}; expected a function", name)
     elif isinstance(found, ast.Lambda) or (isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) and not found.decorator_list):
-        yield from _arguments_fit(path, key, name, found.args, arguments)
+        yield from _arguments_fit(path, key, name, found.args, arguments, given)
+
+
+def parameters_of(name: str) -> set[str]:
+    """Names of the function's parameters after the first one that can be given by name; none where they cannot be known."""
+    try:
+        found = _definition(name)
+    except ValueError:  # check_function reports it
+        return set()
+    return _by_name(found.args) if isinstance(found, ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef) else set()
+
+
+def _by_name(parameters: ast.arguments) -> set[str]:
+    positional = [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
+    return {*positional[max(1, len(parameters.posonlyargs)) :], *(one.arg for one in parameters.kwonlyargs)}
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
@@ -115,10 +131,12 @@ def _bound(body: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
     yield from known.items()
 
 
-def _arguments_fit(path: str, key: str, name: str, parameters: ast.arguments, given: Mapping[str, Any]) -> Iterator[Problem]:
+def _arguments_fit(
+    path: str, key: str, name: str, parameters: ast.arguments, given: Mapping[str, Any], by_run: Collection[str]
+) -> Iterator[Problem]:
     positional = [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
     keywords = [one.arg for one in parameters.kwonlyargs]
-    by_name = {*positional[max(1, len(parameters.posonlyargs)) :], *keywords}
+    by_name = _by_name(parameters)
     if not positional and parameters.vararg is None:
         what = "the sample" if key == "name" else "its input"
         yield Problem(f"{path}.{key}", f"the function has to take {what} as its first argument", name)
@@ -129,6 +147,7 @@ def _arguments_fit(path: str, key: str, name: str, parameters: ast.arguments, gi
             yield Problem(f"{path}.args.{argument}", message, given[argument])
     first_default = len(positional) - len(parameters.defaults)
     required = positional[1:first_default] + [one for one, default in zip(keywords, parameters.kw_defaults, strict=True) if default is None]
-    missing = [one for one in required if one not in given]
+    missing = [one for one in required if one not in given and one not in by_run]
     if missing:
-        yield Problem(f"{path}.args", f"{name!r} needs {', '.join(missing)}", dict(given))
+        offered = f"; of itself the run gives {', '.join(by_run)}" if by_run else ""
+        yield Problem(f"{path}.args", f"{name!r} needs {', '.join(missing)}{offered}", dict(given))

@@ -8,7 +8,7 @@ from contextlib import suppress
 from math import prod
 
 from roll_lite.config.adapter_files import VLLM_RANKS, adapter_problems, adapter_shapes
-from roll_lite.config.arithmetic import actor_is_reference, adapters_of_engines, infer_dtype, kl_terms, trains
+from roll_lite.config.arithmetic import actor_is_reference, adapters_of_engines, infer_dtype, trains, uses_reference
 from roll_lite.config.hf_config import read_hf_config, read_model_shape
 from roll_lite.config.model_files import weight_shapes
 from roll_lite.config.problems import Problem, did_you_mean
@@ -80,7 +80,7 @@ def _alone_to_engines_of_experts(config: RunConfig) -> Iterator[Problem]:
 
 def reference_notes(config: RunConfig) -> list[str]:
     """Whose the log-probs are that KL is measured against."""
-    if config.actor_train.lora is None or not kl_terms(config) or not trains(config):
+    if config.actor_train.lora is None or not uses_reference(config) or not trains(config):
         return []
     if config.reference is not None and config.reference.refresh is not None:
         return []

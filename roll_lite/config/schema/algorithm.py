@@ -187,12 +187,17 @@ class KimiLossConfig(Section):
     """Strength of the pull."""
 
 
+GIVEN_TO_LOSSES = ("rollout_log_probs", "ref_log_probs", "entropy")
+"""What a user's loss gets besides the terms, if it has parameters of these names."""
+
+
 class CustomLossConfig(Section):
     """A user's own loss."""
 
     name: Literal["custom"] = "custom"
     function: str
-    """Dotted path to a function `(PolicyTerms, **args) -> PolicyLoss`, see docs/algorithms.md."""
+    """Dotted path to a function `(PolicyTerms, **args) -> PolicyLoss`, see docs/algorithms.md. Parameters named rollout_log_probs,
+    ref_log_probs and entropy get these of every token."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
