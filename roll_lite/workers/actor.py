@@ -28,7 +28,7 @@ from roll_lite.workers.reference import ReferenceWorker
 
 @dataclass(frozen=True)
 class CreditReport:
-    """One rank's advantages, and what is worth telling of them: sums that add up over ranks, and peaks that do not."""
+    """Advantages of one rank with their metrics: sums, which add up over ranks, and peaks, which do not."""
 
     block: Block
     sums: dict[str, float]
@@ -36,7 +36,7 @@ class CreditReport:
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
-"""By algorithm.routing_replay, the column with the experts that updates use; None: those that the router chooses."""
+"""algorithm.routing_replay -> column with the experts used in updates; None: the router chooses."""
 
 
 def actor_loss(algorithm: AlgorithmConfig, domains: int) -> ActorLoss:
@@ -70,16 +70,16 @@ class ActorWorker(ModelWorker):
 
     @staticmethod
     def training_reads(algorithm: AlgorithmConfig) -> Columns:
-        """The loss measures the distance to the reference and, where nothing has compared them yet, that to the engine as well."""
+        """Columns read in training. The loss measures the distance to the reference, and to the engine if nothing else has."""
         measured = ["kept_ids", "ref_log_probs", *(() if compared_before_training(algorithm) else ("rollout_log_probs",))]
         replayed = REPLAYED_COLUMN[algorithm.routing_replay]
         needed = ("temperature", *actor_loss(algorithm, 1).columns, *([] if replayed is None else [replayed]))
         return training_columns(needed, measured)
 
     def assign_credit(self, shard: BatchShard, kl_coef: float) -> CreditReport:
-        """Advantages (and the critic's targets) of this rank's rows. Called on the head ranks, all of them."""
+        """Compute advantages (and the critic's targets) of this rank's rows. All head ranks call it."""
         batch = shard.materialize()
-        rows = padded(batch)  # the whole shard: a few numbers per token, no activations
+        rows = padded(batch)  # the whole shard at once: a few numbers per token, no activations
         credit = assign_credit(rows, self.strategy.layout.data_rank, self.algorithm, kl_coef, self.gather_from_heads)
         lengths = batch.lengths - 1
         columns: dict[str, Column] = {"sample": batch.tensor("sample"), "advantages": Ragged.from_padded(credit.advantages, lengths)}
@@ -96,7 +96,7 @@ class ActorWorker(ModelWorker):
         self.strategy.save_adapters(folder)
 
     def train(self, share: TrainShare, kl_coef: float) -> list[Update]:
-        """Every mini-batch of every epoch, until the policy has moved too far. `kl_coef`: of the KL in the loss, for this step."""
+        """Train on every mini-batch of every epoch, or until the policy has moved too far. `kl_coef`: coefficient of the KL in the loss."""
         loss = self.loss.with_kl_coef(kl_coef)
         updates: list[Update] = []
         for update in self._train(share, loss, loss.outputs):
@@ -130,12 +130,12 @@ class ActorWorker(ModelWorker):
         return replace(sent, seconds=counted.seconds, nbytes=counted.nbytes, by_transport=counted.by_transport)
 
     def weight_checksums(self, names: Collection[str]) -> dict[str, str]:
-        """Of those among the named tensors that this rank owns, as they are sent."""
+        """Checksums of the named tensors that this rank owns, as they are sent."""
         return self.weights.checksums(names)
 
 
 class AdaptedActorWorker(ActorWorker):
-    """One that trains adapters and is, without them, the reference as well: a pass more in place of another model."""
+    """An actor that trains adapters. Without them it serves as the reference: one more pass instead of another model."""
 
     computes: ClassVar[Mapping[str, str]] = {**ReferenceWorker.computes, **ActorWorker.computes}
 
@@ -144,7 +144,7 @@ class AdaptedActorWorker(ActorWorker):
         own = [name for name in columns if name not in ReferenceWorker.computes]
         found: dict[str, Column] | None = {}
         if of_reference:
-            with self.strategy.adapters_off():  # the reference chooses its experts itself
+            with self.strategy.adapters_off():  # the reference's own router chooses experts
                 found = super().pass_over(batch.select(name for name in batch.columns if name != "rollout_experts"), of_reference)
         if own:
             policy = super().pass_over(batch, own)
@@ -161,7 +161,7 @@ def transferred(transfer: Callable[[], None]) -> Transferred:
 
 
 def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
-    """By the sums of an update, which are the same on all ranks: all of them stop or none does. NaN is too far."""
+    """True if the policy's KL exceeds the limit, or is NaN. The sums are equal on all ranks, so all of them stop together."""
     if limit is None:
         return False
     kl, tokens = (sum(value for name, value in metrics.items() if name.startswith(f"actor/{what}#")) for what in ("approx_kl", "tokens"))
@@ -169,5 +169,5 @@ def moved_too_far(metrics: Mapping[str, float], limit: float | None) -> bool:
 
 
 def without_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """After an update, engine and trainer differ by what was learnt as well."""
+    """Drop mismatch metrics: after an update, engine and trainer differ by the update too."""
     return {name: value for name, value in sums.items() if not name.startswith("mismatch/")}

@@ -1,4 +1,4 @@
-"""The engine's side of rollouts: drives a strategy, and hands on what it has generated: turns, and their tokens as blocks."""
+"""The engine's side of rollouts: drives a strategy and returns turns, with their tokens as blocks."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from roll_lite.distributed.strategy.base import InferenceStrategy, PauseMode
 from roll_lite.scheduler.engines import Collected
 from roll_lite.workers.token_blocks import BLOCK_TOKENS, TokenRecord, token_block
 
-BEGUN_POLL_S = 1.0
-"""So late it may be noticed that an engine has begun with a request."""
+STARTED_POLL_S = 1.0
+"""Poll interval for "request started"."""
 HAND_OUT_S = 5.0
-"""A process that dies takes with it what its engine has generated in so long a time."""
+"""Interval at which tokens of unfinished responses are handed out; a dying process loses those after the last time."""
 
 
-STANDS_FOR_ALL_BEFORE = TokenRecord.given((0,))
-"""The first token of a row has no log-prob; that of a part has one."""
+PART_PREFIX = TokenRecord.given((0,))
+"""Dummy first token, so that a part's first log-prob is kept."""
 
 
 class _Ready(NamedTuple):
-    """To be fetched."""
+    """A completion, or part of one, to be fetched."""
 
     completion: Completion
     before: list[TokenRecord]
-    """What comes before it in its row."""
+    """Tokens before it in its row."""
     is_part: bool = False
 
     @property
@@ -38,12 +38,12 @@ class _Ready(NamedTuple):
 
 
 class CompletionPump:
-    """Keeps what finishes until it is fetched."""
+    """Collects completions of a strategy until they are fetched."""
 
     def __init__(
         self, strategy: InferenceStrategy, fetch: Callable[[Any], Awaitable[DataProto]], linger_s: float = 0.05, experts: bool = False
     ) -> None:
-        """`fetch`: a block by its reference. `experts`: completions say where tokens went, and blocks have that column."""
+        """`fetch` gets a block by its reference. `experts`: completions report experts, and blocks have this column."""
         self._strategy = strategy
         self._fetch = fetch
         self._linger_s = linger_s
@@ -51,17 +51,17 @@ class CompletionPump:
         self._ready: deque[_Ready] = deque()
         self._tokens_waiting = 0
         self._left_over = False
-        """The last blocks were full before these were in them."""
+        """Whether the last call left completions behind because its blocks were full."""
         self._before: dict[str, list[TokenRecord]] = {}
-        """What each outstanding request starts from."""
+        """Context and prompt of each outstanding request."""
         self._handed_out: dict[str, int] = {}
-        """So many tokens of an outstanding request its caller has, should this process die."""
+        """Number of tokens handed out for each outstanding request; the caller keeps them if this process dies."""
         self._handing_out: asyncio.Task[None] | None = None
         self._entering: set[str] = set()
-        """Outstanding, but not in the engine yet."""
+        """Outstanding requests that are not in the engine yet."""
         self._not_begun: set[str] = set()
         self._generated: dict[str, int] = {}
-        """Tokens of outstanding requests, as the engine has told since the last answer."""
+        """Progress of outstanding requests since the last answer, in tokens."""
         self._looking: asyncio.Task[None] | None = None
         self._kept_ids = False
         self._changed = asyncio.Event()
@@ -69,8 +69,8 @@ class CompletionPump:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def submit(self, requests: Sequence[GenerationRequest], frozen: bool, kept_ids: bool = False) -> None:
-        """`frozen`: let the engine see all requests before it starts on the first, so that its batches come out the same every time.
-        `kept_ids`: blocks have that column."""
+        """Give requests to the engine. `frozen`: it starts when it has all of them, so that its batches repeat. `kept_ids`: blocks have
+        this column."""
         self._kept_ids = kept_ids
         self._before |= {request.request_id: [TokenRecord.given(request.prompt_ids)] for request in requests}
         self._entering.update(request.request_id for request in requests)
@@ -85,7 +85,7 @@ class CompletionPump:
             await self._strategy.resume()
 
     async def _whole_prompt(self, request: GenerationRequest) -> GenerationRequest | None:
-        """None where a part of it is gone, with the process that wrote it, which is a failure of this request."""
+        """The request with its context fetched. None if the context is lost with its process; then the request fails."""
         if request.context is None:
             return request
         try:
@@ -111,12 +111,12 @@ class CompletionPump:
             await asyncio.sleep(0.001)
 
     async def _consume(self, requests: Sequence[GenerationRequest]) -> None:
-        requests = [request for request in requests if request.request_id in self._before]  # the others were aborted on the way
+        requests = [request for request in requests if request.request_id in self._before]  # others were aborted meanwhile
         unanswered = {request.request_id for request in requests}
         self._entering -= unanswered
         self._not_begun |= unanswered
         if self._looking is None or self._looking.done():
-            self._looking = self._run(self._look_for_begun())
+            self._looking = self._run(self._poll_started())
         if self._handing_out is None or self._handing_out.done():
             self._handing_out = self._run(self._hand_out_parts())
         error = "the engine ended without an answer"
@@ -124,26 +124,26 @@ class CompletionPump:
             async for completion in self._strategy.generate(requests):
                 unanswered.discard(completion.request_id)
                 if completion.error is not None:
-                    await self._look_after_engine(completion.error)
+                    await self._check_engine(completion.error)
                 self._push(completion)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
-            await self._look_after_engine(error)
+            await self._check_engine(error)
         for request_id in unanswered:
             self._push(Completion(request_id, error=error))
 
-    async def _look_for_begun(self) -> None:
-        """While there is a request that has neither begun nor ended."""
+    async def _poll_started(self) -> None:
+        """Poll for started requests while there are requests that have not started."""
         while self._not_begun and self._dead is None:
             begun = self._strategy.generated(self._not_begun)
             if begun:
                 self._generated |= begun
                 self._changed.set()
                 self._not_begun.difference_update(begun)
-            await asyncio.sleep(BEGUN_POLL_S)
+            await asyncio.sleep(STARTED_POLL_S)
 
     async def _hand_out_parts(self) -> None:
-        """While anything is outstanding; and how far all of it is, which need not wake anybody."""
+        """Hand out tokens and progress of unfinished responses while there are any."""
         await asyncio.sleep(HAND_OUT_S)
         while self._before and self._dead is None:
             begun = self._before.keys() - self._not_begun
@@ -152,13 +152,13 @@ class CompletionPump:
             for part in await self._grown(since):
                 if part.request_id in self._before:
                     self._handed_out[part.request_id] = since[part.request_id] + len(part.token_ids)
-                    self._make_ready(_Ready(part, [STANDS_FOR_ALL_BEFORE], is_part=True))
+                    self._make_ready(_Ready(part, [PART_PREFIX], is_part=True))
             await asyncio.sleep(HAND_OUT_S)
 
     async def _grown(self, since: Mapping[str, int]) -> list[Completion]:
         try:
             return await self._strategy.grown(since) if since else []
-        except Exception:  # an edge of the process: it is the engine that fails, which its requests will tell
+        except Exception:  # a process edge: the engine failed, and its requests report that
             return []
 
     def _push(self, completion: Completion) -> None:
@@ -175,20 +175,22 @@ class CompletionPump:
         self._changed.set()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Those that the engine has end with the tokens that they have there."""
+        """Abort requests. Those in the engine end with the tokens they have."""
         for request_id in list(self._entering if request_ids is None else self._entering.intersection(request_ids)):
             self._push(Completion(request_id, finish_reason=FinishReason.ABORT))
         await self._strategy.abort(request_ids)
 
-    async def _look_after_engine(self, error: str) -> None:
-        """A request failed: is it the request, or the engine?"""
+    async def _check_engine(self, error: str) -> None:
+        """Note the engine's death if it is the cause of a failed request."""
         if self._dead is None and not (await self._strategy.health()).alive:
             self._dead = error
             self._changed.set()
 
     async def collect(self, max_wait_s: float, most_blocks: int = 1) -> tuple[Collected, list[DataProto]]:
-        """Everything that finished since the last call, and how far the rest is; waits for the first, and a moment longer for its
-        neighbours. Their tokens come beside them as blocks. What is beyond `most_blocks` full ones comes with the next call."""
+        """Completions and progress since the last call, with tokens as blocks. Waits for the first completion, and `linger_s` for more.
+
+        Completions beyond `most_blocks` full blocks come with the next call.
+        """
         if not self._ready and not self._generated and self._dead is None:
             self._changed.clear()
             try:

@@ -1,4 +1,4 @@
-"""An inference engine in a process of its own, and the rollout service's view of it."""
+"""Worker process of an inference engine, and the rollout service's client for it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ T = TypeVar("T")
 WATCH_SECONDS = 0.5
 LAST_SECONDS = 2.0
 PULSE_SECONDS = 2.0
-"""Between an answer and the next question whether it is there."""
+"""Pause between an answer and the next heartbeat."""
 LISTEN_SECONDS = 0.5
 MOST_BLOCKS = 32
-"""That one call brings."""
+"""Maximum of token blocks returned by one call."""
 POLL_SECONDS = 10.0
-"""A call that asks for completions comes back after this time also without any."""
+"""A call for completions returns after this time even without any."""
 
 
 async def fetch_block(reference: Any) -> DataProto:
@@ -53,9 +53,9 @@ class InferWorker(AsyncWorker):
     _watching_parts: asyncio.Task[None] | None = None
 
     def __init__(self, spec: EngineSpec, parts: Sequence[Sequence[Mapping[str, Any]]] = ()) -> None:
-        """`parts`: of each replica, Ray's options for the actors on the further nodes that it spans."""
+        """`parts`: for each replica, Ray options of the actors on the further nodes that it spans."""
         super().__init__()
-        # Replicas with one seed would draw the same numbers, and samples of one prompt on two replicas could come out alike.
+        # Replicas with equal seeds would draw the same numbers, so that samples of one prompt could be equal.
         strategy = share_of_device(spec.strategy, self.rank % spec.sharers, spec.sharers)
         spec = replace(spec, strategy=strategy, seed=derived_seed(spec.seed, "actor_infer", self.rank))
         self._parts = EngineParts(spec, parts[self.rank]) if parts and parts[self.rank] else None
@@ -64,7 +64,7 @@ class InferWorker(AsyncWorker):
         self._pump = CompletionPump(self._strategy, fetch_block, experts=spec.experts)
 
     async def initialize(self, turn: int = 0, turns: int = 1) -> None:
-        """Of so many turns the engine's own: in any other nothing is done."""
+        """Start the engine, only in this replica's turn."""
         if self.rank % turns != turn:
             return
         if self._parts is None:
@@ -77,19 +77,19 @@ class InferWorker(AsyncWorker):
         self._ready.set()
 
     async def until_ready(self) -> None:
-        """Until then this process may be too busy to answer anything."""
+        """Wait until the engine has started; before, this process may be too busy to answer."""
         await self._ready.wait()
 
     async def _watch(self) -> None:
-        """The engine's own processes may die while this one lives."""
+        """Watch the engine, whose processes may die while this one lives."""
         while (health := await self._strategy.health()).alive:  # noqa: ASYNC110 (processes make no events)
             await asyncio.sleep(WATCH_SECONDS)
         cause = str(health.details.get("failure", "the engine is dead"))
         if self._parts is not None and self._watching_parts is not None:
-            # Workers of different nodes fall together, and whose end is noticed first is chance.
+            # Workers on different nodes fail together; either may be noticed first.
             await asyncio.wait((self._watching_parts,), timeout=WATCH_SECONDS)
             cause = "; ".join(dict.fromkeys(text for text in (cause, self._parts.lost) if text is not None))
-        # What it leaves behind goes first, for whoever hears of the end ends this process; and that is told whatever comes of it.
+        # Clean up before reporting the end: the listener kills this process.
         with suppress(Exception):
             await asyncio.wait_for(self._end_engine(), LAST_SECONDS)
         self.tell_end(MemberLost(cause))
@@ -103,13 +103,14 @@ class InferWorker(AsyncWorker):
     # ------------------------------------------------------------ rollouts
 
     async def submit(self, requests: list[GenerationRequest], frozen: bool = False, kept_ids: bool = False) -> None:
-        """`frozen`: the engine starts on the first once it has all of them. `kept_ids`: token blocks have that column."""
+        """Submit requests. `frozen`: the engine starts when it has all of them. `kept_ids`: token blocks have this column."""
         await self._pump.submit(requests, frozen, kept_ids)
 
     async def collect(self, most_blocks: int = 1, max_wait_s: float = POLL_SECONDS) -> tuple[Collected | DataProto | None, ...]:
-        """Everything that finished since the last call, then as many blocks of tokens as were asked for, or None. Ray gives what is
-        returned to the caller, who may leave it where it is: the tokens outlive this process, which they would not if it put them into
-        the object store itself."""
+        """Everything that finished since the last call, then `most_blocks` token blocks, padded with None.
+
+        Returned objects belong to the caller, so that the tokens outlive this process; objects that it put into the store itself would not.
+        """
         collected, blocks = await self._pump.collect(max_wait_s, most_blocks)
         return collected, *blocks, *[None] * (most_blocks - len(blocks))
 
@@ -122,7 +123,7 @@ class InferWorker(AsyncWorker):
         return await self._transferred(self._strategy.connect_weights(first_member, membership))
 
     async def update_weights(self, routes: Sequence[Route], version: int) -> Transferred:
-        """One that broke off has to be repeated: see InferenceStrategy."""
+        """Update the weights. An update that breaks off must be repeated, see InferenceStrategy."""
         return await self._transferred(self._strategy.update_weights(routes, version))
 
     async def weight_checksums(self, names: Collection[str]) -> dict[str, str]:
@@ -154,7 +155,7 @@ class InferWorker(AsyncWorker):
         return Transferred(seconds=seconds or {})
 
     async def _of_engine(self, work: Awaitable[T]) -> T:
-        """Work that failed because the engine is dead tells of the loss."""
+        """Await the engine's work; raise MemberLost if it failed because the engine is dead."""
         try:
             return await work
         except Exception as error:
@@ -165,8 +166,10 @@ class InferWorker(AsyncWorker):
 
 
 class RemoteEngine(BatchedEngine):
-    """An engine behind an InferWorker, as a member of a fleet. When the worker's process dies, the call that waits for completions
-    fails at once. `silence_s`: how long it may answer nothing at all; None, for ever."""
+    """Client of an InferWorker, as a member of a fleet. If the worker's process dies, the call for completions fails at once.
+
+    `silence_s`: time in which it must answer a heartbeat; None: unlimited.
+    """
 
     def __init__(
         self,
@@ -183,15 +186,15 @@ class RemoteEngine(BatchedEngine):
         self._experts = experts
         self._silence_s = silence_s
         self.silent_s = 0.0
-        """Since it last answered; once it is lost, by then. Not while this process is itself stopped."""
+        """Seconds since its last answer, not counting time in which this process itself was stopped."""
         self._listened_at: float | None = None
         self._place: tuple[str, int] | None = None
-        """Node and number of its process."""
+        """Node and process id."""
         self._blocks = 1
-        """To ask for next."""
+        """Number of token blocks to request next."""
 
     async def start(self) -> None:
-        """The driver does that; here it is waited for."""
+        """Wait until the driver has started the engine."""
         await self._worker.until_ready.remote()
 
     async def until_lost(self) -> str:
@@ -213,7 +216,7 @@ class RemoteEngine(BatchedEngine):
         raise AssertionError(f"{self.name}: until_death returned")
 
     async def _until_silent(self) -> str:
-        """Its event loop answers while the engine prefills, however long that takes, and while weights arrive."""
+        """Ask heartbeats until one stays unanswered; returns the cause. The worker answers even during long prefills and updates."""
         self._listen(0.0)
         while True:
             question = asyncio.ensure_future(self._worker.place.remote())
@@ -231,7 +234,7 @@ class RemoteEngine(BatchedEngine):
             self._listen(PULSE_SECONDS)
 
     def _listen(self, most: float) -> float:
-        """Seconds of silence by now, `most` of them since the last look: what is more this process was stopped itself."""
+        """Seconds of silence so far. At most `most` seconds since the last call count: in the rest this process itself was stopped."""
         now = asyncio.get_running_loop().time()
         if self._listened_at is not None:
             self.silent_s += min(now - self._listened_at, most)
@@ -244,13 +247,13 @@ class RemoteEngine(BatchedEngine):
         super()._die(cause)
 
     def kill(self) -> None:
-        """Also one that is only stopped, and might come back with old weights."""
+        """Kill the worker, even a stopped one, which might come back with old weights."""
         ray.kill(self._worker)
         if self._place is not None:
             kill_stopped(*self._place)
 
     def lost(self, cause: str) -> None:
-        """Whoever waits for it hears of it."""
+        """Fail all pending requests with EngineLost."""
         self._die(cause)
 
     async def _submit(self, requests: list[GenerationRequest], frozen: bool) -> None:

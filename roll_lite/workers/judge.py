@@ -1,4 +1,4 @@
-"""Judges that the run starts itself: vLLM's OpenAI-compatible server in a process of its own, started again when it dies."""
+"""Judges started by the run: vLLM's OpenAI-compatible server in a separate process, restarted when it dies."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from roll_lite.distributed.worker import AsyncWorker, reserve_port
 
 POLL_SECONDS = 0.25
 HEALTH_SECONDS = 5.0
-"""How often it is asked whether it is well, and how long an answer may take."""
+"""Interval and time-out of health checks."""
 SILENCE_SECONDS = 120.0
-"""Without an answer it counts as hanging."""
+"""A server without an answer for this time counts as hanging."""
 
 
 @dataclass(frozen=True)
 class JudgeAddress:
-    """Where a judge is, for the reward workers."""
+    """Address of a judge, for the reward workers."""
 
     urls: tuple[str, ...]
     model: str
-    """Its name in requests."""
+    """Model name in requests."""
     fingerprint: str
-    """Changes with whatever may change its answers."""
+    """Hash of everything that may change its answers."""
 
     @staticmethod
     def of(servers: Sequence[JudgeAddress]) -> JudgeAddress:
-        """All servers of one judge."""
+        """Join the addresses of all servers of one judge."""
         return JudgeAddress(tuple(url for server in servers for url in server.urls), servers[0].model, servers[0].fingerprint)
 
 
 def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> RewardConfig:
-    """The reward and its terms, with the addresses of the judges that they name."""
+    """Fill in the addresses of the judges that a reward and its terms name."""
 
     def known(type_: str, args: dict[str, object]) -> dict[str, object]:
         if type_ != JUDGE or args.get("server") not in judges:
@@ -57,14 +57,14 @@ def with_addresses(reward: RewardConfig, judges: Mapping[str, JudgeAddress]) -> 
 
 
 class JudgeServer:
-    """The server's process, as a fleet's only member. Its port is bound here and stays ours, however often the server is started."""
+    """The server's process, as a fleet's only member. Its port is reserved here and survives restarts."""
 
     def __init__(self, name: str, config: JudgeServerConfig) -> None:
         self.name = "the judge's server"
         self.process: subprocess.Popen[bytes] | None = None
         self._served_name = name
         self._config = config
-        # Nobody else needs to see it where there is no other node.
+        # Visible on this machine only if there is no other node.
         alone = sum(node["Alive"] for node in ray.nodes()) == 1
         self._host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
         self._held = reserve_port(self._host)
@@ -72,7 +72,7 @@ class JudgeServer:
 
     @property
     def address(self) -> JudgeAddress:
-        """Known before the server answers there."""
+        """Address, known before the server is up."""
         return JudgeAddress((f"http://{self._host}:{self._port}/v1",), self._served_name, fingerprint(self._config))
 
     async def start(self) -> None:
@@ -110,7 +110,7 @@ class JudgeServer:
         return f"{self.name} {cause}"
 
     def kill(self) -> None:
-        """The server, and every process that it started."""
+        """Kill the server and all its child processes."""
         if self.process is None:
             return
         with suppress(ProcessLookupError):
@@ -132,7 +132,7 @@ class JudgeServer:
 
 
 class JudgeWorker(AsyncWorker):
-    """One server, in a fleet of its own. The run ends when it cannot be kept alive."""
+    """A fleet with one server. The run ends if the server cannot be kept alive."""
 
     def __init__(self, config: JudgeServerConfig) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class JudgeWorker(AsyncWorker):
 
 
 def fingerprint(config: JudgeServerConfig) -> str:
-    """Of the weights' files and of how they are run."""
+    """Hash of the model's files and its settings."""
     parts = [str(config.path), config.dtype, config.strategy.model_dump_json()]
     for file in sorted(config.path.glob("*")):
         stat = file.stat()

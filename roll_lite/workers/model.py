@@ -1,4 +1,4 @@
-"""What the actor, the critic and the reference share: a rank that holds a model behind a train strategy."""
+"""Base of the actor, the critic and the reference: a rank that holds a model behind a train strategy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from roll_lite.workers.objectives import ActorLoss, CriticLoss
 
 @dataclass(frozen=True)
 class ModelRole:
-    """Everything a rank needs to build its part of a model."""
+    """Settings from which a rank builds its part of a model."""
 
     model: ModelConfig
     config: ForwardRoleConfig
@@ -39,7 +39,7 @@ class ModelRole:
 
     @property
     def model_spec(self) -> ModelSpec:
-        """What the strategy is built from."""
+        """Spec from which the strategy is built."""
         value_init = self.config.init if isinstance(self.config, CriticRoleConfig) else None
         return ModelSpec(
             self.model,
@@ -58,17 +58,17 @@ class ModelRole:
 
 @dataclass(frozen=True)
 class TrainShare:
-    """One data-parallel rank's part of a step: the rows it will need, shipped once, and its share of every mini-batch."""
+    """Part of a step for one data-parallel rank: the rows it needs, shipped once, and its share of every mini-batch."""
 
     shard: BatchShard
     mini_batches: list[MiniBatch]
     supervised: list[DataProto] = field(default_factory=list)
-    """Further rows of every mini-batch (data/supervised.py); empty where there are none."""
+    """Supervised rows of every mini-batch (data/supervised.py); empty if there are none."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step, for metrics."""
+    """Result of an optimizer step, for metrics."""
 
     epoch: int
     result: TrainResult
@@ -76,19 +76,18 @@ class Update:
     ratios: np.ndarray | None = None
     """Histogram of the ratios of new and old policy, [domains, bins] (see ratio_histogram.py); the actor's only."""
     row_losses: dict[int, float] = field(default_factory=dict)
-    """By sample, of this rank's rows, supervised ones among them, where the update was skipped and the one before it was not: what each
-    adds to the loss."""
+    """Loss of each of this rank's rows, supervised ones included, by sample; only for the first of several skipped updates."""
 
 
 def training_columns(loss_columns: Sequence[str], if_there: Sequence[str] = ()) -> Columns:
-    """What optimizer steps take from a batch; loss_weight comes with each mini-batch."""
+    """Columns that optimizer steps read from a batch; loss_weight comes with each mini-batch."""
     of_loss = [name for name in loss_columns if name != "loss_weight"]
     return Columns(reads=("input_ids", "response_mask", "domain_number", *of_loss), if_there=tuple(if_there))
 
 
 class ModelWorker(Worker):
     computes: ClassVar[Mapping[str, str]] = {}
-    """Columns that the role's forward pass can write, each with the model output that it is."""
+    """Columns that the role's forward pass can write -> model output."""
     forward_columns: ClassVar[Columns] = Columns(reads=("input_ids",))
     strategy: TrainStrategy
 
@@ -133,7 +132,7 @@ class ModelWorker(Worker):
         self.strategy.load_checkpoint(folder)
 
     def file_records(self, folder: Path, names: Sequence[str]) -> dict[str, FileRecord]:
-        """Size and checksum of this rank's share of the files: every world_size-th."""
+        """Size and checksum of every world_size-th file, starting with this rank's number."""
         return {name: record(folder / name) for name in names[self.rank :: self.world_size]}
 
     def save_hf(self, folder: Path, average: bool = False) -> dict[str, int]:
@@ -144,7 +143,7 @@ class ModelWorker(Worker):
         self.strategy.load_hf(folder)
 
     def compute(self, shard: BatchShard, columns: Sequence[str]) -> Block | None:
-        """Some of the columns that the role computes, of this rank's rows; on head ranks."""
+        """Compute columns of this rank's rows; head ranks return them."""
         batch = shard.materialize()
         found = self.pass_over(batch, columns)
         return None if found is None else put_block(DataProto({"sample": batch.tensor("sample"), **found}))
@@ -171,12 +170,12 @@ class ModelWorker(Worker):
             yield Update(mini_batch.epoch, result, row_losses=explained)
 
     def _row_losses(self, rows: DataProto, loss_fn: ActorLoss | CriticLoss, outputs: Sequence[str]) -> dict[int, float]:
-        """What each row adds to a loss that was not finite, on head ranks: from another forward pass of the same weights."""
+        """Loss of each row of an update whose loss was not finite, from another forward pass; on head ranks."""
         plan = self.strategy.plan(rows.lengths, self._forward_budget(outputs))
         found = self.strategy.forward(rows, outputs, plan)
         if found is None:
             return {}
-        apart = replace(loss_fn)  # ratios and peaks that it records have been recorded in training
+        apart = replace(loss_fn)  # a copy, since the original recorded ratios and peaks in training
         losses: dict[int, float] = {}
         for number, sample in enumerate(rows.tensor("sample").tolist()):
             of_row = MicroBatchOutputs(**{name: found.ragged(name).row(number)[None] for name in outputs})
@@ -196,7 +195,7 @@ class ModelWorker(Worker):
         return dist.new_group([layout.rank for layout in heads], backend="gloo")
 
     def gather_from_heads(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Called on all head ranks: what each of them brings, in data-rank order."""
+        """Gather rows from all head ranks, in data-rank order; all head ranks call it."""
         everyone: list[torch.Tensor | None] = [None] * self.strategy.layout.data_size
         dist.all_gather_object(everyone, rows, group=self._heads)
         return [part for part in everyone if part is not None]

@@ -1,4 +1,4 @@
-"""Batches of a past run: what the rollout service gave then, read from its dumps."""
+"""Batches of a past run, read from its dumps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_batch(path: Path) -> RolloutBatch:
 
 
 def recorded_stats(recorded: Mapping[str, Any]) -> RolloutStats:
-    """What was counted then; a count that this program does not know is left out."""
+    """Statistics recorded with the dump; unknown counts are dropped."""
     domains = {name: _known(DomainStats, counts) for name, counts in recorded["domains"].items()}
     return _known(RolloutStats, {**recorded, "domains": domains})
 

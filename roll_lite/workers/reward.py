@@ -25,21 +25,20 @@ from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.running.batch_scorer import BatchScorer, Scored, slow_start, time_out
 
 BATCH_SECONDS = 0.05
-"""How much work goes into one call: much longer than the call's own cost, short enough that nobody waits for a neighbour."""
+"""Target duration of one call: much longer than the call's own cost, short enough that samples do not wait for each other."""
 SLICE_SECONDS = 0.5
-"""A call comes back after this time with what it has: a hanging sample is noticed by its own time-out, whatever else is in its batch."""
+"""A call returns after this time with the samples done so far, so that a hanging sample does not hold up its batch."""
 MOST_SAMPLES = 64
-"""The most samples in one call, and under way in one worker."""
+"""Maximum of samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
-"""Workers of one pool, without a single score in between: whoever waits is told that nothing is scored there, instead of waiting for
-as many time-outs as there are samples before it."""
+"""After this number of lost workers without a score in between, all waiting samples fail instead of waiting for their own time-outs."""
 
 
 class RewardWorker:
     """A synchronous actor, so that reward functions run in the main thread of their process.
 
-    No method may be `async def`: Ray would make it an asynchronous actor and run everything in another thread.
+    No method may be `async def`: Ray would then run everything in another thread.
     """
 
     _scorer: BatchScorer
@@ -49,20 +48,19 @@ class RewardWorker:
         self._path = path
 
     def prepare(self) -> tuple[bool, bool, str]:
-        """Find the functions and pay for their first calls before the first sample; tells whether any is async, any takes lists, and what
-        the user should know."""
+        """Load and warm up the reward functions. Returns whether one is async, whether one takes lists, and a note for the user."""
         self._scorer, reward = BatchScorer.of(self._config, self._path)
         return reward.is_async, reward.is_batched, reward.describe()
 
     def score(self, items: dict[int, RewardInput]) -> Scored:
-        """By numbers. What is under way comes back from a later call, with or without further items."""
+        """Score items by number. Unfinished ones are returned by a later call, with or without further items."""
         return self._scorer(items, SLICE_SECONDS)
 
     def process_id(self) -> int:
         return os.getpid()
 
     def place(self) -> tuple[str, int]:
-        """Node and number of this process."""
+        """Node and process id."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
@@ -71,7 +69,7 @@ class _Waiting:
     item: RewardInput
     answer: asyncio.Future[Score]
     alone: bool = False
-    """Was in a batch whose worker hung or died: scored on its own next, so that the right sample is blamed."""
+    """Score it on its own next, since its last batch hung or died: so the right sample is blamed."""
 
 
 class PooledWorker:
@@ -80,14 +78,14 @@ class PooledWorker:
     is_async = False
     is_batched = False
     note = ""
-    """What the user should know of how samples are scored."""
+    """Note for the user on how samples are scored."""
 
     def __init__(self, config: RewardConfig, path: str) -> None:
         self.name = f"reward {config.name}"
         self.actor: Any = None
         self._place: tuple[str, int] | None = None
         self.under_way: dict[int, _Waiting] = {}
-        """By the numbers that the worker knows them by."""
+        """Samples in flight, by the worker's numbers."""
         self._config = config
         self._path = path
 
@@ -117,13 +115,12 @@ class PooledWorker:
 
 
 class RewardPool:
-    """A RewardClient over the reward workers of one domain. Each worker takes what waits as soon as it is free.
+    """A RewardClient over the reward workers of one domain. A free worker takes waiting samples at once.
 
-    A function that hangs or kills its process costs its own sample a failure and the pool a worker, which is replaced; the
-    other samples of the same call are scored again without being charged. What can be interrupted is interrupted inside the worker,
-    so that only the sample itself waits for its time-out; what cannot (a process that stands still, a call into C that does not return)
-    is ended by the pool's own clock, and the process with it. Where nothing but that happens, all that wait fail together.
-    Samples of an async function join those that are under way in a worker, and leave it one by one.
+    A function that hangs or kills its process fails its own sample and costs a worker, which is replaced; other samples of the call are
+    scored again. A hang in Python is interrupted inside the worker. Other hangs (a stopped process, a call into C) are ended by the pool's
+    clock, together with the process. If workers are lost again and again without a score, all waiting samples fail. Samples of an async
+    function join a busy worker's and leave it one by one.
     """
 
     def __init__(self, domain: str, config: RewardConfig) -> None:
@@ -140,7 +137,7 @@ class RewardPool:
         self._fleet = Fleet(f"{self._path}.workers", members, policy, self._serve, self._lost, self._down)
 
     async def start(self) -> None:
-        """Start and warm up all workers. A mistake in the reward's configuration is raised here, as the ValueError that it is."""
+        """Start and warm up all workers. A mistake in the reward's configuration raises ValueError."""
         try:
             await self._fleet.start()
         except SlowStart:
@@ -162,12 +159,12 @@ class RewardPool:
         self._fleet.close()
 
     def newly_replaced(self) -> int:
-        """Workers replaced since this was last asked, for the statistics of a batch."""
+        """Number of workers replaced since the last call, for the statistics of a batch."""
         return self._fleet.newly_replaced()
 
     @property
     def replaced(self) -> int:
-        """Workers that hung or died and were replaced, since the start."""
+        """Number of workers replaced since the start."""
         return self._fleet.replaced
 
     @property
@@ -177,7 +174,7 @@ class RewardPool:
 
     @property
     def note(self) -> str:
-        """What the user should know of how samples are scored."""
+        """Note for the user on how samples are scored."""
         return self._fleet.members[0].note
 
     # ------------------------------------------------------------ workers
@@ -189,19 +186,19 @@ class RewardPool:
             await self._call(member, dict(zip(numbers, batch, strict=False)))
 
     async def _call(self, member: PooledWorker, batch: dict[int, _Waiting]) -> None:
-        """Samples that are done are under way no more. MemberLost where the worker is of no use any more."""
+        """Score a batch. Raises MemberLost if the worker must be replaced."""
         member.under_way |= batch
         try:
-            # The worker ends a call in time by itself, unless what runs in it cannot be interrupted.
+            # The worker ends a call in time, unless the running code cannot be interrupted.
             async with asyncio.timeout(self._config.timeout_s + SLICE_SECONDS + GRACE_SECONDS):
                 scored: Scored = await member.actor.score.remote({number: waiting.item for number, waiting in batch.items()})
         except TimeoutError:
             raise MemberLost(time_out(self._config.name, self._config.timeout_s)) from None
         except RayActorError as error:
             raise MemberLost(member.died(error)) from error
-        except RayTaskError:  # a bug in the worker: nobody knows what is under way in it
+        except RayTaskError:  # a bug in the worker, whose state is unknown
             raise
-        except Exception as error:  # an item that cannot be pickled: a failure of these samples, recorded as one
+        except Exception as error:  # an item cannot be pickled: recorded as a failure of these samples
             failed = {number: member.under_way.pop(number) for number in batch}
             self._blame(failed, f"{member.name}: {type(error).__name__}: {first_line(error)}")
         else:
@@ -210,7 +207,7 @@ class RewardPool:
                 raise MemberLost(f"{member.name}: it was interrupted somewhere inside")
 
     def _lost(self, member: PooledWorker, cause: str) -> None:
-        """What was under way is tried elsewhere, or to blame."""
+        """Retry or fail the samples in flight in a lost worker."""
         self._blame(member.under_way, cause)
         self._lost_in_a_row += 1
         if self._lost_in_a_row >= LOST_IN_A_ROW:
@@ -242,7 +239,7 @@ class RewardPool:
             self._idle -= 1
 
     def _join(self, under_way: dict[int, _Waiting]) -> list[_Waiting]:
-        """A busy worker's share of what waits; none where a sample is, or has to be, alone."""
+        """Further samples for a busy worker: its share of those waiting; none if a sample must run alone."""
         if any(waiting.alone for waiting in under_way.values()):
             return []
         room = min(MOST_SAMPLES - len(under_way), math.ceil(len(self._queue) / (self._idle + 1)))
@@ -261,7 +258,7 @@ class RewardPool:
         return max(1, min(MOST_SAMPLES, share, int(seconds / max(self._seconds_per_sample, 1e-6))))
 
     def _answer(self, member: PooledWorker, scored: Scored, given: int) -> None:
-        """`given`: how many samples the call was for."""
+        """Hand out a call's results. `given`: number of samples in the call."""
         results = scored.results if not scored.interrupted else dict.fromkeys(member.under_way) | scored.results
         done = 0
         for number, result in sorted(results.items(), reverse=True):
@@ -280,11 +277,11 @@ class RewardPool:
             return
         seconds = scored.seconds / max(1, done)
         known = self._seconds_per_sample
-        # Quick to believe that samples became slow, slow to believe that they became fast: a batch too large costs more than one too small.
+        # Rises at once and falls slowly, since too large a batch costs more than too small a one.
         self._seconds_per_sample = seconds if known is None else max(seconds, 0.8 * known + 0.2 * seconds)
 
     def _blame(self, under_way: dict[int, _Waiting], cause: str) -> None:
-        """The call failed, and everything that was under way with it. A single sample is to blame, of several nobody knows which."""
+        """Handle the samples of a failed call: a single one fails, several are scored again one by one to find the cause."""
         several = len(under_way) > 1
         for number in sorted(under_way, reverse=True):
             waiting = under_way.pop(number)

@@ -33,7 +33,7 @@ class RewardModelSpec:
 
     @property
     def model_spec(self) -> ModelSpec:
-        """What the strategy is built from."""
+        """Spec from which the strategy is built."""
         return ModelSpec(
             ModelConfig(path=self.config.path, dtype=self.config.dtype),
             self.config.strategy,
@@ -45,11 +45,11 @@ class RewardModelSpec:
 
 
 class NotInitialized(RuntimeError):
-    """A process that was started in the place of a dead one has been asked for scores before it has a model."""
+    """A restarted process was asked for scores before it had a model."""
 
 
 class RewardModelWorker(Worker):
-    """Its death does not end the run: whoever asks it for scores notices, and has it initialized again."""
+    """A rank of a reward model. Its death does not end the run: its client notices and initializes it again."""
 
     watched: ClassVar[bool] = False
     max_restarts: ClassVar[int] = -1
@@ -71,7 +71,7 @@ class RewardModelWorker(Worker):
         return strategy.layout
 
     def score(self, texts: Sequence[ScoredText]) -> list[float | str] | None:
-        """On every rank of a copy of the model, at once. For each text its score or why it has none; None on ranks other than heads."""
+        """Score texts on all ranks of a copy together: for each text its score or the reason it has none; heads only."""
         strategy = self._initialized()
         tokens = [self._tokens.of(text) for text in texts]
         scores = self._scores(strategy, [ids for ids in tokens if not isinstance(ids, str)])
@@ -98,14 +98,14 @@ class RewardModelWorker(Worker):
                 "response_mask": Ragged.from_rows([torch.zeros(len(row), dtype=torch.bool) for row in rows], torch.bool),
             }
         )
-        # Copies of the model take texts as they come: a pass is this copy's own.
+        # Each copy takes texts on its own, so a pass needs no agreement with other copies.
         plan = strategy.plan(batch.lengths, self._planner(strategy), together=False)
         outputs = strategy.forward(batch, ["final_value"], plan)
         return None if outputs is None else outputs.tensor("final_value").tolist()
 
     def _planner(self, strategy: ForwardStrategy) -> MicroBatchPlanner:
         config = self.spec.config
-        if self.spec.deterministic:  # a score's last digits depend on what else is in the pass: alone it is the same in every run
+        if self.spec.deterministic:  # a score's last digits depend on the other rows of its pass
             return RowsAtATime(1)
         if strategy.pads_rows:
             return PaddedBudget(config.micro_batch_tokens, config.micro_batch_size)
@@ -113,7 +113,7 @@ class RewardModelWorker(Worker):
 
 
 class TextTokens:
-    """From texts to token ids, with the reward model's own tokenizer."""
+    """Tokenizes texts with the reward model's own tokenizer."""
 
     def __init__(self, spec: RewardModelSpec) -> None:
         self._tokenizer: Any = load_tokenizer(spec.config.path, spec.path_key)
@@ -122,12 +122,12 @@ class TextTokens:
         self._padding = raw.get("pad_token_id")
 
     def of(self, text: ScoredText) -> list[int] | str:
-        """Its token ids, or what is wrong with the text."""
+        """Token ids, or the reason the text cannot be scored."""
         try:
             ids = self._encode(text)
-        except Exception as error:  # whatever the model's own chat template objects to
+        except Exception as error:  # the model's chat template may raise anything
             return f"the reward model's chat template refuses the messages: {error}"
-        # As transformers has it: the output of the last token that is not the padding token.
+        # Like transformers: the output of the last token that is not padding.
         while len(ids) > 1 and ids[-1] == self._padding:
             ids.pop()
         if not ids:
@@ -137,7 +137,7 @@ class TextTokens:
         return ids
 
     def _encode(self, text: ScoredText) -> list[int]:
-        """Special tokens that the tokenizer adds by itself are not added to a text that has them already."""
+        """Tokenize; special tokens are not added to a text that has them already."""
         tokenizer = self._tokenizer
         if isinstance(text, str):
             add = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))

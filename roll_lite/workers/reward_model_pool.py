@@ -1,4 +1,4 @@
-"""The rollout service's side of reward models: samples of all domains that use one are gathered into batches for its copies."""
+"""Clients of reward models in the rollout service: they batch samples of all domains for the copies of a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from roll_lite.workers.reward import RewardPool
 from roll_lite.workers.reward_model_ranks import RESTART_SECONDS, Copy, Ranks, is_gone
 
 WINDOW_SECONDS = 0.003
-"""How long an idle copy waits for more samples when there are fewer than it takes at a time."""
+"""Time that an idle copy waits for a full batch."""
 
 
 @dataclass
@@ -32,10 +32,10 @@ class _Waiting:
 
 
 class RewardModelClient:
-    """One reward model. Each of its copies takes what waits as soon as it is free, so that the least loaded one gets the work.
+    """Client of one reward model. A free copy takes waiting samples at once, so that the least loaded one gets the work.
 
-    A copy whose process died, or whose ranks no longer stand at the same place, fails what it was scoring, with the cause, and is started
-    again; meanwhile the other copies serve. Where there is none, whoever waits fails too, and may ask again: see `in_service`.
+    A copy that loses a process fails its samples with the cause and is started again; other copies serve meanwhile. If there is none,
+    waiting samples fail too and may be retried, see `in_service`.
     """
 
     def __init__(self, name: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
@@ -53,7 +53,7 @@ class RewardModelClient:
         )
 
     async def in_service(self) -> None:
-        """Wait until there is a copy of the model that can score; RewardFailed where there will never be one again."""
+        """Wait for a copy that can score; RewardFailed if there will never be one."""
         if not self._fleet.is_tended:  # with the first sample: the driver has initialized every rank by then
             self._fleet.tend()
         try:
@@ -62,7 +62,7 @@ class RewardModelClient:
             raise RewardFailed(end.cause) from None
 
     async def score(self, text: ScoredText) -> float:
-        """RewardFailed where there is no score."""
+        """Score a text, or raise RewardFailed."""
         self._open += 1
         self._quiet.clear()
         try:
@@ -82,7 +82,7 @@ class RewardModelClient:
         return self._config.micro_batch_size * sum(len(ranks.copies) for ranks in self._fleet.members)
 
     async def rest(self) -> None:
-        """Nothing is generated any more: with `offload` the model leaves its devices until the next sample, once all are scored."""
+        """Offload the model (with `offload: true`) after generation, once all samples are scored, until the next sample."""
         if not self._config.offload or not self._fleet.is_tended:
             return
         await self._quiet.wait()
@@ -90,22 +90,22 @@ class RewardModelClient:
             await asyncio.gather(*(ranks.offload() for ranks in self._fleet.serving))
 
     def newly_restarted(self) -> int:
-        """Ranks started again since this was last asked, for the statistics of a batch."""
+        """Number of restarted ranks since the last call, for the statistics of a batch."""
         return self._fleet.newly_replaced()
 
     @property
     def restarts(self) -> int:
-        """How often lost ranks were started again, since the start."""
+        """Number of restarted ranks since the start."""
         return self._fleet.replaced
 
     def close(self) -> None:
-        """The processes are the driver's."""
+        """Stop serving; the driver ends the processes."""
         self._fleet.close(kill=False)
 
     # ------------------------------------------------------------ copies
 
     async def _serve(self, ranks: Ranks) -> None:
-        """Until one of their copies is lost, and all of them with it."""
+        """Serve all copies until one is lost, which ends all of them."""
         serving = [asyncio.create_task(self._serve_copy(copy, ranks)) for copy in ranks.copies]
         try:
             done, _ = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
@@ -123,9 +123,9 @@ class RewardModelClient:
             async with self._fleet.at_work(ranks):
                 try:
                     results = await ranks.score(copy, [waiting.text for waiting in batch])
-                except Exception as error:  # a process edge: whatever went wrong there is the failure of these samples, recorded as one
+                except Exception as error:  # a process edge: recorded as a failure of these samples
                     cause = ranks.cause(error)
-                    # A rank that failed stands apart from those beside it, which may wait for it for ever.
+                    # Other ranks of the copy may wait for the failed one for ever.
                     if isinstance(error, MemberLost) or is_gone(error) or len(copy.actors) > 1:
                         ranks.guilty = copy
                         raise MemberLost(cause) from error
@@ -150,7 +150,7 @@ class RewardModelClient:
     # ------------------------------------------------------------ samples
 
     async def _take(self) -> list[_Waiting]:
-        """At most micro_batch_size, and no more than this copy's share of what waits."""
+        """Take at most micro_batch_size samples, and at most this copy's share of those waiting."""
         size = self._config.micro_batch_size
         self._idle += 1
         try:
@@ -185,7 +185,7 @@ class RewardModelClient:
 
 
 class RewardModelPool:
-    """A RewardClient for the samples of one domain: a reward model gives their score, reward workers what the domain adds to it."""
+    """A RewardClient of one domain: a reward model gives the score, reward workers give the domain's further terms."""
 
     def __init__(self, domain: str, config: RewardConfig, client: RewardModelClient) -> None:
         self._config = config
@@ -196,13 +196,13 @@ class RewardModelPool:
         self._function = RewardFunction("model", self._scored, {})
 
     async def start(self) -> None:
-        """A mistake in the reward's configuration is raised here, as the ValueError that it is."""
+        """Start the workers. A mistake in the reward's configuration raises ValueError."""
         _ = self._reward
         if self._added is not None:
             await self._added.start()
 
     async def score(self, item: RewardInput) -> Score:
-        await self._client.in_service()  # a model that is started again takes its time, which is not the sample's
+        await self._client.in_service()  # a restart of the model does not count against the sample's time
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 if self._added is None:
@@ -221,12 +221,12 @@ class RewardModelPool:
             self._added.close()
 
     def newly_replaced(self) -> int:
-        """As of a RewardPool. Ranks of a model that several domains use are told by the first that asks."""
+        """Number of replaced workers and ranks since the last call. A model that several domains share is counted by the first caller."""
         return self._client.newly_restarted() + (self._added.newly_replaced() if self._added is not None else 0)
 
     @cached_property
     def _reward(self) -> ModelReward:
-        """ValueError for a mistake in its arguments."""
+        """The reward; ValueError for a mistake in its arguments."""
         reward = typed_reward(self._config.name, self._config.args, self._path)
         assert isinstance(reward, ModelReward)
         return reward

@@ -1,4 +1,4 @@
-"""The ranks of one reward model: which of them hold a copy of it together, and how those whose process died come back."""
+"""Ranks of a reward model: the copies they form, and their restart after a death."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from roll_lite.rewards.model import ScoredText
 from roll_lite.workers.reward_model import NotInitialized
 
 RESTART_SECONDS = 600.0
-"""For processes to start, and to load the model."""
+"""Time limit for processes to start and load the model."""
 HANG_SECONDS = 600.0
-"""For what a copy takes at a time; whoever waits for one of its samples has a limit of their own, which is shorter."""
+"""Time limit of a copy's batch; a sample's own limit is shorter."""
 KILL_SECONDS = 1.0
-"""Until nobody meets a process any more that was told to end."""
+"""Time to wait until killed processes are gone."""
 POLL_SECONDS = 0.25
 
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """The ranks that hold one copy of the model together. A forward pass takes all of them."""
+    """The ranks of one copy of the model, which compute a forward pass together."""
 
     actors: tuple[Any, ...]
     head: int
-    """Place of the rank that returns the results."""
+    """Index of the rank that returns the results."""
 
     async def score(self, texts: list[ScoredText]) -> list[float | str]:
         shared: Any = texts if len(self.actors) == 1 else ray.put(texts)
@@ -45,7 +45,7 @@ class Copy:
 
 
 def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy]:
-    """In data-rank order. `actors`: in the order of their layouts."""
+    """Copies in data-rank order. `actors` and `layouts` have the same order."""
     copies = []
     for data_rank in sorted({layout.data_rank for layout in layouts}):
         own = [(actor, layout) for actor, layout in zip(actors, layouts, strict=True) if layout.data_rank == data_rank]
@@ -55,34 +55,36 @@ def copies_of(actors: Sequence[Any], layouts: Sequence[RankLayout]) -> list[Copy
 
 
 def is_gone(error: BaseException) -> bool:
-    """The process died, or Ray has started another one, which holds no model yet."""
+    """True if the process died, or Ray restarted it and it has no model yet."""
     return isinstance(error, RayActorError) or (isinstance(error, RayTaskError) and isinstance(error.cause, NotInitialized))
 
 
 class Ranks:
-    """Ranks that start together, as one member of their model's fleet: all of a model on Megatron, whose process group spans them; each
-    of its own with hf. Their processes are the driver's, and Ray starts others in the place of dead ones; here they get the model."""
+    """Ranks that start together, as one member of the model's fleet: all ranks of a Megatron model, or a single rank with hf.
+
+    The driver owns the processes, and Ray restarts dead ones; `start` loads the model into them.
+    """
 
     def __init__(self, model: str, actors: Sequence[Any], config: RewardModelConfig) -> None:
         self.name = f"reward model {model}"
         self.copies: list[Copy] = []
-        """Known from the start."""
+        """Set by `start`."""
         self.guilty: Copy | None = None
-        """Whose failure took the others along, where it is known."""
+        """Copy whose failure ended the others, if known."""
         self._actors = list(actors)
         self._places: list[tuple[str, int]] = []
         self._are_connected = STRATEGIES[config.strategy.name].connects_ranks
         self._is_resident = not config.offload
         self._moving = asyncio.Lock()
         self._is_initialized = True
-        """The model is loaded: the first time by the driver, after a loss by `start`."""
+        """True if the model is loaded: at first by the driver, after a loss by `start`."""
         self._is_gone = False
         self._was_killed = False
         self._at_work = 0
 
     @staticmethod
     def of(model: str, actors: Sequence[Any], config: RewardModelConfig) -> list[Ranks]:
-        """`actors`: all of the model's, in rank order."""
+        """Members of the model's fleet. `actors`: all of its ranks, in order."""
         parts = [actors] if STRATEGIES[config.strategy.name].connects_ranks else [[actor] for actor in actors]
         return [Ranks(model, part, config) for part in parts]
 
@@ -99,7 +101,7 @@ class Ranks:
         self.guilty = None
 
     async def until_lost(self) -> str:
-        """Asks all ranks whether they are there: the first that is not is the end of all."""
+        """Wait until a rank is silent or dead, which ends all of them; returns the cause."""
 
         async def ask() -> list[int]:
             return list(await asyncio.gather(*(actor.process_id.remote() for actor in self._actors)))
@@ -110,7 +112,7 @@ class Ranks:
             raise MemberLost(self.cause(error)) from error
 
     def kill(self) -> None:
-        """Ranks that are connected cannot take in a new one: all of them are started again."""
+        """Kill the ranks for a restart. Connected ranks cannot take in a new one, so all of them restart."""
         self._was_killed = self._are_connected or not self._is_gone
         self._is_gone = False
         for actor in self._actors if self._was_killed else ():
@@ -119,7 +121,7 @@ class Ranks:
             kill_stopped(*place)
 
     def cause(self, error: BaseException) -> str:
-        """In one line, and noted where it is the death of a process."""
+        """Cause in one line; notes the death of a process."""
         if is_gone(error):
             self._is_gone = True
             return f"{self.name}: its process died: {first_line(error)}"
@@ -139,7 +141,7 @@ class Ranks:
             raise MemberLost(f"{self.name}: it hangs: no scores within {HANG_SECONDS:g} s") from None
 
     async def offload(self) -> None:
-        """A dead rank is noticed by the next sample."""
+        """Offload the model. A dead rank is noticed at the next sample."""
         with self._busy():
             await self._move(False)
 
@@ -174,7 +176,7 @@ class Ranks:
 
 
 async def _reached(actor: Any) -> None:
-    """Its new process answers."""
+    """Wait until the restarted process answers."""
     while True:
         try:
             await actor.process_id.remote()

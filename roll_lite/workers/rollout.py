@@ -39,12 +39,12 @@ ZERO_ROWS_SHOWN = 5
 CANNED_RESPONSE = "The answer is 1."
 """Scored once in every domain at the start."""
 ENGINE_POLICY = Policy(start_timeout_s=None, restarts=0)
-"""An engine is not replaced: the others go on without it."""
+"""Lost engines are not replaced; the others continue."""
 
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """The slices of the configuration that rollouts depend on."""
+    """Settings of the rollout service."""
 
     model: ModelConfig
     domains: dict[str, DomainConfig]
@@ -52,43 +52,42 @@ class RolloutSpec:
     seed: int
     deterministic: bool
     engine_slots: int | None = None
-    """Requests that an engine runs at a time; None: as many as come."""
+    """Maximum of running requests per engine; None: unlimited."""
     samples_folder: Path | None = None
-    """Where samples are written; None writes none."""
+    """Folder of the sample files; None: none are written."""
     dumps: DumpSpec | None = None
-    """None dumps nothing."""
+    """Settings of dumps; None: none are written."""
     greedy_baseline: bool = False
-    """One more, greedy response to every prompt (ReMax)."""
+    """Add a greedy response to every prompt (ReMax)."""
     reward_models: dict[str, RewardModelConfig] = field(default_factory=dict)
-    """The reward models that rewards may ask, by name."""
+    """Reward models by name."""
     steps: int | None = None
-    """Nothing is generated for later ones."""
+    """Number of steps; nothing is generated beyond them."""
     engines_rest: bool = False
-    """They are offloaded between two batches."""
+    """Engines are offloaded between batches."""
     engine_silence_s: float | None = None
-    """How long an engine's process may answer nothing; None: for ever."""
+    """Time in which an engine's process must answer; None: unlimited."""
     trains_embeddings: bool = False
     """Updates change the embeddings of the tokens that prompts contain."""
     experts: bool = False
-    """Engines say where tokens went."""
+    """Engines report the experts of each token."""
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A batch on its way to the driver: rows, and where their tokens are."""
+    """A batch for the driver: rows, and references to their tokens."""
 
     rows: DataProto
     blocks: list[Block]
     stats: RolloutStats
     replaced: dict[str, int] = field(default_factory=dict)
-    """Reward workers that had to be replaced since the last batch, by domain."""
+    """Number of reward workers replaced since the last batch, by domain."""
     silences: list[float] = field(default_factory=list)
-    """Seconds from the last answer of each engine that was lost since the last batch to its being taken out."""
+    """For each engine lost since the last batch, seconds from its last answer until it was taken out."""
 
 
 GC_THRESHOLDS = (100_000, 50, 100)
-"""The service holds some objects per sample, none of them garbage: with Python's defaults the collector, which looks through all of them
-time and again, takes three quarters of its time with 8,192 samples in flight."""
+"""Rare garbage collections: by default, scanning the live objects of 8,192 samples takes three quarters of the time."""
 
 
 class RolloutWorker(AsyncWorker):
@@ -100,7 +99,7 @@ class RolloutWorker(AsyncWorker):
         self._spec = spec
         keep_mask = spec.rollout.keep_mask
         self._kept_ids = any(sampling_of(domain.sampling, keep_mask).keep_mask for domain in spec.domains.values())
-        """Token blocks have that column."""
+        """True if token blocks have the column kept_ids."""
         self._temperatures = {name: domain.sampling.temperature for name, domain in spec.domains.items()}
         self._pools: dict[str, RewardPool | RewardModelPool] = {}
         self._reward_models: dict[str, RewardModelClient] = {}
@@ -116,8 +115,8 @@ class RolloutWorker(AsyncWorker):
         reward_models: Mapping[str, Sequence[Any]] | None = None,
         judges: Mapping[str, JudgeAddress] | None = None,
     ) -> None:
-        """Read the data, start the reward workers. `engines`: the InferWorker actors. `reward_models`: the RewardModelWorker actors by
-        the models' names. `judges`: where those that the run has started are."""
+        """Read the data and start the reward workers. `engines`: InferWorker actors. `reward_models`: RewardModelWorker actors by model.
+        `judges`: addresses of the judges started by the run."""
         spec = self._spec
         clients = [
             RemoteEngine(f"actor_infer[{i}]", engine, spec.deterministic, self._kept_ids, spec.engine_silence_s, spec.experts)
@@ -220,11 +219,11 @@ class RolloutWorker(AsyncWorker):
         return [*self._embedding_notes, *(f"domains.{name}.reward: {pool.note}" for name, pool in pools.items() if pool.note)]
 
     async def data_counts(self) -> list[str]:
-        """How many prompts each domain has, and how many rows were left out for what: to be said at the start."""
+        """Notes for the start of the run: number of prompts per domain, and of rows left out by reason."""
         return self._data_counts
 
     async def next_batch(self, prompts: int, step: int) -> RolloutBatch:
-        """The samples that can train, of exactly `prompts` prompts. Their tokens lie where the engines' workers have put them."""
+        """The accepted samples of exactly `prompts` prompts, with references to the engines' token blocks."""
         result = await self._service.next_batch(prompts)
         await self._reward_models_rest()
         trainable = accepted(result.groups)
@@ -239,8 +238,10 @@ class RolloutWorker(AsyncWorker):
         return RolloutBatch(rows, [self._tokens_of(trainable)], result.stats, replaced, silences)
 
     async def finished(self, known: Collection[int], least: int) -> tuple[DataProto, Block]:
-        """Rows and tokens of groups that are finished and certain to be in the batch that is being made: of those that are not `known`, by
-        number, and of none where they are fewer than `least`. Their sample numbers are not those that they will have in the batch."""
+        """Rows and tokens of finished groups that will surely be in the current batch, without `known` group numbers.
+
+        Empty if there are fewer than `least`. Their sample numbers differ from those in the complete batch.
+        """
         groups = [group for group in self._service.finished() if group.group not in known]
         trainable = accepted(groups if len(groups) >= least else [])
         return rows_of(trainable, self._temperatures), self._tokens_of(trainable)
@@ -249,16 +250,18 @@ class RolloutWorker(AsyncWorker):
         return tokens_of(groups, self._kept_ids, self._spec.experts)
 
     async def lost_engines(self) -> dict[int, str]:
-        """By their numbers, and why."""
+        """Causes of lost engines, by number."""
         return self._engines.down
 
     async def progress(self, held_out: bool) -> dict[str, Progress]:
-        """How far the batch is, or the validation, by domain."""
+        """Progress of the batch or the validation, by domain."""
         return self._service.progress(held_out)
 
     async def evaluate(self, samples_per_prompt: int, sampling: Mapping[str, SamplingConfig], step: int) -> tuple[DataProto, RolloutStats]:
-        """Rows of all validation samples that could be generated and scored; the stats count the others. Batches and weights may come
-        meanwhile. `sampling`: by domain."""
+        """Run a validation; returns the rows of accepted samples, and statistics that count the others too.
+
+        Batches and weight updates may run meanwhile. `sampling`: by domain.
+        """
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
         await self._write(self._samples_file(f"validation_{step:06d}.jsonl", result.groups))
@@ -274,19 +277,19 @@ class RolloutWorker(AsyncWorker):
         return [] if folder is None else [partial(write_samples, folder / name, groups)]
 
     async def _write(self, files: Sequence[Callable[[], None]]) -> None:
-        """In a thread, beside the training; those before must be done, and what went wrong with them is raised here."""
+        """Write files in a thread, after earlier ones are done; raises their errors."""
 
         def write() -> None:
             for file in files:
                 file()
 
-        async with self._one_writes:  # a batch and a validation may come to this at the same time
+        async with self._one_writes:  # a batch and a validation may write at the same time
             if self._writing is not None:
                 await self._writing
             self._writing = asyncio.create_task(asyncio.to_thread(write))
 
     async def hold(self) -> None:
-        """New weights are about to come to the engines; `set_version` says that they are there."""
+        """Prepare for a weight update; `set_version` ends it."""
         await self._service.hold()
 
     async def set_version(self, version: int) -> None:
@@ -308,7 +311,7 @@ class RolloutWorker(AsyncWorker):
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:
-    """`keep_mask` counts only where something is truncated."""
+    """Sampling parameters for engines. `keep_mask` applies only to truncated sampling."""
     return Sampling(
         temperature=config.temperature,
         max_tokens=config.max_tokens,

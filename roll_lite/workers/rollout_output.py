@@ -1,4 +1,4 @@
-"""What leaves the rollout service: rows of numbers and references to tokens for the driver, JSON lines for people, dumps for replays."""
+"""Output of the rollout service: rows and token references for the driver, JSON lines for people, dumps for replays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from roll_lite.workers.token_blocks import EXPERTS, TOKEN_COLUMNS
 
 
 def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) -> DataProto:
-    """One row for each sample of the groups, numbered from 0 on. Every sample must be accepted and scored. `temperatures`: by domain."""
+    """One row per sample, numbered from 0. All samples must be accepted and scored. `temperatures`: by domain."""
     samples = [sample for group in groups for sample in group.samples]
     scores = [sample.score for sample in samples if sample.score is not None]
     assert len(scores) == len(samples), "a sample without a score cannot train"
@@ -56,7 +56,7 @@ def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) ->
 
 
 def held_out_rows(groups: Sequence[SampleGroup], temperatures: Mapping[str, float], report_by: Mapping[str, str | None]) -> DataProto:
-    """`report_by`: by domain, the column of the data by whose values it is reported."""
+    """Rows of validation samples. `report_by`: column of the data by which each domain is reported."""
     samples = [sample for group in groups for sample in group.samples]
     parts = [_part(sample, report_by[sample.id.domain]) for sample in samples]
     answers = [number for group in groups for number in _answers(group)]
@@ -76,7 +76,7 @@ def _answers(group: SampleGroup) -> Iterator[int]:
 
 
 def tokens_of(groups: Sequence[SampleGroup], kept_ids: bool, experts: bool = False) -> Block:
-    """Where the tokens of the same samples lie. `kept_ids`, `experts`: the engines' workers have written these columns."""
+    """Block that refers to the tokens of these samples. `kept_ids`, `experts`: the token blocks have these columns."""
     places = [sample.transcript.tokens for group in groups for sample in group.samples]
     numbers: dict[Any, int] = {}
     objects = np.empty(len(places), np.int32)
@@ -94,7 +94,7 @@ def _whole(values: Iterable[int]) -> torch.Tensor:
 
 
 def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
-    """One for each row: that of its group."""
+    """Score of its group's baseline, for each row."""
     scores: list[float] = []
     for group in groups:
         assert group.baseline is not None and group.baseline.score is not None, f"group {group.group} has no scored greedy baseline"
@@ -106,11 +106,11 @@ def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
 
 
 def write_samples(path: Path, groups: Iterable[SampleGroup]) -> None:
-    """One line for each sample, the failed ones and greedy baselines too. The file appears complete or not at all."""
+    """Write one line per sample, failed ones and greedy baselines included. The file appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(line, ensure_ascii=False, default=str) for group in groups for line in _described(group))
     unfinished = path.with_suffix(".partial")
-    # Half a surrogate pair, which a program may print and JSON may hold, is no UTF-8: it stays readable as the escape that it came from.
+    # Half a surrogate pair, which a program may print and JSON may hold, is not valid UTF-8: it is written as an escape.
     with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(f"{line}\n" for line in lines)
     unfinished.replace(path)
@@ -154,22 +154,22 @@ def sample_record(sample: Sample, baseline: bool = False) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DumpSpec:
-    """Where dumps are written, and what the run says of itself in them."""
+    """Folder of the dumps, and facts about the run that each dump holds."""
 
     folder: Path
     config: dict[str, Any]
-    """The run's."""
+    """Configuration of the run."""
     tokenizer: str
-    """Its checksum."""
+    """Checksum of the tokenizer."""
 
     def writing(self, step: int, groups: Sequence[SampleGroup], rows: DataProto, stats: RolloutStats, kept_ids: bool) -> Callable[[], None]:
-        """For a thread: `stats` are those of now. `rows`: of the samples that train."""
+        """Function that writes a dump, for a thread; it captures `stats` now. `rows`: of the samples that train."""
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
         return partial(write_dump, dump_file(self.folder, step), groups, rows, stored_blocks, facts, kept_ids)
 
 
 def stored_blocks(references: Sequence[Any]) -> list[DataProto | None]:
-    """None for what went with the process that wrote it."""
+    """Fetch blocks; None for those lost with the process that wrote them."""
     try:
         return ray.get(list(references))
     except RayError:

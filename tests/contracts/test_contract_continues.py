@@ -150,7 +150,7 @@ async def test_parts_that_are_handed_out_on_the_way_are_the_response(
     engine: Harness, pump: CompletionPump, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Joined they are what the response begins with, to the last bit of the log-probs, and with its masks and versions."""
-    for pace in ("HAND_OUT_S", "BEGUN_POLL_S"):
+    for pace in ("HAND_OUT_S", "STARTED_POLL_S"):
         monkeypatch.setattr(f"roll_lite.workers.completions.{pace}", 0.01)
     requests = [engine.request(LONG, temperature=0.8, min_tokens=LONG, seed=n, **sampling) for n, sampling in enumerate(({}, KEPT))]
     parts: dict[str, list[Turn]] = {request.request_id: [] for request in requests}
