@@ -189,7 +189,9 @@ class RunConsole:
         for name, measured in {**{name: accuracy[name] for name in [*self._domains, OVERALL]}, **further}.items():
             before, after = measured["before"], measured["after"]
             change = None if before is None or after is None else 100 * (after - before)
-            shade = "" if change is None or abs(change) < SMALLEST_CHANGE else "green" if change > 0 else "red"
+            if change is not None and abs(change) < SMALLEST_CHANGE:
+                change = 0.0
+            shade = "" if not change else "green" if change > 0 else "red"
             if name == OVERALL:
                 table.add_section()
             table.add_row(

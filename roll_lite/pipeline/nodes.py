@@ -20,7 +20,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.distributed.placement import Placement
 from roll_lite.pipeline.batch_files import batches_are_written
 
-RESUME = "checkpoint.resume"
+RESUME, CODE = "checkpoint.resume", "roll_lite"
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 """Configuration, weights, tokenizer, chat template."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
@@ -30,7 +30,7 @@ TOLD_FILES = 3
 
 @dataclass(frozen=True)
 class Reader:
-    """A folder that a setting names, and the roles that read it."""
+    """A folder that a setting names, or this package where it is installed (CODE), and the roles that read it."""
 
     setting: str
     folder: Path
@@ -41,6 +41,10 @@ class Reader:
         if self.setting == RESUME:
             found = (path for path in self.folder.rglob("*") if path.is_file())
             return {str(path.relative_to(self.folder)): f"{path.stat().st_size} bytes" for path in found}
+        if self.setting == CODE:
+            here = Path(__file__).parents[1]
+            own = {str(path.relative_to(here)): path for path in here.rglob("*.py")}
+            return {name: fingerprint(path) for name, path in own.items() if not name.startswith("examples/")}
         if not self.folder.is_dir():
             return {}
         return {path.name: fingerprint(path) for path in self.folder.iterdir() if path.suffix in MODEL_SUFFIXES and path.is_file()}
@@ -87,7 +91,7 @@ def check_nodes(config: RunConfig, run_folder: Path, placement: Placement) -> li
 
 def readers(config: RunConfig) -> list[Reader]:
     """The folders that roles read on their own nodes."""
-    found: dict[tuple[str, Path], list[str]] = {}
+    found: dict[tuple[str, Path], list[str]] = {(CODE, Path(__file__).parents[1]): list(roles(config))}
     for name, role in roles(config).items():
         folder = model_folder(config, role)
         found.setdefault(("model.path" if folder == config.model.path else f"{name}.path", folder), []).append(name)

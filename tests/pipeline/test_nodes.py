@@ -45,11 +45,14 @@ def test_folders_are_compared_where_roles_read_them(monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(ROOT)
     model = Path("examples/models/tiny")
     ppo = load_config("tiny_ppo", ROOT / "examples/configs", [f"critic={{init: path, path: {tmp_path}}}"], files=False)
-    assert [(one.setting, one.roles) for one in readers(ppo)] == [
+    code, *others = readers(ppo)
+    assert (code.setting, code.roles) == ("roll_lite", ("actor_train", "actor_infer", "reference", "critic"))
+    assert {"pipeline/nodes.py", "cli.py"} < set(code.files()) and not any("examples" in name for name in code.files())
+    assert [(one.setting, one.roles) for one in others] == [
         ("model.path", ("actor_train", "actor_infer", "reference")),
         ("critic.path", ("critic",)),
     ]
-    assert readers(ppo)[0].folder.resolve() == model.resolve()
+    assert others[0].folder.resolve() == model.resolve()
 
 
 @pytest.mark.parametrize(
