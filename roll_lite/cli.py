@@ -33,7 +33,7 @@ CHECKS = (engine_arguments_fit, check_data, check_rewards)
 """Checks that live beside the code they speak for."""
 OF_RUNS = (*CHECKS, devices_are_there)
 SEEN_ENOUGH = 141
-"""What a shell shows for a program that SIGPIPE has ended."""
+"""Exit code that a shell shows for a program ended by SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,1 +1,1 @@
-"""What a run tells: metrics and timers (used everywhere), trackers, console and report (used by the pipeline)."""
+"""Metrics and timers (used everywhere), trackers, console and report (used by the pipeline)."""

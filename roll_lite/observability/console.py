@@ -1,4 +1,4 @@
-"""What a run shows in a terminal: one line per step, a table at the end. Plain aligned text where the output is no terminal."""
+"""Terminal output of a run: one line per step, a table at the end. Plain aligned text if the output is no terminal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Cell:
 
 
 class _LastingConsole(Console):
-    """When nobody reads any more (`| head` has ended, the terminal is gone), it falls silent, and the run goes on."""
+    """Stream that falls silent when its reader is gone (`| head`, a closed terminal), so that the run continues."""
 
     _shown = False
     """A line that will be taken back."""
@@ -66,7 +66,7 @@ class _LastingConsole(Console):
             self.on_broken_pipe()
 
     def show(self, line: str) -> None:
-        """In a terminal, in the place of the line that was shown before."""
+        """Replace the line shown last, in a terminal."""
         self._shown = True
         self._write(f"{START_OF_LINE}{line}")
 
@@ -97,14 +97,14 @@ class _LastingConsole(Console):
 
 class RunConsole:
     def __init__(self, domains: Sequence[str], total_steps: int, stream: TextIO | None = None, width: int | None = None) -> None:
-        """`stream`: standard output where absent. `width`: the terminal's, or 100 where there is none."""
+        """`stream`: standard output by default. `width`: the terminal's by default, or 100 without a terminal."""
         self._console = _LastingConsole(file=stream, highlight=False, emoji=False, markup=False)
         if width or not self._console.is_terminal:
             self._console.width = width or PLAIN_WIDTH
         self._domains = list(domains)
         self._total = total_steps
         self._step = 0
-        """That was shown last."""
+        """Progress shown last."""
         self._phases: list[str] = []
         self._columns = 0
         self._lines = 0
@@ -117,7 +117,7 @@ class RunConsole:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """In the block `progress` may be told. In a terminal what it shows is gone afterwards."""
+        """Allow `progress` inside the block; a terminal is cleared of it afterwards."""
         self._told = self._clock()
         try:
             yield
@@ -214,7 +214,7 @@ class RunConsole:
         return cells
 
     def _line(self, label: str, scores: Sequence[Cell], times: Sequence[Cell], style: str = "") -> None:
-        """In one line where it fits; else scores above, times below, each over as many lines as it takes."""
+        """One line if everything fits; otherwise scores above and times below, on as many lines as needed."""
         first = max(8, 2 * len(str(self._total)) + 1)
         room = self._console.width - first
         together = [*scores, *times]
@@ -235,7 +235,7 @@ class RunConsole:
 
 
 def _wrapped(cells: Sequence[Cell], width: int) -> list[list[Cell]]:
-    """As many cells in a line as fit, at least one."""
+    """Cells that fit into a line, at least one."""
     rows: list[list[Cell]] = []
     left = 0
     for cell in cells:

@@ -1,4 +1,4 @@
-"""The picture of a run: what was learnt, how the policy changed, where the time went."""
+"""Picture of a run: learning curves, change of the policy, time per phase."""
 
 from __future__ import annotations
 

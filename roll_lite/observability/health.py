@@ -10,7 +10,7 @@ from dataclasses import dataclass
 Metrics = Mapping[str, float]
 
 IN_A_ROW = 3
-"""Steps in a row that show a sign before it is told."""
+"""Number of steps in a row with a sign before it is reported."""
 TRUNCATED_ABOVE = 0.5
 ENTROPY_LEFT = 0.02
 """Share of the first step's entropy below which the policy has collapsed."""
@@ -24,7 +24,7 @@ REMEMBERED = 50
 
 @dataclass
 class Finding:
-    """A sign that has been seen: what was told of it, and in how many steps it held."""
+    """A reported sign: its message, and the number of steps that showed it."""
 
     sign: str
     message: str
@@ -42,7 +42,7 @@ class Sign:
 
 
 class RunHealth:
-    """Looks at one step after the other. Each sign is told once; later steps that show it are counted."""
+    """Checks each step for signs of trouble. A sign is reported once; later steps that show it are counted."""
 
     def __init__(self, compares_groups: bool) -> None:
         """`compares_groups`: advantages come from comparing the samples of a prompt, so that equal scores teach nothing."""

@@ -29,8 +29,7 @@ class Metric:
     description: str
     by: Literal["domain", "phase", "role", "transport"] | None = None
     count: tuple[str, ...] = ()
-    """For means that come as sums from a loss: the sum that holds their count, the first of these that came along.
-    Empty: the count is one optimizer step."""
+    """Sum that holds the count of a mean computed from loss sums; the first one present counts. Empty: the count is one optimizer step."""
     shown: bool = True
     """False: only an ingredient of a derived metric."""
 

@@ -37,7 +37,7 @@ def flat_name(series: Series) -> str:
 
 @dataclass
 class MetricSums:
-    """What was added under each name: (sum, count) of means, one number of the others. Pickles; merges over ranks and steps."""
+    """Accumulated metrics: (sum, count) of means, one number of others. Can be pickled, and merged over ranks and steps."""
 
     entries: dict[Series, tuple[float, float]] = field(default_factory=dict)
 

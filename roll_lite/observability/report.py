@@ -1,4 +1,4 @@
-"""What a run's folder holds from its start on, and at its end: summary.json, and the picture of `curves.py`."""
+"""Files that a run's folder holds from its start: summary.json, and the picture of `curves.py`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ HELD_OUT = re.compile(r"(?:domain/(?P<where>.+)/)?validation/(?P<metric>[^/]+)",
 PASS_AT = re.compile(r"validation/pass@(\d+)")
 
 Change = dict[str, dict[str, float | None]]
-"""By name {"before": number or None, "after": number or None}."""
+"""Name -> {"before": number or None, "after": number or None}."""
 Accuracy = Change
 """Shares, of `overall` and of each domain."""
 
 
 def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]) -> Accuracy:
-    """From the metrics of the first and of the last validation; None where something was not measured."""
+    """Accuracy of the first and of the last validation; None if not measured."""
 
     def read(name: str) -> dict[str, float | None]:
         return {"before": before.get(name), "after": after.get(name)}
@@ -36,11 +36,11 @@ def accuracy_change(domains: Sequence[str], before: Mapping[str, float], after: 
 
 
 Measures = dict[str, Change]
-"""By metric, of `overall`, of each domain, and of each part of a domain that is reported (`math/level:5`)."""
+"""Metrics of `overall`, of each domain, and of each reported part of a domain (`math/level:5`)."""
 
 
 def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> Measures:
-    """As `accuracy_change`, of everything that validations measure."""
+    """All validation metrics of the first and of the last validation, like `accuracy_change`."""
     change: Measures = {}
     for name in {**before, **after}:
         if (known := HELD_OUT.fullmatch(name)) is not None:
@@ -49,7 +49,7 @@ def held_out_change(before: Mapping[str, float], after: Mapping[str, float]) -> 
 
 
 def largest_k(metrics: Iterable[str]) -> int | None:
-    """Of pass@k in a validation's metrics; None where there is none."""
+    """Values of k for pass@k in a validation's metrics; None if there are none."""
     found = [int(known[1]) for name in metrics if (known := PASS_AT.fullmatch(name)) is not None]
     return max(found, default=None)
 
@@ -91,7 +91,7 @@ def write_summary(
 
 
 class LivePicture:
-    """The picture while the run goes on: drawn in a thread after a change, and not again before `every_s` seconds are over."""
+    """The picture of a running run: drawn in a thread after a change, at most every `every_s` seconds."""
 
     def __init__(self, draw: Callable[[], object], every_s: float = 30.0) -> None:
         self._draw = draw
@@ -105,7 +105,7 @@ class LivePicture:
             self._thread.start()
 
     def close(self) -> None:
-        """Nothing is drawn any more when this returns."""
+        """Stop drawing; no drawing runs when this returns."""
         self._over.set()
         self._changed.set()
         if self._thread.is_alive():

@@ -29,7 +29,8 @@ def create_run_folder(run_dir: Path, experiment: str, now: datetime | None = Non
 
 
 def point_latest(run_dir: Path, folder: Path) -> None:
-    """Once the folder tells what it is. The link is replaced in one move: whoever follows it finds the old run or the new one."""
+    """Point `runs/latest` at the run, once its folder describes it. The link is replaced atomically: a reader finds the old run or the new
+    one."""
     link = run_dir / LATEST
     if link.exists() and not link.is_symlink():
         raise ValueError(f"run_dir: {link} is not a link; it has to make room for the link to the newest run")

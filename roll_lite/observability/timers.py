@@ -45,7 +45,7 @@ class StepTimes:
         return max(0.0, self.total - sum(self.phases.values()))
 
     def labelled(self) -> dict[str, float]:
-        """All of them by label, as the metric `time` wants them: phases, nested phases, `other`, `step`."""
+        """All times by label for the metric `time`: phases, nested phases, `other`, `step`."""
         return {**self.phases, **self.inner, OTHER: self.other, STEP: self.total}
 
 
@@ -63,7 +63,7 @@ class StepTimers:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step, also when it fails: what was measured so far is kept."""
+        """Time a step; if it fails, the times so far are kept."""
         assert self._running is None and not self._open, "a step inside a step or a phase"
         self._running = {}
         start = self._clock()

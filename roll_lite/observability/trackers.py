@@ -1,4 +1,4 @@
-"""Where metrics are written. A tracker gets flat names and numbers once per step; `TRACKERS` and a user's own class are made alike."""
+"""Trackers of metrics. A tracker gets flat names and numbers once per step; a user's own class is created like those of `TRACKERS`."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from roll_lite.config.schema.run import TrackerConfig
 
 METRICS_FILE = "metrics.jsonl"
 IDS_FILE = "trackers.json"
-"""What each tracker calls this run, by name: a run that goes on from it goes on there."""
+"""File with each tracker's id of this run, so that a resumed run continues there."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told when it is made."""
+    """Facts about the run for a tracker."""
 
     folder: Path
     experiment: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The configuration, without secrets."""
     id: str | None = None
-    """Where the run goes on from another one: what this tracker called that."""
+    """This tracker's id of the resumed run, if any."""
 
 
 class Tracker(ABC):
     """A class of your own is made with a `TrackedRun` and the `args` of its entry in the configuration."""
 
     run_id: str | None = None
-    """What it calls the run, where it can go on with it later."""
+    """The tracker's id of this run, if a later run can continue it."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -80,7 +80,7 @@ class TensorBoardTracker(Tracker):
 
 
 class HistoryTracker(Tracker):
-    """Keeps everything in memory, one record per step, for the report. A record is replaced, never changed: somebody may be reading."""
+    """Keeps all metrics in memory, one record per step, for the report. Records are replaced, never changed: a thread may be reading."""
 
     def __init__(self) -> None:
         self.records: dict[int, dict[str, float]] = {}
@@ -115,7 +115,7 @@ class Trackers(Tracker):
 
 
 LOCAL: dict[str, Callable[[TrackedRun], Tracker]] = {"jsonl": JsonlTracker, "tensorboard": TensorBoardTracker}
-"""Without arguments."""
+"""Trackers without arguments."""
 SERVICES = {
     "wandb": "roll_lite.observability.tracking_services.WandbTracker",
     "mlflow": "roll_lite.observability.tracking_services.MlflowTracker",
@@ -129,8 +129,7 @@ SHORTEST_SECRET = 6
 
 
 def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """As trackers may have them: no value whose setting's name says that it is a secret, nor that of such an environment variable wherever
-    it stands; and not what trackers themselves are given."""
+    """Settings for trackers, without secrets (settings and environment variables with such names) and without the trackers' own section."""
     secrets = {value: name for name, value in environment.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST_SECRET}
 
     def shown(value: Any) -> Any:
@@ -146,7 +145,7 @@ def for_trackers(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
 
 
 def build_trackers(configs: Sequence[TrackerConfig], run: TrackedRun, goes_on_from: Path | None = None) -> list[Tracker]:
-    """Those that the configuration names. `goes_on_from`: the folder of the run that this one resumes."""
+    """Build the configured trackers. `goes_on_from`: folder of the run that is resumed."""
     known = _ids(goes_on_from) if goes_on_from is not None else {}
     built = [_built(config, replace(run, id=known.get(config.name)), f"trackers.{index}") for index, config in enumerate(configs)]
     ids = {config.name: tracker.run_id for config, tracker in zip(configs, built, strict=True) if tracker.run_id is not None}

@@ -113,7 +113,7 @@ class SwanLabTracker(Tracker):
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """What none of them can show is left out."""
+    """Drop settings that no service can show."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 

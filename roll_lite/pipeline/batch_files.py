@@ -115,7 +115,7 @@ class BatchFiles:
             write_table(self._folder / skipped.folder / "supervised.parquet", table)
 
     def _write(self, name: str, actor: Model[ActorWorker], batch: Batch, mini_batches: pa.Table, facts: Mapping[str, Any]) -> None:
-        """One file of rows per data-parallel rank."""
+        """Write a file of rows per data-parallel rank."""
         folder, keys = (self._folder / name).resolve(), batch.keys()
         columns = Columns(reads=tuple(key for key in keys if key not in WHOLE_VOCABULARY))
         shards = actor.shards(batch, columns)
@@ -137,7 +137,7 @@ def batches_are_written(config: RunConfig) -> bool:
 
 
 def _has_formulas(config: RunConfig) -> bool:
-    """Whether examples/recompute.py can compute what is trained."""
+    """True if examples/recompute.py can compute what is trained."""
     trained = [role for role in (config.actor_train, config.critic) if role is not None]
     lora = config.actor_train.lora
     return (
@@ -153,19 +153,19 @@ def _supervised_columns(rows: DataProto) -> DataProto:
 
 
 def _models_of(config: RunConfig) -> dict[str, Path]:
-    """Those that train, and what they start from."""
+    """Roles that train, with the models they start from."""
     critic = {} if config.critic is None else {"critic": config.critic.path or config.model.path}
     return {"actor_train": config.model.path, **critic}
 
 
 @cache
 def _files_of(model: Path) -> dict[str, FileRecord]:
-    """Once for all roles that start from it."""
+    """Write the start weights, once for all roles that share them."""
     return {file.name: record(file) for file in sorted(model.iterdir()) if file.is_file()}
 
 
 def _as_table(mini_batches: Sequence[MiniBatch], first: int = 1) -> pa.Table:
-    """One row per sample and optimizer step, in the order of the steps, which are counted from `first`."""
+    """One row per sample and optimizer step; steps are in order and counted from `first`."""
     sizes = [len(mini_batch.samples) for mini_batch in mini_batches]
     return pa.table(
         {

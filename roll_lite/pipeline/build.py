@@ -1,4 +1,4 @@
-"""From a configuration to a running pipeline: every cluster on its devices, all parts connected."""
+"""Building the pipeline of a run: clusters on their devices, connected with each other."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ W = TypeVar("W", bound=ModelWorker)
 
 LOCAL_PATIENCE_S = 5.0
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Nothing that runs here reports home or fetches anything, unless the user's environment says otherwise."""
+"""Environment that stops libraries from reporting or fetching anything; the user's own settings win."""
 
 
 def build(config: RunConfig, folder: Path, session: RaySession, journal: Journal) -> RLVRPipeline:
@@ -106,7 +106,7 @@ def initialize(models: Sequence[Model[Any]], live: LiveRollouts | None) -> None:
 
 
 def start_offloaded(live: LiveRollouts) -> None:
-    """What gives its devices back, one after the other."""
+    """Resources to release, one after the other."""
     for ranks in live.reward_models.offloaded:
         ranks.all(RewardModelWorker.initialize)
         ranks.all(RewardModelWorker.offload, tuple(map(StateGroup, WHOLE["reward_models"])))
@@ -117,7 +117,7 @@ def start_offloaded(live: LiveRollouts) -> None:
 
 
 def starting(live: LiveRollouts) -> list[Pending[Any]]:
-    """Of engines, rewards and the service between them, what stays on its devices."""
+    """Engines, rewards and the rollout service that stay on their devices."""
     together: list[Pending[Any]] = [ranks.start_all(RewardModelWorker.initialize) for ranks in live.reward_models.resident]
     together += [servers.start_all(JudgeWorker.initialize) for servers in live.judges.values()]
     addresses = {name: JudgeAddress.of(servers.all(JudgeWorker.address)) for name, servers in live.judges.items()}
@@ -180,8 +180,7 @@ class Starter:
         return Engines(start_cluster(self.spec("actor_infer", slots, role.threads), InferWorker, engine, parts), role, turns)
 
     def engine_slots(self, role: InferRoleConfig) -> tuple[list[Slot], list[list[dict[str, Any]]]]:
-        """Where the replicas run, and where each has parts on further nodes. Which nodes those are has been checked where the configuration
-        tells of nodes."""
+        """Slots of the replicas, and of their parts on further nodes. The configuration check covers the nodes that it names."""
         size = model_parallel_size(role)
         if self.config.placement.nodes is None:
             return self.placement.slots("actor_infer", size, role.replicas_per_device), []

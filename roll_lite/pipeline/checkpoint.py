@@ -38,9 +38,9 @@ from roll_lite.workers.model import ModelWorker
 
 EXPORTED = {"actor_train": "model", "critic": "critic"}
 SEEN_WITHIN_S = 60.0
-"""For files of other nodes to be seen here: a network file system may remember for this long that they were not there."""
+"""Time to wait for files of other nodes, since a network file system may remember for this long that they did not exist."""
 INTERRUPTED_S = 3.0
-"""For ranks to say, when a run is interrupted, whether their part of a checkpoint is written."""
+"""Time in which ranks must report, at an interruption, whether their part of a checkpoint is written."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Unfinished:
 
     folder: Path
     models: Mapping[str, Model[Any]]
-    """By role, those whose ranks are writing it."""
+    """Models whose ranks are writing a checkpoint, by role."""
 
     @property
     def whole(self) -> Path:
@@ -95,7 +95,7 @@ class Checkpoints:
         return unfinished.whole
 
     def look(self, within_s: float | None = None) -> None:
-        """Between steps: a checkpoint that has been written by now counts from here on. `within_s`: in which ranks have to answer."""
+        """Complete a checkpoint that has been written by now; called between steps. `within_s`: time in which ranks must answer."""
         running = self._running.models.values() if self._running is not None else ()
         asked = [model.ranks.start_all(ModelWorker.checkpoint_is_written) for model in running]
         said = [answers.result(within_s) for answers in asked]
@@ -104,8 +104,11 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Where the block fails, what it has begun to save is saved, unless that fails too. Where it is interrupted nothing is waited for
-        but the ranks' answer, which one amid an update does not give in time: what all of them have written counts, and nothing else."""
+        """Save a checkpoint begun before a failure of the block, if that still works.
+
+        At an interruption only the ranks' answer is awaited, and ranks in an update give none in time: a checkpoint counts only if all
+        ranks have written it.
+        """
         try:
             yield
         except Exception:
@@ -118,7 +121,7 @@ class Checkpoints:
             raise
 
     def finish(self) -> None:
-        """Wait for what is still being written."""
+        """Wait for a checkpoint that is being written."""
         if (running := self._running) is None:
             return
         self._running = None
@@ -128,7 +131,7 @@ class Checkpoints:
         self._name(running, records)
 
     def _name(self, unfinished: Unfinished, records: Mapping[str, FileRecord]) -> None:
-        """It is whole, and becomes a checkpoint."""
+        """Turn completely written files into a checkpoint."""
         folder = unfinished.folder
         for role in unfinished.models:
             expect_files(folder, {name: one.bytes for name, one in records.items() if name.startswith(f"{role}/")}, role)
@@ -138,8 +141,11 @@ class Checkpoints:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """All but the newest and those that stay for ever; a resumed run has a folder of its own, and leaves alone what it went on from.
-        First the name goes: what is half removed is no checkpoint."""
+        """Remove all checkpoints except the newest and those kept by `keep_every`.
+
+        A resumed run has its own folder and leaves the earlier run's alone. The name is removed first, so that a half-removed folder is no
+        checkpoint.
+        """
         settings = self._config.checkpoint
         for old in found(self._run_folder)[: -settings.keep]:
             if not settings.keep_every or steps_of(old) % settings.keep_every:
@@ -196,7 +202,7 @@ class Checkpoints:
         return folder
 
     def _stateful(self, clusters: Clusters) -> dict[str, Model[Any]]:
-        """The models that a checkpoint holds: those that train, and a reference that follows them."""
+        """Models in a checkpoint: those that train, and a reference that follows them."""
         reference = self._config.reference
         follows = {"reference": clusters.reference} if reference is not None and reference.refresh is not None else {}
         return {**clusters.trained, **{role: model for role, model in follows.items() if model is not None}}

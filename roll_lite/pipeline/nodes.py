@@ -1,4 +1,4 @@
-"""What the nodes of a run must agree on before anything starts: the folder that ranks write into, and the files that they read."""
+"""Checks of the nodes of a run before anything starts: the folder that ranks write into, and the files that they read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RESUME, CODE = "checkpoint.resume", "roll_lite"
 MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 """Configuration, weights, tokenizer, chat template."""
 READ_WHOLE, SAMPLES, SAMPLE_BYTES = 16 << 20, 64, 4096
-"""Of a file larger than this, so many samples count, spread evenly."""
+"""Number of samples, spread evenly, that are hashed of a larger file."""
 TOLD_FILES = 3
 
 
@@ -52,7 +52,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class View:
-    """What one node sees."""
+    """Findings of one node."""
 
     apart: str | None
     """Why its run folder is not the driver's; None where it is."""
@@ -113,7 +113,7 @@ def _is_refreshed(config: RunConfig) -> bool:
 
 
 def written_by_ranks(config: RunConfig) -> dict[str, str]:
-    """What ranks write into the run's folder, each with the setting that switches it off. The driver can write batches itself."""
+    """Files that ranks write into the run's folder, each with the setting that switches it off. The driver itself can write batches."""
     return {
         what: setting
         for what, setting, is_written in (
@@ -156,7 +156,7 @@ def look(probe: Path, node: str, read: list[Reader]) -> View:
 
 
 def why_apart(probe: Path, node: str) -> str | None:
-    """Why this node does not share the folder of the driver's file `probe`; where it does, it answers with a file of its own."""
+    """Reason for which this node does not share the folder of the driver's file `probe`; if it does, write an answering file."""
     if not probe.parent.is_dir():
         return "it is not there"
     if not probe.is_file():

@@ -69,10 +69,10 @@ class RLVRPipeline:
         self.critic_columns = CriticWorker.training_reads(self.algorithm)
         self.early = EarlyPasses(self.wanted() if config.rollout.stream_log_probs else [], config.rollout.prompts_per_step, journal)
         self.kl_coefs: dict[str, float] = {}
-        """Of the current step: what it measures moves them for the next one."""
+        """Coefficients of the current step; its measurements move them for the next one."""
         self.steps_done = 0
         self.version = 0
-        """Of the actor's weights: the number of steps that changed them."""
+        """Version of the actor's weights: the number of steps that changed them."""
 
     def run(self) -> None:
         self.resume()
@@ -118,7 +118,7 @@ class RLVRPipeline:
 
     @phase("advantages")
     def shape_rewards(self, batch: Batch) -> Batch:
-        """Scores become rewards; what is masked does not train."""
+        """Turn scores into rewards and mask samples; masked ones do not train."""
         shaped = self.shaping(batch)
         self.journal.shaped(shaped.rows, shaped.masked)
         return shaped.batch
@@ -151,7 +151,7 @@ class RLVRPipeline:
 
     @phase("write_batch")
     def write_batch(self, batch: Batch) -> None:
-        """What the losses are computed from, to the run's folder, where it is wanted there."""
+        """Write the losses' inputs to the run's folder, if configured."""
         if self.batch_files.are_written:
             self.batch_files.write(self.steps_done + 1, self.clusters.actor, batch, self.cut(batch), self.kl_coefs)
 
@@ -209,7 +209,7 @@ class RLVRPipeline:
 
     @phase("validation")
     def look_at_validation(self) -> None:
-        """One that runs beside the steps may be over."""
+        """Finish a validation that runs beside the steps, if it is complete."""
         self.validation.look()
 
     @phase("checkpoint")
@@ -224,7 +224,7 @@ class RLVRPipeline:
 
     @phase("checkpoint")
     def look_at_checkpoint(self) -> None:
-        """One that processes are still writing may be done."""
+        """Complete a checkpoint that is written beside the steps, if it is finished."""
         self.checkpoints.look()
 
     @phase("checkpoint")
@@ -234,7 +234,7 @@ class RLVRPipeline:
             self.checkpoints.export_model(self.clusters)
 
     def resume(self) -> None:
-        """Go on from the checkpoint that the configuration names, if it names one."""
+        """Resume from the configured checkpoint, if there is one."""
         state = self.checkpoints.load(self.clusters, self.source)
         if state is not None:
             self.steps_done, self.version = state["steps_done"], state["version"]
@@ -257,13 +257,13 @@ class RLVRPipeline:
         return [(model, columns) for model in self.clusters.models if (columns := self.wanted_of(model))]
 
     def wanted_of(self, model: Model[Any]) -> list[str]:
-        """The columns that somebody reads, of those that the model computes."""
+        """Columns to compute: those that something reads, out of those that the model can compute."""
         read = self.credit_columns.wanted | self.actor_columns.wanted | self.critic_columns.wanted
         return [column for column in model.worker.computes if column in read]
 
     @property
     def remembering(self) -> dict[str, RewardShaping | KlController | SkippedUpdates | SupervisedRows]:
-        """What a checkpoint has to hold of the driver, besides the counts."""
+        """State of the driver in a checkpoint, besides the counts."""
         of_ptx = {} if self.ptx is None else {"ptx": self.ptx}
         return {
             "shaping": self.shaping,

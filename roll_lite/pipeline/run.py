@@ -1,4 +1,4 @@
-"""A run from its configuration to its exit code, and what is written down however it ends."""
+"""A run, from its configuration to its exit code and the record of its end."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ class Interruption:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Until the block is done; whoever asks again afterwards does not wait for the cleaning up."""
+        """Ignore signals inside the block, which records the end of the run; a later one cuts the clean-up short."""
         self._is_deaf = True
         yield
         self._is_deaf = False
 
 
 class RunEnd:
-    """How a run has ended. What happens first counts; everything after it belongs to the cleaning up."""
+    """End of a run. The first cause counts; later ones belong to the clean-up."""
 
     def __init__(self, journal: Journal, interruption: Interruption) -> None:
         self.code = COMPLETED
@@ -129,7 +129,7 @@ class RunEnd:
                 self._close("completed", COMPLETED)
 
     def give_up(self, cause: str) -> None:
-        """From another thread: the main one hangs. The guard of the Ray session ends what is left."""
+        """End the process from another thread, since the main one hangs. The guard of the Ray session cleans up."""
         try:
             self._fail(RuntimeError(cause))
         finally:
@@ -153,7 +153,7 @@ class RunEnd:
 
 
 def report_failure(error: Exception, folder: Path, what: str) -> None:
-    """What failed, on standard error, without the traceback of the worker that it happened in; everything in failure.txt."""
+    """Print a failure on standard error without the worker's traceback; failure.txt gets everything."""
     with (folder / "failure.txt").open("a", encoding="utf-8") as file:
         file.write("".join(traceback.format_exception(error)))
     with suppress(OSError):  # nobody may read it any more

@@ -32,11 +32,11 @@ from roll_lite.distributed.dataflow import Batch
 @dataclass(frozen=True)
 class Shaped:
     batch: Batch
-    """With the columns reward and train_weight, without the groups of which no sample trains."""
+    """Batch with the columns reward and train_weight, without groups in which no sample trains."""
     rows: DataProto
-    """All rows, those that are left out too, for metrics."""
+    """Rows of all samples, including those left out, for metrics."""
     masked: Masked
-    """Which of all rows were masked, and why."""
+    """Masked samples, out of all rows, and the causes."""
 
 
 class RewardShaping:
@@ -77,7 +77,7 @@ class RewardShaping:
 
 
 def _rows_of_training_groups(rows: DataProto) -> np.ndarray:
-    """A group without a sample that trains is a baseline for nobody."""
+    """Rows of the groups with at least one sample that trains."""
     groups = rows.tensor("group").numpy()
     trains = np.unique(groups[rows.tensor("train_weight").numpy() > 0])
     return np.flatnonzero(np.isin(groups, trains))
@@ -146,7 +146,7 @@ def _weighted(rewards: np.ndarray, rows: RewardRows, domains: Sequence[DomainRew
 
 
 def _users_weights(rows: RewardRows, name: str) -> np.ndarray:
-    """[N] float64, whatever kind of sequence of numbers the function returns."""
+    """Weights [N] float64 from the user's function, which may return any sequence of numbers."""
     setting = "algorithm.masks.function"
     function = load_function(name, setting, "RewardRows -> weights [samples]")
     try:

@@ -10,7 +10,7 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.workers.model import Update
 
 SECTIONS = {"actor": "actor_train", "critic": "critic"}
-"""Where the configuration has the role."""
+"""Role -> its section in the configuration."""
 
 
 class NotFinite(RuntimeError):
@@ -24,15 +24,15 @@ class Skipped:
     role: str
     step: int
     update: int
-    """Of the role within the step, from 1, as in updates.jsonl."""
+    """Number of the role's update in the step, from 1, as in updates.jsonl."""
     loss: float
     grad_norm: float
     row_losses: Mapping[int, float]
-    """By sample: what each adds to the loss."""
+    """Loss of each sample."""
 
     @property
     def folder(self) -> str:
-        """Of its samples, within that of the run."""
+        """Folder of its samples, within the run's."""
         return folder_of(self.role, self.step, self.update)
 
 
@@ -42,7 +42,7 @@ def folder_of(role: str, step: int, update: int) -> str:
 
 @dataclass
 class Series:
-    """Of one role; updates are told by step and number."""
+    """Count of skipped updates of one role; updates are identified by step and number."""
 
     length: int = 0
     first: tuple[int, int] = (0, 0)
@@ -55,7 +55,7 @@ class SkippedUpdates:
     """Counts over steps, each role on its own; a checkpoint holds the count."""
 
     limits: Mapping[str, int]
-    """How many in a row end the run, by role; 0: any number may be skipped."""
+    """Number of skipped updates in a row that ends the run, by role; 0: no limit."""
     with_ptx: bool = False
     """The actor's updates have rows of algorithm.ptx too."""
     _series: dict[str, Series] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class SkippedUpdates:
         return SkippedUpdates(limits, config.algorithm.ptx is not None)
 
     def count(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]]) -> list[Skipped]:
-        """`updates`: of a step, by role, from every data-parallel rank. Returns those that begin a series."""
+        """Record a step's updates of all data-parallel ranks, by role. Returns the updates that begin a series of skipped ones."""
         begun: list[Skipped] = []
         for role, ranks in updates.items():
             series = self._series.setdefault(role, Series())

@@ -1,4 +1,4 @@
-"""Several runs, one after the other, and a table of how they ended. Each is a process of its own: nothing of one is left for the next."""
+"""Sweeps: several runs, one after the other, each in its own process, and a table of their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Choice:
-    """One run of a sweep."""
+    """Run of a sweep."""
 
     overrides: Sequence[str]
     config: RunConfig
@@ -48,7 +48,7 @@ def run_each(command: Sequence[str], choices: Sequence[Choice]) -> int:
 
 
 def _run(command: Sequence[str]) -> int:
-    """Signals that end a program are the run's to answer; it gets those that only this process has got."""
+    """Run a command. SIGTERM and SIGHUP are forwarded to it; Ctrl-C reaches it from the terminal."""
     with subprocess.Popen(command) as process:
         before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
@@ -68,7 +68,7 @@ def _latest(config: RunConfig) -> Path | None:
 
 
 def _summary(folder: Path) -> tuple[str, str]:
-    """How it ended, and the accuracy over all domains before and after."""
+    """End of a run, and its accuracy over all domains before and after."""
     try:
         summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
