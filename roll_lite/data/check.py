@@ -32,7 +32,7 @@ from roll_lite.data.row_values import (
 from roll_lite.data.sources import Row, Shard, declared_columns, paths_of, shard_rows, shards_of
 
 SCANNED_ROWS, TABLE_ROWS = 200_000, 1000
-"""Of JSON lines, and of tables but for their tags: a second or two. The start of the run reads all of them."""
+"""Rows that the check reads of JSON lines, and of tables except for their tags: one to two seconds. The start of the run reads all rows."""
 NAMED_LINES = 5
 
 
@@ -119,14 +119,14 @@ class _Scan:
     owners: TagOwners | None
     rows: int = 0
     columns: dict[str, None] = field(default_factory=dict)
-    """Of all of them, in order."""
+    """Rows read so far, in order."""
     without: dict[str, list[str]] = field(default_factory=dict)
     """Places by the column that is missing there."""
     unfit: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """By setting: the first place whose value cannot be used, and why."""
+    """First place with an unusable value and its reason, by setting."""
     mistakes: list[str] = field(default_factory=list)
     strays: dict[tuple[str, Path], tuple[str, str]] = field(default_factory=dict)
-    """Rows that no domain would get, by tag and file: the first place, and what is wrong there."""
+    """First row that no domain would get and its reason, by tag and file."""
 
     def look(self, row: Row, where: str) -> None:
         content = row.content
@@ -200,7 +200,7 @@ def _lines(shards: list[Shard]) -> Iterator[Row]:
 
 
 def _table_rows(shards: list[Shard], scan: _Scan) -> Iterator[Row]:
-    """All rows with their tags, the first ones with every column that is named. Where a column is missing only tags are read."""
+    """Read all rows with their tags, the first ones with every named column. If a column is missing, only tags are read."""
     tag = scan.data.tag
     wanted = list(dict.fromkeys(column.name for column in scan.wanted))
     for index, shard in enumerate(shards):
@@ -255,7 +255,7 @@ def _filter(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 
 
 def _chat_template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """Is there one, and does it read the arguments that it gets?"""
+    """Problems of a chat template: it is missing, or does not use its arguments."""
     folder, template = config.model.path, domain.template
     if template.name != "chat":
         return

@@ -1,6 +1,6 @@
 """Columns of a batch as a Parquet file (zstd): one row per sample; columns of tokens and transitions are lists.
 
-A transition column has one entry less than `input_ids`: entry t belongs to token t + 1. Whatever reads Parquet reads it.
+A transition column has one entry less than `input_ids`: entry t belongs to token t + 1. Any Parquet reader can open it.
 """
 
 from __future__ import annotations

@@ -59,12 +59,12 @@ DESCRIPTION = {
     "policy_tokens": pa.int64(),
     "versions": pa.list_(pa.struct({"start": pa.int32(), "version": pa.int32()})),
 }
-"""What is known of every sample, whatever became of it. Further row columns are those of the batch."""
+"""Columns of every sample, accepted or not. Further row columns are those of the batch."""
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
 """Lists."""
 KEPT_IDS = "kept_ids"
 UNKNOWN = {"format_ok": False}
-"""What a sample trains with where the dump has null."""
+"""Default values of training columns where the dump has null."""
 
 
 # ---------------------------------------------------------------- writing
@@ -74,7 +74,7 @@ UNKNOWN = {"format_ok": False}
 class _Entry:
     sample: Sample
     row: int | None
-    """Of the batch; None for a sample that does not train."""
+    """Row of the batch; None for a sample that does not train."""
     baseline: bool
 
     @property
@@ -111,7 +111,7 @@ def write_dump(
 
 
 def _entries(groups: Sequence[SampleGroup], rows: DataProto) -> list[_Entry]:
-    """All samples, each group's greedy baseline after it."""
+    """Every sample, each group's greedy baseline after it."""
     row_of = {place: row for row, place in enumerate(zip(rows.tensor("group").tolist(), rows.tensor("index").tolist(), strict=True))}
     entries: list[_Entry] = []
     for group in groups:
@@ -160,7 +160,7 @@ def _text(text: str | None) -> str | None:
 
 
 def _row_groups(entries: Sequence[_Entry]) -> Iterator[list[_Entry]]:
-    """At least one, which says of which types the columns are."""
+    """Split entries into row groups, at least one, since the first determines the types of the columns."""
     part: list[_Entry] = []
     tokens = 0
     for entry in entries:
@@ -196,7 +196,7 @@ def _token_columns(entries: Sequence[_Entry], fetch: Fetch, schema: pa.Schema) -
 
 
 def _blocks(entries: Sequence[_Entry], fetch: Fetch) -> dict[Any, DataProto]:
-    """Those that are there, by their references."""
+    """Available blocks, by reference."""
     references = list(dict.fromkeys(entry.tokens.block for entry in entries if entry.tokens is not None))
     return {reference: block for reference, block in zip(references, fetch(references), strict=True) if block is not None}
 

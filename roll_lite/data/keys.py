@@ -26,10 +26,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Columns:
-    """What a computation takes from a batch and adds to it, said beside the computation by its author."""
+    """Columns that a computation reads and writes, declared beside the computation."""
 
     reads: tuple[str, ...] = ()
-    """Those without which it cannot be done."""
+    """Required columns."""
     if_there: tuple[str, ...] = ()
     """Taken as well where the batch has them."""
     writes: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MicroBatchOutputs:
-    """What the model says of a micro-batch, [B, T-1] float32 where nothing else is said."""
+    """Outputs of the model for a micro-batch, [B, T-1] float32 unless stated otherwise."""
 
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
@@ -43,7 +43,7 @@ class MicroBatchOutputs:
 
 @dataclass(frozen=True)
 class Multiples:
-    """What a parallel layout asks of every plan."""
+    """Requirements of a parallel layout on every plan."""
 
     tokens: int = 1
     """Tokens of a micro-batch are a multiple of this: sequence parallelism cuts them into equal parts."""
@@ -55,14 +55,13 @@ class MicroBatchPlanner(Protocol):
     """Decides which rows of a batch go together."""
 
     def cut(self, lengths: torch.Tensor, parts: int = 1) -> list[np.ndarray]:
-        """`lengths` [rows] tokens. Row numbers of each micro-batch, every row in exactly one of them.
-
-        `parts`: as many are run anyway, because other ranks have so many; a planner may spread its rows over them."""
+        """Plan micro-batches; returns the row numbers of each, every row in exactly one. `lengths` [rows]: tokens. `parts`: minimum of
+        micro-batches that run anyway, since other ranks have as many; the planner may spread its rows over them."""
 
 
 @dataclass(frozen=True)
 class RowsAtATime:
-    """A fixed number of rows, in the order of the batch, whatever their lengths."""
+    """Plans a fixed number of rows, in the order of the batch, independent of their lengths."""
 
     size: int
 
@@ -77,8 +76,10 @@ class RowsAtATime:
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """As few micro-batches as keep within `tokens`, of about the same cost each, so that pipeline stages and ranks do not wait for one
-    another. A row that is longer than that goes alone. Within a micro-batch the longest row comes first, and equals stand together."""
+    """Plans as few micro-batches as fit into `tokens`, of about equal cost, so that pipeline stages and ranks do not wait for each other.
+
+    A longer row gets its own micro-batch. Within a micro-batch the longest row comes first, and rows of equal length are neighbours.
+    """
 
     tokens: int
     rows: int | None = None
@@ -105,8 +106,8 @@ class TokenBudget:
 
 @dataclass(frozen=True)
 class PaddedBudget:
-    """For models that pad rows to the longest: rows of like lengths together, as many as keep within `tokens` with their padding. A row
-    that is longer than that goes alone."""
+    """Plans micro-batches for models that pad rows to the longest: rows of similar length, as many as fit into `tokens` with padding. A
+    longer row gets its own micro-batch."""
 
     tokens: int
     rows: int | None = None
@@ -124,7 +125,7 @@ class PaddedBudget:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """One pass of a rank over its rows, forward or training: what a strategy is given beside the batch."""
+    """Micro-batches of a rank's pass over its rows, forward or training; a strategy gets it with the batch."""
 
     parts: tuple[np.ndarray, ...]
     """Row numbers of each micro-batch."""
@@ -198,7 +199,7 @@ class MicroBatchPlan:
 
     @property
     def _order(self) -> torch.Tensor | None:
-        """From the order of the micro-batches to that of the batch; None where they are the same."""
+        """Row order that turns the order of the micro-batches into that of the batch; None if they agree."""
         planned = torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *self.parts]))
         return None if bool((planned[1:] > planned[:-1]).all()) else torch.argsort(planned)
 

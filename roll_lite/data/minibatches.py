@@ -63,7 +63,7 @@ def row_costs(tokens: np.ndarray, attention_par: float) -> np.ndarray:
 
 
 def spread(mini_batches: list[MiniBatch], costs: dict[int, float], ranks: int) -> list[list[MiniBatch]]:
-    """Each rank's share of every mini-batch, balanced within the mini-batch. `costs`: by sample number."""
+    """Distribute every mini-batch over the ranks, balanced within the mini-batch. `costs`: by sample number."""
     shares: list[list[MiniBatch]] = [[] for _ in range(ranks)]
     for mini_batch in mini_batches:
         for rank, rows in enumerate(balanced_partition([costs[int(sample)] for sample in mini_batch.samples], ranks)):

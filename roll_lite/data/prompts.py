@@ -24,7 +24,7 @@ Split = Literal["train", "validation"]
 MISTAKES_SHOWN = 10
 MOST_REPORTED = 50
 ROWS_AT_ONCE = 1024
-"""Tokenized together: what the tokenizer returns takes ten times the memory of what is kept of it."""
+"""Number of rows tokenized together: the tokenizer's output takes ten times the memory of the ids that are kept."""
 
 
 class PromptSet:
@@ -41,7 +41,7 @@ class PromptSet:
         self._row_ends = array("q", [0])
         self._weights = array("d")
         self.parts: list[int] = []
-        """How many prompts each of the domain's files gave."""
+        """Number of prompts from each of the domain's files."""
         self._names: list[tuple[str, ...]] = []
         self._numbers: dict[tuple[str, ...], int] = {}
         """Rows say by number which columns they have."""
@@ -95,7 +95,7 @@ class PromptSet:
         return ids
 
     def counts(self) -> str:
-        """How many prompts there are, and how many rows were left out for what."""
+        """Number of prompts, and of rows left out by reason."""
         out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
         total = len(self) + self.left_out.total()
         return f"{len(self)} of {total} rows; left out: {out}" if out else f"{len(self)} rows"
@@ -261,7 +261,7 @@ def _too_long(domain: str, config: DomainConfig, loader: _Loader) -> str:
 
 
 class PromptOrder:
-    """Every prompt once per epoch, shuffled anew in each, for ever. The order depends on seed, domain and epoch only."""
+    """Endless order of prompts: each once per epoch, shuffled again in every epoch. Depends on seed, domain and epoch only."""
 
     def __init__(self, count: int, seed: int, domain: str) -> None:
         if count < 1:
@@ -275,7 +275,7 @@ class PromptOrder:
 
     @property
     def next_epoch(self) -> int:
-        """Of the prompt that comes next."""
+        """Epoch of the next prompt."""
         return self._epoch + (self._position == self._count)
 
     def next(self) -> tuple[int, int]:
@@ -297,7 +297,7 @@ class PromptOrder:
         return {"count": self._count, "seed": self._seed, "domain": self._domain, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on exactly where the state was taken; refused for other data or another seed, whose order would be another one."""
+        """Continue exactly from the saved state. Refused for other data or another seed, which would give another order."""
         if "parts" in state:
             raise ValueError(f"domain {self._domain}: the checkpoint's prompts came from several files with shares, this run's do not")
         for name, mine in (("count", self._count), ("seed", self._seed), ("domain", self._domain)):

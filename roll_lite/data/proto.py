@@ -123,7 +123,7 @@ class DataProto:
         return DataProto({name: self[name] for name in names})
 
     def with_columns(self, **columns: Column) -> DataProto:
-        """These columns added or put in place of old ones."""
+        """Add or replace columns."""
         return DataProto({**self.columns, **columns})
 
     def union(self, other: DataProto) -> DataProto:
@@ -186,7 +186,7 @@ class DataProto:
     # ------------------------------------------------------------ storage
 
     def save(self, path: Path | str) -> None:
-        """As safetensors, which loading cannot make execute anything; OBJECT columns go to its header as JSON."""
+        """Save as safetensors, which cannot execute code on loading; OBJECT columns go into its header as JSON."""
         tensors: dict[str, torch.Tensor] = {}
         objects: dict[str, list[Any]] = {}
         for name, column in self.columns.items():

@@ -72,7 +72,7 @@ class Ragged:
         return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
 
     def rows(self) -> list[torch.Tensor]:
-        """All rows, as views."""
+        """Rows as views."""
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def take(self, index: Index) -> Ragged:
@@ -138,7 +138,7 @@ class _Writable:
 
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
-    """A view, also of read-only memory, which nobody may write to."""
+    """View of an array, even of read-only memory; the tensor must not be written to."""
     if array.flags.writeable:
         return torch.from_numpy(array)
     return torch.from_numpy(np.asarray(_Writable(array)) if array.size else array.copy())

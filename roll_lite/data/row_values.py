@@ -108,8 +108,7 @@ def files_read(data: DataConfig) -> set[Path]:
 
 
 class TagOwners:
-    """The domain of a row where domains share files: the one that lists its tag, among those that read its file and have their rows told
-    apart by this column."""
+    """Domain of a row if domains share files: the one that lists the row's tag, among those that read its file with this tag column."""
 
     def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
         tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}

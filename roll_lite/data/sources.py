@@ -15,7 +15,7 @@ from roll_lite.config.schema.domains import DataFiles
 Kind = Literal["jsonl", "parquet", "arrow"]
 
 KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
-"""By suffix."""
+"""File kind by suffix."""
 ROWS_AT_ONCE = 1024
 """Rows of a table that are read at once; the file stores columns."""
 SPLITS = {
@@ -30,14 +30,14 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Shard(NamedTuple):
-    """One file of a domain's data."""
+    """File of a domain's data."""
 
     path: Path
     kind: Kind
 
     @property
     def unit(self) -> str:
-        """What its rows are counted in, from 1."""
+        """Name of the unit in which its rows are counted, from 1."""
         return "line" if self.kind == "jsonl" else "row"
 
 
@@ -46,9 +46,9 @@ class Row(NamedTuple):
     """Number of its file."""
     file: Path
     unit: str
-    """What the file's rows are counted in: line or row."""
+    """Name of the unit in which rows are counted: line or row."""
     number: int
-    """From 1."""
+    """Number of the row, from 1."""
     content: dict[str, Any] | str
     """Its columns, or why they cannot be read."""
 
@@ -114,7 +114,7 @@ def _refuse_mixed_splits(folder: Path, names: Sequence[str]) -> None:
 
 
 def _split(name: str) -> str:
-    """The splits that a file's name tells by a word; empty for none."""
+    """Splits that words in a file's name stand for; empty if there are none."""
     words = re.findall(r"[a-z]+", re.sub(r"held[-_. ]out|hold[-_. ]out", "heldout", name.lower()))
     return "+".join(sorted({_SPLIT_OF[word] for word in words if word in _SPLIT_OF}))
 

@@ -42,7 +42,7 @@ class SupervisedRows:
         )
 
     def shares(self, updates: int, ranks: int, attention_par: float) -> list[list[DataProto]]:
-        """For each data-parallel rank its rows of so many optimizer steps."""
+        """Rows of the next optimizer steps, by data-parallel rank."""
         drawn = [self.draw() for _ in range(updates)]
         parts = [balanced_partition(row_costs(rows.lengths.numpy(), attention_par), ranks) for rows in drawn]
         return [[rows.take(part[rank]) for rows, part in zip(drawn, parts, strict=True)] for rank in range(ranks)]
@@ -74,7 +74,7 @@ class SupervisedRows:
 
 
 def beside(own: DataProto, supervised: DataProto) -> DataProto:
-    """Both, as one batch: the supervised rows have nothing in the columns of the policy's, and these no ptx_weight."""
+    """Join policy rows and supervised rows. Columns of the one kind are empty or zero in the other."""
     lengths = supervised.lengths
     missing = {name: _nothing(name, column, lengths) for name, column in own.columns.items() if name not in supervised}
     return DataProto.concat([own.with_columns(ptx_weight=torch.zeros(len(own))), supervised.with_columns(**missing)])

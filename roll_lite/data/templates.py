@@ -1,4 +1,4 @@
-"""How a row of a domain's data becomes the text and the tokens that the model sees."""
+"""Templates: turn a row of a domain's data into the model's text and tokens."""
 
 from __future__ import annotations
 

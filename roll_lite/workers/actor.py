@@ -89,7 +89,7 @@ class ActorWorker(ModelWorker):
         return CreditReport(put_block(DataProto(columns)), sums, peaks)
 
     def write_rows(self, shard: BatchShard, folder: Path) -> None:
-        """This rank's rows of the batch, into a file of their own. Called on the head ranks."""
+        """Write this rank's rows of the batch into a file. The head ranks call it."""
         write_columns(folder / rows_file(self.strategy.layout.data_rank), shard.materialize())
 
     def save_adapters(self, folder: Path) -> None:

@@ -51,7 +51,7 @@ class CompletionPump:
         self._ready: deque[_Ready] = deque()
         self._tokens_waiting = 0
         self._left_over = False
-        """Whether the last call left completions behind because its blocks were full."""
+        """True if the last call left completions behind because its blocks were full."""
         self._before: dict[str, list[TokenRecord]] = {}
         """Context and prompt of each outstanding request."""
         self._handed_out: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Credit assignment on one rank's rows: reward and KL become token rewards, token rewards become advantages; and what is told of them.
+"""Credit assignment on one rank's rows: reward and KL become token rewards, token rewards become advantages; with their metrics.
 
-Group baselines and whitening need numbers of the whole global batch; the caller supplies the exchange that fetches them. Every
-rank takes part in it, those without rows or tokens too.
+Group baselines and whitening need numbers of the whole global batch; the caller supplies the exchange that gathers them. Every rank takes
+part in it, even without rows or tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from roll_lite.workers.credit_inputs import CreditInputs, RowTable, users_advant
 from roll_lite.workers.objectives import OLD_COLUMN, OldLogProbs
 
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
-"""What ranks tell each other about the global batch: tensors [rows, n] of all data-parallel ranks, in rank order; rows may differ and
-may be 0."""
+"""Exchange between ranks: tensors [rows, n] of all data-parallel ranks, in rank order; the numbers of rows may differ, and may be 0."""
 
 
 def alone(rows: torch.Tensor) -> list[torch.Tensor]:
@@ -47,12 +46,12 @@ class Credit:
 
 
 def compared_before_training(algorithm: AlgorithmConfig) -> bool:
-    """The actor has a forward pass of its own before the updates: entropy and mismatch with the engine are taken from that."""
+    """True if the actor has a separate forward pass before the updates, which measures entropy and the mismatch with the engine."""
     return OLD_COLUMN[algorithm.old_log_probs] == "old_log_probs"
 
 
 def credit_columns(algorithm: AlgorithmConfig) -> Columns:
-    """What assign_credit, and the metrics taken beside it, read and write."""
+    """Columns that assign_credit and its metrics read and write."""
     reads = ["response_mask", "reward", "group", "train_weight", "truncated", "domain_number"]
     if compared_before_training(algorithm):
         reads += ["rollout_log_probs", "old_log_probs", "old_entropy"]
@@ -82,8 +81,7 @@ def assign_credit(rows: MicroBatch, data_rank: int, algorithm: AlgorithmConfig, 
 
 
 def _whitening(rows: MicroBatch, gather: Gather) -> Whitening:
-    """Over the tokens of the global batch that train. A row that is not finite is left out: of its own update the guard knows, and others
-    are worth having."""
+    """Statistics of the global batch's tokens that train. Rows that are not finite are left out: they cost their own update only."""
 
     def of_global_batch(moments: torch.Tensor) -> tuple[float, float]:
         mine = of.merged_moments(moments[(rows.columns["train_weight"] > 0) & moments.isfinite().all(1)])
@@ -110,8 +108,8 @@ Estimate = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class _Task:
-    """What the estimators choose from. The reward of a row and what its tokens pay for KL stay apart until float64 sums are formed:
-    one may be millions of times the other."""
+    """Inputs of the estimators. A row's reward and the KL of its tokens stay separate until they are summed in float64, since one may be
+    millions of times the other."""
 
     def __init__(
         self,
@@ -153,7 +151,7 @@ class _Task:
         return None if self.kl_rewards is None else self.everyone(self.score).rewards
 
     def of_samples(self, advantages: torch.Tensor) -> Estimate:
-        """From one advantage per sample, [B]."""
+        """Credit from one advantage per sample, [B]."""
         if self.whitening is not None:
             advantages = of.whiten_samples(advantages, self.policy_tokens, self.whitening)
         return of.spread_over_tokens(advantages, self.mask, torch.float32), None
@@ -177,7 +175,7 @@ def _reinforce(task: _Task, gamma: float) -> Estimate:
 
 
 def _reinforce_plus_plus(task: _Task, gamma: float, baseline: str) -> Estimate:
-    """With the group as baseline, its mean is taken off the rewards first; what a token pays for KL stays that token's own."""
+    """Token rewards for group baselines: the group's mean is subtracted from the rewards first; a token's KL stays its own."""
     score = task.score
     if baseline == "group":
         everyone = task.everyone(score)
@@ -239,7 +237,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "remax": _remax,
     "custom": _custom,
 }
-"""By the name in the configuration; its other settings are the keyword arguments."""
+"""Estimators by name in the configuration; other settings are keyword arguments."""
 
 ESTIMATOR_READS = {"gae": ("values",), "remax": ("baseline_score",)}
 """Columns that not all of them need."""

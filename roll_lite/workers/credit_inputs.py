@@ -1,4 +1,4 @@
-"""What a user's own advantage estimator is told, and what is made of its answer."""
+"""Inputs of a user's advantage estimator, and the check of its result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WHERE = "algorithm.advantage.function"
 
 @dataclass(frozen=True)
 class RowTable:
-    """The samples of the whole global batch, those that do not train included; all [N]. Rows of a rank stand together, in its order."""
+    """Samples of the whole global batch, those that do not train included; all [N]. Rows of a rank are neighbours, in its order."""
 
     rewards: torch.Tensor
     """float64: the shaped score minus what the sample pays for KL in the reward."""
@@ -26,12 +26,12 @@ class RowTable:
     trains: torch.Tensor
     """bool."""
     local: slice
-    """This rank's rows: everyone.rewards[everyone.local] belongs to the rows of the inputs."""
+    """Slice of this rank's rows: everyone.rewards[everyone.local] belongs to the rows of the inputs."""
 
 
 @dataclass(frozen=True)
 class CreditInputs:
-    """This rank's rows, padded; there may be none. Token tensors [B, T-1] hold anything where the mask is 0."""
+    """Rows of this rank, padded; there may be none. Token tensors [B, T-1] hold arbitrary values where the mask is 0."""
 
     token_rewards: torch.Tensor
     """[B, T-1] float64: the reward on the last policy token, minus coef * KL on every policy token."""

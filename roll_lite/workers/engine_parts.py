@@ -31,7 +31,7 @@ def own_address() -> str:
 
 
 class EnginePartWorker(AsyncWorker):
-    """One node's part of an engine. The InferWorker that made it calls it; Ray ends both together."""
+    """Part of an engine on one node. The InferWorker that made it calls it; Ray ends both together."""
 
     lives_alone: ClassVar[bool] = True
     _watching: asyncio.Task[None] | None = None
@@ -94,7 +94,7 @@ class EngineParts:
         self._start_is_over.set()
 
     def _look_after(self, started: Mapping[ray.ObjectRef, int]) -> None:
-        """Watch the start on a thread: a starting engine may block the event loop, and would wait for ever for a dead part."""
+        """Watch the start on a thread: a starting engine may block the event loop, and would wait without limit for a dead part."""
         pending = list(started)
         while pending and not self._start_is_over.is_set():
             ready, pending = ray.wait(pending, timeout=1.0)

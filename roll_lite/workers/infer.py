@@ -46,7 +46,7 @@ async def fetch_block(reference: Any) -> DataProto:
 
 
 class InferWorker(AsyncWorker):
-    """One engine replica: every method runs in the process's event loop, beside the engine's own work."""
+    """Worker of an engine replica: every method runs in the process's event loop, beside the engine's own work."""
 
     lives_alone: ClassVar[bool] = True
     _watching: asyncio.Task[None] | None = None

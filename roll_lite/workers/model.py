@@ -63,7 +63,7 @@ class TrainShare:
     shard: BatchShard
     mini_batches: list[MiniBatch]
     supervised: list[DataProto] = field(default_factory=list)
-    """Supervised rows of every mini-batch (data/supervised.py); empty if there are none."""
+    """Supervised rows of every mini-batch (data/supervised.py); empty without algorithm.ptx."""
 
 
 @dataclass(frozen=True)

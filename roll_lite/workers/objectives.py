@@ -65,9 +65,9 @@ class ActorLoss:
     measure_entropy: bool = True
     """Take the entropy also where no bonus needs it."""
     domains: int = 1
-    """How many there are; rows are told apart by the column domain_number, without it all are of domain 0."""
+    """Number of domains. Rows have the column domain_number; without it all belong to domain 0."""
     given: tuple[str, ...] = field(init=False)
-    """What the user's loss has parameters for, of GIVEN_TO_LOSSES."""
+    """Inputs out of GIVEN_TO_LOSSES that the user's loss asks for."""
     peaks: Peaks = field(init=False)
     """Receives mismatch/max and the largest and smallest ratio."""
     ratios: RatioHistogram = field(init=False)
@@ -79,14 +79,14 @@ class ActorLoss:
         object.__setattr__(self, "ratios", RatioHistogram(self.domains))
 
     def with_kl_coef(self, coef: float) -> ActorLoss:
-        """The same loss with another weight of the KL; peaks and ratios go on being the same ones."""
+        """Copy of the loss with another KL coefficient; it shares peaks and ratios with the original."""
         changed = copy.copy(self)
         object.__setattr__(changed, "kl_coef", coef)
         return changed
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """What the model has to compute."""
+        """Model outputs that the loss needs."""
         entropy = ["entropy"] if self.entropy_coef > 0 or self.measure_entropy or "entropy" in self.given else []
         return ("log_probs", *entropy, *(["distribution"] if self._full_kl else []))
 
@@ -119,7 +119,7 @@ class ActorLoss:
         return loss + supervised.sum(), {**metrics, "actor/loss": metrics["actor/loss"] + _total(supervised), **measured}
 
     def _of_policy(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Of the transitions of the policy's own samples."""
+        """Metrics of the transitions of the policy's own samples."""
         assert outputs.log_probs is not None
         mask = micro_batch.mask
         log_probs = outputs.log_probs.masked_fill(~mask, 0.0)
@@ -155,7 +155,7 @@ class ActorLoss:
         return loss.sum(), metrics
 
     def _given_columns(self, outputs: MicroBatchOutputs, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """For the user's loss; of the entropy with its gradient. [B, T-1], 0 where masked."""
+        """Inputs for the user's loss, [B, T-1], 0 where masked; only the entropy has a gradient."""
         columns = micro_batch.columns if outputs.entropy is None else {**micro_batch.columns, "entropy": outputs.entropy}
         return {name: columns[name].masked_fill(~micro_batch.mask, 0.0) for name in self.given}
 
@@ -210,7 +210,7 @@ class ActorLoss:
 
 
 def domain_numbers(micro_batch: MicroBatch, domains: int) -> torch.Tensor:
-    """[B]; 0 where nobody told rows apart."""
+    """Domain numbers [B]; 0 without the column."""
     if domains > 1 and "domain_number" in micro_batch.columns:
         return micro_batch.columns["domain_number"]
     return torch.zeros(len(micro_batch.mask), dtype=torch.int64, device=micro_batch.mask.device)
@@ -279,7 +279,7 @@ USERS_LOSS = "algorithm.policy_loss.function"
 
 
 def given_to(config: PolicyLossConfig) -> tuple[str, ...]:
-    """Of GIVEN_TO_LOSSES, what the user's function has parameters for, and no argument in the configuration."""
+    """Inputs out of GIVEN_TO_LOSSES that the user's function has parameters for, without those set as arguments in the configuration."""
     if not isinstance(config, CustomLossConfig):
         return ()
     parameters = list(signature(_users_function(config)).parameters.values())[1:]
@@ -300,7 +300,7 @@ def policy_loss(config: PolicyLossConfig, terms: PolicyTerms, **given: torch.Ten
 
 
 def _users_policy_loss(config: CustomLossConfig, terms: PolicyTerms, given: Mapping[str, torch.Tensor]) -> PolicyLoss:
-    """What the user's function makes of the terms, masked entries of which are 0; a bare tensor is taken for the loss."""
+    """Call the user's function with the terms, whose masked entries are 0; a bare tensor is the loss."""
     where = USERS_LOSS
     result = _users_function(config)(terms, **given, **config.args)
     if isinstance(result, torch.Tensor):

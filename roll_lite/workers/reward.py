@@ -32,7 +32,7 @@ MOST_SAMPLES = 64
 """Maximum of samples in one call, and in flight in one worker."""
 GRACE_SECONDS = 1.0
 LOST_IN_A_ROW = 16
-"""After this number of lost workers without a score in between, all waiting samples fail instead of waiting for their own time-outs."""
+"""Number of lost workers, without a score in between, after which all waiting samples fail instead of waiting for their own time-outs."""
 
 
 class RewardWorker:

@@ -83,7 +83,7 @@ class RolloutBatch:
     replaced: dict[str, int] = field(default_factory=dict)
     """Number of reward workers replaced since the last batch, by domain."""
     silences: list[float] = field(default_factory=list)
-    """For each engine lost since the last batch, seconds from its last answer until it was taken out."""
+    """Seconds from the last answer of each engine lost since the last batch until it was taken out."""
 
 
 GC_THRESHOLDS = (100_000, 50, 100)

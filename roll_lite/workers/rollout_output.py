@@ -27,7 +27,7 @@ from roll_lite.workers.token_blocks import EXPERTS, TOKEN_COLUMNS
 
 
 def rows_of(groups: Sequence[SampleGroup], temperatures: Mapping[str, float]) -> DataProto:
-    """One row per sample, numbered from 0. All samples must be accepted and scored. `temperatures`: by domain."""
+    """Rows of the samples, numbered from 0. All samples must be accepted and scored. `temperatures`: by domain."""
     samples = [sample for group in groups for sample in group.samples]
     scores = [sample.score for sample in samples if sample.score is not None]
     assert len(scores) == len(samples), "a sample without a score cannot train"
