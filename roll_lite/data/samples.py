@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:  # keeps `roll-lite check` fast
     import numpy as np
@@ -87,8 +87,7 @@ class Sampling:
     """Ask the engine for the tokens that survived truncation (Completion.kept_ids)."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRow:
+class TokenRow(NamedTuple):
     """Reference to the tokens, mask and log-probs of a sample: a row of a token block (workers/token_blocks.py)."""
 
     block: Any
@@ -119,8 +118,7 @@ class GenerationRequest:
         return self.prompt_ids[len(self.prompt_ids) - self.resumed :]
 
 
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
+class VersionSpan(NamedTuple):
     """Version of the engine's weights from response token `start` on."""
 
     start: int
@@ -162,8 +160,7 @@ class Completion:
     """
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """A Completion as the scheduler gets it: numbers, text, and a reference to the tokens."""
 
     request_id: str

@@ -63,7 +63,7 @@ class Collected:
 
 
 def _lying_in(turns: Sequence[Turn], blocks: Sequence[Any]) -> list[Turn]:
-    return [turn if turn.tokens is None else replace(turn, tokens=replace(turn.tokens, block=blocks[turn.tokens.block])) for turn in turns]
+    return [turn if turn.tokens is None else turn._replace(tokens=turn.tokens._replace(block=blocks[turn.tokens.block])) for turn in turns]
 
 
 class _Asked(NamedTuple):

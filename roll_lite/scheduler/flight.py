@@ -120,8 +120,7 @@ def joined(before: Turn | None, turn: Turn) -> Turn:
     if before is None:
         return turn
     shifted = tuple(VersionSpan(before.length + span.start, span.version) for span in turn.versions)
-    return replace(
-        turn,
+    return turn._replace(
         request_id=before.request_id,
         length=before.length + turn.length,
         versions=merged(*before.versions, *shifted),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import inf
 from statistics import fmean
 
@@ -97,7 +96,7 @@ class Router:
         asked = Asked(domain, request, expected)
         while True:
             if asked.so_far is not None and asked.so_far.length >= request.sampling.max_tokens:
-                return replace(asked.so_far, finish_reason=FinishReason.LENGTH)  # interrupted at its very end
+                return asked.so_far._replace(finish_reason=FinishReason.LENGTH)  # interrupted at its very end
             if self.gate is not None:
                 await self.gate.enter(request.request_id)
             engine, cost = await self._place(asked)

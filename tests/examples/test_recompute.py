@@ -38,7 +38,7 @@ PPO = [
 ]
 GRPO = ["steps=3", "algorithm.whiten_advantages=true", "actor_train.optimizer.decay=linear"]
 TRUNCATED = [
-    *("steps=3", "algorithm.old_log_probs=recompute"),
+    *("steps=3", "algorithm.old_log_probs=recompute", "actor_train.optimizer.lr=5.0e-5"),
     *("domains.add.sampling.top_k=5", "domains.make.sampling.top_p=0.9", "domains.repeat.sampling.min_p=0.05"),
 ]
 SUPERVISED = "algorithm.ptx={data: {train: examples/data/add_train.jsonl, answer: answer}, coef: 0.1, samples: 4, max_tokens: 64}"

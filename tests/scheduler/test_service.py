@@ -43,6 +43,18 @@ def test_samples_that_have_not_started_yet_end_with_their_group() -> None:
     run_virtual(main())
 
 
+def test_a_batch_of_another_size_is_refused() -> None:
+    """Admission counts places in batches of one size; with others it admitted a multiple of what was asked for."""
+
+    async def main() -> None:
+        service, _, _ = make_service([make_domain("a", 0)])
+        await service.next_batch(4)
+        with pytest.raises(AssertionError, match="a batch of 8 prompts after batches of 4"):
+            await service.next_batch(8)
+
+    run_virtual(main())
+
+
 def test_quotas_are_exact_over_a_run_and_groups_are_whole() -> None:
     async def main() -> tuple[Counter[str], Any]:
         domains = [make_domain("a", 0, share=5), make_domain("b", 1, share=3, samples=2), make_domain("c", 2, share=2)]

@@ -143,7 +143,7 @@ def test_a_turn_does_not_grow_with_its_response() -> None:
         sampling = Sampling(temperature=1.0, max_tokens=10**6)
         turn = run_virtual(generated(LocalEngine("e", strategy), GenerationRequest("r", (1, 2), sampling)))
         assert turn.tokens is not None and turn.length == tokens
-        return len(pickle.dumps(replace(turn, length=1, tokens=replace(turn.tokens, block="a reference", length=1))))
+        return len(pickle.dumps(turn._replace(length=1, tokens=turn.tokens._replace(block="a reference", length=1))))
 
     assert size(4000) == size(40)
 
