@@ -110,7 +110,7 @@ def main() -> int:
             loaded = seconds(lambda: load_dump(path), rounds)
             table = pq.read_table(path)
             limit = seconds(lambda: pq.write_table(table, path.with_suffix(".limit"), compression="zstd"), rounds)  # noqa: B023
-            readable = seconds(lambda: write_samples(lines, groups), rounds)  # noqa: B023
+            readable = seconds(lambda: write_samples(lines, groups, 1), rounds)  # noqa: B023
             scale, size = 1000 / samples, path.stat().st_size
             costs[tokens] = written * scale, limit * scale
             of_tokens = size / samples / (PROMPT + tokens)

@@ -26,7 +26,7 @@ from roll_lite.data.columns_file import as_array
 from roll_lite.data.keys import KEYS, Kind
 from roll_lite.data.proto import VECTORS, Column, DataProto, object_column
 from roll_lite.data.ragged import Ragged, from_numpy
-from roll_lite.data.samples import Sample, SampleGroup, TokenRow
+from roll_lite.data.samples import Prompt, Sample, SampleGroup, TokenRow
 
 ROW_GROUP_TOKENS = 2**21
 """Written and read at a time: some 30 MB."""
@@ -58,11 +58,18 @@ DESCRIPTION = {
     "response_length": pa.int64(),
     "policy_tokens": pa.int64(),
     "versions": pa.list_(pa.struct({"start": pa.int32(), "version": pa.int32()})),
+    "terms": pa.string(),
+    "asked_at": pa.float64(),
+    "generated_at": pa.float64(),
+    "scored_at": pa.float64(),
+    "columns": pa.string(),
 }
 """Columns of every sample, accepted or not. Further row columns are those of the batch."""
 TOKENS = {"input_ids": pa.int64(), "response_mask": pa.bool_(), "rollout_log_probs": pa.float32()}
 """Lists."""
 KEPT_IDS = "kept_ids"
+LONGEST_COLUMN = 1000
+"""Characters that are kept of a data column."""
 UNKNOWN = {"format_ok": False}
 """Default values of training columns where the dump has null."""
 
@@ -83,10 +90,17 @@ class _Entry:
 
 
 def write_dump(
-    path: Path, groups: Sequence[SampleGroup], rows: DataProto, fetch: Fetch, facts: Mapping[str, Any], kept_ids: bool = False
+    path: Path,
+    groups: Sequence[SampleGroup],
+    rows: DataProto,
+    fetch: Fetch,
+    facts: Mapping[str, Any],
+    kept_ids: bool = False,
+    clock_offset: float = 0.0,
 ) -> None:
     """`rows`: of the samples that train. `facts`: step, config, tokenizer and stats for the header (config/dump_files.py), plain data.
-    `kept_ids`: token blocks have that column. The file appears complete or not at all."""
+    `kept_ids`: token blocks have that column. `clock_offset`: wall clock minus event loop's clock. The file appears complete
+    or not at all."""
     entries = _entries(groups, rows)
     further = {name: as_array(column) for name, column in rows.columns.items() if name not in DESCRIPTION}
     tokens = {name: pa.large_list(kind) for name, kind in TOKENS.items()}
@@ -98,7 +112,7 @@ def write_dump(
     unfinished = path.with_suffix(".partial")
     with pq.ParquetWriter(unfinished, schema, compression="zstd", write_page_checksum=True) as file:
         for part in _row_groups(entries):
-            described = [_described(entry) for entry in part]
+            described = [_described(entry, clock_offset) for entry in part]
             arrays = {name: pa.array([one[name] for one in described], kind) for name, kind in DESCRIPTION.items()}
             arrays |= {name: array.take(arrays["sample"]) for name, array in further.items()}
             arrays |= _token_columns(part, fetch, schema)
@@ -121,7 +135,7 @@ def _entries(groups: Sequence[SampleGroup], rows: DataProto) -> list[_Entry]:
     return entries
 
 
-def _described(entry: _Entry) -> dict[str, Any]:
+def _described(entry: _Entry, clock_offset: float) -> dict[str, Any]:
     sample, score, transcript = entry.sample, entry.sample.score, entry.sample.transcript
     return {
         "sample": entry.row,
@@ -147,7 +161,28 @@ def _described(entry: _Entry) -> dict[str, Any]:
         "response_length": transcript.response_length,
         "policy_tokens": transcript.policy_tokens,
         "versions": [{"start": span.start, "version": span.version} for span in transcript.versions],
+        "terms": _json(score.terms) if score else None,
+        **times(sample, clock_offset),
+        "columns": _json(further_columns(sample.prompt)),
     }
+
+
+def times(sample: Sample, clock_offset: float) -> dict[str, float | None]:
+    """Seconds since 1970: generation asked for, last token, score."""
+    moments = {"asked_at": sample.asked, "generated_at": sample.generated, "scored_at": sample.scored}
+    return {name: None if moment is None else round(moment + clock_offset, 3) for name, moment in moments.items()}
+
+
+def further_columns(prompt: Prompt) -> dict[str, Any]:
+    """The prompt's row of the data, without the prompt; long values as the beginning of their text."""
+    question = prompt.question
+    own = {name: value for name, value in prompt.columns.items() if not (type(value) is type(question) and value == question)}
+    return {name: _shortened(value) for name, value in own.items()}
+
+
+def _shortened(value: Any) -> Any:
+    text = value if isinstance(value, str) else _json(value)
+    return value if len(text) <= LONGEST_COLUMN else f"{text[:LONGEST_COLUMN]}... ({len(text)} characters)"
 
 
 def _json(value: Any) -> str:

@@ -52,6 +52,13 @@ METRICS: dict[str, Metric] = {
     ),
     "reward/shaped": Metric(MEAN, "score", "Reward of a sample as shaping left it, before KL.", by="domain"),
     "reward/workers_replaced": Metric(SUM, "workers", "Reward workers that died or hung, and were replaced.", by="domain"),
+    "reward/term": Metric(
+        MEAN,
+        "score",
+        "What a term of a reward of several adds to a sample's score, weight included; `base` is the reward itself. As "
+        "`domain/<domain>/<term>/reward/term`.",
+        by="domain",
+    ),
     "reward/seconds": Metric(MEAN, "s", "From asking for a score to getting it.", by="domain"),
     # how hard the prompts were: shares of the sample groups by the share of their samples that are correct
     "solved/none": Metric(MEAN, "share", "Groups without a correct sample.", by="domain"),

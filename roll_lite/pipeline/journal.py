@@ -37,6 +37,9 @@ from roll_lite.workers.actor import CreditReport
 from roll_lite.workers.model import Update
 
 UPDATES_FILE = "updates.jsonl"
+CREDIT_FOLDER = "credit"
+CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
+"""Row columns that are written there."""
 NUMBER = re.compile(r"\d+(\.\d+)?")
 
 SOLVED = {
@@ -70,6 +73,10 @@ class Journal:
         self._told: dict[tuple[str, str], tuple[int, str]] = {}
         """How often a message came and its first text, by its place and its text without numbers."""
         self._picture = LivePicture(self._draw)
+        self._current = 0
+        """Number of the step that is under way."""
+        self._shaped: DataProto | None = None
+        """Its rows with their rewards, until they are written."""
 
     def connect(self) -> None:
         """Start the trackers; ValueError for one that cannot be."""
@@ -86,8 +93,10 @@ class Journal:
     def step(self, number: int) -> Iterator[None]:
         """Everything that is noted inside the block belongs to step `number` and is written at its end."""
         self._sums = MetricSums()
+        self._current, self._shaped = number, None
         with self.timers.step():
             yield
+        self._write_credit({})  # where nothing trains
         for label, seconds in self.timers.last.labelled().items():
             self._sums.add("time", seconds, label=label)
         metrics = self._sums.values()
@@ -166,6 +175,8 @@ class Journal:
             add("rollout/share_tokens", domain.token_share, label=name)
             add("rollout/epoch", domain.epoch, label=name)
             add("reward/seconds", domain.reward_s, domain.scored, label=name)
+            for term, total in domain.terms.items():
+                add("reward/term", total, domain.accepted, label=name, part=term)
             self._tokens["prompt"] += domain.prompt_tokens
             self._tokens["response"] += domain.response_tokens
         self._tell_failures(stats)
@@ -228,6 +239,7 @@ class Journal:
 
     def shaped(self, rows: DataProto, masked: Masked) -> None:
         """Of all rows of the batch, those that do not train among them."""
+        self._shaped = rows
         numbers = rows.tensor("domain_number")
         for number, name in enumerate(self._domains):
             own = numbers == number
@@ -255,6 +267,20 @@ class Journal:
         self._sums.add_sums(sums, self._domains)
         if kl_coef > 0:
             self._sums.add("credit/kl_coef", kl_coef)
+        self._write_credit({number: advantage for report in reports for number, advantage in report.advantages.items()})
+
+    def _write_credit(self, advantages: Mapping[int, float]) -> None:
+        """Write one line for every row of the batch, once. `advantages`: by sample number; rows that do not train may have none."""
+        rows, self._shaped = self._shaped, None
+        if rows is None:
+            return
+        columns = [rows.objects("domain").tolist(), *(rows.tensor(name).tolist() for name in CREDIT_NUMBERS)]
+        folder = self.folder / CREDIT_FOLDER
+        folder.mkdir(exist_ok=True)
+        with (folder / f"step_{self._current:06d}.jsonl").open("w", encoding="utf-8") as lines:
+            for number, *values in zip(rows.tensor("sample").tolist(), *columns, strict=True):
+                record = dict(zip(("domain", *CREDIT_NUMBERS), values, strict=True))
+                lines.write(json.dumps({"step": self._current, **record, "advantage": advantages.get(number)}) + "\n")
 
     def updates(self, step: int, updates: Mapping[str, Sequence[Sequence[Update]]], kl_coef: float) -> None:
         """By role, from every data-parallel rank: metric sums are the same on all of them, peaks are each rank's own."""

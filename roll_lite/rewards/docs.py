@@ -72,7 +72,8 @@ What holds for all types:
 - **Votes.** `math`, `choice` and `exact` (without `contains`) also say which answer a response gives, which maj@k counts in validation:
   for `math` all that are equal to the reference are one answer, and so are wrong numbers of one worth. Of your own function:
   `Score(value, answer=...)`, a text that is the same for equal answers, empty where there is none.
-- **Details.** What a type found, such as the extracted answer, is written beside each response to `runs/NAME/samples/`.
+- **Details.** What a type found, such as the extracted answer, is written beside each response to `runs/NAME/samples/`, and under `terms`
+  what each term adds to the score; `reward/term` is the mean of that.
 - **Secrets.** Arguments name environment variables; their values are read where they are used and appear in no log, dump or message.
 - **Look before you train.** `roll-lite reward --config-name X --domain NAME` scores the reference answers with all of this and shows them;
   with `--responses FILE` it scores given responses or the samples of a run.

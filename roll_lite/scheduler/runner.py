@@ -100,6 +100,8 @@ class SampleRunner:
 
     async def _run(self, first: SampleId, prompt: Prompt, sampling: Sampling) -> Sample:
         cause, timed_out = "", False
+        clock = asyncio.get_running_loop().time
+        asked = clock()
         for attempt in range(self._retries.generation + 1):
             sample_id = replace(first, attempt=attempt) if attempt else first
             if attempt:
@@ -112,15 +114,16 @@ class SampleRunner:
                 partial = conversation.transcript()
                 if failure.final or (timed_out and (failure.began or partial.policy_tokens)):
                     # A retry after a time-out would succeed only with a shorter response: a bias.
-                    return Sample(sample_id, prompt, partial, SampleOutcome.FAILED, failure=cause, timed_out=timed_out)
+                    return Sample(sample_id, prompt, partial, SampleOutcome.FAILED, failure=cause, timed_out=timed_out, asked=asked)
                 continue
+            generated = clock()
             self.scoring += 1
             self._generated()
             try:
-                return await self._score(sample_id, prompt, conversation.transcript())
+                return await self._score(sample_id, prompt, conversation.transcript(), asked, generated)
             finally:
                 self.scoring -= 1
-        return Sample(sample_id, prompt, Transcript(), SampleOutcome.FAILED, failure=cause, timed_out=timed_out)
+        return Sample(sample_id, prompt, Transcript(), SampleOutcome.FAILED, failure=cause, timed_out=timed_out, asked=asked)
 
     def _conversation(self, sample_id: SampleId, sampling: Sampling) -> Conversation:
         seed = self._seeds(sample_id)
@@ -139,22 +142,23 @@ class SampleRunner:
         stats.finish_reasons[str(turn.finish_reason)] += 1
         return turn
 
-    async def _score(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript) -> Sample:
+    async def _score(self, sample_id: SampleId, prompt: Prompt, transcript: Transcript, asked: float, generated: float) -> Sample:
         item = RewardInput.of(prompt, transcript.text, str(transcript.finish_reason))
         clock = asyncio.get_running_loop().time
         cause = ""
         for attempt in range(self._retries.reward + 1):
             if attempt:
                 self._recorder.domains[self._domain].retries[cause] += 1
-            asked = clock()
+            wanted = clock()
             try:
                 score: Score = await self._rewards.score(item)
             except RewardFailed as failure:
                 cause = failure.cause
                 continue
-            self._recorder.last_score = clock()
+            self._recorder.last_score = scored = clock()
             stats = self._recorder.domains[self._domain]
-            stats.reward_s += self._recorder.last_score - asked
+            stats.reward_s += scored - wanted
             stats.scored += 1
-            return Sample(sample_id, prompt, transcript, SampleOutcome.ACCEPTED, score=score)
-        return Sample(sample_id, prompt, transcript, SampleOutcome.FAILED, failure=cause)
+            accepted = SampleOutcome.ACCEPTED
+            return Sample(sample_id, prompt, transcript, accepted, score, asked=asked, generated=generated, scored=scored)
+        return Sample(sample_id, prompt, transcript, SampleOutcome.FAILED, failure=cause, asked=asked, generated=generated)

@@ -35,6 +35,8 @@ class DomainStats:
     """Samples of the batch that can train."""
     batch_tokens: int = 0
     """Response tokens of the accepted samples."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """Sums over the accepted samples of what each term adds to their scores, where the reward has several."""
     scored: int = 0
     """Samples with a score, including greedy baselines and samples of lost groups."""
     failed: int = 0
@@ -205,6 +207,9 @@ class Recorder:
         accepted = [sample for sample in group.samples if sample.outcome is SampleOutcome.ACCEPTED]
         domain.accepted += len(accepted)
         domain.batch_tokens += sum(sample.transcript.policy_tokens for sample in accepted)
+        for score in (sample.score for sample in accepted):
+            for term, value in (score.terms if score is not None else {}).items():
+                domain.terms[term] = domain.terms.get(term, 0.0) + value
 
 
 def commonest(causes: Counter[str]) -> str:

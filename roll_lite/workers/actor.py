@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
 import ray
 
+from roll_lite.algorithms.losses import row_mean
 from roll_lite.config.schema.algorithm import AlgorithmConfig
 from roll_lite.data.columns_file import rows_file, write_columns
 from roll_lite.data.keys import Columns
@@ -33,6 +34,8 @@ class CreditReport:
     block: Block
     sums: dict[str, float]
     peaks: dict[str, float]
+    advantages: dict[int, float] = field(default_factory=dict)
+    """By sample number, the mean over its policy tokens."""
 
 
 REPLAYED_COLUMN: dict[str, str | None] = {"none": None, "train": "old_experts", "rollout": "rollout_experts"}
@@ -86,7 +89,8 @@ class ActorWorker(ModelWorker):
         if credit.returns is not None:
             columns["returns"] = Ragged.from_padded(credit.returns, lengths)
         sums, peaks = credit_metrics(rows, credit, self.algorithm.old_log_probs, self.domains)
-        return CreditReport(put_block(DataProto(columns)), sums, peaks)
+        means = row_mean(credit.advantages, rows.mask).flatten().tolist()
+        return CreditReport(put_block(DataProto(columns)), sums, peaks, dict(zip(batch.tensor("sample").tolist(), means, strict=True)))
 
     def write_rows(self, shard: BatchShard, folder: Path) -> None:
         """Write this rank's rows of the batch into a file. The head ranks call it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -228,10 +229,10 @@ class RolloutWorker(AsyncWorker):
         await self._reward_models_rest()
         trainable = accepted(result.groups)
         rows = rows_of(trainable, self._temperatures)
-        writing = self._samples_file(f"step_{step:06d}.jsonl", result.groups)
+        writing = self._samples_file("step", step, result.groups)
         if self._spec.dumps is not None:
             everyone = sorted([*result.groups, *result.left_out], key=lambda group: group.group)
-            writing.append(self._spec.dumps.writing(step, everyone, rows, result.stats, self._kept_ids))
+            writing.append(self._spec.dumps.writing(step, everyone, rows, result.stats, self._kept_ids, _clock_offset()))
         await self._write(writing)
         replaced = {name: pool.newly_replaced() for name, pool in self._pools.items()}
         silences, self._silences = self._silences, []
@@ -264,7 +265,7 @@ class RolloutWorker(AsyncWorker):
         """
         result = await self._service.evaluate(samples_per_prompt, {name: sampling_of(one) for name, one in sampling.items()})
         await self._reward_models_rest()
-        await self._write(self._samples_file(f"validation_{step:06d}.jsonl", result.groups))
+        await self._write(self._samples_file("validation", step, result.groups))
         temperatures = {name: one.temperature for name, one in sampling.items()}
         report_by = {name: domain.data.report_by for name, domain in self._spec.domains.items()}
         return held_out_rows(accepted(result.groups), temperatures, report_by), result.stats
@@ -272,9 +273,9 @@ class RolloutWorker(AsyncWorker):
     async def _reward_models_rest(self) -> None:
         await asyncio.gather(*(model.rest() for model in self._reward_models.values()))
 
-    def _samples_file(self, name: str, groups: list[SampleGroup]) -> list[Callable[[], None]]:
+    def _samples_file(self, kind: str, step: int, groups: list[SampleGroup]) -> list[Callable[[], None]]:
         folder = self._spec.samples_folder
-        return [] if folder is None else [partial(write_samples, folder / name, groups)]
+        return [] if folder is None else [partial(write_samples, folder / f"{kind}_{step:06d}.jsonl", groups, step, _clock_offset())]
 
     async def _write(self, files: Sequence[Callable[[], None]]) -> None:
         """Write files in a thread, after earlier ones are done; raises their errors."""
@@ -308,6 +309,11 @@ class RolloutWorker(AsyncWorker):
             part.close()
         if self._writing is not None:
             await self._writing
+
+
+def _clock_offset() -> float:
+    """Wall clock minus event loop's clock."""
+    return time.time() - asyncio.get_running_loop().time()
 
 
 def sampling_of(config: SamplingConfig, keep_mask: bool = False) -> Sampling:

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from roll_lite.algorithms.at_k import NO_ANSWER, READS_NONE
 from roll_lite.config.dump_files import dump_file
-from roll_lite.data.dumps import write_dump
+from roll_lite.data.dumps import further_columns, times, write_dump
 from roll_lite.data.proto import DataProto, object_column
 from roll_lite.data.samples import Sample, SampleGroup
 from roll_lite.distributed.dataflow import Block
@@ -105,10 +105,14 @@ def _baseline_scores(groups: Sequence[SampleGroup]) -> list[float]:
 # ---------------------------------------------------------------- for people
 
 
-def write_samples(path: Path, groups: Iterable[SampleGroup]) -> None:
-    """Write one line per sample, failed ones and greedy baselines included. The file appears complete or not at all."""
+def write_samples(path: Path, groups: Iterable[SampleGroup], step: int, clock_offset: float = 0.0) -> None:
+    """Write one line per sample, failed ones and greedy baselines included. The file appears complete or not at all.
+
+    `clock_offset`: wall clock minus event loop's clock.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(line, ensure_ascii=False, default=str) for group in groups for line in _described(group))
+    records = ({"step": step, **line} for group in groups for line in _described(group, clock_offset))
+    lines = (json.dumps(record, ensure_ascii=False, default=str) for record in records)
     unfinished = path.with_suffix(".partial")
     # Half a surrogate pair, which a program may print and JSON may hold, is not valid UTF-8: it is written as an escape.
     with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
@@ -116,14 +120,14 @@ def write_samples(path: Path, groups: Iterable[SampleGroup]) -> None:
     unfinished.replace(path)
 
 
-def _described(group: SampleGroup) -> Iterator[dict[str, Any]]:
+def _described(group: SampleGroup, clock_offset: float) -> Iterator[dict[str, Any]]:
     for sample in group.samples:
-        yield sample_record(sample)
+        yield sample_record(sample, False, clock_offset)
     if group.baseline is not None:
-        yield sample_record(group.baseline, baseline=True)
+        yield sample_record(group.baseline, True, clock_offset)
 
 
-def sample_record(sample: Sample, baseline: bool = False) -> dict[str, Any]:
+def sample_record(sample: Sample, baseline: bool, clock_offset: float) -> dict[str, Any]:
     score, transcript = sample.score, sample.transcript
     return {
         "domain": sample.id.domain,
@@ -139,6 +143,7 @@ def sample_record(sample: Sample, baseline: bool = False) -> dict[str, Any]:
         "score": score.value if score else None,
         "correct": score.is_correct if score else None,
         "format_ok": score.format_ok if score else None,
+        "terms": score.terms if score else {},
         "details": score.details if score else {},
         "outcome": str(sample.outcome),
         "failure": sample.failure,
@@ -146,6 +151,8 @@ def sample_record(sample: Sample, baseline: bool = False) -> dict[str, Any]:
         "prompt_tokens": len(sample.prompt.token_ids),
         "response_tokens": transcript.response_length,
         "versions": [[span.start, span.version] for span in transcript.versions],
+        **times(sample, clock_offset),
+        "columns": further_columns(sample.prompt),
     }
 
 
@@ -162,10 +169,12 @@ class DumpSpec:
     tokenizer: str
     """Checksum of the tokenizer."""
 
-    def writing(self, step: int, groups: Sequence[SampleGroup], rows: DataProto, stats: RolloutStats, kept_ids: bool) -> Callable[[], None]:
+    def writing(
+        self, step: int, groups: Sequence[SampleGroup], rows: DataProto, stats: RolloutStats, kept_ids: bool, clock_offset: float = 0.0
+    ) -> Callable[[], None]:
         """Function that writes a dump, for a thread; it captures `stats` now. `rows`: of the samples that train."""
         facts = {"step": step, "config": self.config, "tokenizer": self.tokenizer, "stats": json.loads(json.dumps(stats, default=vars))}
-        return partial(write_dump, dump_file(self.folder, step), groups, rows, stored_blocks, facts, kept_ids)
+        return partial(write_dump, dump_file(self.folder, step), groups, rows, stored_blocks, facts, kept_ids, clock_offset)
 
 
 def stored_blocks(references: Sequence[Any]) -> list[DataProto | None]:

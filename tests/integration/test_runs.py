@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -168,6 +169,18 @@ def test_grpo_runs_from_end_to_end_and_leaves_what_it_promises(start: Any) -> No
         assert record["mismatch/max"] < 1e-4, "engine and trainer disagree about the same tokens in float32"
     assert steps[-1]["sync/transport_megabytes_per_second/shared_memory"] > 0
     assert len(run.samples(1)) == 24
+    credit = [json.loads(line) for line in (run.folder / "credit/step_000001.jsonl").read_text().splitlines()]
+    scores: dict[int, list[float]] = {}
+    for sample in run.samples(1):
+        assert sample["step"] == 1 and 0 < sample["asked_at"] <= sample["generated_at"] <= sample["scored_at"]
+        scores.setdefault(sample["group"], []).append(sample["score"])
+    assert len(credit) == 24
+    for line in credit:
+        own = scores[line["group"]]
+        spread = statistics.stdev(own)
+        expected = (own[line["index"]] - statistics.fmean(own)) / (spread + 1e-6) if spread else 0.0
+        assert (line["score"], line["reward"], line["train_weight"]) == (own[line["index"]], own[line["index"]], 1.0)
+        assert line["advantage"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -16,10 +16,12 @@ from roll_lite.algorithms.advantages import grpo
 from roll_lite.algorithms.rewards import Masked
 from roll_lite.algorithms.token_metrics import BINS
 from roll_lite.config.loading import load_config
-from roll_lite.data.proto import DataProto
+from roll_lite.data.proto import DataProto, object_column
+from roll_lite.data.samples import Prompt, Sample, SampleGroup, SampleId, SampleOutcome, Score, Transcript
 from roll_lite.distributed.strategy.base import Moved, TrainResult
 from roll_lite.pipeline.journal import SOLVED, Journal
-from roll_lite.scheduler.stats import DomainStats, RolloutStats
+from roll_lite.scheduler.stats import DomainStats, Recorder, RolloutStats
+from roll_lite.workers.actor import CreditReport
 from roll_lite.workers.model import Update
 from roll_lite.workers.rollout_output import rows_of
 
@@ -176,7 +178,11 @@ def test_flat_groups_are_those_without_advantage_under_grpo(journal: Journal, tm
     """By the rewards that shaping made of equal or different scores; two domains."""
     rewards = torch.tensor([1.0, 0.5, 0.25, 0.25, 1.0, 1.0, 0.0])
     groups, domains = torch.tensor([4, 4, 9, 9, 2, 2, 7]), torch.tensor([0, 0, 0, 0, 2, 2, 2])
-    rows = DataProto({"reward": rewards, "group": groups, "domain_number": domains, "score": torch.ones(7)})
+    whole = dict.fromkeys(("sample", "index", "prompt_uid", "epoch", "policy_tokens"), torch.arange(7))
+    rows = DataProto(
+        {"reward": rewards, "group": groups, "domain_number": domains, "score": torch.ones(7), "train_weight": torch.ones(7), **whole}
+    )
+    rows = rows.with_columns(domain=object_column(["add"] * 4 + ["repeat"] * 3))
     with journal.step(1):
         journal.shaped(rows, Masked(torch.ones(7), {}))
     (record,) = records(tmp_path)
@@ -184,6 +190,55 @@ def test_flat_groups_are_those_without_advantage_under_grpo(journal: Journal, tm
     assert shares == [0.5, 1.0, 0.75]
     same = grpo(rewards, groups, normalize_std=True) == 0
     assert same.tolist() == [False, False, True, True, True, True, True]
+
+
+def test_every_row_is_written_with_its_reward_and_advantage(journal: Journal, tmp_path: Path) -> None:
+    """Beside its line in samples/, by group and index; rows that were left out before credit have no advantage."""
+    numbers = {
+        "prompt_uid": [5, 5, 6],
+        "epoch": [0, 0, 1],
+        "policy_tokens": [3, 4, 5],
+        "group": [7, 7, 3],
+        "index": [0, 2, 0],
+        "sample": [0, 1, 2],
+    }
+    rows = DataProto(
+        {
+            **{name: torch.tensor(values) for name, values in numbers.items()},
+            "score": torch.tensor([1.0, 0.0, 1.0]),
+            "reward": torch.tensor([0.75, -0.25, 1.0]),
+            "train_weight": torch.tensor([1.0, 0.5, 0.0]),
+            "domain": object_column(["add", "add", "repeat"]),
+            "domain_number": torch.tensor([0, 0, 2]),
+        }
+    )
+    report = CreditReport(None, {}, {}, {1: -0.5, 0: 0.5})  # type: ignore[arg-type]
+    with journal.step(4):
+        journal.shaped(rows, Masked(rows.tensor("train_weight"), {}))
+        journal.credit([report], 0.0)
+    with journal.step(5):
+        journal.shaped(rows, Masked(rows.tensor("train_weight"), {}))
+    first, second, third = records(tmp_path, "credit/step_000004.jsonl")
+    assert first == {
+        "step": 4, "domain": "add", "group": 7, "index": 0, "prompt_uid": 5, "epoch": 0,
+        "score": 1.0, "reward": 0.75, "train_weight": 1.0, "policy_tokens": 3, "advantage": 0.5,
+    }  # fmt: skip
+    assert (second["index"], second["advantage"], third["group"], third["advantage"]) == (2, -0.5, 3, None)
+    assert [line["advantage"] for line in records(tmp_path, "credit/step_000005.jsonl")] == [None] * 3, "where nothing trains"
+
+
+def test_terms_of_a_reward_are_told_beside_the_sum(journal: Journal, tmp_path: Path) -> None:
+    stats = RolloutStats({name: DomainStats() for name in ("add", "make", "repeat")}, wall_s=1.0)
+    recorder = Recorder(["add"], 0.0)
+    for values in ((1.0, -0.5), (0.0, -0.25)):
+        score = Score(sum(values), terms={"base": values[0], "length": values[1]})
+        sample = Sample(SampleId("add", 0, 0, 7, 0), Prompt("add", 0, "", ()), Transcript(), SampleOutcome.ACCEPTED, score)
+        recorder.delivered(SampleGroup(7, "add", (sample,)))
+    stats.domains["add"] = recorder.domains["add"]
+    with journal.step(1):
+        journal.rollouts(rows_of([], {}), stats, 0, {})
+    (record,) = records(tmp_path)
+    assert (record["domain/add/base/reward/term"], record["domain/add/length/reward/term"]) == (0.5, -0.375)
 
 
 def test_a_length_of_nearest_rank_is_one_that_occurs(journal: Journal, tmp_path: Path) -> None:

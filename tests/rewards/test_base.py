@@ -46,3 +46,4 @@ def test_a_reward_may_say_which_answer_it_has_read() -> None:
     )
     score = whole(RewardInput("maths", "prompt", "response", "answer", {}, "stop"))
     assert (score.value, score.correct, score.answer) == (0.5, True, "B")
+    assert score.terms == {"base": 1.0, "short": -0.5}, "what each adds"

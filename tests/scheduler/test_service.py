@@ -85,7 +85,7 @@ def test_prompts_come_in_the_orders_order_once_per_epoch() -> None:
 
 
 def test_rewards_run_while_others_generate() -> None:
-    async def main() -> tuple[list[float], Any]:
+    async def main() -> tuple[list[float], RolloutResult]:
         rewards = TimedReward(seconds=1.0)
 
         def script(request: GenerationRequest) -> Response:
@@ -93,11 +93,15 @@ def test_rewards_run_while_others_generate() -> None:
 
         service, _, _ = make_service([make_domain("a", rewards=rewards)], [script])
         result = await service.next_batch(1)
-        return rewards.started, result.stats
+        return rewards.started, result
 
-    started, stats = run_virtual(main())
+    started, result = run_virtual(main())
+    stats, samples = result.stats, result.groups[0].samples
     # samples of 1, 5, 9, 13 tokens: each is scored when it is done, only the last score is not hidden
     assert started == pytest.approx([1, 5, 9, 13])
+    assert [sample.asked for sample in samples] == pytest.approx([0] * 4)
+    assert [sample.generated for sample in samples] == pytest.approx([1, 5, 9, 13])
+    assert [sample.scored for sample in samples] == pytest.approx([2, 6, 10, 14])
     assert stats.wall_s == pytest.approx(14)
     assert stats.generation_s == pytest.approx(13)
     assert stats.reward_tail_s == pytest.approx(1)

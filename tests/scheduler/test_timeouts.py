@@ -191,7 +191,7 @@ def test_a_group_that_lost_a_member_to_a_time_out_says_so(tmp_path: Path) -> Non
     assert result.groups[0].timed_out
     stats = result.stats.domains["a"]
     assert (stats.delivered, stats.timed_out_groups, stats.failed) == (1, 1, 1)
-    write_samples(tmp_path / "step.jsonl", result.groups)
+    write_samples(tmp_path / "step.jsonl", result.groups, 1)
     line = [json.loads(line) for line in (tmp_path / "step.jsonl").read_text().splitlines()][3]
     assert (line["outcome"], line["failure"]) == ("failed", "generation: time-out: no response within 30.5 s")
     assert (line["response_tokens"], line["finish_reason"], line["score"]) == (30, "abort", None)

@@ -142,17 +142,29 @@ def test_every_row_has_its_groups_baseline_and_the_baseline_has_no_row() -> None
 
 
 def test_every_sample_is_one_line_failed_ones_too(tmp_path: Path) -> None:
-    prompt = Prompt("toy", 4, "2 + 2 =", (1, 2, 3), answer={"value": 4})
+    row = {"question": "2 + 2", "answer": {"value": 4}, "level": 1, "tests": "x" * 1200, "more": ["y" * 1000]}
+    prompt = Prompt("toy", 4, "2 + 2 =", (1, 2, 3), answer={"value": 4}, columns=row, question="2 + 2")
     transcript = Transcript((Segment(Author.PROMPT, 3), Segment(Author.POLICY, 2, (VersionSpan(0, 3),))), "vier\n✓", FinishReason.STOP)
     good = Sample(SampleId("toy", 4, 0, 9, 0), prompt, transcript, SampleOutcome.ACCEPTED, Score(0.5, True, {"format": 1.0}))
+    good = replace(good, score=replace(good.score, terms={"base": 1.0, "length": -0.5}), asked=1.0, generated=2.5, scored=2.75)  # type: ignore[type-var]
     bad = Sample(SampleId("toy", 4, 0, 9, 1, attempt=2), prompt, Transcript(), SampleOutcome.FAILED, failure="generation: time-out")
     path = tmp_path / "samples" / "step_000012.jsonl"
     greedy = Sample(SampleId("toy", 4, 0, 9, 2), prompt, transcript, SampleOutcome.ACCEPTED, Score(1.0, format_ok=True))
-    write_samples(path, [SampleGroup(9, "toy", (good, bad), greedy)])
+    write_samples(path, [SampleGroup(9, "toy", (good, bad), greedy)], 12, clock_offset=1e9)
     first, second, third = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     assert (first["prompt"], first["response"], first["answer"]) == ("2 + 2 =", "vier\n✓", {"value": 4})
     assert (first["score"], first["correct"], first["details"], first["outcome"]) == (0.5, True, {"format": 1.0}, "accepted")
     assert (first["prompt_tokens"], first["response_tokens"], first["versions"]) == (3, 2, [[0, 3]])
+    assert (first["step"], first["terms"]) == (12, {"base": 1.0, "length": -0.5})
+    assert [first[name] for name in ("asked_at", "generated_at", "scored_at")] == [1000000001.0, 1000000002.5, 1000000002.75]
+    more = json.dumps(["y" * 1000])
+    assert first["columns"] == {
+        "answer": {"value": 4},
+        "level": 1,
+        "tests": f"{'x' * 1000}... (1200 characters)",
+        "more": f"{more[:1000]}... (1004 characters)",
+    }
+    assert (second["step"], second["terms"], second["asked_at"]) == (12, {}, None)
     assert (second["score"], second["correct"], second["outcome"], second["failure"]) == (None, None, "failed", "generation: time-out")
     assert (second["index"], second["attempt"]) == (1, 2)
     assert [line["baseline"] for line in (first, second, third)] == [False, False, True]
@@ -166,7 +178,7 @@ def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
     prompt = Prompt("toy", 4, "2 + 2 =", (1,))
     score = Score(0.0, False, {"error": "ValueError: \ud800"})
     sample = Sample(SampleId("toy", 4, 0, 9, 0), prompt, Transcript(), SampleOutcome.ACCEPTED, score)
-    write_samples(tmp_path / "step.jsonl", [SampleGroup(9, "toy", (sample,))])
+    write_samples(tmp_path / "step.jsonl", [SampleGroup(9, "toy", (sample,))], 1)
     assert json.loads((tmp_path / "step.jsonl").read_text(encoding="utf-8"))["details"]["error"] == "ValueError: \ud800"
 
 

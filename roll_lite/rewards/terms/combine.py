@@ -59,12 +59,14 @@ class Reward:
         base, *others = [result for result in results if isinstance(result, Score)]
         if not self.terms:
             return base
-        value, details = base.value, {"base": base.value, **base.details}
+        value, details, terms = base.value, {"base": base.value, **base.details}, {"base": base.value}
         for term, score in zip(self.terms, others, strict=True):
-            value += term.weight * score.value
+            terms[term.label] = term.weight * score.value
+            value += terms[term.label]
             details[term.label] = score.value
             details.update({f"{term.label}.{key}": detail for key, detail in score.details.items()})
-        return replace(base, value=checked_score(value, f"{self.name} with its terms"), correct=base.is_correct, details=details)
+        value = checked_score(value, f"{self.name} with its terms")
+        return replace(base, value=value, correct=base.is_correct, details=details, terms=terms)
 
     def warm(self) -> None:
         """Do what only the first call pays for, before a time limit runs."""
