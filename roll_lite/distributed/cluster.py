@@ -125,7 +125,7 @@ class Cluster(Generic[W_co]):
 
     @property
     def left(self) -> list[int]:
-        """Living ranks; RankFailed if there are none."""
+        """Ranks still alive; RankFailed if there are none."""
         lost = self.lost
         left = [rank for rank in range(self.world_size) if rank not in lost]
         if not left:

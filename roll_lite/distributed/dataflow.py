@@ -52,7 +52,7 @@ def put_block(columns: DataProto) -> Block:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some columns of a shard: the object and the row in it, for each row of the shard."""
+    """Columns of a shard with the object and the row in it, for each row of the shard."""
 
     refs: tuple[ray.ObjectRef, ...]
     """Objects that hold rows of this shard."""
@@ -75,7 +75,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BatchShard:
-    """One data-parallel rank's part of a batch; its size does not depend on the length of the texts."""
+    """Part of a batch for one data-parallel rank; its size does not depend on the length of the texts."""
 
     rows: DataProto
     """`sample` and the requested row columns."""

@@ -21,7 +21,7 @@ SILENCE_SECONDS = 30.0
 
 
 class Member(Protocol):
-    """One member of a fleet."""
+    """Member of a fleet."""
 
     name: str
 

@@ -27,7 +27,7 @@ STACK_SECONDS = 3.0
 
 
 class Call:
-    """One method running on one rank."""
+    """Call of a method on one rank."""
 
     def __init__(self, group: RankGroup, rank: int, phase: str, ref: ray.ObjectRef, may_be_lost: bool = False) -> None:
         self.group = group

@@ -69,8 +69,8 @@ class Placement:
         self.devices = dict(zip(numbers, _in_node_order(self.group, len(numbers), gpus, order), strict=True))
 
     def slots(self, role: str, devices_per_worker: int = 1, workers_per_device: int = 1) -> list[Slot]:
-        """One slot per worker of the role, in rank order. A worker of several devices gets consecutive ones; workers that share a device
-        are neighbours."""
+        """Slots of the role's workers, in rank order. A worker of several devices gets consecutive ones; workers that share a device are
+        neighbours."""
         slots = self.slots_by_node(role, devices_per_worker, workers_per_device)
         for worker, own in enumerate(slots):
             if len(own) > 1:

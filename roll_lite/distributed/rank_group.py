@@ -167,7 +167,7 @@ class RankGroup:
 
 
 class LivenessWatch:
-    """All living groups of this process. Groups are held weakly: Ray ends actors without handles."""
+    """Living groups of this process, held weakly: Ray ends actors without handles."""
 
     def __init__(self) -> None:
         self._groups: list[weakref.ref[RankGroup]] = []
@@ -245,7 +245,7 @@ def kill_stopped(node: str, pid: int) -> None:
 
 
 def stopped_ones(groups: Sequence[RankGroup]) -> str:
-    """A line that names the stopped processes; empty if there are none."""
+    """Message that names the stopped processes; empty if there are none."""
     names = ", ".join(f"{process.pid} ({name_of(process)})" for process in stopped(groups))
     return f"\n\nstopped, as by SIGSTOP: {names}" if names else ""
 

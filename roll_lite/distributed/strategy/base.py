@@ -179,7 +179,7 @@ class ForwardStrategy(ABC):
 
 
 class CheckpointWrite(ABC):
-    """This rank's part of a checkpoint that is written beside the next steps."""
+    """Part of a checkpoint that this rank writes beside the next steps."""
 
     @property
     @abstractmethod
@@ -273,7 +273,7 @@ class EngineHealth:
 
 @dataclass(frozen=True)
 class EngineNode:
-    """One node of an engine that spans several. Node 0 takes requests and calls all workers; the others only run workers."""
+    """Node of an engine that spans several. Node 0 takes requests and calls all workers; the others only run workers."""
 
     nodes: int
     number: int
@@ -308,7 +308,7 @@ class EngineSpec:
 
 
 class InferenceStrategy(ABC):
-    """One engine replica."""
+    """Interface of an engine replica."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -371,7 +371,7 @@ class InferenceStrategy(ABC):
 
     @abstractmethod
     async def weight_checksums(self, names: Collection[str] | None = None) -> dict[str, str]:
-        """Checksum by Hugging Face name of all tensors or some, comparable with `weight_sync.checksum` of what was sent."""
+        """Checksums of some or all tensors by Hugging Face name, comparable with `weight_sync.checksum` of the sent ones."""
 
     @abstractmethod
     async def load(self, parts: Iterable[EngineMemory] = tuple(EngineMemory)) -> None:

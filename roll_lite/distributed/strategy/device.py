@@ -1,4 +1,4 @@
-"""Device of this rank: a GPU, or the CPU where there is none."""
+"""Device of this rank: a GPU, or the CPU without one."""
 
 from __future__ import annotations
 

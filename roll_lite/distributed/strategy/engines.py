@@ -51,8 +51,8 @@ def build_engine(spec: EngineSpec) -> InferenceStrategy:
 
 
 def share_of_device(strategy: InferStrategyConfig, place: int, sharers: int) -> InferStrategyConfig:
-    """Settings of one of several engines on a GPU, each with an equal share. `place`: engines already there when it starts. vLLM's
-    setting is a share of the GPU, SGLang's a share of what is free."""
+    """Settings of one of several engines on a GPU, each with an equal share. `place`: engines already there when it starts. vLLM's setting
+    is a share of the GPU, SGLang's a share of its free memory."""
     if not isinstance(strategy, EngineStrategyConfig):
         return strategy
     part = strategy.gpu_memory_utilization / sharers

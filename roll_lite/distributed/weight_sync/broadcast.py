@@ -198,7 +198,7 @@ class _Broadcasts:
 
 
 def _own_address(host: str, port: int) -> str:
-    """This machine's address towards the rendezvous. By default gloo resolves the host name, which often fails or is unreachable."""
+    """Address of this machine towards the rendezvous. By default gloo resolves the host name, which often fails or is unreachable."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing

@@ -9,7 +9,7 @@ import torch
 
 _CHUNK = 1 << 24
 SAMPLED = 16
-"""Each update compares one tensor in SAMPLED; after SAMPLED updates all have been compared."""
+"""Part of the tensors that an update compares: one in SAMPLED. After SAMPLED updates all have been compared."""
 
 
 def sample(names: Iterable[str], version: int) -> list[str]:

@@ -50,7 +50,7 @@ def uuid_of(number: int) -> str:
 
 
 def local_number(uuid: str) -> int:
-    """This process's device number of a GPU."""
+    """Device number of a GPU in this process."""
     return [uuid_of(number) for number in range(torch.cuda.device_count())].index(uuid)
 
 

@@ -60,7 +60,7 @@ class Segment(Watched):
     handle = ""
     """Handle through which other processes open it."""
     exports: Sequence[Export] = ()
-    """One export per reader; each reader gives its own back."""
+    """Exports, one per reader; each reader gives its own back."""
 
     def __init__(self, nbytes: int, readers: int) -> None:
         super().__init__(torch.empty(_roomy(nbytes), dtype=torch.uint8))

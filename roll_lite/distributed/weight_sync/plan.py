@@ -17,7 +17,7 @@ Channel = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """One tensor of the Hugging Face checkpoint and its owner."""
+    """Tensor of the Hugging Face checkpoint and its owner."""
 
     name: str
     shape: tuple[int, ...]

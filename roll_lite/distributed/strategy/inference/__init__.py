@@ -1,1 +1,1 @@
-"""Code that all inference engines share, whatever their make."""
+"""Code that all inference engines share."""

@@ -1,4 +1,4 @@
-r"""Inference engine in processes of its own: its requests, refusals, the order of a weight update, and its death.
+r"""Inference engine in separate processes: its requests, refusals, the order of a weight update, and its death.
 
 Its state is kept in `life.py`; a make of engine implements `make.py`.
 """

@@ -104,7 +104,7 @@ class EngineLife:
 
     @property
     def held_up(self) -> bool:
-        """True if it could not generate even if nobody had paused it."""
+        """True if it could not generate even without a requested pause."""
         return self.state not in (EngineState.SERVING, EngineState.PAUSED)
 
     # ------------------------------------------------------------ what is allowed

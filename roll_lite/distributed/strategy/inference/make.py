@@ -33,7 +33,7 @@ class EnginePart(Protocol):
 
 
 class EngineMake(EnginePart, Protocol):
-    r"""Engine in processes of its own. Calls come in an allowed order; those that the engine's death leaves unanswered raise EngineDead.
+    r"""Engine in separate processes. Calls come in an allowed order; those that the engine's death leaves unanswered raise EngineDead.
 
     Its workers' methods `roll_lite_connect`, `roll_lite_load_bucket`, `roll_lite_put_in_place`, `roll_lite_weights_touched` and
     `roll_lite_checksums` move weights, or adapters alone after `roll_lite_take_adapters`.

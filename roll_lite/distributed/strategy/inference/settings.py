@@ -50,7 +50,7 @@ class Environment:
     """Values decided by YAML or the placement."""
 
     def variables(self, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """All variables, with the user's values in place of defaults."""
+        """Variables with the user's values in place of defaults."""
         return {name: given.get(name, value) for name, value in self.preset.items()} | dict(self.required) | dict(self.settings)
 
     def notes(self, given: Mapping[str, str] = os.environ) -> list[str]:

@@ -83,7 +83,7 @@ def save_checkpoint(
 
 
 def _without_optimizer(common: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron compares between ranks, each difference a warning: ranks hold different parts of an optimizer."""
+    """State that Megatron may compare between ranks: without the optimizer, of which ranks hold different parts."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
@@ -168,7 +168,7 @@ def _unreadable(state_folder: Path, cause: BaseException) -> ValueError:
 
 
 def _own_rank_file(folder: Path, layout: RankLayout) -> Path | None:
-    """This rank's own file; None where fewer ranks saved the checkpoint."""
+    """Own file of this rank; None if fewer ranks saved the checkpoint."""
     own = _rank_file(folder, layout.rank)
     if own.is_file():
         return own
@@ -330,7 +330,7 @@ def _steps_in(stored: Any) -> float:
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[Any, Any], steps: float) -> None:
-    """Load the optimizer. `state` is what it would store now, filled with the checkpoint's tensors except those that the reader reads."""
+    """Load the optimizer. `state`: its state dict, filled with the checkpoint's tensors except those that the reader reads."""
     parts = optimizer.parts
     for number, part in enumerate(parts):
         if is_muon(part):

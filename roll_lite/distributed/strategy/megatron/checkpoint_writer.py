@@ -1,4 +1,4 @@
-r"""Write a rank's part of a checkpoint in a process of its own, beside the next training steps.
+r"""Write a rank's part of a checkpoint in a separate process, beside the next training steps.
 
 A thread would hold up the rank: torch.save keeps the interpreter's lock most of the time. Megatron's asynchronous save forks its writers,
 or spawns them beside a manager process; forks can hang beside the threads of Ray, gloo and CUDA. Here a fresh interpreter starts that

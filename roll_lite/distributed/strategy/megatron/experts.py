@@ -150,7 +150,7 @@ class Router(TopKRouter):
 
 
 class Experts(MoELayer):
-    """Expert layer that tells the router again whose tokens it recomputes: pipeline stages run several micro-batches ahead of their
+    """Expert layer that reports to the router again whose tokens it recomputes: pipeline stages run several micro-batches ahead of their
     gradients."""
 
     router: Router
@@ -171,7 +171,7 @@ class Experts(MoELayer):
 
 
 class ExpertsLayer(TransformerLayer):
-    """Transformer layer that tells its router which rows the tokens belong to."""
+    """Transformer layer that reports to its router which rows the tokens belong to."""
 
     def forward(self, *args: Any, packed_seq_params: PackedRows, **options: Any) -> Any:
         self.mlp.router.rows = packed_seq_params

@@ -24,7 +24,7 @@ from roll_lite.distributed.strategy.megatron.parallel import cut_group
 from roll_lite.distributed.weight_sync.plan import ExportedTensor, ExportPlan
 
 Read = Callable[[torch.nn.Parameter], torch.Tensor]
-"""Reads what is exported of a parameter: its values or its gradient."""
+"""Reads the exported tensor of a parameter: its values or its gradient."""
 Change = Callable[[torch.Tensor], torch.Tensor]
 """Changes a rank's cut of a tensor, keeping shape and dtype. The original stays as it is."""
 Write = Callable[[Path, bytes], None]
@@ -141,7 +141,7 @@ class HfExporter:
         return cuts
 
     def _cuts(self, entry: Entry, group: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's cut of each Hugging Face tensor: its group's whole cut, or one rank's share of it."""
+        """Cut of each Hugging Face tensor on this rank: its group's whole cut, or one rank's share of it."""
         sharing = ranks_of_a_group(entry, self._hf, self._tensor_group.size())
         return [cut.chunk(sharing)[self._tensor_group.rank() % sharing] for cut in take_apart(entry, group, self._hf)]
 

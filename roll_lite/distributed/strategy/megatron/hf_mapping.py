@@ -123,7 +123,7 @@ model's checkpoint can become a critic."""
 
 @dataclass(frozen=True)
 class Binding:
-    """One parameter of this rank and the checkpoint tensors behind it."""
+    """Parameter of this rank and the checkpoint tensors behind it."""
 
     entry: Entry
     hf: tuple[str, ...]

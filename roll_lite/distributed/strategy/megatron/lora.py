@@ -124,7 +124,7 @@ class Adapter(torch.nn.Module):
 
 
 class Adapters:
-    """All adapters of a rank."""
+    """Adapters of a rank."""
 
     def __init__(self, chunks: Sequence[RollModel], hf: HfConfig, lora: LoraConfig, seed: int) -> None:
         """Freeze the model and put adapters beside its layers."""

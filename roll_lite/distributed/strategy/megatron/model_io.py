@@ -1,4 +1,4 @@
-"""Between micro-batches and the model: rows are packed, only positions that count reach the head, losses see padded columns."""
+"""Inputs and outputs of the model for micro-batches: rows are packed, only required positions reach the head, losses see padded columns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ModelInput:
     targets: torch.Tensor
     """[N] next tokens."""
     micro_batch: MicroBatch
-    """For the loss; without rows if this rank only keeps in step with others."""
+    """Rows for the loss; none if this rank only keeps in step with others."""
     kept: torch.Tensor | None = None
     """[N, K] kept_ids, if the batch has them."""
     temperatures: torch.Tensor | None = None

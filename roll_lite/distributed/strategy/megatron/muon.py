@@ -1,4 +1,4 @@
-"""Megatron-Core's Muon for the layers' matrices, beside AdamW for the rest. It needs a package of its own."""
+"""Megatron-Core's Muon for the layers' matrices, beside AdamW for the rest. It needs NVIDIA's Emerging-Optimizers package."""
 
 from __future__ import annotations
 

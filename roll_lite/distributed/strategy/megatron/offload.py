@@ -87,7 +87,7 @@ class StateMover:
         self.moved += Moved(in_bytes=copied, in_seconds=time.perf_counter() - start)
 
     def require(self, *groups: StateGroup) -> None:
-        """What is computed from now on finds them complete."""
+        """Make this device's later work wait until the groups are loaded."""
         missing = [group for group in groups if group in self._away]
         assert not missing, f"{', '.join(missing)} are offloaded: load them first"
         for group in groups:
@@ -95,8 +95,8 @@ class StateMover:
                 event.wait(self._device.current_stream())
 
     def require_to_write(self, *groups: StateGroup, trained_only: bool = False) -> None:
-        """The same before they are changed: whoever writes to state without it loses that at the next offload. `trained_only`: frozen
-        weights, beside which adapters train, are left alone."""
+        """Require groups before their state changes: their host copies become outdated. A write without this call is lost at the next
+        offload. `trained_only`: frozen weights, beside which adapters train, keep their copies."""
         self.require(*groups)
         for group in groups:
             for copy in self._copies[group].values():
@@ -117,7 +117,7 @@ class StateMover:
         return event
 
     def _copies_of(self, group: StateGroup) -> dict[int, HostCopy]:
-        """Of the storages that the group has now: loading a checkpoint replaces some."""
+        """Find the group's current storages, since loading a checkpoint replaces some."""
         known, frozen = self._copies[group], group is StateGroup.WEIGHTS
         training = self._keyed(weight for chunk in self._chunks for weight in chunk.parameters() if weight.requires_grad)
         return {

@@ -204,7 +204,7 @@ def squared_norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch
 
 
 def _stretches(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """All entries as matrices of short rows."""
+    """Entries as matrices of short rows."""
     flat = tensor.flatten()
     whole = len(flat) - len(flat) % STRETCH
     return [flat[:whole].view(-1, STRETCH), flat[None, whole:]]

@@ -43,7 +43,7 @@ class PackedRows:
 
     @staticmethod
     def of(lengths: torch.Tensor, padding: bool = False) -> PackedRows:
-        """All rows, the last one padding or not; on the host."""
+        """Rows on the host, possibly with a last row of padding."""
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         places = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
         pieces = [(length, length) for length in lengths.tolist()]
@@ -102,7 +102,7 @@ class ContextCut:
         return [(number * self.part, (number + 1) * self.part) for number in (self.rank, 2 * self.ranks - 1 - self.rank)]
 
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's entries."""
+        """Entries of this rank."""
         return torch.cat([tokens[low:high] for low, high in self.parts])
 
     def among_all(self, positions: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class ContextCut:
         return torch.arange(self.tokens) if self.ranks == 1 else self.own(torch.arange(self.tokens))
 
     def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of the tokens this rank holds ([N] bool), and their local indices."""
+        """Tokens that this rank holds ([N] bool), and their local indices."""
         if self.ranks == 1:
             return torch.ones_like(positions, dtype=torch.bool), positions
         first = 2 * self.rank * self.part
@@ -129,8 +129,7 @@ class ContextCut:
 def packed(
     ids: torch.Tensor, lengths: torch.Tensor, token_multiple: int, rank: int, ranks: int
 ) -> tuple[torch.Tensor, PackedRows, ContextCut]:
-    """This rank's token ids and rows, and the split over ranks. A row of padding fills up to a multiple; the model runs the same where
-    there are no rows."""
+    """Token ids and rows of this rank, and the split over ranks. A padding row fills up to a multiple; the model runs even without rows."""
     missing = -len(ids) % token_multiple if len(ids) else token_multiple
     if missing:
         ids, lengths = torch.cat([ids, ids.new_zeros(missing)]), torch.cat([lengths, lengths.new_tensor([missing])])

@@ -38,7 +38,7 @@ class Routes:
 
 
 class ChosenExperts:
-    """One router's choice for one micro-batch, in place of Megatron's RouterReplay."""
+    """Choice of one router for one micro-batch, in place of Megatron's RouterReplay."""
 
     def __init__(self, given: torch.Tensor | None) -> None:
         """`given` [tokens, experts per token]."""

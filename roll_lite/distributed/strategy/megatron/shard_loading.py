@@ -64,7 +64,7 @@ class ShardReader:
             part._set_main_param_and_optimizer_states(owned.weight, whole)
 
     def _tensors(self, owned: Owned, wanted: dict[str, list[ShardedTensor]]) -> dict[str, list[torch.Tensor]]:
-        """Allocate what is owned, by Megatron's name and in pieces; add what has to be read to `wanted`."""
+        """Allocate this rank's pieces by Megatron's name, and add the pieces to read to `wanted`."""
         place = self._places[owned.weight]
         tensors: dict[str, list[torch.Tensor]] = defaultdict(list)
         for piece in place.build() if isinstance(place, ShardedTensorFactory) else [place]:
@@ -120,7 +120,7 @@ def _owned(part: DistributedOptimizer) -> Iterator[Owned]:
 
 
 def stored_name(name: str, weight: str, stored: Any) -> str | None:
-    """Name of a stored tensor: the distributed optimizer stores float32 weights under a name of its own. A float32 model has no separate
+    """Name of a stored tensor: the distributed optimizer stores float32 weights under its own name. A float32 model has no separate
     copy: where none are stored, none are wanted."""
     if name in MOMENTS:
         return f"optimizer.state.{name}.{weight}"

@@ -1,1 +1,1 @@
-"""Rollouts on SGLang. Importing this package does not import SGLang, which lives in processes of its own."""
+"""Rollouts on SGLang. Importing this package does not import SGLang, which lives in separate processes."""

@@ -29,7 +29,7 @@ class Closed(ConnectionError):
 
 
 class PickleChannel:
-    """One end of the channel, on this process's event loop. One task receives; any may send."""
+    """End of the channel, on this process's event loop. One task receives; any may send."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader

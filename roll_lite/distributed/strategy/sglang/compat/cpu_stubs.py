@@ -39,7 +39,7 @@ class _StandIn(ModuleType):
         return value
 
     def __call__(self, *args: Any, **_: Any) -> Any:
-        """`@triton.jit` and `@triton.jit(...)` leave a function unchanged: nobody runs it."""
+        """Stand-in for `@triton.jit` and `@triton.jit(...)`: the function stays unchanged and never runs."""
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __iter__(self) -> Iterator[Any]:

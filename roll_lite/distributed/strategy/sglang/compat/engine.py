@@ -1,4 +1,4 @@
-"""One SGLang engine behind a server process of its own."""
+"""SGLang engine behind a separate server process."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Manager:
     # ------------------------------------------------------------ requests
 
     async def generate(self, request: GenerationRequest, rid: str, seed: int, aborted: Callable[[], bool]) -> Completion:
-        """Generate. `rid` must be no prefix of another. `aborted` tells, once the request ended, whether somebody asked for that."""
+        """Generate. `rid` must be no prefix of another. `aborted` says, once the request has ended, whether it was aborted on purpose."""
         asked = generate_input(request, rid, seed, self._max_model_len, self._vocabulary, self._experts is not None)
         output = await anext(self._manager.generate_request(asked, None))
         return completion(request, output, self._manager.tokenizer, aborted(), self._experts)

@@ -1,7 +1,7 @@
-r"""SGLang engine as a program of its own. An exception in SGLang's scheduler kills all processes above it; that must end here and not in
+r"""SGLang engine as a separate program. An exception in SGLang's scheduler kills all processes above it; that must end here and not in
 the process that hosts the strategy.
 
-Started as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in a session of its own; FD is its end of a channel.
+Started as `python -m roll_lite.distributed.strategy.sglang.compat.server FD` in its own session; FD is its end of a channel.
 """
 
 from __future__ import annotations

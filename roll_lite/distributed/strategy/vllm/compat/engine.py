@@ -1,4 +1,4 @@
-"""One vLLM engine: AsyncLLM, which starts processes of its own."""
+"""vLLM engine: AsyncLLM, which starts its own processes."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class VllmEngine:
         return [one for one in found if one is not None]
 
     def _states(self, request_ids: Iterable[str]) -> Iterator[tuple[str, RequestState]]:
-        """Request states; vLLM uses ids of its own."""
+        """Request states; vLLM uses its own ids."""
         known = self._llm.output_processor
         for request_id in request_ids:
             for own in known.external_req_ids.get(request_id, ()):

@@ -1,6 +1,6 @@
-r"""vLLM's OpenAI-compatible server as a program of its own, which ends with the process that started it.
+r"""vLLM's OpenAI-compatible server as a separate program, which ends with the process that started it.
 
-Started as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS`, in a session of its own, so that one signal
+Started as `python -m roll_lite.distributed.strategy.vllm.compat.judge_server ARGUMENTS`, in its own session, so that one signal
 reaches all its processes.
 """
 
