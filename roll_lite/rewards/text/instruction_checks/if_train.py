@@ -75,10 +75,6 @@ def sentence_hyphens(response: str) -> bool:
     return all(piece == piece.strip() and len(sentences(piece)) == 1 and not re.search(r"[a-z][.!?][A-Z]", piece) for piece in pieces)
 
 
-def square_brackets(response: str) -> bool:
-    return all(len(word) > 2 and word[0] == "[" and word[-1] == "]" for word in response.split())
-
-
 def bigram_wrapping(response: str) -> bool:
     """A last word without a second one stands alone."""
     tokens = response.split()
@@ -86,21 +82,9 @@ def bigram_wrapping(response: str) -> bool:
     return bool(pairs) and all(one[:2] == "<<" and two[-2:] == ">>" and ">>" not in one and "<<" not in two for one, two in pairs)
 
 
-def two_paragraphs(response: str) -> bool:
-    return ifeval.number_paragraphs(response, num_paragraphs=2)
-
-
 def two_paragraphs_by_breaks(response: str) -> bool:
     parts = response.strip().split("\n\n")
     return len(parts) == 2 and all(part.strip() for part in parts)
-
-
-def no_dot(response: str) -> bool:
-    return not any(mark in response for mark in ".．。․")
-
-
-def no_exclamation(response: str) -> bool:
-    return not any(mark in response for mark in "!！")
 
 
 # ---------------------------------------------------------------- words and letters
@@ -111,34 +95,9 @@ def no_adjacent_consecutive(response: str) -> bool:
     return not any(ord(two) - ord(one) == 1 for one, two in pairwise(starts))
 
 
-def word_once(response: str, *, keyword: str) -> bool:
-    return ifeval.occurrences(keyword, response) == 1
-
-
-def exclude_word(response: str, *, keyword: str) -> bool:
-    return not whole_words(phrase("keyword", keyword), response)
-
-
-def count_increment_word(response: str, *, keyword1: str, keyword2: str) -> bool:
-    return (ifeval.occurrences(keyword1, response), ifeval.occurrences(keyword2, response)) == (1, 2)
-
-
 def count_unique(response: str) -> bool:
     used = words(response)
     return len(used) == len(set(used))
-
-
-def lowercase_counting(response: str, *, N: int) -> bool:
-    """At most N words in small letters."""
-    return sum(run.islower() for run in re.findall(r"[^\W\d_]+", response)) <= whole(N)
-
-
-def letter_counting(response: str, *, N: int, relation: str) -> bool:
-    return holds(sum(character.isalpha() for character in response), relation, N)
-
-
-def palindrome(response: str) -> bool:
-    return any(len(word) >= FEWEST_LETTERS and word == word[::-1] for word in words(response))
 
 
 # ---------------------------------------------------------------- places
@@ -200,27 +159,32 @@ IF_TRAIN: dict[str, Callable[..., bool]] = {
     "copy:copying_multiple": copying_multiple,
     "new:copy_span_idx": copy_span_idx,
     "detectable_format:sentence_hyphens": sentence_hyphens,
-    "detectable_format:square_brackets": square_brackets,
+    "detectable_format:square_brackets": lambda response: all(
+        len(word) > 2 and word[0] == "[" and word[-1] == "]" for word in response.split()
+    ),
     "detectable_format:bigram_wrapping": bigram_wrapping,
-    "paragraphs:paragraphs": two_paragraphs,
+    "paragraphs:paragraphs": lambda response: ifeval.number_paragraphs(response, num_paragraphs=2),
     "paragraphs:paragraphs2": two_paragraphs_by_breaks,
-    "punctuation:punctuation_dot": no_dot,
-    "punctuation:punctuation_exclamation": no_exclamation,
+    "punctuation:punctuation_dot": lambda response: not any(mark in response for mark in ".．。․"),
+    "punctuation:punctuation_exclamation": lambda response: not any(mark in response for mark in "!！"),
     "keywords:no_adjacent_consecutive": no_adjacent_consecutive,
-    "keywords:word_once": word_once,
+    "keywords:word_once": lambda response, keyword: ifeval.occurrences(keyword, response) == 1,
     "keywords:word_count_different_numbers": ifeval.frequency,
-    "keywords:exclude_word_harder": exclude_word,
-    "keywords:palindrome": palindrome,
+    "keywords:exclude_word_harder": lambda response, keyword: not whole_words(phrase("keyword", keyword), response),
+    "keywords:palindrome": lambda response: any(len(word) >= FEWEST_LETTERS and word == word[::-1] for word in words(response)),
     "keywords:keyword_specific_position": keyword_position,
     "keywords:start_end": start_end,
     "first_word:first_word_sent": first_word_sentences,
     "first_word:first_word_answer": first_word_answer,
     "last_word:last_word_sent": last_word_sentences,
     "last_word:last_word_answer": last_word_answer,
-    "count:lowercase_counting": lowercase_counting,
+    # At most N words in small letters.
+    "count:lowercase_counting": lambda response, N: sum(run.islower() for run in re.findall(r"[^\W\d_]+", response)) <= whole(N),
     "count:counting_composition": counting_composition,
     "count:count_unique": count_unique,
-    "count:count_increment_word": count_increment_word,
-    "letters:letter_counting": letter_counting,
+    "count:count_increment_word": lambda response, keyword1, keyword2: (
+        (ifeval.occurrences(keyword1, response), ifeval.occurrences(keyword2, response)) == (1, 2)
+    ),
+    "letters:letter_counting": lambda response, N, relation: holds(sum(character.isalpha() for character in response), relation, N),
     "letters:letter_counting2": ifeval.letter_frequency,
 }

@@ -27,11 +27,6 @@ DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 NAPOLEON = range(1769, 1822)
 
 
-def multiples(response: str) -> bool:
-    """Of 7 from 10 to 50, and no other number."""
-    return re.findall(r"\d+", response) == MULTIPLES
-
-
 def mcq_count_length(response: str) -> bool:
     """Four questions, each longer than the one before, each with five options; nothing stands in front of the first."""
     before, *questions = QUESTION.split(response.strip())
@@ -59,23 +54,6 @@ def word_reverse(response: str) -> bool:
     said = words(response)
     pairs = set(pairwise(said))
     return ("eagle", "bald") in pairs and ("bald", "eagle") not in pairs
-
-
-def character_reverse(response: str) -> bool:
-    return "elgae dlab" in response.lower()
-
-
-def sentence_alphabet(response: str) -> bool:
-    """26 sentences, the first word of each with the alphabet's next letter."""
-    return [words(sentence)[0][0] for sentence in sentences(response)] == list("abcdefghijklmnopqrstuvwxyz")
-
-
-def european_capitals_sort(response: str) -> bool:
-    return [name.strip() for name in plain(response).split(",") if name.strip()] == CAPITALS.split()
-
-
-def csv_city(response: str) -> bool:
-    return _is_table(_rows(response.split("\n")), CITY_COLUMNS, 7)
 
 
 def csv_special_character(response: str) -> bool:
@@ -116,14 +94,20 @@ def _is_his(day: str) -> bool:
 
 
 IFBENCH_CUSTOM: dict[str, Callable[..., bool]] = {
-    "custom:multiples": multiples,
+    # Of 7 from 10 to 50, and no other number.
+    "custom:multiples": lambda response: re.findall(r"\d+", response) == MULTIPLES,
     "custom:mcq_count_length": mcq_count_length,
     "custom:reverse_newline": reverse_newline,
     "custom:word_reverse": word_reverse,
-    "custom:character_reverse": character_reverse,
-    "custom:sentence_alphabet": sentence_alphabet,
-    "custom:european_capitals_sort": european_capitals_sort,
-    "custom:csv_city": csv_city,
+    "custom:character_reverse": lambda response: "elgae dlab" in response.lower(),
+    # 26 sentences, the first word of each with the alphabet's next letter.
+    "custom:sentence_alphabet": lambda response: (
+        [words(sentence)[0][0] for sentence in sentences(response)] == list("abcdefghijklmnopqrstuvwxyz")
+    ),
+    "custom:european_capitals_sort": lambda response: (
+        [name.strip() for name in plain(response).split(",") if name.strip()] == CAPITALS.split()
+    ),
+    "custom:csv_city": lambda response: _is_table(_rows(response.split("\n")), CITY_COLUMNS, 7),
     "custom:csv_special_character": csv_special_character,
     "custom:csv_quotes": csv_quotes,
     "custom:date_format_list": date_format_list,

@@ -151,10 +151,6 @@ def output_template(response: str) -> bool:
     return bool(rest.strip())
 
 
-def no_whitespace(response: str) -> bool:
-    return not any(character.isspace() for character in response.strip())
-
-
 # ---------------------------------------------------------------- repetition
 
 
@@ -162,10 +158,6 @@ def repeat_change(response: str, *, prompt_to_repeat: str) -> bool:
     """All but the first word, which is another one."""
     ours, theirs = response.split(), phrase("prompt_to_repeat", prompt_to_repeat).split()
     return ours[1:] == theirs[1:] and bool(ours) and words(ours[0]) != words(theirs[0])
-
-
-def repeat_simple(response: str) -> bool:
-    return response.strip().lower() == SENTENCE_TO_REPEAT
 
 
 def repeat_span(response: str, *, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
@@ -190,8 +182,8 @@ IFBENCH_FORMAT: dict[str, Callable[..., bool]] = {
     "format:emoji": emoji,
     "format:title_case": title_case,
     "format:output_template": output_template,
-    "format:no_whitespace": no_whitespace,
+    "format:no_whitespace": lambda response: not any(character.isspace() for character in response.strip()),
     "repeat:repeat_change": repeat_change,
-    "repeat:repeat_simple": repeat_simple,
+    "repeat:repeat_simple": lambda response: response.strip().lower() == SENTENCE_TO_REPEAT,
     "repeat:repeat_span": repeat_span,
 }

@@ -29,23 +29,6 @@ def word_count_range(response: str, *, min_words: int, max_words: int) -> bool:
     return fewest <= len(re.findall(r"\w+", response)) <= most
 
 
-def unique_word_count(response: str, *, N: int) -> bool:
-    return len(set(words(response))) >= whole(N)
-
-
-def conjunctions(response: str, *, small_n: int) -> bool:
-    return len(CONJUNCTIONS.intersection(words(response))) >= whole(small_n)
-
-
-def person_names(response: str, *, N: int) -> bool:
-    return len(NAMES.intersection(re.findall(r"\w+", response))) >= whole(N)
-
-
-def numbers(response: str, *, N: int) -> bool:
-    """3.14 and 100,000 are one each."""
-    return len(re.findall(r"\d+", response.translate(NO_PUNCTUATION))) == whole(N)
-
-
 def punctuation(response: str) -> bool:
     """Each of . , ! ? ; : beside an interrobang."""
     mark = next((mark for mark in ("?!", "!?", "‽") if mark in response), None)
@@ -56,10 +39,6 @@ def keywords_multiple(response: str, *, keyword1: str, keyword2: str, keyword3: 
     """Once, twice, three, five and seven times."""
     keywords = [phrase("a keyword", keyword) for keyword in (keyword1, keyword2, keyword3, keyword4, keyword5)]
     return all(whole_words(keyword, response) == times for keyword, times in zip(keywords, KEYWORD_TIMES, strict=True))
-
-
-def pronouns(response: str, *, N: int) -> bool:
-    return sum(run in PRONOUNS for run in re.findall(r"[^\W\d_]+", response.lower())) >= whole(N)
 
 
 def words_japanese(response: str, *, N: int) -> bool:
@@ -125,11 +104,6 @@ def consonants(response: str) -> bool:
     """Two consonants side by side in each word."""
     said = words(response)
     return bool(said) and all(CONSONANTS.search(word) for word in said)
-
-
-def palindromes(response: str) -> bool:
-    """Ten, with five letters or more each."""
-    return sum(len(word) >= 5 and word == word[::-1] for word in words(response)) >= 10
 
 
 def prime_lengths(response: str) -> bool:
@@ -202,13 +176,14 @@ def sentence_increment(response: str, *, small_n: int) -> bool:
 
 IFBENCH_WORDS: dict[str, Callable[..., bool]] = {
     "count:word_count_range": word_count_range,
-    "count:unique_word_count": unique_word_count,
-    "count:conjunctions": conjunctions,
-    "count:person_names": person_names,
-    "count:numbers": numbers,
+    "count:unique_word_count": lambda response, N: len(set(words(response))) >= whole(N),
+    "count:conjunctions": lambda response, small_n: len(CONJUNCTIONS.intersection(words(response))) >= whole(small_n),
+    "count:person_names": lambda response, N: len(NAMES.intersection(re.findall(r"\w+", response))) >= whole(N),
+    # 3.14 and 100,000 are one each.
+    "count:numbers": lambda response, N: len(re.findall(r"\d+", response.translate(NO_PUNCTUATION))) == whole(N),
     "count:punctuation": punctuation,
     "count:keywords_multiple": keywords_multiple,
-    "count:pronouns": pronouns,
+    "count:pronouns": lambda response, N: sum(run in PRONOUNS for run in re.findall(r"[^\W\d_]+", response.lower())) >= whole(N),
     "count:words_japanese": words_japanese,
     "ratio:stop_words": stop_words,
     "ratio:sentence_type": sentence_type,
@@ -218,7 +193,8 @@ IFBENCH_WORDS: dict[str, Callable[..., bool]] = {
     "words:alphabet": alphabet,
     "words:vowel": vowel,
     "words:consonants": consonants,
-    "words:palindrome": palindromes,
+    # Ten, with five letters or more each.
+    "words:palindrome": lambda response: sum(len(word) >= 5 and word == word[::-1] for word in words(response)) >= 10,
     "words:prime_lengths": prime_lengths,
     "words:start_verb": start_verb,
     "words:repeats": repeats,

@@ -49,10 +49,6 @@ def occurrences(keyword: str, response: str) -> int:
 # ---------------------------------------------------------------- language
 
 
-def response_language(response: str, *, language: str) -> bool:
-    return is_language(response, phrase("language", language), without_letters=True)
-
-
 def is_language(response: str, language: str, *, without_letters: bool) -> bool:
     """without_letters: whether what has none is in every language, as in IFEval's original."""
     detector = _detector()
@@ -73,20 +69,12 @@ def _detector() -> Any:
 # ---------------------------------------------------------------- length
 
 
-def number_sentences(response: str, *, num_sentences: int, relation: str) -> bool:
-    return holds(count_sentences(response), relation, num_sentences)
-
-
 def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
     """Paragraphs stand between lines of ***."""
     number = whole(num_paragraphs)
     parts = re.split(r"\s?\*\*\*\s?", response)
     inner = parts[1:-1]
     return all(part.strip() for part in inner) and sum(bool(part.strip()) for part in parts) == number
-
-
-def number_words(response: str, *, num_words: int, relation: str) -> bool:
-    return holds(len(re.findall(r"\w+", response)), relation, num_words)
 
 
 def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -117,10 +105,6 @@ def number_bullet_lists(response: str, *, num_bullets: int) -> bool:
     stars = re.findall(r"^[^\S\n]*\*[^*].*$", response, re.MULTILINE)
     dashes = re.findall(r"^[^\S\n]*-.*$", response, re.MULTILINE)
     return len(stars) + len(dashes) == whole(num_bullets)
-
-
-def constrained_response(response: str) -> bool:
-    return any(option in response for option in CONSTRAINED)
 
 
 def number_highlighted_sections(response: str, *, num_highlights: int) -> bool:
@@ -170,10 +154,6 @@ def quotation(response: str) -> bool:
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
-def capital_word_frequency(response: str, *, capital_frequency: int, capital_relation: str) -> bool:
-    return holds(capital_words(response), capital_relation, capital_frequency)
-
-
 def capital_words(response: str) -> int:
     return sum(word.isupper() for word in re.findall(r"\w+(?:['’-]\w+)*", response))
 
@@ -195,15 +175,17 @@ IFEVAL: dict[str, Callable[..., bool]] = {
     "keywords:frequency": frequency,
     "keywords:forbidden_words": forbidden_words,
     "keywords:letter_frequency": letter_frequency,
-    "language:response_language": response_language,
-    "length_constraints:number_sentences": number_sentences,
+    "language:response_language": lambda response, language: is_language(response, phrase("language", language), without_letters=True),
+    "length_constraints:number_sentences": lambda response, num_sentences, relation: holds(
+        count_sentences(response), relation, num_sentences
+    ),
     "length_constraints:number_paragraphs": number_paragraphs,
-    "length_constraints:number_words": number_words,
+    "length_constraints:number_words": lambda response, num_words, relation: holds(len(re.findall(r"\w+", response)), relation, num_words),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
     "detectable_content:number_placeholders": number_placeholders,
     "detectable_content:postscript": postscript,
     "detectable_format:number_bullet_lists": number_bullet_lists,
-    "detectable_format:constrained_response": constrained_response,
+    "detectable_format:constrained_response": lambda response: any(option in response for option in CONSTRAINED),
     "detectable_format:number_highlighted_sections": number_highlighted_sections,
     "detectable_format:multiple_sections": multiple_sections,
     "detectable_format:json_format": json_format,
@@ -212,7 +194,9 @@ IFEVAL: dict[str, Callable[..., bool]] = {
     "combination:repeat_prompt": repeat_prompt,
     "startend:end_checker": end_checker,
     "startend:quotation": quotation,
-    "change_case:capital_word_frequency": capital_word_frequency,
+    "change_case:capital_word_frequency": lambda response, capital_frequency, capital_relation: holds(
+        capital_words(response), capital_relation, capital_frequency
+    ),
     "change_case:english_capital": english_capital,
     "change_case:english_lowercase": english_lowercase,
     "punctuation:no_comma": no_comma,
