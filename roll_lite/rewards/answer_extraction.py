@@ -1,4 +1,4 @@
-r"""Where in a response an answer stands: after the thinking, in front of where it was cut, in <answer></answer>, in \boxed{}."""
+r"""Places of an answer in a response: after the thinking, before a cut at the token limit, in <answer></answer>, in \boxed{}."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|
 """A box to fill in, quoted from the question."""
 _SPACE = r"(?:[\s,;$]|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z]))*+"
 BETWEEN_BOXES = re.compile(rf"{_SPACE}(?:\b(?:or|and)\b|\\text\s*\{{\s*,?\s*(?:or|and)\s*\}}|[或和])?{_SPACE}")
-"""What makes one answer of two boxes."""
+"""Separators of boxes that are one answer together."""
 MOST_BOXES = 20
 WIDE = str.maketrans({chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | dict(zip("。、【】《》", ".,[]<>", strict=True)))
 CUT = "cut at its limit of tokens"
@@ -33,30 +33,30 @@ def narrow(text: str) -> str:
 
 
 def after_thinking(sample: RewardInput) -> str:
-    """What the response says once it has thought; a chat template may have opened the thought already."""
+    """The response without its thinking, which the chat template may have opened."""
     return without_thinking(sample.response, sample.prompt)
 
 
 def without_thinking(text: str, prompt: str = "") -> str:
-    """What stands behind the last </think>, and nothing where a thought is not closed."""
+    """Text behind the last </think>; empty if a thought is not closed."""
     tags = list(THINKING.finditer(text))
     is_open = tags[-1][1] == "" if tags else prompt.rstrip().lower().endswith(("<think>", "<thinking>"))
     return "" if is_open else text[tags[-1].end() :] if tags else text
 
 
 def is_cut(sample: RewardInput) -> bool:
-    """At the limit of tokens: what it says last may be the beginning of something else, as 12 is of 123."""
+    """The response was cut at the token limit: its end may be the beginning of something else, as 12 is of 123."""
     return sample.finish_reason == FinishReason.LENGTH
 
 
 def complete(sample: RewardInput) -> str:
-    """What the response says, for what looks at all of it: nothing where the response was cut."""
+    """The response for a reward that judges all of it: empty if it was cut."""
     return "" if is_cut(sample) else after_thinking(sample)
 
 
 def finished(sample: RewardInput) -> str:
-    """What the response says, for what looks for an answer in it: of one that was cut what the cut cannot have shortened. That are whole
-    sentences and lines, and of the last sentence the boxes and tags that are closed; a displayed formula that is still open is none."""
+    """The response for a reward that looks for an answer in it. A cut response is reduced to what the cut cannot have shortened: whole
+    sentences and lines, and closed boxes and tags of the last sentence; an open displayed formula is dropped."""
     if not is_cut(sample):
         return after_thinking(sample)
     text = BOX_NAME.sub(r"\\boxed{", after_thinking(sample))
@@ -76,7 +76,7 @@ def last_tagged(response: str) -> str | None:
 
 
 def plain_boxes(text: str) -> str:
-    r"""With \boxed{} wherever there is an \fbox{} or a \boxed 5."""
+    r"""The text with every \fbox{} and \boxed 5 written as \boxed{}."""
     return BOX_NAME.sub(r"\\boxed{", BARE_BOX.sub(r"\\boxed{\1}", text)) if "box" in text else text
 
 
@@ -111,7 +111,7 @@ def last_boxes(text: str) -> list[str]:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    r"""Where the contents of each closed \boxed{} begin and end, the last first."""
+    r"""Start and end of the contents of each closed \boxed{}, the last first."""
     opened: list[tuple[bool, int]] = []
     closed: list[tuple[int, int]] = []
     for brace in BRACE.finditer(text) if BOX in text else ():

@@ -1,4 +1,4 @@
-"""The arguments of a built-in type as the YAML has them: every mistake is told with its place and with what would be right."""
+"""Arguments of a built-in type as the YAML has them: every mistake is reported with its place and a remedy."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _where(cls: type[RewardType], args: Mapping[str, Any], error: ErrorDetails) 
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """What an argument holds, alone or by name."""
+    """The section that an argument holds, directly or as the values of a mapping."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for one in get_args(annotation) if (found := _section(one))), None)

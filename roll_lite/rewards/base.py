@@ -95,7 +95,7 @@ class RewardFunction:
             self._function.warm()
 
     def describe(self) -> str:
-        """What the user should know of how it runs on this machine."""
+        """Information for the user about how it runs on this machine."""
         return self._function.describe() if isinstance(self._function, RewardType) else ""
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class RewardFunction:
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
-    """Does it take a list of samples? Told by its attribute `batched`, else by its first parameter's annotation (list, Sequence)."""
+    """Whether it takes a list of samples: by its attribute `batched`, else by its first parameter's annotation (list, Sequence)."""
     said = getattr(function, "batched", None)
     if said is not None:
         return bool(said)
@@ -180,31 +180,31 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def to_score(result: Any, name: str) -> Score:
-    """Number, bool, Score, or a dict of a Score's fields; RewardFailed for anything else and for numbers that are not finite."""
-    if isinstance(result, Score):
-        given = _details(result.details, name)
-        return Score(_number(result.value, name), _correct(result.correct, name), given, answer=_answer(result.answer, name))
-    result = _plain(result)
-    if isinstance(result, bool):
-        return Score(float(result), result)
-    if isinstance(result, Mapping):
-        unknown = sorted(str(key) for key in result if key not in SCORE_KEYS)
-        if unknown or "value" not in result:
-            problem = f"unknown {', '.join(unknown)}" if unknown else "no value"
-            raise RewardFailed(
-                f"reward {name}: returned a dict with {problem}; its keys are {', '.join(SCORE_KEYS)}, all but value optional"
-            )
-        return to_score(Score(result["value"], result.get("correct"), result.get("details", {}), answer=result.get("answer")), name)
-    return Score(_number(result, name))
-
-
-def _number(value: Any, name: str) -> float:
-    value = _plain(value)
-    if not isinstance(value, numbers.Real):
-        raise RewardFailed(
-            f"reward {name}: returned {value!r:.80} of type {type(value).__name__}; expected a number, a bool, a Score or a dict"
-        )
-    return checked_score(_float(value), name)
+    """Score of a number, a bool, a Score, or a dict of a Score's fields; RewardFailed for anything else and for numbers that are not
+    finite."""
+    result, reward = _plain(result), f"reward {name}"
+    given: Any = {key: getattr(result, key) for key in SCORE_KEYS} if isinstance(result, Score) else result
+    if not isinstance(given, Mapping):
+        given = {"value": result, "correct": result if isinstance(result, bool) else None}
+    unknown = sorted(str(key) for key in given if key not in SCORE_KEYS)
+    if unknown or "value" not in given:
+        problem = f"unknown {', '.join(unknown)}" if unknown else "no value"
+        raise RewardFailed(f"{reward}: returned a dict with {problem}; its keys are {', '.join(SCORE_KEYS)}, all but value optional")
+    value, correct, details, answer = given["value"], _plain(given.get("correct")), given.get("details", {}), given.get("answer")
+    if not isinstance(_plain(value), numbers.Real):
+        what = f"returned {value!r:.80} of type {type(value).__name__}"
+        raise RewardFailed(f"{reward}: {what}; expected a number, a bool, a Score or a dict")
+    if not (correct is None or isinstance(correct, bool)):
+        raise RewardFailed(f"{reward}: correct must be a bool or None, got {correct!r:.80}")
+    if not (answer is None or isinstance(answer, str)):
+        raise RewardFailed(f"{reward}: answer must be a string or None, got {answer!r:.80}")
+    if not isinstance(details, Mapping):
+        raise RewardFailed(f"{reward}: details must be a dict, got {details!r:.80}")
+    for key, detail in details.items():
+        if not isinstance(_plain(detail), numbers.Real | str):
+            raise RewardFailed(f"{reward}: details[{key!r}]: must be a number or a string, got {detail!r:.80}")
+    kept = {str(key): detail if isinstance(detail, str) else _float(detail) for key, detail in details.items()}
+    return Score(checked_score(_float(value), name), correct, kept, answer=answer)
 
 
 def checked_score(number: float, name: str) -> float:
@@ -213,32 +213,6 @@ def checked_score(number: float, name: str) -> float:
         what = f"is beyond float32, whose largest number is {LARGEST_SCORE:.5g}" if math.isfinite(number) else "is not finite"
         raise RewardFailed(f"reward {name}: returned {number:.5g}, which {what}")
     return number
-
-
-def _correct(value: Any, name: str) -> bool | None:
-    value = _plain(value)
-    if value is None or isinstance(value, bool):
-        return value
-    raise RewardFailed(f"reward {name}: correct must be a bool or None, got {value!r:.80}")
-
-
-def _answer(value: Any, name: str) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    raise RewardFailed(f"reward {name}: answer must be a string or None, got {value!r:.80}")
-
-
-def _details(details: Any, name: str) -> dict[str, float | str]:
-    if not isinstance(details, Mapping):
-        raise RewardFailed(f"reward {name}: details must be a dict, got {details!r:.80}")
-    return {str(key): value if isinstance(value, str) else _detail(value, f"{name}: details[{key!r}]") for key, value in details.items()}
-
-
-def _detail(value: Any, name: str) -> float:
-    value = _plain(value)
-    if not isinstance(value, numbers.Real):
-        raise RewardFailed(f"reward {name}: must be a number or a string, got {value!r:.80}")
-    return _float(value)
 
 
 def _float(value: Any) -> float:

@@ -1,4 +1,4 @@
-"""Are the rewards of a configuration right: their types, their arguments, and both within the run?"""
+"""Checks of a configuration's rewards: their types, their arguments, and both within the run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 
 
 def _data_of(place: str, domain: DomainConfig, part: RewardConfig | RewardTermConfig, read: RewardType) -> Iterator[Problem]:
-    """What it reads of the data has to be there."""
+    """Problems with columns that it reads and the data lacks."""
     if read.needs_answer() and domain.data.answer is None:
         message = f"{part.name} ({place}) reads the reference answer: name its column"
         yield Problem(f"{place.partition('.reward')[0]}.data.answer", message, None)

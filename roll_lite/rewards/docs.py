@@ -90,7 +90,7 @@ def render() -> str:
 
 
 def example(cls: type[RewardType]) -> str:
-    """In YAML, from the end of the docstring."""
+    """The YAML example at the end of the docstring."""
     return _documentation(cls)[1]
 
 

@@ -1,5 +1,5 @@
-"""Reward `model`: a sequence-classification reward model scores the response. What is said of it here is its domain's side; the
-models themselves run in clusters of their own (workers/reward_model.py)."""
+"""Reward `model`: a sequence-classification reward model scores the response. This is the domain's side; the models run in clusters
+(workers/reward_model.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from roll_lite.rewards.placeholders import checked_template, columns_in, filled,
 from roll_lite.rewards.reward_type import RewardType
 
 ScoredText = str | list[dict[str, str]]
-"""What a reward model reads: a text, or chat messages for its own chat template."""
+"""Input of a reward model: a text, or chat messages for its chat template."""
 
 CHAT = "chat"
 
@@ -101,8 +101,8 @@ class ModelReward(RewardType):
             message = f"the tokenizer in {known[self.model].path} has no chat template; write one as text, such as '{{prompt}}{{response}}'"
             yield Problem(f"{place}.args.template", message, CHAT)
 
-    def read_by_it(self, sample: RewardInput) -> ScoredText:
-        """What the reward model reads of a sample; RewardFailed where a column is missing."""
+    def model_input(self, sample: RewardInput) -> ScoredText:
+        """The reward model's input for a sample; RewardFailed if a column is missing."""
         if self.template != CHAT:
             return filled(self.template, sample, "model")
         response = {"role": "assistant", "content": str(filling("response", sample))}
@@ -121,5 +121,5 @@ class ModelReward(RewardType):
 
 
 def nothing(sample: RewardInput) -> float:
-    """What further terms and the format of such a domain are added to before the model's output comes."""
+    """Zero, to which reward workers add the domain's terms and format; the model's output is added later."""
     return 0.0

@@ -1,4 +1,4 @@
-"""What a placeholder stands for in the texts that judges and reward models read."""
+"""Templates of the texts that judges and reward models read, and the values of their placeholders."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def is_chat(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def chat_as_text(messages: Sequence[dict[str, Any]]) -> str:
-    """Who said what; of a single message what it says."""
+    """Messages with their roles; a single message without its role."""
     if len(messages) == 1:
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -28,12 +28,12 @@ RIGHT, WRONG_ANSWERS, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
 INSTEAD = "--responses FILE (lines with `response` and `prompt` or `prompt_uid`), or --column NAME for a column of the data with right ones"
 REFERENCES_S = 30.0
-"""How long references are read, of all the split's prompts, where not everything is looked at."""
+"""Time limit for reading references of the whole split if `limit` is set."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """What to look at."""
+    """Selection of the responses to score."""
 
     domain: str | None
     """May be left out where there is only one."""
@@ -54,7 +54,7 @@ class _Try:
 
 
 def preview(config: RunConfig, look: Look) -> int:
-    """Score, show, say how it went. Wrong use is told on standard error. Returns the exit code."""
+    """Score responses and show a table; wrong use is reported on standard error. Returns the exit code."""
     looked: list[Looked] = []
     try:
         if look.responses is not None and look.column is not None:
@@ -122,7 +122,7 @@ def _reads_answer_first(name: str, domain: DomainConfig) -> bool:
 
 
 def _tries(name: str, domain: DomainConfig, config: RunConfig, look: Look) -> tuple[PromptSet, list[_Try]]:
-    """All prompts of the split, where their references will be read, and what is to be scored."""
+    """The prompts (all of the split if their references will be read), and the responses to score."""
     tokenizer = load_tokenizer(config.model.path)
     reads_all = _reads_answer_first(name, domain)
     if look.responses is None:
@@ -239,7 +239,7 @@ class _Given:
         return _Try(prompt, content["response"], content.get("finish_reason") or FinishReason.STOP)
 
     def _texts(self, content: Mapping[str, Any], template: Template) -> list[str]:
-        """What the prompt's text may be: as it stands there, or with the template applied."""
+        """Possible texts of the prompt: as given, or with the template applied."""
         if "prompt" not in content:
             return []
         texts = [content["prompt"]] if isinstance(content["prompt"], str) else []

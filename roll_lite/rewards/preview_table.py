@@ -1,4 +1,4 @@
-"""What `roll-lite reward` shows."""
+"""The table and the summary that `roll-lite reward` prints."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _cells(one: Looked, shows_format: bool) -> list[Text]:
 
 
 def _verdict(score: Score | str) -> Text:
-    """With the reward's own words for what is wrong."""
+    """Verdict of a sample, with the reward's reason if it is wrong."""
     if isinstance(score, str):
         return Text("FAILED", "bold red")
     if score.is_correct:
@@ -121,7 +121,7 @@ def _verdict(score: Score | str) -> Text:
 
 
 def _short(text: str) -> str:
-    """Of a long text both ends: a prompt's question may stand at either."""
+    """Beginning and end of a long text: a prompt's question may be at either."""
     text = text.strip().replace("\n", "⏎ ")
     half = (LONGEST_CELL - 5) // 2
     return text if len(text) <= LONGEST_CELL else f"{text[:half]} ... {text[-half:]}"

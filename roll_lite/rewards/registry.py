@@ -1,4 +1,4 @@
-"""From `reward: {name: ..., args: ...}` to a function."""
+"""Built-in types by name, and the functions that a reward's section describes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REWARDS = {
     "judge": "roll_lite.rewards.http.judge.JudgeReward",
     "remote": "roll_lite.rewards.http.remote.RemoteReward",
 }
-"""Built-in types. A check and a worker import those that they meet."""
+"""Built-in types by name, imported only when used."""
 
 
 def reward_type(name: str) -> type[RewardType]:
@@ -47,7 +47,7 @@ def typed_reward(name: str, args: Mapping[str, Any], path: str) -> RewardType:
 
 
 def build_reward(config: RewardConfig, path: str = "reward") -> Reward:
-    """`path` is the section's place in the configuration. What is wrong with it is a ValueError here, before a sample is scored."""
+    """The whole reward of a section, which is at `path` of the configuration; ValueError for any mistake in it."""
     base = _build_function(config.name, config.args, path)
     functions = [_build_function(term.name, term.args, f"{path}.terms.{i}") for i, term in enumerate(config.terms)]
     labels = labels_of([function.name for function in functions])

@@ -1,4 +1,4 @@
-"""What a built-in type of reward is: its arguments, and what it does with them."""
+"""Base class of the built-in types of reward."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Unshown:
 
 
 class ArgumentSection(BaseModel):
-    """An argument that is a section of its own."""
+    """An argument with fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class RewardType(ArgumentSection):
-    """The fields are the arguments. Docstrings, of the class and under the fields, are what docs/rewards.md says; in the class's stands an
-    example in YAML as well. Arguments that contradict each other are told by validators."""
+    """A type whose fields are its arguments. docs/rewards.md is made from the docstrings of the class, which ends with an example in YAML,
+    and of the fields. Validators report arguments that contradict each other."""
 
     within_a_run: ClassVar[bool] = False
     """Scored by processes that only a run starts."""
@@ -40,14 +40,14 @@ class RewardType(ArgumentSection):
         return 0.0
 
     def warm(self) -> None:
-        """What only the first call pays for (imports, tables), before a time limit runs; ValueError where something is missing."""
+        """Prepare what the first call would do (imports, tables), before a time limit runs; ValueError if something is missing."""
 
     def describe(self) -> str:
-        """What the user should know of how it runs on this machine."""
+        """Information for the user about how it runs on this machine."""
         return ""
 
     def in_run(self, config: RunConfig, place: str, timeout_s: float) -> Iterator[Problem]:
-        """What is wrong with it in this configuration. `place` is that of its section, `timeout_s` the time of a whole sample."""
+        """Problems with it in this configuration. `place` is its section's path, `timeout_s` the time of a whole sample."""
         yield from ()
 
     def needs_answer(self) -> bool:
@@ -59,7 +59,7 @@ class RewardType(ArgumentSection):
         return {}
 
     def no_response(self) -> str | None:
-        """What the reference answers are, where they are no responses."""
+        """Description of the reference answers if they are no responses."""
         return None
 
     def response_for(self, answer: Any) -> str | None:

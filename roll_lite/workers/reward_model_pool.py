@@ -232,4 +232,4 @@ class RewardModelPool:
         return reward
 
     async def _scored(self, item: RewardInput) -> Score:
-        return self._reward.score_of(await self._client.score(self._reward.read_by_it(item)))
+        return self._reward.score_of(await self._client.score(self._reward.model_input(item)))

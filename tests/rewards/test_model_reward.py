@@ -19,7 +19,7 @@ def sample(given: Any = None, **columns: Any) -> RewardInput:
 
 
 def scored_text(read: RewardInput, **args: Any) -> ScoredText:
-    return ModelReward(model="helpful", **args).read_by_it(read)
+    return ModelReward(model="helpful", **args).model_input(read)
 
 
 def score_of(output: float, **args: Any) -> Score:

@@ -120,7 +120,7 @@ def test_results_become_scores(returned: Any, score: Score) -> None:
     for function in (reward("own_rewards.from_answer"), reward("own_rewards.waits")):
         found = function(item(returned))
         assert found == score and type(found.value) is float
-        assert asyncio.run(function.score(item(returned))) == score
+        assert asyncio.run(function.base.score(item(returned))) == score
         function.close()
 
 
@@ -159,7 +159,7 @@ def test_exceptions_are_failures_with_their_place() -> None:
     with pytest.raises(RewardFailed, match="KeyError: 'late'"):
         late(item())
     with pytest.raises(RewardFailed, match="KeyError: 'late'"):
-        asyncio.run(late.score(item()))
+        asyncio.run(late.base.score(item()))
     late.close()
 
 
@@ -182,7 +182,7 @@ def test_async_functions_keep_their_loop_and_overlap() -> None:
     async def many() -> float:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        scores = await asyncio.gather(*[function.score(item(i)) for i in range(20)])
+        scores = await asyncio.gather(*[function.base.score(item(i)) for i in range(20)])
         assert [score.value for score in scores] == list(range(20))
         return loop.time() - started
 

@@ -57,7 +57,7 @@ Addresses = Annotated[str | tuple[str, ...], AfterValidator(_are_urls), Unshown(
 
 
 class HttpSettings(ArgumentSection):
-    """How a service is asked."""
+    """Limits and credentials of requests to a service."""
 
     concurrency: PositiveInt = 64
     """Requests under way at the same time, in each worker."""
@@ -104,7 +104,7 @@ class _Url:
     requests: int = 0
     """Under way."""
     failures: int = 0
-    """In a row. A URL that fails rests, then gets a single request."""
+    """Consecutive failures. A URL that failed rests, then gets a single request."""
     rests_until: float = 0.0
 
     def is_available(self) -> bool:

@@ -56,9 +56,9 @@ CREDENTIAL = re.compile(
 )
 """Names under which services take a key; `prompt_cache_key` is none."""
 AGAIN_TEMPERATURE = 0.7
-"""Of a second question, where the first was greedy: the same one would get the same answer."""
+"""Temperature of a second question after a greedy one, which would get the same answer again."""
 UNFINISHED = "\0cut"
-"""In place of what a judge says that did not come to its end."""
+"""Marks the text of a judge that ran to max_tokens."""
 SHOWN_CHARACTERS = 200
 KEPT_CHARACTERS = 1000
 
@@ -225,7 +225,7 @@ class Questions:
         self._asked: dict[str, asyncio.Task[str]] = {}
 
     async def ask(self, request: Mapping[str, Any]) -> tuple[str, str]:
-        """(what the judge says, the key under which it may be remembered, "" for what is sampled)."""
+        """The judge's text, and its cache key, which is empty for sampled text."""
         if request["temperature"] > 0:
             return await self._send(request), ""
         key = cache_key(identity=self._identity, request=request)

@@ -43,7 +43,7 @@ class RemoteReward(AskingReward):
     batch_size: PositiveInt = 32
     """Samples in one request."""
     batch_wait_ms: NonNegativeFloat = 5.0
-    """How long a sample waits for others to travel with."""
+    """Longest time that a sample waits for others to share its request."""
     columns: tuple[str, ...] = ()
     """Columns of the data that are sent along; the prompt's own holds the question without the template."""
     concurrency: PositiveInt = 16
@@ -119,7 +119,7 @@ class Batcher:
                 waiting.answer.set_result(result)
 
     async def _ask(self, samples: list[RewardInput], retries: int | None) -> Sequence[Score | RewardFailed]:
-        """For each sample its score or its failure."""
+        """Score or failure of each sample."""
         request: dict[str, Any] = {
             "query": [sample.prompt + sample.response for sample in samples],
             "prompts": [sample.prompt for sample in samples],
@@ -167,7 +167,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _detail(value: Any, index: int, samples: int) -> float | str | None:
-    """Of one sample; what is neither a number nor a string is left out."""
+    """A sample's detail; None for anything but numbers and strings."""
     if isinstance(value, list):
         value = value[index] if len(value) == samples else None
     if isinstance(value, str):

@@ -1,1 +1,1 @@
-"""How samples are scored: many at a time, within time limits, in a process of their own."""
+"""Scoring of samples: many at a time, within time limits, in separate processes."""

@@ -1,6 +1,6 @@
-"""Many samples through one reward in one process: one after the other, in lists, or side by side, as its parts can.
+"""Scores many samples with one reward in one process: one by one, in lists, or concurrently, as its functions allow.
 
-What waits side by side stays under way from call to call, so that a slow sample holds up neither those that are done nor those that come.
+Async calls stay in flight between calls of the scorer, so that a slow sample delays neither finished nor new ones.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from roll_lite.rewards.terms.combine import Reward
 from roll_lite.rewards.text.format import FormatCheck, format_check
 
 WAIT_SECONDS = 0.1
-"""How long a call waits for what is under way: others want to join it."""
+"""Longest wait of a call for async functions in flight: new samples want to join them."""
 LINGER_SECONDS = 0.005
-"""After the first that is done, for others that are done as well: a call costs about as much."""
+"""Wait after the first result for further ones: another call of the scorer costs about as much."""
 LEAST_SECONDS = 0.01
 """A part always gets this much of a time limit that the parts before it have used up."""
 
 
 @dataclass
 class Scored:
-    """What one call to a reward worker brings back."""
+    """Results of one call to a reward worker."""
 
     results: dict[int, Score | str | None] = field(default_factory=dict)
-    """For each sample that is not under way any more its score, the cause of its failure, or None: to be looked at again."""
+    """Score, cause of failure, or None (score it again) of each sample that is not in flight any more."""
     seconds: float = 0.0
     interrupted: bool = False
-    """A function was stopped somewhere inside: nothing more should be asked of this process, whatever is under way in it."""
+    """A function was interrupted at an unknown point: this process must not be used any more, even with samples in flight."""
     suspects: set[int] = field(default_factory=set)
     """Samples without a result that shared a call that took too long: one of them is to blame."""
 
@@ -59,7 +59,7 @@ class _Entry:
     parts: dict[RewardFunction, Score | RewardFailed] = field(default_factory=dict)
     format_ok: bool | None = None
     seconds: float = 0.0
-    """Of its time limit that are used up."""
+    """Part of its time limit that is used up."""
     failure: str | None = None
     is_suspect: bool = False
 
@@ -87,8 +87,8 @@ class BatchScorer:
         return cls(reward, config.timeout_s, format_check(config, path)), reward
 
     def __call__(self, items: Mapping[int, RewardInput], slice_s: float) -> Scored:
-        """`items` by numbers that the caller gives them. What is not begun when the slice is over comes back without a result; what is
-        under way does not come back: the next call, with or without items, goes on with it."""
+        """Score `items`, numbered by the caller. Samples not begun within the slice come back without a result; samples in flight do
+        not come back: the next call, with or without items, continues them."""
         started = time.monotonic()
         entries = [_Entry(number, item) for number, item in items.items()]
         scored = Scored(dict.fromkeys(items))
@@ -110,7 +110,7 @@ class BatchScorer:
         return scored.results[0] or time_out(self._reward.name, self._timeout_s), scored
 
     def _one_by_one(self, entries: list[_Entry], until: float, scored: Scored) -> list[_Entry]:
-        """Formats and the parts for single samples; those that were begun. One that does not end is interrupted, and the call with it."""
+        """Check formats and call functions for single samples; returns the entries that were begun. A time-out ends the call."""
         for count, entry in enumerate(entries):
             started = time.monotonic()
             if count and started > until:
@@ -137,8 +137,8 @@ class BatchScorer:
                 return
 
     def _in_lists(self, function: RewardFunction, entries: list[_Entry], until: float, scored: Scored) -> None:
-        """One call for all. If it fails as a whole, each sample gets a call of its own, so that the right one is blamed."""
-        open_ = self._open(entries)
+        """Call a function with all samples; if that fails as a whole, with each sample alone, to blame the right one."""
+        open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
             return
         calls = [open_]
@@ -166,12 +166,12 @@ class BatchScorer:
                 one.seconds += time.monotonic() - started
 
     def _side_by_side(self, begun: list[_Entry], scored: Scored) -> list[_Entry]:
-        """Those that are done, of this call or of one before."""
-        waiting = [] if scored.interrupted or scored.suspects else self._open(begun)
+        """Continue async functions; returns entries of this or an earlier call that are done."""
+        waiting = [] if scored.interrupted or scored.suspects else self._unfailed(begun)
         self._under_way += waiting
         if self._under_way:
             self._runner = self._runner or asyncio.Runner()
-            self._runner.run(self._go_on(waiting))
+            self._runner.run(self._advance(waiting))
         done = [entry for entry in self._under_way if self._is_done(entry)]
         self._under_way = [entry for entry in self._under_way if not self._is_done(entry)]
         for entry in self._under_way:
@@ -180,8 +180,8 @@ class BatchScorer:
         known = {entry.number for entry in (*waiting, *done)}
         return done + [entry for entry in begun if entry.number not in known]
 
-    async def _go_on(self, fresh: list[_Entry]) -> None:
-        """Until something is done that was under way."""
+    async def _advance(self, fresh: list[_Entry]) -> None:
+        """Run the event loop until an entry in flight is done."""
         for function in self._asyncs if fresh else []:
             calls = [fresh] if function.is_batched else [[entry] for entry in fresh]
             self._tasks |= {asyncio.create_task(self._call_async(function, call)) for call in calls}
@@ -200,7 +200,7 @@ class BatchScorer:
             task.result()
 
     async def _call_async(self, function: RewardFunction, entries: list[_Entry]) -> None:
-        """If a call for several fails as a whole, each sample gets a call of its own, so that the right one is blamed."""
+        """Call an async function; if a call for several samples fails as a whole, call it with each alone, to blame the right one."""
         try:
             async with asyncio.timeout(self._rest(entries)):
                 scores = await function.scores_async([entry.item for entry in entries])
@@ -217,13 +217,13 @@ class BatchScorer:
             _note(function, entries, scores)
 
     def _is_done(self, entry: _Entry) -> bool:
-        return entry.is_suspect or not self._open([entry]) or all(function in entry.parts for function in self._asyncs)
+        return entry.is_suspect or not self._unfailed([entry]) or all(function in entry.parts for function in self._asyncs)
 
     def _rest(self, entries: Sequence[_Entry]) -> float:
         return max(LEAST_SECONDS, self._timeout_s - max(entry.seconds for entry in entries))
 
-    def _open(self, entries: list[_Entry]) -> list[_Entry]:
-        """Those with a chance of a score."""
+    def _unfailed(self, entries: list[_Entry]) -> list[_Entry]:
+        """Entries that have not failed."""
         return [one for one in entries if one.failure is None and not any(isinstance(part, RewardFailed) for part in one.parts.values())]
 
     def _result(self, entry: _Entry) -> Score | str | None:

@@ -1,4 +1,4 @@
-"""A domain's reward in one process of its own, without Ray: to look at what it does before anything trains."""
+"""A domain's reward in a separate process without Ray, for `roll-lite reward`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class RewardProcess:
 
 
 def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
-    """The process: makes the reward, then answers until nobody asks any more."""
+    """Main function of the process: builds the reward, then answers until its connection closes."""
     os.setpgid(0, 0)  # to be ended together with what it starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # forgets one that came before; Ctrl-C is the parent's matter
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -115,7 +115,7 @@ def _serve(connection: Connection, config: RewardConfig, path: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Also when the parent is killed while a reward hangs."""
+    """End this process with its parent, even if the parent is killed while a reward hangs."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

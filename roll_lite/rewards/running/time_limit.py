@@ -19,7 +19,7 @@ class TimeLimitExceeded(Exception):
 
 
 class _Interruption(BaseException):
-    """Not an Exception, which computations catch."""
+    """Raised in a computation; no Exception, because computations catch those."""
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:

@@ -1,4 +1,4 @@
-"""What judges have said before: in memory, and in a file where one is named. Keys hold everything that determines an answer."""
+"""Cache of judges' texts in memory and, if named, in a file. A key holds everything that determines a text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def cache_key(**parts: Any) -> str:
 
 
 class VerdictCache:
-    """The texts asked for last, at most `entries` in memory (0: none). ValueError where the file is no cache and cannot become one.
+    """The most recently used texts, at most `entries` in memory (0: none). ValueError if the file is no cache and cannot become one.
 
-    Several processes may share the file. One that finds it locked for long goes on without it: a lost entry is asked for again.
+    Several processes may share the file. A process that finds it locked skips it: a lost entry is asked for again.
     """
 
     def __init__(self, entries: int, file: Path | None = None) -> None:

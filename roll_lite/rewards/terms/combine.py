@@ -12,7 +12,7 @@ from roll_lite.rewards.base import RewardFailed, RewardFunction, checked_score
 @dataclass(frozen=True)
 class Term:
     label: str
-    """What it is called in details and causes; unique within its reward."""
+    """Name in details and causes; unique within its reward."""
     weight: float
     function: RewardFunction
 
@@ -25,12 +25,12 @@ class Reward:
         self.base = base
         self.terms = tuple(terms)
         self.functions = (base, *(term.function for term in self.terms))
-        """All parts, the base first."""
+        """Functions of the base and of the terms, in this order."""
         self.is_async = any(function.is_async for function in self.functions)
         self.is_batched = any(function.is_batched for function in self.functions)
 
     def __call__(self, item: RewardInput) -> Score:
-        """For callers without an event loop."""
+        """Score without an event loop."""
         results: list[Score | RewardFailed] = []
         for function in self.functions:
             try:
@@ -40,19 +40,8 @@ class Reward:
                 break
         return self.combined(results)
 
-    async def score(self, item: RewardInput) -> Score:
-        """For callers with an event loop."""
-        results: list[Score | RewardFailed] = []
-        for function in self.functions:
-            try:
-                results.append(await function.score(item))
-            except RewardFailed as failure:
-                results.append(failure)
-                break
-        return self.combined(results)
-
     def combined(self, results: Sequence[Score | RewardFailed]) -> Score:
-        """Of what the parts returned, up to the first failure, which is raised."""
+        """The sum of the functions' results; raises the first failure among them."""
         for place, result in enumerate(results):
             if isinstance(result, RewardFailed):
                 raise result if place == 0 else RewardFailed(f"term {self.terms[place - 1].label}: {result.cause}")
@@ -74,7 +63,7 @@ class Reward:
             function.warm()
 
     def describe(self) -> str:
-        """What the user should know of how it runs on this machine."""
+        """Information for the user about how it runs on this machine."""
         return "; ".join(filter(None, (function.describe() for function in self.functions)))
 
     def close(self) -> None:

@@ -31,11 +31,11 @@ class LengthReward(RewardType):
     limit: Count | None = None
     """The longest right length, in place of a target."""
     tolerance: Count = 0
-    """How far off the target is still right."""
+    """Distance from the target that is still right."""
     width: Annotated[int, Field(ge=1)] = 100
-    """How far off is worth nothing."""
+    """Distance from the right length at which the value is 0."""
     unit: Literal["characters", "words"] = "characters"
-    """What is counted."""
+    """Unit of the length."""
 
     @field_validator("limit")
     @classmethod

@@ -1,4 +1,4 @@
-"""Reward `repetition`: a term for how much of the response says again what it said before."""
+"""Reward `repetition`: a term for repeated n-grams."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from roll_lite.rewards.reward_type import RewardType
 
 
 class RepetitionReward(RewardType):
-    """A term for how much of the response says again what it said before: the share of n-grams that are repetitions of an earlier one, from
-    0 to almost 1, so that the term's weight should be negative. Case does not matter. A response with fewer than `n` words (or characters)
-    repeats nothing.
+    """A term for repetition: the share of n-grams that occurred before, from 0 to almost 1, so that the term's weight should be negative.
+    Case does not matter. A response with fewer than `n` words (or characters) repeats nothing.
 
     ```yaml
     reward:
@@ -26,9 +25,9 @@ class RepetitionReward(RewardType):
     n: Annotated[int, Field(ge=1)] = 4
     """Length of the pieces that are compared."""
     unit: Literal["words", "characters"] = "words"
-    """What they are made of."""
+    """Unit of the n-grams."""
     free: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share that costs nothing; what is above it counts in full proportion up to 1."""
+    """Share that costs nothing; from there the value rises linearly to 1."""
 
     def __call__(self, sample: RewardInput) -> Score:
         text = sample.response.casefold()

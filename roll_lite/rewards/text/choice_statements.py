@@ -1,4 +1,4 @@
-"""Which option a text settles on: every mention of an option is judged by the words around it, and the last one that is stated counts."""
+"""The option that a text settles on: every mention of an option is judged by the words around it, and the last stated one counts."""
 
 from __future__ import annotations
 

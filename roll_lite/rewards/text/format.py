@@ -74,7 +74,7 @@ FormatCheck = Callable[[str], bool]
 
 
 def format_check(config: RewardConfig, path: str = "reward") -> FormatCheck | None:
-    """Of responses, by the domain's `format`; None where it has none. `path`: the reward section's place; ValueError for no pattern."""
+    """The check of a domain's `format`; None if it has none. ValueError names the section at `path`."""
     if config.format is None:
         return None
     try:

@@ -19,7 +19,7 @@ IDS = ("instruction_id", "instruction_id_list")
 
 
 def asked_of(sample: RewardInput, ids: str, arguments: str) -> list[Asked]:
-    """From the columns `ids` and `arguments`, or from the reference answer or the column ground_truth where there are no ids."""
+    """Instructions from the columns `ids` and `arguments`; without ids, from the reference answer or the column ground_truth."""
     columns = sample.columns
     if columns.get(ids) is not None:
         return _paired(columns[ids], columns.get(arguments), f"column {ids!r}", f"column {arguments!r}")
@@ -78,7 +78,7 @@ def _list(value: Any, where: str) -> list[Any]:
 
 
 def _parsed(value: Any, what: str) -> Any:
-    """Of a text: JSON, or Python's own way to write a value."""
+    """The value of a text in JSON or in Python's notation."""
     if not isinstance(value, str):
         return value
     try:

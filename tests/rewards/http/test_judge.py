@@ -35,7 +35,7 @@ def chat(text: str | None) -> Reply:
 
 
 def build(**args: Any) -> RewardFunction:
-    return build_reward(RewardConfig(name="judge", args=args), "domains.toy.reward")
+    return build_reward(RewardConfig(name="judge", args=args), "domains.toy.reward").base
 
 
 async def ask(server: StubServer, sample: RewardInput | None = None, **args: Any) -> Score:

@@ -33,7 +33,7 @@ def item(response: str = "4", answer: Any = "4", **columns: Any) -> RewardInput:
 
 
 async def score(items: list[RewardInput], **args: Any) -> list[Score | str]:
-    function = build_reward(RewardConfig(name="remote", args=args), "domains.toy.reward")
+    function = build_reward(RewardConfig(name="remote", args=args), "domains.toy.reward").base
 
     async def one(sample: RewardInput) -> Score | str:
         try:
@@ -128,7 +128,7 @@ async def test_several_urls_one_of_them_down() -> None:
 
 async def test_a_sample_that_gave_up_waiting_is_not_asked_for() -> None:
     with StubServer(lengths) as server:
-        function = build_reward(RewardConfig(name="remote", args={"url": server.url, "batch_wait_ms": 50}))
+        function = build_reward(RewardConfig(name="remote", args={"url": server.url, "batch_wait_ms": 50})).base
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await function.score(item("late"))

@@ -1,5 +1,5 @@
-"""What instructions ask for, by the ids and arguments of the data sets that hold them. Each check tells whether a response follows one;
-arguments that do not fit are a TypeError or a ValueError."""
+"""Checks of instructions by the ids and argument names of their data sets: does a response follow one? Arguments that do not fit raise
+TypeError or ValueError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of instructions as data sets hold them: what does not fit is a ValueError, whatever the response says."""
+"""Readers of instructions' arguments as data sets hold them; ValueError if one does not fit."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PRONOUNS = _listed(
     myself ourselves yourself yourselves himself herself itself themselves
     """
 )
-"""Personal, possessive and reflexive: those that IFBench counts."""
+"""Personal, possessive and reflexive pronouns, as IFBench counts them."""
 
 STOP_WORDS = _listed(
     """
@@ -29,7 +29,7 @@ STOP_WORDS = _listed(
 )
 
 MINOR_WORDS = _listed("a an the and but or nor for so yet as at by in of off on per to up via with from into onto over if vs")
-"""Those that titles may leave in small letters."""
+"""Words that may be lower case in a title."""
 
 AUXILIARIES = _listed(
     """
@@ -86,7 +86,7 @@ NAMES = _listed(
     Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella Jonathan
     """
 )
-"""Those that the instruction lists."""
+"""Names that the instruction lists."""
 
 
 def is_verb(word: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the data of IF-RLVR (IFTrain) ask for beyond IFEval's constraints. Words are those of `parts`: without punctuation or case."""
+"""Constraints of IF-RLVR (IFTrain) beyond IFEval's. Words are those of `parts`: without punctuation or case."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from roll_lite.rewards.text.instruction_checks.parts import sentences, whole_wor
 
 DIVIDER = re.compile(r"\*\*\*|\* \* \*")
 FEWEST_LETTERS = 3
-"""Of a palindrome: I and a are no feat."""
+"""Shortest palindrome: I and a do not count."""
 
 # ---------------------------------------------------------------- copies
 
 
 def repeat_phrase(response: str, *, phrase: str, small_n: int) -> bool:
-    """Each time with one word in its middle replaced."""
+    """The phrase N times, each time with one word in its middle replaced."""
     wanted, number = _middle(phrase), whole(small_n, least=1)
     found = list(_spans(response, wanted[0], wanted[-1]))
     return len(found) == number and all(
@@ -35,7 +35,7 @@ def _middle(value: Any) -> list[str]:
 
 
 def _spans(response: str, first: str, last: str) -> list[list[str]]:
-    """From a first word to the next last word of its line."""
+    """Spans within a line, from each `first` to the next `last`."""
     found = []
     for line in response.split("\n"):
         start = line.find(f"{first} ")

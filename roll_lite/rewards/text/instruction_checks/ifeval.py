@@ -1,5 +1,4 @@
-"""What the 25 instructions of IFEval ask for, by the ids and keyword arguments of its data set. Each check tells whether a response
-follows one. The arguments carry the data set's names, its spelling included."""
+"""The 25 constraints of IFEval by the ids of its data set. Arguments have the data set's names, its spelling included."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ ABBREVIATION = re.compile(
     re.IGNORECASE,
 )
 SENTENCE_END = re.compile(r"(?:(?<![!?])[!?]+|(?<!\.)\.+|…|(?<![。！？])[。！？]+)[\"'”’)\]*_]*(?=\s|$|(?<=[。！？])\S)")
-"""Each run of marks is tried once, from its beginning."""
+"""Marks that end a sentence; each run of marks is tried once."""
 LONGEST_ABBREVIATION = 40
 """Characters in front of its last full stop."""
 
@@ -28,7 +28,7 @@ VOWELS = "aeiouy"
 
 
 def visible(text: str) -> str:
-    """Without what nobody sees: it would cut words in two or make a text of nothing."""
+    """The text without invisible characters, which would split words or count as text."""
     return text if text.isascii() else UNSEEN.sub("", text).translate(BLANKS)
 
 
@@ -61,18 +61,18 @@ def count_sentences(text: str) -> int:
 
 
 def end_mark(sentence: str) -> str:
-    """The last of its marks, whatever stands behind it."""
+    """The last . ! or ? behind the sentence's last word."""
     tail = next((place for place in range(len(sentence), 0, -1) if sentence[place - 1].isalnum()), 0)
     return next((character for character in reversed(sentence[tail:]) if character in ".!?"), "")
 
 
 def words(text: str) -> list[str]:
-    """What stands between white space, dashes and slashes, in small letters and without punctuation: well-known and don't are one each."""
+    """Words between white space, dashes and slashes, lower case, without punctuation: well-known and don't are one each."""
     return [word for word in text.lower().translate(NO_MARKS).split() if any(character.isalnum() for character in word)]
 
 
 def whole_words(phrase: str, text: str) -> int:
-    """How often the phrase stands in the text, not as part of a longer word, and without regard to case."""
+    """Count of the phrase in the text, as whole words and without regard to case."""
     return len(re.findall(rf"(?<!\w){re.escape(phrase.strip())}(?!\w)", text, re.IGNORECASE))
 
 

@@ -12,11 +12,11 @@ from roll_lite.rewards.text.instruction_checks.arguments import phrase, phrases,
 from roll_lite.rewards.text.instruction_checks.parts import count_sentences, whole_words
 
 SENTENCES_OFF = 1
-"""How far "around" may be from a number of sentences."""
+"""Tolerance of "around" a number of sentences."""
 
 
 def validate_forbidden_words(response: str, *, forbidden_words: list[str]) -> bool:
-    """Not as part of a longer word either."""
+    """Forbidden also as part of a longer word."""
     text = response.lower()
     return not any(word.lower() in text for word in phrases("forbidden_words", "a forbidden word", forbidden_words))
 
@@ -38,7 +38,7 @@ def validate_paragraphs(response: str, *, N: int, first_word: str, i: int) -> bo
 
 
 def verify_postscript(response: str, *, postscript_marker: str) -> bool:
-    """With something behind the marker."""
+    """The marker needs text behind it."""
     _, found, rest = response.partition(phrase("postscript_marker", postscript_marker))
     return bool(found and rest.strip())
 
