@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from itertools import product
+from math import prod
 from pathlib import Path
 
 import yaml
@@ -16,7 +19,7 @@ from roll_lite.config.arithmetic import derive
 from roll_lite.config.arithmetic_tables import render
 from roll_lite.config.checks.layout import devices_are_there
 from roll_lite.config.checks.notes import notes_on
-from roll_lite.config.compose.overrides import COMMAND_LINE, alternatives
+from roll_lite.config.compose.overrides import COMMAND_LINE, MOST_RUNS, alternatives
 from roll_lite.config.loading import load_config
 from roll_lite.config.placement_picture import draw
 from roll_lite.config.problems import ConfigError, Problem, hidden
@@ -24,11 +27,13 @@ from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.shipped import CONFIGS, found
 from roll_lite.data.check import check_data
 from roll_lite.distributed.strategy.engines import engine_arguments_fit
-from roll_lite.rewards.check import check_rewards
+from roll_lite.rewards.check import address_notes, check_rewards
 
 WRONG_CONFIGURATION = 2
 """Exit code, argparse's own for a wrong command line as well."""
 INTERRUPTED = 130
+OUTPUT_FAILED = 74
+"""The system's EX_IOERR: a full disk, a terminal that is gone."""
 CHECKS = (engine_arguments_fit, check_data, check_rewards)
 """Checks that live beside the code they speak for."""
 OF_RUNS = (*CHECKS, devices_are_there)
@@ -37,6 +42,42 @@ SEEN_ENOUGH = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    _make_output_usable()
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        sys.stderr.write("the current folder is gone; change to one that exists\n")
+        return WRONG_CONFIGURATION
+    try:
+        code = _main(arguments)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:  # not of an output
+            raise
+        code = SEEN_ENOUGH if isinstance(error, BrokenPipeError) else OUTPUT_FAILED  # `| head` has seen enough
+        with suppress(OSError):
+            if code == OUTPUT_FAILED:
+                sys.stderr.write(f"the output cannot be written: {error.strerror}\n")
+                sys.stderr.flush()
+        with suppress(OSError):  # what is left in the buffers fails at the interpreter's end otherwise
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return code
+
+
+def _make_output_usable() -> None:
+    """Closed streams lead nowhere, and characters that an output's encoding lacks are written as escapes."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # else the next file that is opened would get its number
+        os.set_inheritable(number, True)
+    os.close(number)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
@@ -61,17 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
     commands = {"run": _run, "check": _check, "reward": _reward, "simulate": _simulate}
-    try:
-        code = commands[parsed.command](config, parsed)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return SEEN_ENOUGH
-    return code
+    return commands[parsed.command](config, parsed)
 
 
 def _print(config: RunConfig) -> None:
-    sys.stdout.write(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    has_all_characters = "utf" in (sys.stdout.encoding or "").lower()
+    sys.stdout.write(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=has_all_characters))
     sys.stdout.flush()
 
 
@@ -80,7 +116,7 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
     if parsed.cfg:
         return 0
     # What is checked may be meant for another machine.
-    notes = [*notes_on(config), *(f"{problem.path}: {problem.message}" for problem in devices_are_there(config))]
+    notes = [*notes_on(config), *address_notes(config), *(f"{problem.path}: {problem.message}" for problem in devices_are_there(config))]
     parts = [render(derive(config)), draw(config), "\n".join(f"note: {note}" for note in notes)]
     sys.stderr.write("".join(f"\n{part}\n" for part in parts if part))
     return 0
@@ -91,7 +127,14 @@ def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     from roll_lite.pipeline.sweep import Choice, run_each
 
     folder = found(parsed.config_path)
-    chosen = list(product(*(_alternatives(parsed.config_name, text) for text in overrides)))
+    values = [_alternatives(parsed.config_name, text) for text in overrides]
+    if (count := prod(map(len, values))) > MOST_RUNS:
+        longest = max(values, key=len)[0].partition("=")[0]
+        message = f"these are {count:,} runs; at most {MOST_RUNS:,} are started: give {longest} and others fewer values"
+        raise ConfigError(parsed.config_name, [Problem("--multirun", message)])
+    if count > 1:
+        sys.stderr.write(f"checking the configurations of {count} runs\n")
+    chosen = list(product(*values))
     choices = [Choice(one, load_config(parsed.config_name, folder, one, further=OF_RUNS)) for one in chosen]
     if parsed.cfg:
         for choice in choices:

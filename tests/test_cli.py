@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +66,7 @@ def test_the_gpu_example_asks_for_its_paths_and_is_right_with_them(capsys: pytes
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "..."}')
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
     write_safetensors(tmp_path / "model.safetensors", tensors(shape))
     data = "examples/data/add_train.jsonl"
     given = [f"model.path={tmp_path}", f"domains.math.data.train={data}", f"domains.math.data.validation={data}"]
@@ -233,3 +235,76 @@ def test_a_run_of_a_part_is_noted_and_not_simulated(capsys: pytest.CaptureFixtur
     assert "note: mode: rollout_only: actor_train and validation are left out" in capsys.readouterr().err
     assert main(["simulate", "--config-name", "tiny_grpo", "mode=rollout_only"]) == 2
     assert "whole runs are simulated" in capsys.readouterr().err
+
+
+SHELL = 'cd "$0" && exec python -m roll_lite.cli '
+FULL = "the output cannot be written: No space left on device"
+ODD_PLACES = {
+    "a full disk": (f"{SHELL} check -cn tiny_grpo >/dev/full", 74, FULL),
+    "a full disk for a simulation": (f"{SHELL} simulate -cn tiny_grpo steps=2 >/dev/full", 74, FULL),
+    "a full disk for mistakes": (f"{SHELL} check -cn tiny_grpo steps=x 2>/dev/full", 74, ""),
+    "closed outputs": (f"{SHELL} run -cn tiny_grpo --cfg job >&- 2>&-", 0, ""),
+    "a closed input": (f"{SHELL} reward -cn tiny_grpo --domain repeat --limit 2 0<&-", 0, ""),
+    "ASCII": (f"export PYTHONIOENCODING=ascii; {SHELL} check -cn tiny_grpo 'domains.add.template.text=\"größer {{prompt}}\"'", 0, ""),
+    "no language": (f"export PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 LC_ALL=C; {SHELL} simulate -cn tiny_grpo steps=2", 0, ""),
+    "a folder that is gone": (
+        'mkdir "$1/gone" && cd "$1/gone" && rmdir "$1/gone" && exec python -m roll_lite.cli check -cn tiny_grpo',
+        2,
+        "the current folder is gone",
+    ),
+    "a long name": (f"{SHELL} run -cn tiny_grpo experiment={'x' * 300}", 2, "names a folder, and has 300 letters; use at most 200"),
+    "a run's folder that is a file": (f"{SHELL} run -cn tiny_grpo run_dir=README.md/runs", 2, "README.md is a file; name a folder"),
+    "a picture nowhere": (
+        f"{SHELL} simulate -cn tiny_grpo steps=2 --picture nowhere/x.png",
+        2,
+        "--picture: nowhere/x.png cannot be written: No such file or directory",
+    ),
+    "a picture that is a folder": (f"{SHELL} simulate -cn tiny_grpo steps=2 --picture tests", 2, "tests is a folder; name a file in it"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_PLACES)
+def test_odd_places_and_outputs_end_with_a_message(name: str, tmp_path: Path) -> None:
+    script, code, message = ODD_PLACES[name]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    ended = subprocess.run(["bash", "-c", script, ROOT, tmp_path], capture_output=True, text=True, env=environment, errors="replace")
+    assert ended.returncode == code, ended.stderr
+    assert message in ended.stderr and "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+    if name == "ASCII":
+        assert yaml.safe_load(ended.stdout)["domains"]["add"]["template"]["text"] == "größer {prompt}", "escaped as YAML does"
+
+
+def test_a_tokenizer_that_is_none_is_told_by_the_check_and_by_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from roll_lite.data.templates import load_tokenizer
+
+    shutil.copytree(ROOT / "examples/models/tiny", tmp_path / "m")
+    for text in ("{}", '{"model": null}', '{"model": {}}'):
+        (tmp_path / "m/tokenizer.json").write_text(text)
+        assert main(["check", "-cn", "tiny_grpo", f"model.path={tmp_path}/m"]) == 2
+        assert "tokenizer.json cannot be read: it is no tokenizer's" in capsys.readouterr().err
+    for file, text in (("tokenizer.json", '{"model": {"vocab": {}}}'), ("tokenizer_config.json", '{"tokenizer_class": 3}')):
+        (tmp_path / "m" / file).write_text(text)
+        with pytest.raises(ValueError, match=r"model.path: no tokenizer could be loaded from"):
+            load_tokenizer(tmp_path / "m")
+
+
+def test_a_sweep_of_nothing_or_of_a_million_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "run_each", lambda *_: pytest.fail("ran"))
+    assert main(["run", "-m", "-cn", "tiny_grpo", "seed=choice()"]) == 2
+    assert "seed=choice(): choice() has no value; write seed=choice(a,b)" in capsys.readouterr().err
+    assert main(["run", "-m", "-cn", "tiny_grpo", "seed=range(1000)", "steps=range(1,1001)"]) == 2
+    assert "these are 1,000,000 runs; at most 1,000 are started" in capsys.readouterr().err
+    assert main(["run", "-m", "-cn", "tiny_grpo", "seed=1,2", "--cfg", "job"]) == 0
+    assert "checking the configurations of 2 runs" in capsys.readouterr().err
+
+
+def test_a_check_looks_whether_a_judges_address_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as open_, socket.create_server(("127.0.0.1", 0)) as closed:
+        ports = [one.getsockname()[1] for one in (open_, closed)]
+        closed.close()
+        urls = ", ".join(f"http://127.0.0.1:{port}/v1" for port in ports)
+        reward = f"domains.add.reward={{name: judge, args: {{url: [{urls}], model: m}}}}"
+        assert main(["check", "-cn", "tiny_grpo", reward]) == 0
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "cannot be reached" in line]
+    place = f"note: domains.add.reward.args.url.1: http://127.0.0.1:{ports[1]}/v1"
+    assert note.startswith(place) and "refused" in note

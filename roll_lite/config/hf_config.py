@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.config.files import elsewhere, kind_of, read_object
-from roll_lite.config.hf_fields import HEADS, refusals, rope_fields
+from roll_lite.config.hf_fields import HEADS, LLAMA3_FIELDS, refusals, rope_fields
 
 SUPPORTED_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
 """`model_type`s whose weights the Megatron strategy can read and write."""
@@ -50,12 +50,21 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's frequency-dependent scaling, by transformers' names."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     theta: float
     linear_factor: float | None = None
     """Positions are divided by this."""
-    llama3_factor: float | None = None
-    """Llama 3.1's frequency-dependent scaling."""
+    llama3: Llama3Scaling | None = None
 
 
 @dataclass(frozen=True)
@@ -184,7 +193,10 @@ def _key_value_heads(raw: Mapping[str, Any], heads: int) -> int:
 
 
 def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
-    return _size(raw, "head_dim", 128 if raw["model_type"] == "qwen3" else max(_size(raw, "hidden_size") // heads, 1))
+    size = _size(raw, "head_dim", 128 if raw["model_type"] == "qwen3" else max(_size(raw, "hidden_size") // heads, 1))
+    if raw["model_type"] == "qwen2" and size != (engines := _size(raw, "hidden_size") // heads):
+        raise ValueError(f"head_dim is {size}; engines take hidden_size / num_attention_heads = {engines} for it in a qwen2 model")
+    return size
 
 
 def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
@@ -213,7 +225,7 @@ def _of_fields(raw: dict[str, Any], rope: dict[str, Any]) -> HfConfig:
         rope=RopeConfig(
             float(rope["rope_theta"]),
             linear_factor=float(rope["factor"]) if rope["rope_type"] == "linear" else None,
-            llama3_factor=float(rope["factor"]) if rope["rope_type"] == "llama3" else None,
+            llama3=Llama3Scaling(**{name: rope[name] for name in sorted(LLAMA3_FIELDS)}) if rope["rope_type"] == "llama3" else None,
         ),
         window=sliding_window(raw),
         experts=_experts(raw) if family == "qwen3_moe" else None,

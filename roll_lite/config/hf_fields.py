@@ -27,7 +27,7 @@ READ_OF_EXPERTS = _names(
 """Of models with experts. The last two say how they were trained before."""
 
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_act": (("silu",), "the MLP here is SwiGLU"),
+    "hidden_act": (("silu",), "the MLP here is SwiGLU; engines know its function (SiLU, swish) by this name alone"),
     "attention_bias": ((False, None), "biases here are those of Qwen2's query, key and value"),
     "mlp_bias": ((False, None), "the MLP here has no biases"),
     "attention_dropout": ((0, None), "set it to 0: engines know no dropout, so that training would see another policy"),
@@ -76,13 +76,12 @@ HEADS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "
 """Of an architecture's name, after the family's."""
 POLICY_HEADS = ("ForCausalLM",)
 """Of a model that is to generate: for the others an engine makes another kind of model."""
+LLAMA3_FIELDS = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
 _ROPE_FIELDS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "llama3": LLAMA3_FIELDS,
 }
-_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-"""The values that Megatron-Core has built in; every Llama 3.1 to 3.3 has them."""
 
 
 def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[str]:
@@ -96,12 +95,7 @@ def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[s
         elif field == "architectures":
             yield from _architecture(raw["model_type"], value, heads)
         elif field == "layer_types":
-            others = [one for one in value if one != "full_attention"] if isinstance(value, list) else [value]
-            if value is not None and (others or not value):
-                other = others[0] if others else None
-                yield f"layer_types holds {other!r}; only 'full_attention' is supported: every layer here attends to the whole context"
-            elif value is not None and raw["model_type"] == "mistral" and raw.get("sliding_window", 0) is not None:
-                yield "layer_types says 'full_attention' beside a sliding_window; set one of them to null"
+            yield from _layer_types(raw, value)
         elif field == "sliding_window":
             if value is not None and raw["model_type"] == "llama":  # Qwen's has its switch, use_sliding_window; Mistral's is supported
                 yield f"sliding_window is {value!r}; set it to null: every layer here attends to the whole context"
@@ -109,6 +103,18 @@ def refusals(raw: Mapping[str, Any], heads: Sequence[str] = HEADS) -> Iterator[s
             continue
         elif field not in READ and field not in WITHOUT_EFFECT and not field.startswith("transformers.js"):
             yield f"{field} is {value!r:.80}, which is not known here and may change what the model computes; remove it if it does not"
+
+
+def _layer_types(raw: Mapping[str, Any], value: Any) -> Iterator[str]:
+    """All layers are alike: vLLM takes this list for the truth, transformers does not in every family."""
+    has_window = raw["model_type"] == "mistral" and raw.get("sliding_window", 0) is not None
+    wanted = "sliding_attention" if has_window else "full_attention"
+    others = [one for one in value if one != wanted] if isinstance(value, list) else [] if value is None else [value]
+    reason = "every layer here attends to the sliding_window" if has_window else "every layer here attends to the whole context"
+    if others or value == []:
+        yield f"layer_types holds {others[0] if others else None!r:.80}; only {wanted!r} is supported: {reason}"
+    elif value is not None and len(value) != (layers := raw.get("num_hidden_layers")):
+        yield f"layer_types has {len(value)} entries; num_hidden_layers is {layers!r:.40}"
 
 
 def _architecture(family: str, names: Any, heads: Sequence[str]) -> Iterator[str]:
@@ -158,9 +164,12 @@ def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         listed = ", ".join(f"{name} {fields[name]!r}" for name in unknown)
         raise ValueError(f"RoPE scaling {kind} with {listed}, which is not known here and may change the positions; remove it if not")
-    for field, value in _LLAMA3.items() if kind == "llama3" else ():
-        if fields.get(field) != value:
-            raise ValueError(f"RoPE scaling llama3 with {field} {fields.get(field)!r}; only {value!r} is supported")
+    for field in sorted(LLAMA3_FIELDS - {"factor"}) if kind == "llama3" else ():
+        if not _is_number(value := fields.get(field)) or not 0 < value < 1e30:
+            raise ValueError(f"RoPE scaling llama3 with {field} {value!r:.40}; it must be a positive number")
+    if kind == "llama3" and fields["low_freq_factor"] >= fields["high_freq_factor"]:
+        low, high = fields["low_freq_factor"], fields["high_freq_factor"]
+        raise ValueError(f"RoPE scaling llama3 with low_freq_factor {low!r}, which is not below high_freq_factor {high!r}")
     factor = fields.get("factor")
     if kind != "default" and not (_is_number(factor) and 1 <= factor < 1e30):
         raise ValueError(f"RoPE scaling {kind} needs a factor of at least 1, got {factor!r}")

@@ -7,6 +7,7 @@ import json
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ READ_AS_WEIGHTS = ("F32", "BF16", "F16")
 _LARGEST_HEADER = 100 << 20
 _BLOCK = 16 << 20
 _SAMPLE = 4096
+_MOST_SAMPLED = 500
+_EXPONENTS = {"F32": (0x7F800000, 4), "BF16": (0x7F80, 2), "F16": (0x7C00, 2)}
+"""The bits that are all set in a NaN or an infinity, and the bytes of a number."""
+_HARMLESS = ("rotary_emb.inv_freq",)
+"""Suffixes of tensors that old checkpoints store although they are computed."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,31 @@ def wrong_weights(stored: Mapping[str, StoredTensor], hf: HfConfig, head: str) -
             + " of config.json's model"
         )
     misfits = (misfit(name, stored[name].dtype, stored[name].shape, shape) for name, shape in wanted.items())
-    return next((found for found in misfits if found is not None), None)
+    wrong = next((found for found in misfits if found is not None), None)
+    return wrong or tensors_without_place(stored, hf, head) or _not_finite(stored)
+
+
+def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str | None:
+    """The tensors that this model has no place for. A value model may have a language model's head, which it does without."""
+    known = {*weight_shapes(hf), HEAD, head}
+    unknown = sorted(name for name in names if name not in known and not name.endswith(_HARMLESS))
+    if not unknown:
+        return None
+    listed = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+    return f"has tensors that a {hf.family} model has no place for: {listed}"
+
+
+def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
+    """A tensor whose first numbers hold a NaN or an infinity, among the first ones."""
+    for name, tensor in islice(stored.items(), _MOST_SAMPLED):
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.start)
+            content = file.read(min(_SAMPLE, tensor.stop - tensor.start))
+        exponent, width = _EXPONENTS[tensor.dtype]
+        numbers = memoryview(content[: len(content) // width * width]).cast("I" if width == 4 else "H")
+        if any(number & exponent == exponent for number in numbers):
+            return f"{name} in {tensor.file.name} holds NaN or infinite numbers: training has broken the model, or the file is damaged"
+    return None
 
 
 def misfit(name: str, dtype: str, shape: Sequence[int], wanted: Sequence[int], by: str = "config.json") -> str | None:
@@ -209,7 +239,7 @@ def tokenizer_checksum(folder: Path) -> str:
     if kind_of(folder / "tokenizer.json") is not None:
         content = read_object(folder / "tokenizer.json")
         try:
-            vocabulary = content.get("model", {}).get("vocab", {})
+            vocabulary = content["model"]["vocab"]
             added = sorted((token["id"], token["content"]) for token in content.get("added_tokens") or ())
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{folder / 'tokenizer.json'} cannot be read: it is no tokenizer's ({first_line(error)})") from error
@@ -219,6 +249,22 @@ def tokenizer_checksum(folder: Path) -> str:
         if kind_of(folder / name) is not None:
             digest.update(name.encode() + read_bytes(folder / name))
     return digest.hexdigest()
+
+
+SETTINGS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+"""JSON objects beside config.json that tokenizers and engines read where they are there."""
+
+
+def wrong_settings(folder: Path, vocab_size: int | None = None) -> str | None:
+    """A special token beyond the vocabulary; ValueError for a file that holds no JSON object."""
+    for file in ("config.json", *SETTINGS_FILES):
+        raw = read_object(folder / file) if kind_of(folder / file) is not None else {}
+        for field in ("eos_token_id", "pad_token_id") if vocab_size is not None else ():
+            given = raw.get(field)
+            beyond = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, int) and one >= (vocab_size or 0)]
+            if beyond:
+                return f"{file}: {field} is {beyond[0]}; the vocabulary (vocab_size) has {vocab_size} rows"
+    return None
 
 
 def largest_token_id(folder: Path) -> int | None:
@@ -232,7 +278,7 @@ def largest_token_id(folder: Path) -> int | None:
             if name != "tokenizer.json":
                 ids += content.values()
                 continue
-            vocabulary = content.get("model", {}).get("vocab", {})
+            vocabulary = content["model"]["vocab"]
             ids += vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
             ids += [token["id"] for token in content.get("added_tokens") or ()]
         except (AttributeError, KeyError, TypeError) as error:

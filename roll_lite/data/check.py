@@ -246,8 +246,6 @@ def _filter(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
             yield Problem(f"{place}.{name}", f"is upside down, nothing lies in it; use [{bounds[1]}, {bounds[0]}]", list(bounds))
     if chosen.difficulty_range is not None and chosen.difficulty is None:
         yield Problem(f"{place}.difficulty_range", "of which column? Name it with `difficulty`", list(chosen.difficulty_range))
-    if chosen.difficulty is not None and chosen.difficulty_range is None:
-        yield Problem(f"{place}.difficulty", "filters nothing without difficulty_range; set it, or remove this", chosen.difficulty)
     longest = domain.sampling.max_prompt_tokens
     if chosen.prompt_tokens is not None and chosen.prompt_tokens[0] > longest:
         message = f"is more than sampling.max_prompt_tokens ({longest}): every prompt is left out or too long"

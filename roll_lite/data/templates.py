@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.config.files import read_text
+from roll_lite.config.problems import first_line
 from roll_lite.config.schema.domains import TemplateConfig
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.row_values import RowError, messages_of, text_of
@@ -23,8 +24,8 @@ def load_tokenizer(path: Path | str, setting: str = "model.path") -> Tokenizer:
         raise ValueError(f"{setting}: {folder} is no folder; it must hold a model in Hugging Face format with its tokenizer")
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{setting}: no tokenizer could be loaded from {folder}: {error}") from error
+    except Exception as error:  # broken files make it fail in any way
+        raise ValueError(f"{setting}: no tokenizer could be loaded from {folder}: {first_line(error)}") from error
 
 
 class Template:

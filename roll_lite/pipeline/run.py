@@ -35,10 +35,15 @@ REMOTE_TRACEBACK = re.compile(r"\n\s*\n(?=\S*ray::)")
 
 def run(config: RunConfig) -> int:
     """Start, train, clean up. Returns the exit code; the cause of a failure stands on standard error and in summary.json."""
-    folder = create_run_folder(config.run_dir, config.experiment)
-    # What a resumed run without checkpoints went on from is read here: `latest` never points at a folder without it.
-    (folder / CONFIG_FILE).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
-    point_latest(config.run_dir, folder)
+    try:
+        folder = create_run_folder(config.run_dir, config.experiment)
+        # What a resumed run without checkpoints went on from is read here: `latest` never points at a folder without it.
+        (folder / CONFIG_FILE).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+        point_latest(config.run_dir, folder)
+    except (OSError, ValueError) as error:
+        place = config.run_dir / config.experiment
+        sys.stderr.write(f"run_dir: {place} cannot be written to: {getattr(error, 'strerror', None) or error}; name another folder\n")
+        return FAILED
     journal = Journal(config, folder)
     journal.timers.around = lambda phase: phase_limit(config, phase)
     WATCHDOG.silence_s = config.limits.silence or None

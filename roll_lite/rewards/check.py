@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from socket import create_connection
+from threading import Thread
+from time import monotonic
+from urllib.parse import urlsplit
 
 from roll_lite.config.checks.across import readable
 from roll_lite.config.checks.functions import check_function
-from roll_lite.config.problems import Problem, did_you_mean
+from roll_lite.config.checks.secrets import texts_in
+from roll_lite.config.problems import Problem, did_you_mean, first_line
 from roll_lite.config.schema.domains import DomainConfig, RewardConfig, RewardTermConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.data.check import columns_missing
@@ -14,10 +20,38 @@ from roll_lite.rewards.arguments import read_arguments
 from roll_lite.rewards.registry import REWARDS, reward_type
 from roll_lite.rewards.reward_type import RewardType
 
+ADDRESS = re.compile(r"https?://[^/?#\s]", re.IGNORECASE)
+LOOK_S = 2.0
+"""Time for a connection to a reward's address."""
+
 
 def check_rewards(config: RunConfig) -> Iterator[Problem]:
     for name, domain in config.domains.items():
         yield from readable(_reward(config, f"domains.{name}.reward", domain) if "reward" in vars(domain) else ())
+
+
+def address_notes(config: RunConfig) -> list[str]:
+    """Addresses of rewards that do not answer at the moment. A service may be started later, and seen from other machines only."""
+    sections = {f"domains.{name}.reward": domain.reward for name, domain in config.domains.items()}
+    addresses = {text: path for place, reward in sections.items() for path, text in texts_in(reward, place) if ADDRESS.match(text)}
+    silent: dict[str, str] = {}
+    looks = [Thread(target=_look, args=(address, silent), daemon=True) for address in addresses]
+    for look in looks:
+        look.start()
+    until = monotonic() + 2 * LOOK_S
+    for look in looks:
+        look.join(max(0.0, until - monotonic()))
+    reasons = {address: silent.get(address, "no answer yet") for address in addresses}
+    return [f"{addresses[address]}: {address} cannot be reached from here ({why})" for address, why in reasons.items() if why]
+
+
+def _look(address: str, silent: dict[str, str]) -> None:
+    parts = urlsplit(address)
+    try:
+        with create_connection((parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)), timeout=LOOK_S):
+            silent[address] = ""
+    except (OSError, ValueError) as error:
+        silent[address] = first_line(error)
 
 
 def _reward(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import yaml
 
+from roll_lite.config.files import is_folder
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.simulator.calibration import calibrated
-from roll_lite.simulator.picture import draw_engines
+from roll_lite.simulator.picture import draft_of, draw_engines
 from roll_lite.simulator.report import NOTES, advice, details, engines, table
 from roll_lite.simulator.scenario import Scenario, scenario_of
 from roll_lite.simulator.simulation import Outcome, simulate
@@ -41,12 +42,15 @@ class Question:
 
 def answer(config: RunConfig, question: Question) -> int:
     """Simulate and print the result. Exit code 2 if the given run cannot be measured."""
-    if question.measured is not None:
-        try:
+    try:
+        if question.picture is not None:
+            refuse_unwritable(question.picture)
+        if question.measured is not None:
             config = calibrated(config, question.measured)
-        except ValueError as error:
-            sys.stderr.write(f"{error}\n")
-            return 2
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if question.measured is not None:
         measured = config.simulation.model_dump(mode="json", exclude_unset=True)
         text = yaml.safe_dump({"simulation": measured}, sort_keys=False, default_flow_style=None, width=120)
         sys.stdout.write(f"measured in {question.measured}:\n{text}\n")
@@ -63,6 +67,18 @@ def answer(config: RunConfig, question: Question) -> int:
         draw_engines(question.picture, [outcome], [f"{config.experiment}: {chosen.policy}, {engines(chosen)}"], question.color)
         sys.stdout.write(f"\npicture: {question.picture}\n")
     return 0
+
+
+def refuse_unwritable(picture: Path) -> None:
+    """ValueError for a picture that cannot be written, before minutes are spent on its contents."""
+    if is_folder(picture):
+        raise ValueError(f"--picture: {picture} is a folder; name a file in it")
+    try:
+        draft_of(picture).touch()
+        draft_of(picture).unlink()
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ValueError(f"--picture: {picture} cannot be written: {reason}") from error
 
 
 def alternatives(chosen: Scenario) -> Iterator[Scenario]:

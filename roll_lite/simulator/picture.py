@@ -38,9 +38,14 @@ def draw_engines(path: Path, outcomes: Sequence[Outcome], titles: Sequence[str],
     for axes, outcome, title in zip(panels, outcomes, titles, strict=True):
         _panel(axes, outcome, title, by, end)
     panels[-1].set_xlabel("seconds", fontsize=8, color="#555555")
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = draft_of(path)
     figure.savefig(draft, format="png", metadata={"Software": None})
     return draft.replace(path)
+
+
+def draft_of(path: Path) -> Path:
+    """The file that becomes the picture once it is whole."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def _rows(outcome: Outcome) -> int:

@@ -32,7 +32,7 @@ domains:
 MODEL = {
     "model_type": "qwen2",
     "num_hidden_layers": 6,
-    "hidden_size": 48,
+    "hidden_size": 256,
     "intermediate_size": 96,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -55,11 +55,13 @@ class Project:
         """`value_head`: the outputs of one, which it has beside its own."""
         shape = {key: value for key, value in {**MODEL, **changes}.items() if value is not None}
         self.write(f"{name}/config.json", json.dumps(shape))
-        self.write(f"{name}/tokenizer.json", "{}")
+        self.write(f"{name}/tokenizer.json", '{"model": {"vocab": {}}}')
         self.write(f"{name}/tokenizer_config.json", "{}")
         file = self.folder / name / "model.safetensors"
         heads = {} if value_head is None else {"score.weight": [value_head, shape["hidden_size"]]}
-        write_safetensors(file, tensors({**MODEL, **shape}) | heads)
+        has_biases = shape.get("model_type") == "qwen2"
+        weights = {one: size for one, size in tensors({**MODEL, **shape}).items() if has_biases or not one.endswith(".bias")}
+        write_safetensors(file, weights | heads)
         return file.parent
 
     def load(self, *overrides: str, name: str = "run", allow_scripted: bool = False) -> RunConfig:

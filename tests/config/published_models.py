@@ -238,6 +238,17 @@ TRAINABLE: dict[str, dict[str, Any]] = {
     "Mistral without what it need not say": without(
         MISTRAL_7B, "sliding_window", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"
     ),
+    "Mistral-7B-v0.1 with its kinds of layers": MISTRAL_7B | {"layer_types": ["sliding_attention"] * 32},
+    "Llama with another llama3 RoPE": LLAMA_3_1_8B
+    | {
+        "rope_scaling": {
+            **LLAMA3_ROPE,
+            "factor": 5.5,
+            "low_freq_factor": 2.0,
+            "high_freq_factor": 3.0,
+            "original_max_position_embeddings": 640,
+        }
+    },
     "a sequence classifier": LLAMA_3_1_8B
     | {
         "architectures": ["LlamaForSequenceClassification"],
@@ -288,7 +299,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"RoPE scaling default with mrope_section \[16, 24, 24\], which is not known",
     ),
     "dynamic NTK": (LLAMA_2_7B | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported"),
-    "another llama3 RoPE": (LLAMA_3_1_8B | {"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 2.0}}, r"low_freq_factor 2\.0; only 1"),
+    "a llama3 RoPE upside down": (
+        LLAMA_3_1_8B | {"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 4.0}},
+        r"low_freq_factor 4\.0, which is not below high_freq_factor 4\.0",
+    ),
+    "a llama3 RoPE without its length": (
+        LLAMA_3_1_8B | {"rope_scaling": without(LLAMA3_ROPE, "original_max_position_embeddings")},
+        "original_max_position_embeddings None; it must be a positive number",
+    ),
+    "fewer kinds of layers than layers": (
+        QWEN3_8B | {"layer_types": ["full_attention"] * 35},
+        "layer_types has 35 entries; num_hidden_layers is 36",
+    ),
+    "a Qwen2 with heads of their own size": (QWEN2_5_7B | {"head_dim": 64}, "head_dim is 64; engines take .* = 128"),
+    "its activation by another name": (LLAMA_2_7B | {"hidden_act": "swish"}, "hidden_act is 'swish'; only 'silu' is supported"),
     "linear without a factor": (LLAMA_2_7B | {"rope_scaling": {"type": "linear"}}, "linear needs a factor"),
     "Qwen2.5-7B-1M": (
         QWEN2_5_7B | {"dual_chunk_attention_config": {"chunk_size": 262144}},
@@ -303,7 +327,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a Llama with a sliding window": (LLAMA_2_7B | {"sliding_window": 4096}, "sliding_window is 4096; set it to null"),
     "a Mistral with two minds about its window": (
         MISTRAL_7B | {"layer_types": ["full_attention"] * 32},
-        "layer_types says 'full_attention' beside a sliding_window",
+        "layer_types holds 'full_attention'; only 'sliding_attention' is supported: every layer here attends to the sliding_window",
     ),
     "a window of nothing": (MISTRAL_7B | {"sliding_window": 0}, "sliding_window is 0; it must be a positive integer"),
     "an embedding model of both directions": (QWEN2_5_7B | {"is_causal": False}, "is_causal is False; only True"),

@@ -495,9 +495,9 @@ BAD_MODELS: dict[str, Prepare] = {
         "model.safetensors", (lambda t: len(t).to_bytes(8, "little") + t)(b'{"model.norm.weight": {"shape": [1]}}')
     ),
     "fewer layers": with_tensors(lambda shapes: [shapes.pop(name) for name in list(shapes) if ".5." in name]),
-    "another width": with_tensors(lambda shapes: shapes.update({"model.layers.2.mlp.up_proj.weight": [97, 48]})),
-    "other keys": with_tensors(lambda shapes: shapes.update({"model.layers.0.self_attn.k_proj.weight": [48, 48]})),
-    "another vocabulary": with_tensors(lambda shapes: shapes.update({"model.embed_tokens.weight": [120, 48]})),
+    "another width": with_tensors(lambda shapes: shapes.update({"model.layers.2.mlp.up_proj.weight": [97, 256]})),
+    "other keys": with_tensors(lambda shapes: shapes.update({"model.layers.0.self_attn.k_proj.weight": [96, 256]})),
+    "another vocabulary": with_tensors(lambda shapes: shapes.update({"model.embed_tokens.weight": [120, 256]})),
     "no head": with_tensors(lambda shapes: shapes.pop("lm_head.weight")),
     "a missing shard": with_index({"model.norm.weight": "model-00002-of-00002.safetensors"}),
     "an index that names another tensor": with_index({"model.norms.weight": "model-00001-of-00002.safetensors"}),

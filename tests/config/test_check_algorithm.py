@@ -8,7 +8,6 @@ from config_project import Project
 from roll_lite.config.schema.run import RunConfig
 
 MISTAKES = {
-    "early stop of one update": ("early_stop_kl: 0.1", "algorithm.early_stop_kl", "one update per batch"),
     "correction of nothing": (
         "{old_log_probs: rollout, mismatch_correction: {weight: {}}}",
         "algorithm.mismatch_correction.weight",
@@ -35,7 +34,6 @@ MISTAKES = {
         "algorithm.mismatch_correction.filters.0.high",
         "a ratio is positive",
     ),
-    "constant without use": ("aggregation_constant: 10", "algorithm.aggregation_constant", "only used by aggregation: constant"),
     "range upside down": ("policy_loss: {name: topr, negative: [1.0, 0.5]}", "algorithm.policy_loss.negative", "lower end first"),
     "masks upside down": ("masks: {group_mean: [0.9, 0.1]}", "algorithm.masks.group_mean", "lower end first"),
     "lengths upside down": ("masks: {response_tokens: [9, 3]}", "algorithm.masks.response_tokens", "lower end first"),

@@ -263,8 +263,6 @@ def test_filters_that_mean_nothing(project: Project) -> None:
     ]
     ((path, message),) = told(project, copy("filter: {difficulty_range: [0, 1]}"))
     assert path == f"{COPY}.filter.difficulty_range" and "`difficulty`" in message
-    ((path, message),) = told(project, copy("train: rich.jsonl, filter: {difficulty: rate}"))
-    assert path == f"{COPY}.filter.difficulty" and "without difficulty_range" in message
     ((path, message),) = told(project, copy("filter: {prompt_tokens: [20, 40]}"))
     assert path == f"{COPY}.filter.prompt_tokens" and "sampling.max_prompt_tokens (16)" in message
 

@@ -30,7 +30,7 @@ def helpful(project: Project) -> Project:
     return project
 
 
-def write_reward_model(project: Project, name: str, head: tuple[int, ...] | None = (1, 48), **changes: object) -> Path:
+def write_reward_model(project: Project, name: str, head: tuple[int, ...] | None = (1, 256), **changes: object) -> Path:
     given = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}, **changes}
     folder = project.write_model(name, **given)
     weights = {name: shape for name, shape in tensors(MODEL).items() if name != "lm_head.weight"}
@@ -83,7 +83,7 @@ CHECKPOINTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no architecture": ({"architectures": None}, "path", "names the architecture (none)"),
     "three labels": ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "path", "has 3 labels"),
     "transformers' default of two labels": ({"id2label": None}, "path", "has 2 labels"),
-    "a head of another size": ({"head": (3, 48)}, "path", "its score.weight has the shape [3, 48]"),
+    "a head of another size": ({"head": (3, 256)}, "path", "its score.weight has the shape [3, 256]"),
 }
 
 
@@ -114,12 +114,12 @@ def test_a_head_of_another_name_is_for_transformers(project: Project) -> None:
 
 
 def test_heads_in_several_files(project: Project) -> None:
-    folder = write_reward_model(project, "helpful", head=(2, 48))
+    folder = write_reward_model(project, "helpful", head=(2, 256))
     (folder / "model.safetensors").rename(folder / "model-2.safetensors")
     write_safetensors(folder / "model-1.safetensors", {"a": [1], "classifier.weight": [1]})
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "score.weight": "model-2.safetensors"}}))
-    assert "has the shape [2, 48]" in found(project)["reward_models.helpful.path"]
+    assert "has the shape [2, 256]" in found(project)["reward_models.helpful.path"]
     index.write_text(json.dumps({"weight_map": {"classifier.weight": "model-1.safetensors"}}))
     assert found(project) == {}
 

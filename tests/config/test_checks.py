@@ -7,13 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from config_project import MODEL, Project
+from safetensors.torch import save_file
 from support_models import make_tiny_model
 from support_weights import tensors, write_safetensors
 
 from roll_lite.config.arithmetic import max_model_len
 from roll_lite.config.checks import layout as check_layout
 from roll_lite.config.checks.across import readable
+from roll_lite.config.checks.gpu_only import VLLM_CPU_HEADS
 from roll_lite.config.checks.layout import sharing_notes
 from roll_lite.config.checks.notes import notes_on
 from roll_lite.config.checks.rollout import staleness_notes
@@ -23,7 +26,6 @@ TWO_SIZES = "domains: {add: {samples_per_prompt: 6}}\n"
 
 CROSS_CHECKS = {
     "experiment name": ("experiment: a/b", "experiment", "names a folder"),
-    "nothing to keep": ("checkpoint: {keep_every: 10}", "checkpoint.keep_every", "no checkpoints are written"),
     "kept for ever": ("checkpoint: {every: 4, keep_every: 10}", "checkpoint.keep_every", "no multiple of checkpoint.every (4)"),
     "mini-batches": ("algorithm: {mini_batches: 5}", "algorithm.mini_batches", "8 prompts x 4 samples = 32 samples per step"),
     "mini-batches, nearest": ("algorithm: {mini_batches: 5}", "algorithm.mini_batches", "use 4 or 8"),
@@ -75,11 +77,6 @@ CROSS_CHECKS = {
         "domains: {add: {validation_sampling: {stop_token_ids: [999999]}}}",
         "domains.add.validation_sampling.stop_token_ids",
         "no token of the model",
-    ),
-    "validation of nothing": (
-        "domains: {copy: {validation_sampling: {temperature: 0}}}",
-        "domains.copy.validation_sampling",
-        "no held-out prompts; set domains.copy.data.validation",
     ),
     "validation without data": ("domains: {add: {data: {validation: null}}}", "validation.enabled", "domains.add.data.validation"),
     "trackers": ("trackers: [{name: jsonl}, {name: tensorboard}, {name: jsonl}]", "trackers.2.name", "trackers.0 is jsonl too"),
@@ -216,11 +213,6 @@ LAYOUT_CHECKS = {
         "reference.refresh",
         "the reference takes whole weights; use actor_train.lora.export: merged",
     ),
-    "modules of no use": (
-        "actor_train: {strategy: {recompute: full, recompute_modules: [mlp]}}",
-        "actor_train.strategy.recompute_modules",
-        "are recomputed with `recompute: selective`, not with full",
-    ),
     "experts of a dense model, recomputed": (
         "actor_train: {strategy: {recompute: selective, recompute_modules: [moe]}}",
         "actor_train.strategy.recompute_modules",
@@ -274,16 +266,6 @@ LAYOUT_CHECKS = {
     "the name of the link": ("experiment: latest", "experiment", "link to the newest run"),
     "a folder that nobody can write to": ("run_dir: /proc/runs", "run_dir", "cannot be written to"),
     "wsd without decay_steps": ("actor_train: {optimizer: {decay: wsd}}", "actor_train.optimizer.decay_steps", "wsd needs the number"),
-    "decay_steps of another decay": (
-        "actor_train: {optimizer: {decay: linear, decay_steps: 1}}",
-        "actor_train.optimizer.decay_steps",
-        "only decay: wsd has them, and decay is linear",
-    ),
-    "decay_shape of another decay": (
-        "actor_train: {optimizer: {decay_shape: cosine}}",
-        "actor_train.optimizer.decay_shape",
-        "only decay: wsd has one, and decay is constant",
-    ),
     "a decay that begins in the warm-up": (
         "steps: 5\nactor_train: {optimizer: {decay: wsd, warmup_steps: 2, decay_steps: 4}}",
         "actor_train.optimizer.decay_steps",
@@ -420,7 +402,7 @@ def test_a_critics_files(project: Project, init: str) -> None:
     assert told.pop("whole") == []
     for folder, fragment in {
         "headless": "have no score.weight, the value head of a critic or reward model; use init: actor",
-        "labels": "score.weight has the shape [2, 48] in its safetensors; by config.json it is [1, 48]",
+        "labels": "score.weight has the shape [2, 256] in its safetensors; by config.json it is [1, 256]",
         "small": "smaller than the model's (100)",
     }.items():
         ((path, message),) = told[folder]
@@ -528,6 +510,101 @@ def test_a_critics_layout_is_held_against_its_own_model(project: Project) -> Non
     layout = ("critic.devices=7", "critic.strategy.pipeline_parallel=7")
     assert project.problems_of(CRITIC, "critic.init=path", "critic.path=deep", *layout) == []
     assert [problem.path for problem in project.problems_of(CRITIC, *layout)] == ["critic.strategy.pipeline_parallel"]
+
+
+WAITING = {
+    "a constant": "algorithm: {aggregation_constant: 10}",
+    "early stop of one update": "algorithm: {early_stop_kl: 0.1}",
+    "checkpoints to keep": "checkpoint: {every: 0, keep_every: 10}",
+    "decay_steps": "actor_train: {optimizer: {decay: linear, decay_steps: 1}}",
+    "decay_shape": "actor_train: {optimizer: {decay_shape: cosine}}",
+    "modules to recompute": "actor_train: {strategy: {recompute: full, recompute_modules: [mlp]}}",
+    "sampling of no held-out prompts": "domains: {copy: {validation_sampling: {temperature: 0}}}",
+    "difficulties": "domains: {copy: {data: {filter: {difficulty: answer_length}}}}",
+}
+"""Settings that act once another one switches them on."""
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_a_setting_may_wait_for_its_switch(name: str, project: Project) -> None:
+    project.write("train.jsonl", '{"prompt": "1+1=", "answer": "2", "answer_length": 1}\n')
+    assert project.problems_of(WAITING[name]) == []
+
+
+ODD_MODELS: dict[str, tuple[dict[str, object], str]] = {
+    "end beyond the vocabulary": ({"eos_token_id": [3, 100]}, "config.json: eos_token_id is 100; the vocabulary (vocab_size) has 100 rows"),
+    "padding beyond the vocabulary": ({"pad_token_id": 151643}, "config.json: pad_token_id is 151643; the vocabulary"),
+    "too few layer types": ({"layer_types": ["full_attention"] * 5}, "layer_types has 5 entries; num_hidden_layers is 6"),
+    "heads of their own size": ({"head_dim": 64}, "head_dim is 64; engines take hidden_size / num_attention_heads = 32"),
+    "another name of the function": ({"hidden_act": "swish"}, "hidden_act is 'swish'; only 'silu' is supported"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_MODELS)
+def test_models_that_cannot_work(name: str, project: Project) -> None:
+    changes, message = ODD_MODELS[name]
+    project.write_model("model", **changes)
+    told = [problem.message for problem in project.problems() if problem.path == "model.path"]
+    assert len(told) == 1 and message in told[0], told
+
+
+def test_files_that_only_engines_read(project: Project) -> None:
+    project.write("model/generation_config.json", '{"eos_token_id": 200}')
+    (problem,) = project.problems()
+    assert "generation_config.json: eos_token_id is 200" in problem.message
+    project.write("model/generation_config.json", "[1]")
+    (problem,) = project.problems()
+    assert problem.path == "model.path" and "generation_config.json holds no JSON object" in problem.message
+
+
+def test_weights_that_no_model_of_the_family_has(project: Project) -> None:
+    folder = project.folder / "model"
+    write_safetensors(
+        folder / "model.safetensors", tensors(MODEL) | {"model.layers.6.mlp.up_proj.weight": [96, 256], "score.weight": [1, 256]}
+    )
+    (problem,) = project.problems()
+    assert problem.path == "model.path"
+    assert "a qwen2 model has no place for: model.layers.6.mlp.up_proj.weight, score.weight" in problem.message
+    write_safetensors(folder / "model.safetensors", tensors(MODEL) | {"model.layers.0.self_attn.rotary_emb.inv_freq": [16]})
+    assert project.problems() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 6e4])
+def test_weights_that_are_no_numbers(dtype: torch.dtype, number: float, project: Project) -> None:
+    weights = {name: torch.zeros(shape, dtype=dtype) for name, shape in tensors(MODEL).items()}
+    weights["model.norm.weight"][3] = number
+    save_file(weights, project.folder / "model" / "model.safetensors")
+    told = [problem.message for problem in project.problems()]
+    assert told == ([] if number == 6e4 else [one for one in told if "model.norm.weight in model.safetensors holds NaN" in one])
+    assert len(told) == (number != 6e4)
+
+
+def test_heads_that_vllm_has_no_attention_for_on_a_cpu(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(VLLM_CPU_HEADS) == CPUAttentionBackend.get_supported_head_sizes()
+    project.write_model("model", hidden_size=128)
+    (problem,) = project.problems()
+    assert problem.path == "actor_infer.strategy.name" and "no attention for the model's heads of 16 numbers" in problem.message
+    assert project.problems("actor_infer.strategy=sglang") == []
+    monkeypatch.setattr("roll_lite.config.checks.layout.gpus_visible", lambda: True)
+    assert project.problems() == []
+
+
+def test_a_reward_model_that_no_domain_uses_is_told_beside_code(project: Project) -> None:
+    judge = "judges: {main: {path: model}}\ndomains: {copy: {reward: {name: code}}}"
+    assert [problem.path for problem in project.problems_of(judge)] == ["judges.main"]
+    model = "reward_models: {main: {path: model}}\ndomains: {copy: {reward: {name: code}}}"
+    assert "reward_models.main" in [problem.path for problem in project.problems_of(model)]
+
+
+@pytest.mark.parametrize("value", ["[j]", "{j: 1}", "3"])
+def test_names_of_judges_are_texts(value: str, project: Project) -> None:
+    problems = project.problems_of(
+        f"judges: {{j: {{path: model}}}}\ndomains: {{add: {{reward: {{name: judge, args: {{server: {value}}}}}}}}}"
+    )
+    assert "domains.add.reward.args.server" in [problem.path for problem in problems]
 
 
 def test_data_that_cannot_be_read(project: Project) -> None:

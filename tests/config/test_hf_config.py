@@ -41,8 +41,9 @@ def test_a_published_model_is_read_as_transformers_reads_it(name: str, tmp_path:
     ours = read_hf_config(folder_with(TRAINABLE[name], tmp_path))
     theirs = AutoConfig.from_pretrained(tmp_path)
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    family = {"ministral": "mistral"}.get(theirs.model_type, theirs.model_type)  # its name for a Mistral that lists its layers' kinds
     assert dataclasses.replace(ours, rope=None) == HfConfig(  # type: ignore[arg-type]
-        family=theirs.model_type,
+        family=family,
         vocab_size=theirs.vocab_size,
         hidden=theirs.hidden_size,
         feed_forward=theirs.intermediate_size,
@@ -56,7 +57,7 @@ def test_a_published_model_is_read_as_transformers_reads_it(name: str, tmp_path:
         qkv_bias=theirs.model_type == "qwen2",
         qk_norm=theirs.model_type in ("qwen3", "qwen3_moe"),
         rope=None,  # type: ignore[arg-type]
-        window=theirs.sliding_window if theirs.model_type == "mistral" else None,
+        window=theirs.sliding_window if family == "mistral" else None,
         experts=experts_of(theirs) if theirs.model_type == "qwen3_moe" else None,
     )
     theirs.head_dim = head_dim
@@ -79,17 +80,18 @@ def experts_of(theirs: Any) -> ExpertsConfig:
 
 def angles(hf: HfConfig) -> torch.Tensor:
     """By which Megatron's RoPE turns, as RollModel sets it up."""
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from roll_lite.distributed.strategy.megatron.model import scale_as_llama3  # before Megatron-Core, whose import it changes
+
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # isort: skip
 
     rope = RotaryEmbedding(
         hf.head_dim,
         1.0,
         seq_len_interpolation_factor=hf.rope.linear_factor,
         rotary_base=hf.rope.theta,  # type: ignore[arg-type]
-        rope_scaling=hf.rope.llama3_factor is not None,
-        rope_scaling_factor=hf.rope.llama3_factor or 1.0,
         use_cpu_initialization=True,
     )
+    scale_as_llama3(rope, hf.rope)
     return rope.get_freqs_non_repeated(64)
 
 
@@ -194,7 +196,7 @@ def test_a_head_of_another_file_and_type_is_found_too(tmp_path: Path) -> None:
 def test_the_check_tells_both_and_an_unreadable_file(project: Project) -> None:
     folder = project.write_model("model", tie_word_embeddings=True)
     weights = {name: torch.zeros(shape) for name, shape in tensors(MODEL).items()}
-    save_file(weights | {"lm_head.weight": torch.ones(100, 48)}, folder / "model.safetensors")
+    save_file(weights | {"lm_head.weight": torch.ones(100, 256)}, folder / "model.safetensors")
     project.write(
         "model/tokenizer.json", json.dumps({"model": {"vocab": {"a": 0, "b": 99}}, "added_tokens": [{"id": 100, "content": "<x>"}]})
     )
@@ -202,7 +204,7 @@ def test_the_check_tells_both_and_an_unreadable_file(project: Project) -> None:
     assert len(messages) == 2
     assert "ids up to 100, its vocabulary (vocab_size of config.json) has only 100 rows" in messages[0]
     assert "tie_word_embeddings true" in messages[1]
-    project.write("model/tokenizer.json", "{}")
+    project.write("model/tokenizer.json", '{"model": {"vocab": {}}}')
     project.write("model/model.safetensors", "version https://git-lfs.github.com/spec/v1")
     (problem,) = [problem for problem in project.problems() if problem.path == "model.path"]
     assert "its safetensors cannot be read" in problem.message
@@ -213,7 +215,7 @@ def test_the_check_tells_both_and_an_unreadable_file(project: Project) -> None:
     [
         ("tokenizer.json", {"model": {"vocab": {"a": 0, "b": 7}}}, 7),
         ("tokenizer.json", {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}, "added_tokens": [{"id": 5}]}, 5),
-        ("tokenizer.json", {}, None),
+        ("tokenizer.json", {"model": {"vocab": {}}}, None),
         ("vocab.json", {"a": 3}, 3),
         ("added_tokens.json", {"<pad>": 32000}, 32000),
         ("tokenizer.model", {}, None),

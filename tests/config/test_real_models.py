@@ -57,7 +57,7 @@ def test_it_passes_every_check_beside_its_model(name: str, tmp_path: Path, monke
     published, billions, layouts = MODELS[name]
     (tmp_path / "config.json").write_text(json.dumps(published))
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "..."}')
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
     hf = read_hf_config(tmp_path)
     shapes = {key: list(shape) for key, shape in weight_shapes(hf).items()}
     shapes |= {} if hf.tied_embeddings else {HEAD: [hf.vocab_size, hf.hidden]}

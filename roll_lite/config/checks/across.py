@@ -47,6 +47,8 @@ OVERALL = "overall"
 DOMAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 SEARCHED = 100_000
 EXPERIMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+LONGEST_NAME = 200
+"""File systems take 255 bytes."""
 
 
 Check = Callable[[RunConfig], Iterable[Problem]]
@@ -105,6 +107,9 @@ def _role(config: RunConfig, name: str) -> Iterator[Problem]:
 def _experiment_name(config: RunConfig) -> Iterator[Problem]:
     if not EXPERIMENT_NAME.fullmatch(config.experiment):
         yield Problem("experiment", "names a folder: use letters, digits, '.', '_' and '-'", config.experiment)
+    elif len(config.experiment) > LONGEST_NAME:
+        message = f"names a folder, and has {len(config.experiment)} letters; use at most {LONGEST_NAME}"
+        yield Problem("experiment", message, config.experiment)
     elif config.experiment == "latest":
         yield Problem("experiment", "run_dir/latest is the link to the newest run; choose another name", config.experiment)
 
@@ -181,9 +186,6 @@ def _validation_sampling(config: RunConfig) -> Iterator[Problem]:
             path, value = (most, used.max_tokens) if least.startswith(f"domains.{name}.sampling.") else (least, used.min_tokens)
             message = f"of domain {name!r} held-out responses have at least {used.min_tokens} tokens and at most {used.max_tokens}"
             yield Problem(path, message, value)
-        if domain.data.validation is None and domain.validation_sampling.model_dump(exclude_none=True):
-            message = f"the domain has no held-out prompts; set domains.{name}.data.validation, or remove it"
-            yield Problem(f"domains.{name}.validation_sampling", message)
 
 
 def _validation_has_data(config: RunConfig) -> Iterator[Problem]:
@@ -194,9 +196,7 @@ def _validation_has_data(config: RunConfig) -> Iterator[Problem]:
 
 def _kept_checkpoints(config: RunConfig) -> Iterator[Problem]:
     every, kept = config.checkpoint.every, config.checkpoint.keep_every
-    if kept and not every:
-        yield Problem("checkpoint.keep_every", "no checkpoints are written; set checkpoint.every", kept)
-    elif kept and kept % every:
+    if kept and every and kept % every:
         yield Problem("checkpoint.keep_every", f"is no multiple of checkpoint.every ({every}): some would never be written", kept)
 
 
@@ -301,11 +301,8 @@ def _optimizer(path: str, optimizer: OptimizerConfig, total: int) -> Iterator[Pr
 def _wsd(path: str, optimizer: OptimizerConfig, total: int) -> Iterator[Problem]:
     steps, warmup = optimizer.decay_steps, optimizer.warmup_steps
     if optimizer.decay != "wsd":
-        if steps is not None:
-            yield Problem(f"{path}.decay_steps", f"only decay: wsd has them, and decay is {optimizer.decay}", steps)
-        if optimizer.decay_shape != "linear":
-            yield Problem(f"{path}.decay_shape", f"only decay: wsd has one, and decay is {optimizer.decay}", optimizer.decay_shape)
-    elif steps is None:
+        return
+    if steps is None:
         yield Problem(f"{path}.decay_steps", "decay: wsd needs the number of optimizer steps at the end of the run that it falls over")
     elif warmup < total < warmup + steps:
         message = f"is more than the run's {total} optimizer steps have left after {warmup} of warm-up; use {total - warmup} or less"

@@ -42,9 +42,6 @@ def _old_log_probs(config: RunConfig) -> Iterator[Problem]:
     if algorithm.old_log_probs == "current" and algorithm.kl_in_reward.coef > 0:
         message = "kl_in_reward needs log-probs before the update, `current` has them only in it; use recompute or rollout"
         yield Problem("algorithm.old_log_probs", message, "current")
-    if algorithm.early_stop_kl is not None and updates == 1:
-        message = "there is one update per batch, after which nothing is left to stop; remove it, or raise ppo_epochs or mini_batches"
-        yield Problem("algorithm.early_stop_kl", message, algorithm.early_stop_kl)
 
 
 def _routing_replay(config: RunConfig) -> Iterator[Problem]:
@@ -92,13 +89,6 @@ def _mismatch_correction(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 f"{path}.filters.{number}.high", "nothing passes: a ratio is positive, 1 where trainer and engine agree", one.high
             )
-
-
-def _aggregation_constant(config: RunConfig) -> Iterator[Problem]:
-    constant = config.algorithm.aggregation_constant
-    if constant is not None and config.algorithm.aggregation != "constant":
-        message = f"is only used by aggregation: constant, not by {config.algorithm.aggregation}; remove it"
-        yield Problem("algorithm.aggregation_constant", message, constant)
 
 
 def _topr_ranges(config: RunConfig) -> Iterator[Problem]:
@@ -228,7 +218,6 @@ ALGORITHM_CHECKS = (
     _old_log_probs,
     _routing_replay,
     _mismatch_correction,
-    _aggregation_constant,
     _topr_ranges,
     _own_functions,
     _controllers_have_something_to_control,

@@ -22,6 +22,7 @@ from roll_lite.config.model_files import (
     head_beside_tied_embeddings,
     largest_token_id,
     stored_tensors,
+    wrong_settings,
     wrong_weights,
 )
 from roll_lite.config.problems import Problem
@@ -36,6 +37,7 @@ def _model(config: RunConfig) -> Iterator[Problem]:
     if shape is not None:
         yield from _told("model.path", folder, lambda: None if has_tokenizer(folder) else NO_TOKENIZER)
         yield from _told("model.path", folder, lambda: _ids_without_a_row(folder, shape))
+        yield from _told("model.path", folder, lambda: wrong_settings(folder, shape.vocab_size))
         yield from weights_fit("model.path", folder, hf, HEAD)
 
 

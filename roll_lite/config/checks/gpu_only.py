@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 
 from roll_lite.config.arithmetic import adapters_of_engines, generates, infer_dtype, roles, trains
 from roll_lite.config.checks import layout
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema.models import EngineStrategyConfig, MegatronStrategyConfig, SglangStrategyConfig
+from roll_lite.config.schema.models import EngineStrategyConfig, MegatronStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 
 SGLANG_FP8 = ("qwen2", "qwen3")
 """Families whose weights SGLang can replace in fp8 (its QuantizedRLModelLoader says which)."""
+
+
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes that vLLM's attention on CPUs knows."""
 
 
 def no_gpus(config: RunConfig) -> bool:
@@ -52,6 +57,21 @@ def _fp8_of_sglang(config: RunConfig) -> Iterator[Problem]:
     if family not in SGLANG_FP8:
         message = f"SGLang takes new weights in fp8 for {' and '.join(SGLANG_FP8)} only, the model is a {family}; use vllm, or none"
         yield Problem("actor_infer.strategy.quantization", message, "fp8")
+
+
+def _heads_of_vllm(config: RunConfig) -> Iterator[Problem]:
+    roles_with_engines = ({"actor_infer": config.actor_infer} if generates(config) else {}) | {
+        f"judges.{name}": judge for name, judge in config.judges.items()
+    }
+    for name, role in roles_with_engines.items():
+        if not isinstance(role.strategy, VllmStrategyConfig) or not no_gpus(config):
+            continue
+        with suppress(ValueError):  # the file checks report it
+            size = read_model_shape(layout.model_folder(config, role)).head_dim
+            if size not in VLLM_CPU_HEADS:
+                sizes = ", ".join(map(str, VLLM_CPU_HEADS))
+                message = f"on a CPU vLLM has no attention for the model's heads of {size} numbers (it has for {sizes}); use sglang"
+                yield Problem(f"{name}.strategy.name", message, "vllm")
 
 
 def _adapters_alone(config: RunConfig) -> Iterator[Problem]:
@@ -94,4 +114,4 @@ def _transformer_engine(config: RunConfig) -> Iterator[Problem]:
             yield Problem(path, message, strategy.layers)
 
 
-GPU_CHECKS = (_transformer_engine, _fp8_rollouts, _fp8_of_sglang, _fp8_judges, _adapters_alone, _transports_between_gpus)
+GPU_CHECKS = (_transformer_engine, _fp8_rollouts, _fp8_of_sglang, _fp8_judges, _heads_of_vllm, _adapters_alone, _transports_between_gpus)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from roll_lite.config.checks.named import used_by_a_reward
 from roll_lite.config.hf_config import read_config
-from roll_lite.config.model_files import stored_tensors
+from roll_lite.config.model_files import TOKENIZER_FILES, has_tokenizer, stored_tensors, wrong_settings
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import JudgeServerConfig
 from roll_lite.config.schema.run import RunConfig
@@ -22,6 +22,9 @@ def _model_folder(config: RunConfig, path: str, judge: JudgeServerConfig) -> Ite
     try:
         read_config(judge.path)
         stored_tensors(judge.path)
+        wrong_settings(judge.path)
+        if not has_tokenizer(judge.path):
+            raise ValueError(f"no tokenizer in this folder (none of {', '.join(TOKENIZER_FILES)})")
     except ValueError as error:
         yield Problem(f"{path}.path", str(error), str(judge.path))
 

@@ -161,10 +161,9 @@ def _experts_in_engines(config: RunConfig, name: str, role: Role) -> Iterator[Pr
 
 def _recomputed_modules(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
     strategy = role.strategy
-    if isinstance(strategy, MegatronStrategyConfig) and strategy.recompute_modules is not None and strategy.recompute != "selective":
-        message = f"are recomputed with `recompute: selective`, not with {strategy.recompute}; remove the list, or use selective"
-        yield Problem(f"{name}.strategy.recompute_modules", message, list(strategy.recompute_modules))
-    modules = strategy.recompute_modules if isinstance(strategy, MegatronStrategyConfig) else None
+    modules = None
+    if isinstance(strategy, MegatronStrategyConfig) and strategy.recompute == "selective":
+        modules = strategy.recompute_modules
     shape = _shape(model_folder(config, role)) if modules else None
     if shape is None or modules is None:
         return

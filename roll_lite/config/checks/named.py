@@ -19,9 +19,11 @@ def used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collecti
     for domain in config.domains.values():
         parts += [domain.reward, *domain.reward.terms]
     asked = [part.args.get(argument) for part in parts if part.name == reward and (argument in part.args or "url" not in part.args)]
-    misspelt = any(part.name != reward and "." not in part.name and close_names(part.name, [reward]) for part in parts)
+    others = [part.name for part in parts if part.name != reward and argument in part.args and "." not in part.name]
+    misspelt = any(close_names(other, [reward]) for other in others)
     if not NAME.fullmatch(name):
         yield Problem(path, f"a {what}'s name is part of file names: a letter, then letters, digits, '_' and '-'")
-    if name not in asked and not misspelt and all(one in sections for one in asked):  # another one is a mistake, and may mean this
+    known = all(isinstance(one, str) and one in sections for one in asked)  # another one is a mistake, and may mean this
+    if name not in asked and not misspelt and known:
         message = f"no domain uses it; remove the section, or set a domain's reward to {{name: {reward}, args: {{{argument}: {name}}}}}"
         yield Problem(path, message)

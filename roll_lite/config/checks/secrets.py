@@ -12,7 +12,7 @@ from roll_lite.config.schema.run import RunConfig
 
 def addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:
     """Of everything: a reward's arguments, an engine's, those of a function that roll_lite does not know."""
-    for path, text in _texts(config, ""):
+    for path, text in texts_in(config, ""):
         what = secret_in_address(text)
         if what is not None:
             message = f"holds {what}, which would be written into logs; remove it, and name a key's variable in api_key_env"
@@ -23,16 +23,16 @@ def plain_secrets(config: RunConfig) -> list[str]:
     """A note for each that is written in the configuration itself."""
     return [
         f"{path} is left out ({LEFT_OUT}) of config.yaml and checkpoints; write ${{oc.env:NAME}} in its place, which they can hold"
-        for path, text in _texts(config.model_dump(mode="json"), "")
+        for path, text in texts_in(config.model_dump(mode="json"), "")
         if text == LEFT_OUT
     ]
 
 
-def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
     """What the schema has refused is not there."""
     if isinstance(value, str):
         yield path, value
     items = vars(value) if isinstance(value, Section) else value
     if isinstance(items, dict | list):
         for key, item in items.items() if isinstance(items, dict) else enumerate(items):
-            yield from _texts(item, f"{path}.{key}".lstrip("."))
+            yield from texts_in(item, f"{path}.{key}".lstrip("."))

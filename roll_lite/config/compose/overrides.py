@@ -69,6 +69,8 @@ def alternatives(text: str) -> list[str]:
         values = _parts(raw) if separator else []
     elif called[1] in ("range", "choice"):
         values = _range(called[2]) if called[1] == "range" else _parts(called[2])
+        if not values:
+            raise ValueError(f"{called[1]}() has no value; write {key}=choice(a,b)")
     else:
         raise ValueError(f"a sweep does not know {called[1]}(); write {key}=a,b or {key}=choice(a,b) or {key}=range(start,stop,step)")
     return [f"{key}={value}" for value in values] if len(values) > 1 or called else [text]

@@ -12,13 +12,10 @@ from safetensors import safe_open
 
 from roll_lite.config.adapter_files import ADAPTER_WEIGHTS
 from roll_lite.config.hf_config import HfConfig
-from roll_lite.config.model_files import HEAD, head_beside_tied_embeddings, misfit, weight_shapes
+from roll_lite.config.model_files import HEAD, head_beside_tied_embeddings, misfit, tensors_without_place, weight_shapes
 from roll_lite.distributed.strategy.base import ValueInit
-from roll_lite.distributed.strategy.megatron.hf_mapping import LM_HEAD, VALUE_HEAD, Binding, Entry, checkpoint_names, join, ranks_of_a_group
+from roll_lite.distributed.strategy.megatron.hf_mapping import VALUE_HEAD, Binding, Entry, join, ranks_of_a_group
 from roll_lite.distributed.strategy.megatron.parallel import cut_group
-
-_HARMLESS = ("rotary_emb.inv_freq",)
-"""Suffixes of tensors that old checkpoints store although they are computed."""
 
 
 class HfCheckpoint:
@@ -71,7 +68,8 @@ def load_weights(
     if missing:
         hint = f"; critic.init {value_init!r} needs a checkpoint with a value head" if VALUE_HEAD.hf[0] in missing else ""
         raise ValueError(f"{checkpoint.named} lacks {_listed(missing)}{hint}")
-    _refuse_unknown(checkpoint, hf, value_init is not None)
+    if message := tensors_without_place(checkpoint.names, hf, HEAD if value_init is None else VALUE_HEAD.hf[0]):
+        raise ValueError(f"{checkpoint.named} {message}")
     first = cut_group(of_experts=False).rank() == 0
     if hf.tied_embeddings and value_init is None and first and (message := head_beside_tied_embeddings(folder)):
         raise ValueError(f"{key}: {message}")
@@ -129,15 +127,6 @@ def _copy(binding: Binding, local: torch.Tensor) -> None:
         parameter = parameter[: local.shape[0]]
     assert parameter.shape == local.shape, f"{' + '.join(binding.hf)}: {tuple(local.shape)}, not {tuple(parameter.shape)}"
     parameter.copy_(local, non_blocking=True)
-
-
-def _refuse_unknown(checkpoint: HfCheckpoint, hf: HfConfig, value_model: bool) -> None:
-    """Refuse tensors without a place: each must belong to an existing layer, or stand outside the layers."""
-    known = checkpoint_names(hf)
-    harmless = {*VALUE_HEAD.hf, *LM_HEAD.hf} if value_model else set(LM_HEAD.hf) if hf.tied_embeddings else set()
-    unknown = sorted(name for name in checkpoint.names - known - harmless if not name.endswith(_HARMLESS))
-    if unknown:
-        raise ValueError(f"{checkpoint.named} has tensors that a {hf.family} model has no place for: {_listed(unknown)}")
 
 
 def _listed(names: Sequence[str]) -> str:

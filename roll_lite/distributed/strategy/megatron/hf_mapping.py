@@ -185,15 +185,3 @@ def take_apart(entry: Entry, local: torch.Tensor, hf: HfConfig) -> list[torch.Te
             queries = hf.heads // hf.key_value_heads
             by_group = local.reshape(-1, queries + 2, hf.head_dim, *local.shape[1:])
             return [part.reshape(-1, *local.shape[1:]) for part in by_group.split([queries, 1, 1], dim=1)]
-
-
-def checkpoint_names(hf: HfConfig) -> set[str]:
-    """Names of all tensors of the language model's checkpoint."""
-    names = {*EMBEDDING.hf, *FINAL_NORM.hf, *(() if hf.tied_embeddings else LM_HEAD.hf)}
-    experts = range(hf.experts.count) if hf.experts else ()
-    for layer in range(hf.layers):
-        for entry in LAYER:
-            if entry.present(hf, layer):
-                for expert in experts if entry.of_experts else (None,):
-                    names.update(entry.hf_names(layer, expert))
-    return names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from roll_lite.config.arithmetic import layers_of_parts
-from roll_lite.config.hf_config import HfConfig
+from roll_lite.config.hf_config import HfConfig, RopeConfig
 from roll_lite.config.schema.models import MegatronStrategyConfig
 from roll_lite.distributed.strategy.device import current_device
 from roll_lite.distributed.strategy.megatron.experts import Balance, experts_config
@@ -117,11 +118,10 @@ class RollModel(GPTModel):
             share_embeddings_and_output_weights=hf.tied_embeddings and not value_head,
             position_embedding_type="rope",
             rotary_base=hf.rope.theta,
-            rope_scaling=hf.rope.llama3_factor is not None,
-            rope_scaling_factor=hf.rope.llama3_factor or 1.0,
             seq_len_interpolation_factor=hf.rope.linear_factor,
             vp_stage=part,
         )
+        scale_as_llama3(self.rotary_pos_emb, hf.rope)
         self.has_value_head = value_head
         if last and value_head:
             self.output_layer = ValueHead(config)
@@ -157,6 +157,12 @@ class RollModel(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight: torch.Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         return weight
+
+
+def scale_as_llama3(rotary: Any, rope: RopeConfig) -> None:
+    """Scale the frequencies as the model's config.json says; Megatron-Core passes on the factor alone."""
+    if rope.llama3 is not None:
+        rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **asdict(rope.llama3))
 
 
 def _mark_weights(bindings: Sequence[Binding]) -> None:
