@@ -49,6 +49,8 @@ class RewardFunction:
         self.name = name
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
         self.is_batched = is_batched(function)
+        self.at_once = function.at_once() if isinstance(function, RewardType) else None
+        """Most samples of a list in one call, where a call's time limit is meant for samples that run side by side."""
         self._function = function
         self._args = dict(args)
         self._runner: asyncio.Runner | None = None

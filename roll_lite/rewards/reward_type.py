@@ -42,6 +42,10 @@ class RewardType(ArgumentSection):
     def warm(self) -> None:
         """Prepare what the first call would do (imports, tables), before a time limit runs; ValueError if something is missing."""
 
+    def at_once(self) -> int | None:
+        """Most samples of a list that are scored side by side, each of which may take the sample's time; None for any number."""
+        return None
+
     def describe(self) -> str:
         """Information for the user about how it runs on this machine."""
         return ""

@@ -1,8 +1,7 @@
-"""Runs jobs inside somebody else's sandbox, of which nothing is asked but to run a Python program with a few files (`job.json` in,
-`outcome.json` out). With the standard library alone; for SandboxFusion see `rewards/sandbox_fusion.py`.
+"""Runs jobs inside a foreign sandbox that can only run a Python program with a few files (`job.json` in, `outcome.json` out).
 
-How well a program is kept apart from the rest of the world is for that sandbox to say. Within it a program has its own process group and
-folder and the job's limits; whatever may do as it likes there could write its own outcome.
+Standard library alone; see `rewards/code/backends.py` for SandboxFusion. That sandbox keeps a program apart from the rest of the world.
+Within it a program gets a fresh interpreter, which never held its tests, a process group and folder, and the job's limits.
 """
 
 from __future__ import annotations
@@ -16,80 +15,78 @@ import resource
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_lite.sandbox.programs import run_program
-
 PR_SET_DUMPABLE = 4
 LOOK_S = 0.01
+LINGER_S = 0.2
+"""What a program may take to end when its tests have ended."""
+ORDER = 5
+"""The open file with the order, beside the program's 0 to 4."""
+BOOT = f"""
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from roll_lite.sandbox.programs import run_program
+del sys.path[0]
+with open({ORDER}) as stream: order = json.load(stream)
+run_program(order)
+"""
 
 
-def main() -> None:
-    """The job, from and to files in the current folder."""
+def main(harness: str) -> None:
+    """Run the job, from and to files in the current folder. `harness`: the zip file that this module comes from."""
     job = Path("job.json")
     asked = json.loads(job.read_text(encoding="utf-8"))
     job.unlink()  # a program that could read it would read the tests
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # nor from this process's memory
-    outcome = _run_pair(asked) if "tests" in asked else _Running(asked).ended()
+    harness = str(Path(harness).resolve())
+    outcome = _run_pair(asked, harness) if "tests" in asked else _Running(asked, harness).ended()
     Path("outcome.json").write_text(json.dumps(outcome), encoding="utf-8")
 
 
-def _run_pair(asked: dict[str, Any]) -> dict[str, Any]:
+def _run_pair(asked: dict[str, Any], harness: str) -> dict[str, Any]:
     """What the tests say, with the program's time."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        program, tests = _Running(asked["program"], ours.fileno()), _Running(asked["tests"], theirs.fileno())
-    said, ran = tests.ended(), program.ended()
+        program, tests = _Running(asked["program"], harness, ours.fileno()), _Running(asked["tests"], harness, theirs.fileno())
+    said, ran = tests.ended(), program.ended(LINGER_S)
     stopped = said["stopped"] or ran["stopped"]
     return {**said, "stopped": stopped, "stderr": ran["stderr"], "cpu_s": said["cpu_s"] + ran["cpu_s"]}
-
-
-@dataclass
-class _Output:
-    stdout: int
-    stderr: int
-    result: int
-
-    def read(self, most: int) -> dict[str, str]:
-        return {name: base64.b64encode(os.pread(file, most, 0)).decode("ascii") for name, file in vars(self).items()}
-
-    def longest(self) -> int:
-        return max(os.fstat(file).st_size for file in vars(self).values())
 
 
 class _Running:
     """One program, started."""
 
-    def __init__(self, asked: dict[str, Any], peer: int = -1) -> None:
+    def __init__(self, asked: dict[str, Any], harness: str, peer: int = -1) -> None:
         self._limits = asked["limits"]
-        self._output = _Output(*(os.memfd_create("output") for _ in range(3)))
+        self._output = {name: os.memfd_create("output") for name in ("stdout", "stderr", "result")}
         self._folder = tempfile.mkdtemp()
         self._started = time.monotonic()
-        stdin, artifact = (_memory_file(base64.b64decode(asked[name])) for name in ("stdin", "artifact"))
-        files = [stdin, *vars(self._output).values(), peer if peer >= 0 else artifact]
+        inputs = (base64.b64decode(asked["stdin"]), base64.b64decode(asked["artifact"]), json.dumps(asked["order"]).encode())
+        stdin, artifact, order = map(_memory_file, inputs)
+        files = [stdin, *self._output.values(), peer if peer >= 0 else artifact, order]
         self._pid = os.fork()
         if self._pid == 0:
-            self._become(asked, files)
-        os.close(stdin)
-        os.close(artifact)
+            self._become(files, harness, bool(asked["address_space"]))
+        for file in (stdin, artifact, order):
+            os.close(file)
 
-    def _become(self, asked: dict[str, Any], files: list[int]) -> None:
+    def _become(self, files: list[int], harness: str, address_space: bool) -> None:
+        """Replace this process, and all that it knows of the job, by a fresh interpreter."""
         try:
             os.setsid()
-            high = [os.dup2(file, 64 + place) for place, file in enumerate(files)]
-            for number, file in enumerate(high):
+            for number, file in enumerate([os.dup2(file, 64 + place) for place, file in enumerate(files)]):
                 os.dup2(file, number)
             os.closerange(len(files), 64 + len(files))
             os.chdir(self._folder)
             os.environ["HOME"] = os.environ["TMPDIR"] = self._folder
-            tempfile.tempdir = None  # told from the environment once more
-            self._set_limits(bool(asked["address_space"]))
-            run_program(asked["order"])
+            self._set_limits(address_space)
+            os.execv(sys.executable, [sys.executable, "-c", BOOT, harness])
         finally:
             os._exit(1)
 
@@ -104,12 +101,13 @@ class _Running:
         }.items():
             resource.setrlimit(which, (value, value))
 
-    def ended(self) -> dict[str, Any]:
-        """Wait for its end, or for its time to be up."""
+    def ended(self, patience: float | None = None) -> dict[str, Any]:
+        """Wait for its end, for its time to be up, or for at most `patience`."""
         limits, stopped, most = self._limits, "", self._limits["output_kb"] * 1024
+        until = min(self._started + limits["wall_s"], time.monotonic() + (limits["wall_s"] if patience is None else patience))
         while not (found := os.wait4(self._pid, os.WNOHANG))[0]:
-            if time.monotonic() - self._started > limits["wall_s"]:
-                stopped = "wall"
+            if time.monotonic() > until:
+                stopped = "wall" if patience is None else ""
                 os.killpg(self._pid, signal.SIGKILL)
                 found = os.wait4(self._pid, 0)
                 break
@@ -118,14 +116,17 @@ class _Running:
             os.killpg(self._pid, signal.SIGKILL)  # what it has left running
         shutil.rmtree(self._folder, ignore_errors=True)
         _, status, usage = found
-        cpu_s = usage.ru_utime + usage.ru_stime
-        stopped = stopped or ("cpu" if cpu_s > limits["cpu_s"] else "output" if self._output.longest() > most else "")
-        plain = {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "seconds": time.monotonic() - self._started, "cpu_s": cpu_s}
-        return plain | self._output.read(most)
+        cpu_s, ended = usage.ru_utime + usage.ru_stime, os.waitstatus_to_exitcode(status)
+        said = {name: os.pread(file, most + 1, 0) for name, file in self._output.items()}
+        stopped = stopped or ("cpu" if cpu_s > limits["cpu_s"] or ended == -signal.SIGPROF else "")
+        stopped = stopped or ("output" if max(map(len, said.values())) > most else "")
+        packed = {name: base64.b64encode(content[:most]).decode("ascii") for name, content in said.items()}
+        return {"exit": ended, "stopped": stopped, "seconds": time.monotonic() - self._started, "cpu_s": cpu_s, **packed}
 
 
 def _memory_file(content: bytes) -> int:
     file = os.memfd_create("input")
-    os.write(file, content)
+    while content:
+        content = content[os.write(file, content) :]
     os.lseek(file, 0, os.SEEK_SET)
     return file

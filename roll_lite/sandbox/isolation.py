@@ -296,12 +296,17 @@ def _set_limits(limits: Mapping[str, Any], others: int) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 256,  # timers too; counted for all processes of a user
-        resource.RLIMIT_STACK: 64 << 20,
     }
     for which, value in wanted.items():
-        hard = resource.getrlimit(which)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        value = _at_most(value, resource.getrlimit(which)[1])
         resource.setrlimit(which, (value, value))
+    # The stack is part of the address space, which is limited: programs may set its limit as they like, and many raise it.
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    resource.setrlimit(resource.RLIMIT_STACK, (_at_most(64 << 20, hard), hard))
+
+
+def _at_most(value: int, hard: int) -> int:
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
 def reset_signals() -> None:

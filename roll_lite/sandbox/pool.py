@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import logging
 import os
@@ -31,13 +32,19 @@ main(settings["control"], settings)
 """
 START_S = 60.0
 GRACE_S = 10.0
+LINGER_S = 0.2
+"""What a program may take to end when its tests have ended."""
 START_ATTEMPTS = 3
 
 logger = logging.getLogger(__name__)
 
 
 class SandboxTrouble(Exception):
-    """A program could not be run, through no fault of its own."""
+    """A program could not be run. `suspected`: perhaps through its own fault."""
+
+    def __init__(self, cause: str, suspected: bool = False) -> None:
+        super().__init__(cause)
+        self.suspected = suspected
 
 
 class SandboxDied(SandboxTrouble):
@@ -55,7 +62,7 @@ class Limits:
     output_kb: int = 1024
     file_mb: int = 16
     folder_mb: int = 64
-    processes: int = 32
+    processes: int = 64
     """And threads, beside the first."""
     open_files: int = 64
     """Of a process; each may be a socket, whose buffer the memory of no process shows."""
@@ -124,6 +131,7 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._running: tuple[Program, list[int], float] | None = None
+        self._companion: Sandbox | None = None
         self._group = ""
         """Its programs' control group; it cannot remove that itself from behind its walls."""
         self.protections: Protections | None = None
@@ -180,11 +188,15 @@ class Sandbox:
             self._forget()
             raise SandboxDied(f"the sandbox died: {error}") from error
 
-    def finish(self) -> Outcome:
-        """Wait for the program's end. SandboxTrouble where it cannot be told how it ended; the next program gets a fresh sandbox."""
-        assert self._running is not None
+    def finish(self, patience: float | None = None) -> Outcome:
+        """Wait for the program's end; a program that does not end within `patience` is killed. SandboxTrouble where its end cannot be
+        known: the next program gets a fresh sandbox."""
+        assert self._running is not None and self._line is not None
         program, files, deadline = self._running
         try:
+            if patience is not None and not select.select([self._line], [], [], patience)[0]:
+                with contextlib.suppress(OSError):
+                    self._line.send(b" ")
             report = self._hear(max(0.1, deadline - time.monotonic()))
             if "trouble" in report:
                 raise SandboxTrouble(f"the program could not be started: {report['trouble']}")
@@ -207,12 +219,22 @@ class Sandbox:
         return self._line.fileno()
 
     @property
+    def companion(self) -> Sandbox:
+        """A second sandbox with the same settings, for the tests of the program that runs here."""
+        if self._companion is None:
+            self._companion = Sandbox()
+            self._companion._settings = self._settings
+        return self._companion
+
+    @property
     def deadline(self) -> float:
         return self._running[2] if self._running else 0.0
 
     def close(self) -> None:
-        """The interpreter and everything that runs in it end."""
+        """End the interpreter and everything that runs in it."""
         self._forget()
+        if self._companion is not None:
+            self._companion.close()
         if self._line is not None:
             self._line.close()
             self._line = None
@@ -286,6 +308,12 @@ def _content(file: int, most: int) -> bytes:
     return os.pread(file, most, 0)
 
 
+def ended_its_sandbox(job: Program | Pair) -> Outcome:
+    """The outcome of a program that is to blame for the end of what it ran in."""
+    limits = job.limits if isinstance(job, Program) else job.program.limits
+    return Outcome(-signal.SIGKILL, "sandbox", b"", b"", b"", limits.wall_s, limits.cpu_s)
+
+
 class SandboxPool:
     """Several sandboxes, for programs that do not depend on each other."""
 
@@ -309,53 +337,73 @@ class SandboxPool:
         protections = self._sandboxes[0].protections
         return protections.describe() if protections is not None else "not started"
 
-    def run(self, program: Program) -> Outcome:
-        return self._sandboxes[0].run(program)
+    def run(self, job: Program | Pair) -> Outcome:
+        sandbox = self._sandboxes[0]
+        self._begin(sandbox, job)
+        return self._finish(sandbox, job)
 
     def run_many(self, jobs: Sequence[Program | Pair]) -> list[Ended]:
-        """In the order of the jobs; each sandbox takes the next program as soon as it is free. Pairs come last."""
+        """Run all, and return their outcomes in the order of the jobs; each sandbox takes the next job as soon as it is free."""
         outcomes: list[Ended] = [SandboxTrouble("not run")] * len(jobs)
-        waiting = [(place, job) for place, job in enumerate(jobs) if isinstance(job, Program)][::-1]
+        waiting = list(enumerate(jobs))[::-1]
         free, busy = list(self._sandboxes), dict[int, tuple[Sandbox, int]]()
         while waiting or busy:
             while waiting and free:
-                sandbox, (place, program) = free.pop(), waiting.pop()
+                sandbox, (place, job) = free.pop(), waiting.pop()
                 try:
-                    sandbox.begin(program)
-                    busy[sandbox.fileno()] = sandbox, place
+                    busy[self._begin(sandbox, job).fileno()] = sandbox, place
                 except SandboxTrouble as trouble:
                     outcomes[place] = trouble
                     free.append(sandbox)
             for file in self._ended(busy):
                 sandbox, place = busy.pop(file)
                 try:
-                    outcomes[place] = sandbox.finish()
+                    outcomes[place] = self._finish(sandbox, jobs[place])
                 except SandboxDied:
                     outcomes[place] = self._once_more(jobs[place], sandbox)
                 except SandboxTrouble as trouble:
                     outcomes[place] = trouble
                 free.append(sandbox)
-        for place, job in enumerate(jobs):
-            if isinstance(job, Pair):
-                try:
-                    outcomes[place] = self.run_pair(job)
-                except SandboxDied:
-                    outcomes[place] = self._once_more(job, self._sandboxes[0])
-                except SandboxTrouble as trouble:
-                    outcomes[place] = trouble
         return outcomes
 
-    def _once_more(self, job: Program | Pair, sandbox: Sandbox) -> Ended:
-        """A sandbox died with it. Where a fresh one does so too, and lives with another program, it is the program that ended them."""
+    def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
+        """Start the job, and return the sandbox whose end is the job's. A pair has a socket between its two processes."""
+        if isinstance(job, Program):
+            sandbox.begin(job)
+            return sandbox
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            try:
+                sandbox.begin(job.program, ours.fileno())
+                sandbox.companion.begin(job.tests, theirs.fileno())
+            except SandboxTrouble:
+                sandbox.close()
+                raise
+        return sandbox.companion
+
+    def _finish(self, sandbox: Sandbox, job: Program | Pair) -> Outcome:
+        """Of a pair, what the tests say, with the program's time."""
+        if isinstance(job, Program):
+            return sandbox.finish()
         try:
-            return sandbox.run(job) if isinstance(job, Program) else self.run_pair(job)
+            said = sandbox.companion.finish()
+            ran = sandbox.finish(LINGER_S)
+        except SandboxTrouble:
+            sandbox.close()
+            raise
+        return replace(said, stopped=said.stopped or ran.stopped, stderr=ran.stderr, cpu_s=said.cpu_s + ran.cpu_s)
+
+    def _once_more(self, job: Program | Pair, sandbox: Sandbox) -> Ended:
+        """Run a job whose sandbox died. Where a fresh one dies as well, and lives with another program, the program has ended both."""
+        try:
+            self._begin(sandbox, job)
+            return self._finish(sandbox, job)
         except SandboxDied as death:
             try:
                 sandbox.run(HARMLESS)
             except SandboxTrouble:
                 return death
-            limits = job.limits if isinstance(job, Program) else job.program.limits
-            return Outcome(-signal.SIGKILL, "sandbox", b"", b"", b"", limits.wall_s, limits.cpu_s)
+            return ended_its_sandbox(job)
         except SandboxTrouble as trouble:
             return trouble
 
@@ -370,26 +418,6 @@ class SandboxPool:
         heard = [file for file, _ in poller.poll(max(0.0, patience) * 1000)]
         late = [file for file, (sandbox, _) in busy.items() if sandbox.deadline <= time.monotonic()]
         return list(dict.fromkeys([*heard, *late]))
-
-    def run_pair(self, pair: Pair) -> Outcome:
-        """Two programs with a socket between them, each in a sandbox of its own. What the tests say, with the program's time."""
-        if len(self._sandboxes) < 2:
-            other = Sandbox()
-            other._settings = self._sandboxes[0]._settings
-            self._sandboxes.append(other)
-        ours, theirs = socket.socketpair()
-        first, second = self._sandboxes[:2]
-        try:
-            with ours, theirs:
-                first.begin(pair.program, ours.fileno())
-                second.begin(pair.tests, theirs.fileno())
-            said = second.finish()
-            ran = first.finish()
-        except SandboxTrouble:
-            first.close()
-            second.close()
-            raise
-        return replace(said, stopped=said.stopped or ran.stopped, stderr=ran.stderr, cpu_s=said.cpu_s + ran.cpu_s)
 
     def close(self) -> None:
         for sandbox in self._sandboxes:

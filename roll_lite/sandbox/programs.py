@@ -1,6 +1,6 @@
-"""Runs inside the sandbox, in the process of the untrusted program: what is asked of it.
+"""Runs a program in its sandboxed process, in one of several modes (`MODES`).
 
-Nothing here decides anything. Values leave through an open file and are compared outside, where what is expected is known.
+Values leave through an open file and are compared outside, where the expected ones are known.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import importlib
 import json
 import linecache
 import os
+import select
 import signal
 import sys
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
-from roll_lite.sandbox.rewriting import DERIVED, IDENTICAL, LIVES_THERE, TYPE_OF, rewritten
-from roll_lite.sandbox.serving import serve
-from roll_lite.sandbox.stand_ins import Cannot, ProgramFault, StandIn, ask_there, builtins_for
+from roll_lite.sandbox.asserts import Tests, serve
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
-from roll_lite.sandbox.wire import Wire
 
 RESULT = 3
 PEER = 4
@@ -48,9 +47,11 @@ def run_program(order: dict[str, Any]) -> None:
     sys.setrecursionlimit(RECURSION)
     threading.stack_size(STACK)
     sys.argv = ["main.py"]
-    if order["kind"] != "tests":
+    if order["kind"] != "tests":  # which import nothing that the program wrote
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
     builtins.exit = builtins.quit = _leave_program  # type: ignore[assignment]
+    if "test_s" in order:
+        signal.setitimer(signal.ITIMER_PROF, order["test_s"])
     try:
         MODES[order["kind"]](order)
         status = 0
@@ -84,11 +85,18 @@ def _end(printed: TextIO, status: int) -> NoReturn:
 def _flushed(status: int, *streams: TextIO | None) -> int:
     for stream in streams:
         try:
-            if stream is not None and not stream.closed:
+            if stream is not None and not _is_closed(stream):
                 stream.flush()
         except BaseException:
             status = status or 1
     return status
+
+
+def _is_closed(stream: TextIO) -> bool:
+    try:
+        return stream.closed
+    except ValueError:  # detached: its buffer has another owner, which writes it
+        return True
 
 
 def _leave_program(code: Any = None) -> NoReturn:
@@ -135,12 +143,52 @@ def _script(order: dict[str, Any]) -> None:
     _module(order, "__main__")
 
 
-def _call(order: dict[str, Any]) -> None:
-    """One call of the program's function; its value leaves."""
-    arguments, named = decode(order["args"]), decode(order["kwargs"])
-    function = _named(_module(order, FROM_PROGRAM), order["function"])
-    value = function(*arguments, **named)
-    _leave(value, None if value is not None or not arguments else arguments[0])
+def _calls(order: dict[str, Any]) -> None:
+    """Calls of one function of the program, each in a child of the process that has run the program: none finds what another left."""
+    names = _module(order, FROM_PROGRAM)
+    for arguments, named in decode(order["calls"]):
+        _print(RESULT, _call_in_child(names, order, arguments, named))
+
+
+def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
+    """The value; of a function without one, which may work in place, its first argument as well; or why there is none."""
+    here, there = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, order["test_s"])
+            value = _named(names, order["function"])(*arguments, **named)
+            _print(there, {"value": encode(value)} | ({"changed": encode(arguments[0])} if value is None and arguments else {}))
+        except BaseException as error:
+            with contextlib.suppress(BaseException):
+                _print(there, {"error": f"{type(error).__name__}: {error}"[:300]})
+        finally:
+            os._exit(0)
+    os.close(there)
+    deadline, parts = time.monotonic() + order["wall_s"], list[bytes]()
+    try:
+        poller = select.poll()
+        poller.register(here, select.POLLIN)
+        while poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            parts.append(os.read(here, 1 << 16))
+            if not parts[-1] or parts[-1].endswith(b"\n") or sum(map(len, parts)) > order["most_bytes"]:
+                break
+        else:
+            return {"stopped": "wall"}
+    finally:
+        os.close(here)
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    said = b"".join(parts)
+    if len(said) > order["most_bytes"]:
+        return {"stopped": "output"}
+    if b"\n" in said:
+        return {"line": said.partition(b"\n")[0].decode(errors="replace")}
+    return {"stopped": "cpu"} if status == -signal.SIGPROF else {"error": f"exit status {status}"}
+
+
+def _print(file: int, data: dict[str, Any]) -> None:
+    with open(file, "w", encoding="utf-8", closefd=False) as stream:
+        stream.write((data["line"] if "line" in data else json.dumps(data)) + "\n")
 
 
 def _named(names: dict[str, Any], function: str) -> Callable[..., Any]:
@@ -156,82 +204,23 @@ def _named(names: dict[str, Any], function: str) -> Callable[..., Any]:
 
 def _expression(order: dict[str, Any]) -> None:
     names = {"__builtins__": builtins} | {name: importlib.import_module(name) for name in order.get("modules", ())}
-    _leave(eval(compile(order["source"].strip(), "<expression>", "eval", dont_inherit=True), names))
-
-
-def _leave(value: Any, changed: Any = None) -> None:
-    """`changed`: the first argument, of a function without a value, which may work in place."""
-    text = json.dumps({"value": encode(value)} if changed is None else {"value": None, "changed": encode(changed)})
-    with open(RESULT, "w", encoding="utf-8", closefd=False) as stream:
-        stream.write(text)
+    _print(RESULT, {"value": encode(eval(compile(order["source"].strip(), "<expression>", "eval", dont_inherit=True), names))})
 
 
 def _serve(order: dict[str, Any]) -> None:
     """The program's side of assert-style tests."""
-    serve(_module(order, FROM_PROGRAM), PEER)
+    serve(_module(order, FROM_PROGRAM), order["names"], PEER, order["test_s"], _named)
 
 
 def _tests(order: dict[str, Any]) -> None:
-    """The tests' side: it holds no line of the program, only its functions' stand-ins; what comes back is plain data."""
-    wire = Wire(PEER, order["names"], order["source"])
-    try:
-        verdict = _verdict_of(wire, order)
-    except BaseException as error:
-        verdict = {"value": False, "error": _what_failed(error, order["source"])}
-    if isinstance(wire.over, ProgramFault):
-        verdict = {"value": False, "error": str(wire.over)}
-    if isinstance(wire.over, Cannot):
-        verdict = {"cannot": str(wire.over)}
-    with open(RESULT, "w", encoding="utf-8", closefd=False) as stream:
-        json.dump(verdict, stream)
-
-
-def _verdict_of(wire: Wire, order: dict[str, Any]) -> dict[str, Any]:
-    tree, asks = rewritten(order["source"])
-    if asks:
-        wire.watch_identity()
-    wire.wait()
-    found = wire.names(order["names"])
-    module = types.ModuleType(FROM_PROGRAM)
-    module.__dict__.update(found)
-    sys.modules[FROM_PROGRAM] = module
-    tests = types.ModuleType("__main__")
-    sys.modules["__main__"] = tests  # where unittest.main() looks for them
-    names = tests.__dict__
-    names |= {"__name__": "tests", "__builtins__": builtins_for(wire, order["names"])}
-    names |= {IDENTICAL: wire.same, TYPE_OF: wire.type_of, DERIVED: wire.derive, LIVES_THERE: _live_there}
-    if wire.awaits:
-        importlib.import_module("asyncio")
-    ask_there(wire)
-    names |= found
-    try:
-        names |= {name: importlib.import_module(path) for name, path in order.get("modules", {}).items()}
-        exec(compile(tree, "tests.py", "exec", dont_inherit=True), names)
-    except SystemExit as end:
-        if end.code not in (None, 0, False):
-            raise
-    except ImportError as error:
-        if error.name == FROM_PROGRAM or hasattr(error, "of_program"):
-            raise
-        return {"cannot": f"the tests import what is not there: {error}; python_path may name its folder"}
-    return {"value": True} if wire.used else {"cannot": "the tests end without having used the program"}
-
-
-def _live_there(*bases: Any) -> bool:
-    return any(isinstance(base, StandIn) for base in bases)
-
-
-def _what_failed(error: BaseException, source: str) -> str:
-    """With the line of the tests, where an assert says nothing else."""
-    at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "tests.py"]
-    line = source.splitlines()[at[-1] - 1].strip() if at and at[-1] else ""
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"{said} at {line}"[:300] if line else said[:300]
+    """The tests' side, which holds no line of the program."""
+    for verdict in Tests(PEER, order["wall_s"]).run(order["tests"], order["fail_fast"]):
+        _print(RESULT, verdict)
 
 
 MODES: dict[str, Callable[[dict[str, Any]], None]] = {
     "script": _script,
-    "call": _call,
+    "calls": _calls,
     "expression": _expression,
     "serve": _serve,
     "tests": _tests,

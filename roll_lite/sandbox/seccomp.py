@@ -41,10 +41,31 @@ DENIED = {
     "open_by_handle_at": (304, 265),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
+    # Shared memory, semaphores and queues of the same user elsewhere; without an IPC namespace they are all within reach.
     "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "shmdt": (67, 197),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
     "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "mq_timedsend": (242, 182),
+    "mq_timedreceive": (243, 183),
+    "mq_notify": (244, 184),
+    "mq_getsetattr": (245, 185),
+    "flock": (73, 32),  # a descriptor for reading is enough to keep the owner of a shown file from locking it
+    "sync": (162, 81),  # of the whole machine
+    "syncfs": (306, 267),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "process_mrelease": (448, 448),
     "io_setup": (206, 0),
     "vmsplice": (278, 75),
     "io_uring_setup": (425, 425),
@@ -73,6 +94,8 @@ DENIED = {
     "kexec_load": (246, 104),
     "kexec_file_load": (320, 294),
     "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "open_tree_attr": (467, 467),
     "settimeofday": (164, 170),
     "clock_settime": (227, 112),
     "adjtimex": (159, 171),
@@ -124,7 +147,13 @@ ATTRIBUTES = {
     "pidfd_open": (434, 434),
     "sendmsg": (46, 211),  # an open file on its way in a socket is in no process's books
     "sendmmsg": (307, 269),
+    "fallocate": (285, 47),  # fills the disk faster than anybody can look
 }
+IOCTL, FCNTL = (16, 29), (72, 25)
+IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""What programs may ask of an open file: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others set flags of shown files."""
+FCNTLS = (8, 10, 15, 1024, 1026, 1031, 1036, 1038)
+"""What they may not: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_SET_RW_HINT, F_SET_FILE_RW_HINT."""
 SET_LIMIT = (160, 164)
 CLONE = (56, 220)
 MMAP = (9, 222)
@@ -167,6 +196,9 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
         code += _only_own(own_pid, OF_OTHERS if signals_stay else {**SIGNALS, **OF_OTHERS}, column)
         # A socket for single messages can send one to any other by its name.
         code += _where(SOCKETPAIR[column], 1, [(AND, 0, 0, 0xF), (JUMP_EQUAL, 2, 0, STREAM), (JUMP_EQUAL, 1, 0, PACKETS_IN_ORDER)])
+    code += _where(IOCTL[column], 1, [(JUMP_EQUAL, len(IOCTLS) - place, 0, one) for place, one in enumerate(IOCTLS)])
+    for one in FCNTLS:
+        code += _where(FCNTL[column], 1, [(JUMP_EQUAL, 0, 1, one)])
     code += _where(CLONE[column], 0, [(JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES)])
     # Memory that is shared and in no file stays, in nobody's books, as long as one page of it is mapped.
     code += _where(MMAP[column], 3, [(JUMP_ANY_BIT, 0, 2, ANONYMOUS), (JUMP_ANY_BIT, 0, 1, SHARED)])

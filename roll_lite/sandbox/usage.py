@@ -90,8 +90,10 @@ class Usage:
             return ""
         if threads > limits["processes"] + 1:
             return "processes"
-        room = limits["folder_bytes"] - _deleted_bytes(members, folder, limits["file_bytes"])
-        return "" if fits(folder, room, limits["folder_files"]) else "output"
+        deleted, sockets = _open_files(members, folder, limits["file_bytes"])
+        if memory + sockets * self._socket_bytes > limits["memory_bytes"]:
+            return "memory"
+        return "" if fits(folder, limits["folder_bytes"] - deleted, limits["folder_files"]) else "output"
 
     def cpu_s(self) -> float:
         """Of the processes that have been seen, and of those that have not."""
@@ -108,7 +110,7 @@ class Usage:
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Bytes that sockets may hold, which no process's memory shows. Only behind namespaces are they the program's alone."""
+        """Bytes that sockets may hold, which no process's memory shows. Only behind namespaces are the kernel's sockets the program's."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -176,9 +178,10 @@ def _share(process: int) -> float:
     return 1.0
 
 
-def _deleted_bytes(members: Iterable[int], folder: str, largest: int) -> int:
-    """Of files that have no name any more but are open, or mapped, and so still on the disk."""
+def _open_files(members: Iterable[int], folder: str, largest: int) -> tuple[int, int]:
+    """Bytes of files that have no name any more but are open, or mapped, and so still on the disk; and the number of sockets."""
     device, found, inside = os.stat(folder).st_dev, dict[int, int](), f"{folder}/".encode()  # noqa: PTH116
+    sockets = set[int]()
     for process in members:
         try:
             threads = _tasks_of(process)
@@ -188,6 +191,8 @@ def _deleted_bytes(members: Iterable[int], folder: str, largest: int) -> int:
                         seen = os.stat(f"/proc/{process}/{thread}fd/{name}")  # noqa: PTH116
                         if seen.st_dev == device and seen.st_nlink == 0 and stat.S_ISREG(seen.st_mode):
                             found[seen.st_ino] = seen.st_blocks * BLOCK
+                        if stat.S_ISSOCK(seen.st_mode):
+                            sockets.add(seen.st_ino)
             maps = _content(process, f"{_living_thread(process, _fields(_content(process, 'stat')))}maps", LONGEST_MAPS)
             if len(maps) == LONGEST_MAPS:
                 found[0] = sys.maxsize
@@ -200,4 +205,4 @@ def _deleted_bytes(members: Iterable[int], folder: str, largest: int) -> int:
                 found[0] = sys.maxsize
         except OSError:  # gone meanwhile
             continue
-    return sum(found.values())
+    return sum(found.values()), len(sockets)

@@ -7,6 +7,7 @@ import datetime
 import decimal
 import fractions
 import importlib
+import itertools
 import math
 from collections.abc import Callable, ItemsView, Iterator, KeysView, ValuesView
 from typing import Any
@@ -51,19 +52,24 @@ HELD: dict[type, Callable[[Any], Any]] = {
     complex: lambda value: complex(complex.__pos__(value)),
 }
 """Plain data as their own methods read it: those of a subclass may say something else of it."""
+MOST_ITEMS = 100_000
+"""Most items taken from an iterator, which may be endless."""
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "Iterator": iter,
+    "KeysView": lambda items: dict.fromkeys(_spread(items)).keys(),
+    "ItemsView": lambda items: dict(zip(_spread([key for key, _ in items]), [one for _, one in items], strict=True)).items(),
+    "ValuesView": lambda items: dict(enumerate(items)).values(),
+}
 FROM_PROGRAM = "solution"
 """The module that a program is."""
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
-    """TypeError for what is no plain data, unless `refer` has something to put in its place. Without it, iterators and views
-    of dicts are lists."""
+    """Encode plain data for JSON. What is no plain data goes through `refer`, or raises TypeError where that is None."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return _scalar(value) if refer is None or not hasattr(value, "_member_type_") else refer(value)
+        return _scalar(value)
     if type(value) in STANDARD:
         return {"o": [type(value).__name__, [encode(one, refer) for one in STANDARD[type(value)](value)]]}
-    if refer is not None and type(value).__module__ == FROM_PROGRAM:  # a list with methods of its own is more than a list
-        return refer(value)
     plain = plain_copy(value)
     if isinstance(plain, list):
         return [encode(one, refer) for one in plain]
@@ -77,19 +83,14 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
         return encode(value.item(), refer)
     if any(kind.__module__ == "numpy" and kind.__name__ == "ndarray" for kind in type(value).__mro__):
         return {"a": [value.dtype.str, encode(value.tolist(), refer)]}
+    if isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
+        items = list(itertools.islice(value, MOST_ITEMS + 1))
+        if len(items) <= MOST_ITEMS:
+            kind = next((kind for kind in (KeysView, ValuesView, ItemsView) if isinstance(value, kind)), Iterator)
+            return {"v": [kind.__name__, [encode(one, refer) for one in items]]}
     if refer is not None:
         return refer(value)
-    if isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
-        return [encode(one) for one in value]
     raise TypeError(f"a value of type {type(value).__name__} is no plain data")
-
-
-def encode_args(error: Exception) -> Any:
-    """What an exception was made of, or its text."""
-    try:
-        return encode(list(error.args))
-    except (TypeError, RecursionError):
-        return [str(error)]
 
 
 def plain_copy(value: Any) -> Any:
@@ -112,8 +113,10 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """The value; ValueError for what no `encode` writes. Only types of Python's own come out, whoever wrote the data; numpy's arrays are
-    lists, except for those who have `find`: tests that may know what to do with one."""
+    """Decode the value; ValueError for what no `encode` writes. Only Python's own types come out.
+
+    Iterators, views of dicts and numpy's arrays become lists, or what they were where `find` is given, which looks up references.
+    """
     if isinstance(data, list):
         return [decode(one, find) for one in data]
     if not isinstance(data, dict):
@@ -132,6 +135,9 @@ def _decoded(kind: str, inner: Any, find: Callable[[Any], Any] | None) -> Any:
         return find(inner)
     if kind == "a" and find is not None:
         return importlib.import_module("numpy").array(decode(inner[1], find), dtype=inner[0])
+    if kind == "v":
+        items = decode(inner[1], find)
+        return items if find is None else VIEWS[inner[0]](items)
     if kind == "o":
         name, args = inner[0], decode(inner[1], find)
         if type(args[0]) is not MADE_OF.get(name, type(args[0])):

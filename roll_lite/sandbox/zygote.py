@@ -72,6 +72,8 @@ WARM = [
 ]
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
 """Before the first look at a program; between others on average: one that knew when could be idle then."""
+DISK_LOOK_S = 0.005
+"""Between looks at the free space of the disk, which cost next to nothing."""
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
 FOLDER = "code-"
@@ -147,6 +149,11 @@ def _left_folders(folder: str) -> list[str]:
     return [f"{folder}/{name}" for name in os.listdir(folder) if name.startswith(LEFT)]  # noqa: PTH208
 
 
+def _free_bytes(folder: str) -> int:
+    found = os.statvfs(folder)
+    return found.f_bfree * found.f_frsize
+
+
 class Zygote:
     def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None, say_left: int) -> None:
         """`folder`: for those of the programs, where they get none by namespaces; `say_left`: to whoever removes them."""
@@ -173,9 +180,11 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The limits, and the open files: first the one with the order, then the program's."""
-        files = array.array("i")
-        data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
+        """The limits, and the open files: first the one with the order, then the program's. Space before them came too late to end
+        a program."""
+        files, data, ancillary = array.array("i"), b" ", list[Any]()
+        while data and not data.strip():
+            data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
         if not data:
             return None
         for level, kind, payload in ancillary:
@@ -255,12 +264,15 @@ class Zygote:
         handle = os.pidfd_open(pid)
         poller = select.poll()
         poller.register(handle, select.POLLIN)
-        poller.register(self._line.fileno(), 0)
+        poller.register(self._line.fileno(), select.POLLIN)
         stopped, pause = "", FIRST_LOOK_S
         try:
-            while not (events := poller.poll(pause * 1000)) or handle not in dict(events):
-                if events:  # whoever wanted to know is gone
+            while not (events := self._wait(poller, pause, limits, folder)) or handle not in dict(events):
+                if events and not self._line.recv(1):  # the owner is gone
                     sys.exit()
+                if events:  # the owner needs no more of it
+                    os.kill(pid, signal.SIGKILL)
+                    break
                 pause = LOOK_S * random.uniform(0.5, 1.5)
                 late = time.monotonic() - started > limits["wall_s"]
                 stopped = "wall" if late else self._usage.passed(limits, pid, self._members(pid), folder)
@@ -272,8 +284,19 @@ class Zygote:
         _, status, usage = os.wait4(pid, 0)
         cpu_s = max(usage.ru_utime + usage.ru_stime, self._usage.cpu_s())
         if not stopped:
-            stopped = "cpu" if cpu_s > limits["cpu_s"] else "memory" if self._usage.out_of_memory() else ""
+            out_of_time = cpu_s > limits["cpu_s"] or os.waitstatus_to_exitcode(status) == -signal.SIGPROF
+            stopped = "cpu" if out_of_time else "memory" if self._usage.out_of_memory() else ""
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s, "memory_bytes": usage.ru_maxrss * 1024}
+
+    def _wait(self, poller: select.poll, pause: float, limits: dict[str, Any], folder: str) -> list[tuple[int, int]]:
+        """Wait for an event or for the next look; where nothing limits the size of the folder, a look is due as soon as the disk fills."""
+        if self._namespaces:
+            return poller.poll(pause * 1000)
+        until, before = time.monotonic() + pause, _free_bytes(folder)
+        while not (events := poller.poll(DISK_LOOK_S * 1000)) and time.monotonic() < until:
+            if before - _free_bytes(folder) > limits["folder_bytes"] // 4:
+                break
+        return events
 
     def _members(self, pid: int) -> list[int]:
         """All processes of the program."""

@@ -37,7 +37,7 @@ QUICK: dict[str, list[str]] = {
     "examples/run_recipes.py": ["tiny_raft", *SMALL_RUN, "validation.samples_per_prompt=1", "run_dir={tmp}/runs"],
 }
 """Arguments that make a script quick; one that is not listed here is run with --quick."""
-SERVERS = ("examples/reward_server.py", "examples/sandbox_server.py")
+SERVERS = ("examples/reward_server.py",)
 """They run until they are ended."""
 ELSEWHERE = {
     "examples/start_rlvr_pipeline.py": "tests/integration/test_runs.py",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import psutil
 
-from roll_lite.sandbox.pool import Limits, Outcome, Program, Sandbox
+from roll_lite.sandbox.pool import Limits, Outcome, Pair, Program, Sandbox
 
 LIMITS = Limits(cpu_s=0.5, wall_s=3.0, memory_mb=256, output_kb=64, file_mb=4, folder_mb=8, processes=16)
 PATIENT = replace(LIMITS, cpu_s=30.0, wall_s=100.0)
@@ -36,3 +36,11 @@ def refused(sandbox: Sandbox, statement: str, preparation: str = "") -> None:
     )
     out = said(sandbox, source)
     assert out.startswith("refused"), out
+
+
+def asserts(source: str, tests: str) -> Pair:
+    """The program and its tests, as the reward sends them."""
+    test = {"source": tests, "names": ["f"], "modules": {}, "imports": [], "inside": ""}
+    program = {"kind": "serve", "source": source, "names": ["f"], "test_s": PATIENT.cpu_s}
+    order = {"kind": "tests", "tests": [test], "wall_s": PATIENT.wall_s, "fail_fast": True}
+    return Pair(Program(program, limits=PATIENT), Program(order, limits=PATIENT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -22,6 +23,7 @@ CALLS = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 four, pair = (ctypes.c_int * 4)(), (ctypes.c_int * 2)()
+shown, folder, own = os.open("/usr/bin/env", os.O_RDONLY), os.open(".", os.O_RDONLY), os.open("own", os.O_RDWR | os.O_CREAT)
 tries = {
     "inotify": (254, 0, b"/usr", 0xFFF), "memfd": (319, b"x", 0), "memfd_secret": (447, 0), "clone user": (56, 0x10000011, 0, 0, 0, 0),
     "unshare": (272, 0x10000000), "clone3": (435, 0, 0), "trace me": (101, 0, 0, 0, 0), "key": (248, b"user", b"x", b"y", 1, -3),
@@ -30,15 +32,60 @@ tries = {
     "mq_open": (240, b"x", 0o102, 0o600, 0), "handle": (303, -100, b"/tmp", four, four, 0), "device": (133, b"n", 0o20666, 0x103),
     "personality": (135, 0x0040000), "syslog": (103, 3, four, 4), "setuid": (105, 0), "fanotify": (300, 0, 0), "mlockall": (151, 3),
     "packets": (53, 17, 3, 0, pair), "netlink": (53, 16, 3, 0, pair), "vsock": (53, 40, 1, 0, pair), "pidfd": (424, 0, 9, 0, 0),
+    "shmat": (30, SHARED, 0, 0), "shmctl": (31, SHARED, 2, four), "shm remove": (31, SHARED, 0, 0), "semop": (65, SEMAPHORE, four, 1),
+    "semctl": (66, SEMAPHORE, 0, 12), "semtimedop": (220, SEMAPHORE, four, 1, 0), "msgsnd": (69, QUEUE, (ctypes.c_long * 2)(1), 0, 0o4000),
+    "msgrcv": (70, QUEUE, (ctypes.c_long * 2)(), 8, 0, 0o4000), "msgctl": (71, QUEUE, 0, 0), "mq_unlink": (241, b"roll-lite-test"),
+    "lease": (72, own, 1024, 0), "notify": (72, folder, 1026, 1), "owner of signals": (72, own, 8, os.getpid()), "signal": (72, own, 10, 9),
+    "flock": (73, shown, 2), "flock shared": (73, shown, 1), "flags": (16, own, 0x40086602, four), "version": (16, own, 0x40087602, four),
+    "attributes": (16, own, 0x401C5820, (ctypes.c_int * 8)()), "freeze": (16, own, 0xC0045877, 0), "sync": (162,), "syncfs": (306, own),
+    "move pages": (279, 0, 0, 0, 0, 0, 0), "migrate pages": (256, 0, 8, four, four), "release": (448, 9, 0),
     **{f"socket {family}": (41, family, 3, 0) for family in (1, 2, 10, 15, 16, 17, 38, 40)},
 }
 print([name for name, call in tries.items() if libc.syscall(*call) >= 0])
 """
 
 
+class SystemV:
+    """Shared memory, a semaphore and a queue with a message, of the user as whom the programs run."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self.shared = self._libc.shmget(0, 4096, 0o1666)
+        self.semaphore = self._libc.semget(0, 1, 0o1666)
+        self.queue = self._libc.msgget(0, 0o1666)
+        assert self._libc.msgsnd(self.queue, (ctypes.c_long * 2)(1, 7), 8, 0o4000) == 0
+
+    def close(self) -> bool:
+        """Remove them; False where one is gone or has changed."""
+        received = self._libc.msgrcv(self.queue, (ctypes.c_long * 2)(), 8, 0, 0o4000)
+        ended = [self._libc.shmctl(self.shared, 0, None), self._libc.semctl(self.semaphore, 0, 0), self._libc.msgctl(self.queue, 0, None)]
+        return ended == [0, 0, 0] and received == 8
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are of x86_64")
 def test_rarer_services_of_the_kernel(sandbox: Sandbox) -> None:
-    assert said(sandbox, CALLS) == "[]\n"
+    """Objects of System V are found by their numbers, which are counted: without an IPC namespace they are those of the machine."""
+    machines = SystemV()
+    known = f"SHARED, SEMAPHORE, QUEUE = {machines.shared}, {machines.semaphore}, {machines.queue}\n"
+    said_of_calls = said(sandbox, known + CALLS)
+    assert machines.close() and said_of_calls == "[]\n"
+
+
+def test_files_have_no_room_before_they_are_written(sandbox: Sandbox) -> None:
+    """Without a mount namespace its folder is on the machine's disk, which a program could fill between two looks."""
+    source = """
+import os
+kept = 0
+for number in range(3000):
+    file = os.open(f'{number}', os.O_RDWR | os.O_CREAT)
+    try: os.posix_fallocate(file, 0, 4 << 20)
+    except OSError: break
+    os.close(file)
+    os.write(1, b'.')
+"""
+    outcome = run(sandbox, source, replace(PATIENT, folder_mb=8))
+    assert outcome.stopped == "output" or outcome.exit == 0
+    assert len(outcome.stdout) * 4 <= 8 * 8, "megabytes: at most eight times what it may have"
 
 
 def test_no_file_of_the_system_can_be_opened_for_writing(sandbox: Sandbox) -> None:

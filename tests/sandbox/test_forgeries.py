@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -10,16 +11,16 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from sandbox.running import PATIENT, run, said
+from sandbox.running import PATIENT, asserts, run, said
 
-from roll_lite.sandbox.pool import Pair, Program, Sandbox, SandboxPool
+from roll_lite.sandbox.pool import Program, Sandbox, SandboxPool
 from roll_lite.sandbox.values import decode, encode
 
 pytestmark = pytest.mark.usefixtures("works_after")
 
 
 def test_exit_is_no_pass(sandbox: Sandbox) -> None:
-    call = {"kind": "call", "function": "f", "args": [], "kwargs": {"d": []}}
+    call = {"kind": "calls", "function": "f", "calls": [], "test_s": 5.0}
     for source in ("import os; os._exit(0)", "import sys; sys.exit(0)", "def f():\n    import os; os._exit(0)"):
         outcome = sandbox.run(Program({**call, "source": source}, limits=PATIENT))
         assert outcome.result == b""
@@ -65,7 +66,7 @@ CHEATS = {
     "patches the tests": "import sys\nfor m in list(sys.modules.values()):\n    for n in list(vars(m)) if m else ():\n"
     "        if n in ('decode', 'encode', 'dump'): setattr(m, n, lambda *a, **k: {'value': True})\ndef f(x): return 0",
     "writes the verdict": "import os\nfor fd in range(3, 9):\n"
-    "    try: os.write(fd, b'{\"value\": true}\\n')\n    except OSError: pass\ndef f(x): return 0",
+    '    try: os.write(fd, b\'{"error": ""}\\n\')\n    except OSError: pass\ndef f(x): return 0',
     "floods": "import os\nwhile True: os.write(4, b'x' * 65536)",
     "raises": "def f(x): raise AssertionError('passed')",
 }
@@ -73,37 +74,10 @@ CHEATS = {
 
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_forged_verdicts(pool: SandboxPool, cheat: str) -> None:
-    def verdict(source: str) -> bytes:
-        tests = Program({"kind": "tests", "source": "assert f(20) == 42\nassert f(1) == 4", "names": ["f"]}, limits=PATIENT)
-        return pool.run_pair(Pair(Program({"kind": "serve", "source": source}, limits=PATIENT), tests)).result
+    def error(source: str) -> str:
+        return str(json.loads(pool.run(asserts(source, "assert f(20) == 42\nassert f(1) == 4")).result)["error"])
 
-    assert b"true" not in verdict(CHEATS[cheat])
-    assert verdict("def f(x): return 2 * x + 2") == b'{"value": true}'
-
-
-@pytest.mark.parametrize(
-    "raised", ["import unittest\ndef f(x): raise unittest.SkipTest", "import unittest.case\ndef f(x): raise unittest.case._ShouldStop"]
-)
-def test_no_exception_of_a_program_tells_a_test_runner_to_skip(pool: SandboxPool, raised: str) -> None:
-    tests = """
-import unittest
-class T(unittest.TestCase):
-    def test(self):
-        self.assertEqual(f(1), 4)
-result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))
-assert result.wasSuccessful() and not result.skipped
-"""
-    tests = Program({"kind": "tests", "source": tests, "names": ["f"]}, limits=PATIENT)
-    outcome = pool.run_pair(Pair(Program({"kind": "serve", "source": raised}, limits=PATIENT), tests))
-    assert b'"value": false' in outcome.result and b"cannot" not in outcome.result
-
-
-def test_a_program_cannot_choose_to_be_left_out_where_the_tests_name_an_exception(pool: SandboxPool) -> None:
-    source = "class OwnError(Exception): pass\nclass E:\n    def __eq__(self, o): raise OwnError\ndef f(x): return E()"
-    tests = "try:\n    assert f(1) == 4\nexcept OwnError:\n    pass"
-    tests = Program({"kind": "tests", "source": tests, "names": ["f", "OwnError"]}, limits=PATIENT)
-    outcome = pool.run_pair(Pair(Program({"kind": "serve", "source": source}, limits=PATIENT), tests))
-    assert b'"value": false' in outcome.result and b"cannot" not in outcome.result
+    assert error(CHEATS[cheat]) and not error("def f(x): return 2 * x + 2")
 
 
 COLLIDING = [k * (2**61 - 1) for k in range(1, 40_000)]

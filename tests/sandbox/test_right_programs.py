@@ -62,6 +62,44 @@ for one in threads: one.start()
 for one in threads: one.join()
 print('said')
 """,
+    "40 threads": """
+import threading, time
+threads = [threading.Thread(target=time.sleep, args=(0.2,)) for _ in range(40)]
+for one in threads: one.start()
+for one in threads: one.join()
+print('said')
+""",
+    "a stack without a limit": """
+import resource
+resource.setrlimit(resource.RLIMIT_STACK, (-1, -1))
+resource.setrlimit(resource.RLIMIT_STACK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print('said')
+""",
+    "output detached": """
+import io, sys
+sys.stdout = io.TextIOWrapper(sys.stdout.detach(), encoding='utf-8')
+print('said')
+""",
+    "output detached for bytes": """
+import sys
+out = sys.stdout.detach()
+out.write(b'said' + bytes([10]))
+""",
+    "locks of a file": """
+import fcntl
+with open('x', 'w') as f:
+    fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    print('said')
+""",
+    "asked of a file": """
+import array, fcntl, os, sys, termios
+r, w = os.pipe()
+os.write(w, b'123')
+n = array.array('i', [0])
+fcntl.ioctl(r, termios.FIONREAD, n)
+os.set_blocking(r, False)
+print('said' if n[0] == 3 and not os.isatty(r) and not sys.stdout.isatty() else '')
+""",
     "a large stack": """
 import sys, threading
 threading.stack_size(512 << 20)

@@ -6,11 +6,11 @@ import json
 import uuid
 
 import pytest
-from sandbox.running import PATIENT
+from sandbox.running import PATIENT, asserts
 
 from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.code.reward import CodeReward
-from roll_lite.sandbox.pool import Pair, Program, Sandbox, SandboxPool
+from roll_lite.sandbox.pool import Program, Sandbox, SandboxPool
 
 pytestmark = pytest.mark.usefixtures("works_after")
 
@@ -64,21 +64,20 @@ def test_nothing_of_an_earlier_program(sandbox: Sandbox) -> None:
     earlier = Program({"kind": "script", "source": f"x = {mark()!r}\nprint(input())"}, stdin=mark().encode(), limits=PATIENT)
     assert sandbox.run(earlier).stdout.startswith(b"planted-")
     assert found() == [OWN]
-    call = {"kind": "call", "source": "def f(x): return x", "function": "f", "args": [mark()], "kwargs": {"d": []}}
-    assert b"planted-" in sandbox.run(Program(call, limits=PATIENT)).result
+    call = {"kind": "calls", "source": "def f(x): return x", "function": "f", "calls": [[[mark()], {"d": []}]]}
+    ran = sandbox.run(Program(call | {"test_s": 30.0, "wall_s": 99.0, "most_bytes": 1 << 20}, limits=PATIENT))
+    assert b"planted-" in ran.result
     assert found() == [OWN]
-    tests = {"kind": "tests", "source": f"x = {mark()!r}\nassert x", "names": []}
-    sandbox.run(Program(tests, limits=PATIENT))  # tests without a program
+    sandbox.run(asserts("def f(x): return x", f"x = {mark()!r}\nassert f(x) == x").tests)  # tests without a program
     assert found() == [OWN]
 
 
 def test_nothing_of_the_asserts_that_call_it(sandbox: Sandbox) -> None:
-    pool = SandboxPool(2, walls=sandbox._settings["walls"])
-    serve = Program({"kind": "serve", "source": f"{SCAN}\ndef f(x): return planted()"}, limits=PATIENT)
+    pool = SandboxPool(1, walls=sandbox._settings["walls"])
     try:
         for _ in range(2):  # also where the same sandboxes have run these tests before
-            tests = {"kind": "tests", "source": f"assert f({OWN!r}) == [{OWN!r}], f('')\nassert f('') != {mark()!r}", "names": ["f"]}
-            assert pool.run_pair(Pair(serve, Program(tests, limits=PATIENT))).result == b'{"value": true}'
+            tests = f"assert f({OWN!r}) == [{OWN!r}], f('')\nassert f('') != {mark()!r}"
+            assert pool.run(asserts(f"{SCAN}\ndef f(x): return planted()", tests)).result == b'{"error": ""}\n'
     finally:
         pool.close()
 

@@ -1,27 +1,45 @@
-"""Where programs run: in sandboxes on this machine, or behind an HTTP endpoint that runs them in sandboxes of its own."""
+"""Where programs run: in sandboxes on this machine, or in a SandboxFusion server.
+
+SandboxFusion (`POST .../run_code`) gets each job as a Python program, `sandbox/guest.py` with what it imports in a zip file beside it. It
+runs the job there and leaves its outcome in a file. So calls, asserts and every language mean the same as in our own sandboxes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import base64
+import io
+import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pydantic import PositiveFloat, PositiveInt
 
-from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.code.sandbox_fusion import answer_of, request_of
+from roll_lite import sandbox
+from roll_lite.rewards.base import ResponseSuspected, RewardFailed
 from roll_lite.rewards.http.client import Addresses, HttpClient, HttpSettings, several
-from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
+from roll_lite.sandbox.pool import HARMLESS, Ended, Outcome, Pair, Program, SandboxPool, SandboxTrouble, ended_its_sandbox
+
+LATE_S = 15.0
+"""Time for SandboxFusion to start Python, beyond the programs' own limits."""
+CODE = """
+import sys
+sys.path.insert(0, "harness.zip")
+from roll_lite.sandbox.guest import main
+main("harness.zip")
+"""
 
 
 class RemoteBackend(HttpSettings):
-    """`backend: {url: http://host:port/run}`."""
+    """`backend: {kind: sandbox_fusion, url: http://host:port/run_code}`."""
 
-    kind: Literal["roll_lite", "sandbox_fusion"] = "roll_lite"
-    """Whose protocol: ours (examples/sandbox_server.py), or SandboxFusion's `/run_code`."""
+    kind: Literal["sandbox_fusion"] = "sandbox_fusion"
+    """The service's protocol."""
     url: Addresses
     """One or several: the least busy is asked."""
     concurrency: PositiveInt = 16
@@ -35,12 +53,8 @@ class Backend(Protocol):
 
 
 class RemoteSandbox:
-    """POST {"job": ...} -> {"outcome": ...} or {"trouble": "..."}, see docs/rewards.md and examples/sandbox_server.py; or as
-    SandboxFusion has it."""
-
     def __init__(self, remote: RemoteBackend) -> None:
         self._client = HttpClient("code", several(remote.url), remote)
-        self._is_fusion = remote.kind == "sandbox_fusion"
         self._runner: asyncio.Runner | None = None
 
     def run_many(self, jobs: Sequence[Program | Pair]) -> list[Ended]:
@@ -51,44 +65,49 @@ class RemoteSandbox:
         return list(await asyncio.gather(*map(self._one, jobs)))
 
     async def _one(self, job: Program | Pair) -> Ended:
+        """A job that the service cannot run, where it runs another program, has itself to blame."""
+        ended = await self._asked(job)
+        if isinstance(ended, SandboxTrouble) and ended.suspected and not isinstance(await self._asked(HARMLESS), SandboxTrouble):
+            again = await self._asked(job)
+            return ended_its_sandbox(job) if isinstance(again, SandboxTrouble) and again.suspected else again
+        return ended
+
+    async def _asked(self, job: Program | Pair) -> Ended:
         try:
-            plain = job_to_json(job)
-            answer, url = await self._client.post(request_of(plain) if self._is_fusion else {"job": plain})
+            answer, url = await self._client.post(request_of(job))
         except RewardFailed as failure:
-            return SandboxTrouble(failure.cause)
+            return SandboxTrouble(failure.cause, isinstance(failure, ResponseSuspected))
         try:
-            answer = answer_of(answer) if self._is_fusion else answer
-            return SandboxTrouble(f"{url}: {answer['trouble']}") if "trouble" in answer else outcome_from_json(answer["outcome"])
-        except (KeyError, TypeError, ValueError) as error:
+            found = (answer.get("files") or {}).get("outcome.json")
+            if found:
+                return _outcome(json.loads(base64.b64decode(found)))
+            run = answer.get("run_result") or {}
+            said = (run.get("stderr") or "").strip().rpartition("\n")[2] or answer.get("message") or run.get("status") or answer["status"]
+            return SandboxTrouble(f"{url}: SandboxFusion left no outcome: {said:.300}", True)  # which its program may have brought about
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             return SandboxTrouble(f"{url} answered with no outcome: {type(error).__name__}: {error}")
 
 
-def job_to_json(job: Program | Pair) -> dict[str, Any]:
-    if isinstance(job, Pair):
-        return {"program": job_to_json(job.program), "tests": job_to_json(job.tests)}
-    plain = {"order": job.order, "address_space": job.address_space, "limits": asdict(job.limits)}
-    return plain | {"stdin": _packed(job.stdin), "artifact": _packed(job.artifact)}
+def request_of(job: Program | Pair) -> dict[str, Any]:
+    """The body of a request to run the job."""
+    parts = [job.program, job.tests] if isinstance(job, Pair) else [job]
+    plain = _plain(job) if isinstance(job, Program) else {"program": _plain(job.program), "tests": _plain(job.tests)}
+    files = {"job.json": json.dumps(plain).encode(), "harness.zip": _harness()}
+    return {
+        "language": "python",
+        "code": CODE,
+        "run_timeout": max(part.limits.wall_s for part in parts) + LATE_S,
+        "files": {name: _packed(content) for name, content in files.items()},
+        "fetch_files": ["outcome.json"],
+    }
 
 
-def job_from_json(data: Mapping[str, Any]) -> Program | Pair:
-    """KeyError, TypeError or ValueError for what is no job."""
-    if "program" in data:
-        program, tests = job_from_json(data["program"]), job_from_json(data["tests"])
-        if isinstance(program, Pair) or isinstance(tests, Pair):
-            raise ValueError("a pair of pairs")
-        return Pair(program, tests)
-    limits = Limits(**data["limits"])
-    stdin, artifact = base64.b64decode(data["stdin"]), base64.b64decode(data["artifact"])
-    return Program(dict(data["order"]), stdin, artifact, bool(data["address_space"]), limits)
+def _plain(program: Program) -> dict[str, Any]:
+    plain = {"order": program.order, "address_space": program.address_space, "limits": asdict(program.limits)}
+    return plain | {"stdin": _packed(program.stdin), "artifact": _packed(program.artifact)}
 
 
-def outcome_to_json(outcome: Ended) -> dict[str, Any]:
-    if isinstance(outcome, SandboxTrouble):
-        return {"trouble": str(outcome)}
-    return {"outcome": {key: _packed(value) if isinstance(value, bytes) else value for key, value in asdict(outcome).items()}}
-
-
-def outcome_from_json(data: Mapping[str, Any]) -> Outcome:
+def _outcome(data: Mapping[str, Any]) -> Outcome:
     plain = {one.name: data[one.name] for one in fields(Outcome)}
     packed = {name: base64.b64decode(plain[name]) for name in ("stdout", "stderr", "result")}
     return Outcome(int(plain["exit"]), str(plain["stopped"]), **packed, seconds=float(plain["seconds"]), cpu_s=float(plain["cpu_s"]))
@@ -98,13 +117,23 @@ def _packed(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
 
 
+@lru_cache(maxsize=1)
+def _harness() -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        target.writestr("roll_lite/__init__.py", "")
+        for path in sorted(Path(sandbox.__path__[0]).glob("*.py")):
+            target.writestr(f"roll_lite/sandbox/{path.name}", path.read_bytes())
+    return packed.getvalue()
+
+
 _OF_PROCESS: dict[tuple[Any, ...], Backend] = {}
 
 
 def backend_of(
     remote: RemoteBackend | None, parallel: int, allow_unprotected: bool, readable: Sequence[str], python_path: Sequence[str]
 ) -> Backend:
-    """The one of this process for these settings, started at the first use. ValueError where programs cannot be isolated."""
+    """The backend of this process for these settings, started at its first use. RewardFailed where programs cannot be isolated."""
     key = (remote, parallel, allow_unprotected, tuple(readable), tuple(python_path))
     if key not in _OF_PROCESS:
         _OF_PROCESS[key] = RemoteSandbox(remote) if remote else _local(parallel, allow_unprotected, readable, python_path)

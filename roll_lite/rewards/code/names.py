@@ -1,11 +1,18 @@
-"""Which names of a sample's asserts are the program's. Told from the tests alone: a program that could claim a name could claim `abs`."""
+"""What a sample's asserts take of the program: its names, and whether calls with plain values are enough (`why_inside`).
+
+Read from the tests alone: a program that could claim a name could claim `abs`, and one that could choose where it is tested would choose.
+"""
 
 from __future__ import annotations
 
 import ast
 import builtins
+import collections
+import datetime
+import decimal
+import fractions
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from roll_lite.sandbox.values import FROM_PROGRAM
@@ -15,11 +22,99 @@ USUAL_NAMES = {"np": "numpy", "pd": "pandas"}
 """Of modules that are no part of Python."""
 
 
+PLAIN = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    list,
+    dict,
+    set,
+    range,
+    collections.deque,
+    collections.Counter,
+    decimal.Decimal,
+    fractions.Fraction,
+)
+TIMES = (datetime.datetime, datetime.timedelta)
+OF_ARRAYS = ("shape", "dtype", "ndim", "size", "all", "any", "sum", "mean", "min", "max", "tolist", "item", "round", "astype", "T")
+OF_PLAIN = {name for kind in (*PLAIN, *TIMES) for name in dir(kind)} | {*OF_ARRAYS, "args", "value", "msg", "exception"}
+"""Attributes that plain data and exceptions have."""
+METHODS = {name for kind in PLAIN for name in dir(kind) if callable(getattr(kind, name))}
+NEED_INSIDE = frozenset(
+    {"asyncio", "Mock", "MagicMock", "patch", "redirect_stdout", "stdout", "stdin", "stderr", "builtins", "capsys", "inspect", "signature"}
+    | {"GeneratorType", "islice", "takewhile", "next", "SystemExit", "KeyboardInterrupt", "GeneratorExit", "gc", "weakref", "deepcopy"}
+)
+"""Names for what a call with plain values does not show: output, input, laziness, identity, the end of the interpreter."""
+
+
 @dataclass(frozen=True)
 class Names:
     program: tuple[str, ...]
     modules: dict[str, str]
     """What tests use without importing it, such as `math.pi`."""
+    imports: tuple[str, ...] = ()
+    """Modules that the tests import."""
+    inside: str = ""
+    """Why the test has to run in the program's process; empty where calls with plain values are enough."""
+
+
+def why_inside(tree: ast.Module, program: Collection[str], foreign: Collection[str]) -> str:
+    """Why a test takes more than calls of the program's functions with plain values; empty where it does not. `foreign`: names of modules.
+
+    What has a capital is a class, but for the class Solution, of which tests call methods only.
+    """
+    nodes = list(ast.walk(tree))
+    own = {"self", "cls", "Solution", "super", *foreign} | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and _root(node.value) in own:
+            own |= {_name(target) for target in node.targets}
+    for node in nodes:
+        match node:
+            case ast.Name(id=name) if name in program and name[0].isupper() and name != "Solution":
+                return f"{name} is a class"
+            case ast.ExceptHandler(type=ast.Name(id=name)) if name in program:
+                return f"{name} is an exception"
+            case ast.Name(id=name) | ast.alias(name=name) | ast.Attribute(attr=name) if name in NEED_INSIDE:
+                return name
+            case ast.AsyncFunctionDef() | ast.Await():
+                return "async"
+            case ast.Attribute(value=base, attr=name) if _root(base) not in own:
+                if name not in OF_PLAIN or (isinstance(base, ast.Attribute) and base.attr in METHODS):
+                    return f".{name}"
+            case ast.Compare(left=one, ops=kinds, comparators=others):
+                sides = (one, *others)
+                if any(isinstance(kind, ast.Is | ast.IsNot) for kind in kinds) and not any(map(_is_constant, sides)):
+                    return "identity"
+                if all(_called(side) in program for side in sides):
+                    return "two values of the program"
+            case ast.Set(elts=parts) if any(_called(one) in program for one in parts):
+                return "a set of values of the program"
+            case ast.Call(func=func, args=args) if _name(func) in ("assertIs", "assertIsNot") and not any(map(_is_constant, args)):
+                return "identity"
+            case ast.withitem(context_expr=one) if _called(one) in program:
+                return "a context manager"
+    return ""
+
+
+def _called(node: ast.AST) -> str:
+    return _name(node.func) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+
+
+def _name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Attribute | ast.Call):
+        node = node.value if isinstance(node, ast.Attribute) else node.func
+    return _name(node)
+
+
+def _is_constant(node: ast.AST) -> bool:
+    """What is the same object in every process: constants, types, and what is asked of a type."""
+    return isinstance(node, ast.Constant) or _called(node) == "type" or _name(node) in PYTHONS_OWN
 
 
 def names_of(sources: Sequence[str], entry_point: str | None = None) -> list[Names]:
@@ -33,10 +128,23 @@ def names_of(sources: Sequence[str], entry_point: str | None = None) -> list[Nam
     if unnamed and len(hidden) != 1:
         problem = f"{' or '.join(sorted(hidden))}: which is the program's?" if hidden else "the tests use no function of the program's;"
         raise ValueError(f"{problem} entry_point can name it")
-    return [
-        Names(tuple(sorted(found | named or hidden)), {name: path for name, path in needed.items() if name not in named})
-        for found, needed in zip(own, modules, strict=True)
-    ]
+    return [_names(tree, found | named or hidden, needed, named) for tree, found, needed in zip(trees, own, modules, strict=True)]
+
+
+def _names(tree: ast.Module, program: set[str], needed: dict[str, str], named: set[str]) -> Names:
+    imports, bound = set[str](), set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=aliases):
+                imports |= {alias.name for alias in aliases}
+                bound |= {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
+            case ast.ImportFrom(module=str(module), names=aliases):
+                imports.add(module)
+                bound |= {alias.asname or alias.name for alias in aliases} if module != FROM_PROGRAM else set()
+    modules = {name: path for name, path in needed.items() if name not in named}
+    imports.discard(FROM_PROGRAM)
+    inside = why_inside(tree, program, bound | modules.keys() | {FROM_PROGRAM})
+    return Names(tuple(sorted(program)), modules, tuple(sorted(imports)), inside)
 
 
 def _own_and_modules(tree: ast.Module) -> tuple[set[str], dict[str, str]]:
@@ -49,7 +157,7 @@ def _own_and_modules(tree: ast.Module) -> tuple[set[str], dict[str, str]]:
 
 
 def _used_and_defined(tree: ast.Module) -> tuple[set[str], set[str]]:
-    used, defined = set[str](), {"__name__", "__file__"}
+    used, defined = set[str](), {"__name__", "__file__", "RUN_TEST_CLASSES"}
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name, ctx=ast.Load()):
@@ -83,16 +191,18 @@ def _called_everywhere(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def uncalled_tests(source: str) -> list[str]:
-    """Functions `test_...` that the source defines for a test runner to call. ValueError for what only a test runner can call."""
+    """The calls that a test runner would make of what the source defines: functions `test_...`, and classes of tests together.
+    ValueError for what takes a test runner's fixtures."""
     tree = ast.parse(source)
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    found = []
+    called = {_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    functions, classes = list[str](), False
     for node in tree.body:
         match node:
             case ast.FunctionDef(name=name, args=ast.arguments(posonlyargs=[], args=[])) if name.startswith("test"):
-                found.append(name)
+                functions += [f"{name}()"] if name not in called else []
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if name.startswith("test") and name not in called:
                 raise ValueError(f"{name} has arguments or is asynchronous: only a test runner could call it")
-            case ast.ClassDef(name=name) if name.startswith("Test") and name not in called:
-                raise ValueError(f"{name} is a class of tests: only a test runner could call it")
-    return [name for name in found if name not in called]
+            case ast.ClassDef(name=name, bases=bases) if name not in called:
+                classes |= name.startswith("Test") or any("TestCase" in ast.unparse(base) for base in bases)
+    runs_them = called & {"main", "TextTestRunner", "TestSuite", "run"}
+    return functions + (["RUN_TEST_CLASSES()"] if classes and not runs_them else [])

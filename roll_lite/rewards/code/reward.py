@@ -53,36 +53,32 @@ class CodeReward(RewardType):
     `tolerance`, and 1e-12 about zero. Numbers in output (`compare: numeric`, and decimals with `auto`) may have an absolute or a relative
     error of `tolerance`; with `auto` the absolute error is at most a hundredth of the number, so that 1e-9 is not 2e-9.
 
-    **Asserts** run in a process of their own, which holds no line of the program; it calls the program's functions and gets plain data
-    back. So a program decides no comparison and cannot forge a verdict. What follows from that:
+    Each call runs in a process of its own, which has run the program: what one call leaves behind, the next does not find.
+
+    **Asserts** run in a sandbox of their own, which holds no line of the program. They call the program's functions with plain values, get
+    plain values back, and decide. So a program decides no comparison and cannot forge a verdict. All asserts of a sample share the
+    program's process: they may rely on what an earlier one has changed there. What follows:
 
     - The names that the tests use and neither define nor import are the program's. Modules (`math.pi`) are Python's own also without an
       import, and so are Python's built-in names, except for the `entry_point`, or where tests call nothing but one of these (`assert
       sum(10, 15) == 6`). Helpers that decide (`is_close(f(1), 2)`) belong into the tests: left to the program, they are forged.
-    - Plain data crosses as copies: numbers, text, bytes, lists, tuples, sets, dicts, ranges, arrays of numpy, and `Decimal`, `Fraction`,
-      `date`, `time`, `datetime`, `timedelta`, `deque`, `Counter` and `OrderedDict`. A list, dict or set that crosses by itself is kept the
-      same on both sides: `box.items.append(1)`, what a function changes in its arguments, and `f(x) is not x` mean what they mean in
-      Python.
-    - What the program prints during a call, the tests print; where it asks for `input`, the tests' own answers, which they may patch.
-    - Other objects stay with the program: the tests can do with them what they could in one process, and each operator is asked there as a
-      method is. They are compared as what they are: itself, or the list or number that they derive from. Where their class has an
-      `__eq__` of its own, two that the program returned are equal if it says so and they hold the same. One that is a list here and a
-      number there, that has another length than items, or that is both less and more than another, fails the tests. A subclass of a
-      list, tuple, dict or set that loops, indexes or counts in its own way crosses as the plain data that it holds, where the tests name
-      no class of the program and use nothing that only the subclass has.
-    - Functions of the tests that the program is given run with the tests, whenever it calls them; one that asserts there and fails, fails
-      the tests.
-    - A class of the tests that derives from one of the program's is made in the program, where nothing of the tests' own but its imports
-      is. Coroutines run there as well, each a little at a time, while the tests await them.
-    - What a context manager of the program swallows is swallowed where it ends the last statement of its block, and no assert.
-    - Exceptions of Python and of the program keep their types, their text and attributes that are plain data, in both directions;
-      one that would end a loop of the tests (`StopIteration`) becomes another. The end of an iterator is told where the tests catch it.
-    - What the tests need and cannot be done that way is a failure with its cause, not a verdict: classes and asynchronous functions of the
-      tests as arguments, comparing with `==` an object that they make of a class with its own `__eq__`, derived classes that assert or
-      use other functions of the tests, a module that is not there (`python_path`), tests that never use the program, `is` about
-      something inside of a value.
-    - What a program brings about by itself is wrong: a coroutine that the tests do not await, an object of its own that is compared with
-      plain data or reckoned with it (`assert f(1) == 5`, `f(1) - 5`), an exception where they call a function, a value of more than 8 MB.
+    - Plain values are numbers, text, bytes, lists, tuples, sets, dicts, ranges, arrays of numpy, `Decimal`, `Fraction`, `date`, `time`,
+      `datetime`, `timedelta`, `deque`, `Counter` and `OrderedDict`; subclasses of these cross as the data that they hold, iterators as the
+      items that they give, at most 100,000. Values are copies; a list, dict, set or bytearray that a function changes in its arguments
+      changes in the tests as well. Exceptions cross as the nearest of Python's own kinds, with their arguments and text.
+    - Any other object stays with the program. The tests can pass it back or call it; it has no operators and equals nothing else. So
+      an object with an `__eq__` or `__sub__` of its own fails `f(1) == 5` and `abs(f(1) - 5) < 1e-3`.
+    - unittest classes, and classes `Test...` with methods `test_...`, run as a test runner would run them. What takes a test runner's
+      fixtures is a failure, and so is a module that is not there (`python_path`).
+
+    **Inside.** Some tests take more than calls with plain values: those that use the program's classes (names with a capital, but for
+    `Solution`) and exceptions, give it functions, await coroutines, ask for identity, patch or redirect. Whether a test does is read from
+    the test alone, never from the response. Such a test runs in the program's own process once the program has been run; its verdict comes
+    with a secret that the program was not given. The program's operators count as little as possible there: a comparison of its object with
+    a plain value goes by the data that the object holds, two of its objects are equal if their class says so and their attributes are
+    equal, another operator that sees a plain value and gives one fails the test, and an assert that failed stays failed whatever swallows
+    it. A program that is made to attack its own interpreter can still forge such a verdict. `inside` in the sample's details is the number
+    of tests decided that way.
 
     **What programs find.** Python's own library, the system's programs and libraries, an empty folder of their own, and what `readable`
     and `python_path` name: nothing else below /usr, no installed packages, nothing of the project. What multiprocessing
@@ -94,15 +90,15 @@ class CodeReward(RewardType):
     **What counts.** Where cgroup v2 lets a sandbox make a group (root, or an ordinary user whose group was delegated, as by `systemd-run
     --user --scope`), the kernel counts computing time there, and memory and processes where it gives these to a group; the line about the
     code sandbox in the log says which. Elsewhere the sandbox looks some twenty times a second; of processes that live more shortly it
-    estimates what they compute.
+    estimates what they compute. Without mount namespaces the size of a program's folder is looked at, too, as soon as the disk fills.
 
-    A sandbox elsewhere (`backend`) gets `POST {"job": ...}` and answers `{"outcome": ...}`, or `{"trouble": cause}` where it could not run
-    the job; `job_from_json` and `outcome_to_json` in `roll_lite/rewards/code/backends.py` read the one and write the other.
+    **What is refused**, beside the network and other processes: `flock`, leases and watches on files, flags of files, shared memory,
+    semaphores and queues outside of the program's own folder, `fallocate` without mount namespaces.
 
-    With `kind: sandbox_fusion` the URL is the `/run_code` of a [SandboxFusion](https://github.com/bytedance/SandboxFusion) server:
-    programs, calls, asserts and all languages mean the same there, as long as its image has Python 3.10 or later and the languages'
-    compilers. The program and its tests are processes of one sandbox there, so that a program that is made to attack the tests is held off
-    less well than here.
+    **A sandbox elsewhere** (`backend`) is a [SandboxFusion](https://github.com/bytedance/SandboxFusion) server, with the URL of its
+    `/run_code`: programs, calls, asserts and all languages mean the same there, as long as its image has Python 3.10 or later and the
+    languages' compilers. A program gets a fresh interpreter, which never held its tests. Both are processes of one sandbox there, so that a
+    program that is made to attack the tests is held off less well than here.
 
     ```yaml
     reward:
@@ -153,7 +149,7 @@ class CodeReward(RewardType):
     """Most that it may print."""
     file_mb: PositiveInt = 16
     """Largest file that it may write."""
-    processes: PositiveInt = 32
+    processes: PositiveInt = 64
     """Most processes that it may have."""
     parallel: PositiveInt = 1
     """Programs that one worker runs at the same time."""
@@ -162,7 +158,7 @@ class CodeReward(RewardType):
     python_path: tuple[str, ...] = ()
     """Folders that Python programs may import from."""
     backend: RemoteBackend | None = None
-    """A sandbox elsewhere: {kind: roll_lite or sandbox_fusion, url, api_key_env, concurrency, timeout_s, retries}."""
+    """A SandboxFusion server: {kind: sandbox_fusion, url, api_key_env, concurrency, timeout_s, retries}."""
     allow_unprotected: bool = False
     """Run programs also where they cannot be isolated."""
 
@@ -200,6 +196,9 @@ class CodeReward(RewardType):
             [first] = trial([RewardInput("", "", "1 + 1", 2, {}, "stop")])
             if isinstance(first, RewardFailed):
                 raise first
+
+    def at_once(self) -> int:
+        return self.parallel if self.backend is None else self.backend.concurrency
 
     def describe(self) -> str:
         """What keeps the programs apart from everything else."""

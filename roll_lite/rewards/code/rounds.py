@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from roll_lite.sandbox.values import decode, encode
 COMPILE = Limits(cpu_s=20.0, wall_s=60.0, memory_mb=2048, output_kb=16 * 1024, file_mb=32, folder_mb=256)
 CLOCK = 3.0
 """Times as much as computing time: others compute as well."""
+MOST_CALLS = 20
+"""Calls of a program that share the process which has run it."""
 SHOWN = 160
 LONGEST_CODE = 4000
 
@@ -34,6 +36,8 @@ class Attempt:
     prelude: str = ""
     passed: int = 0
     done: int = 0
+    inside: int = 0
+    """Tests decided in the program's own process."""
     spent_s: float = 0.0
     """Computing time, or a third of the time by the clock where that is more."""
     verdict: str = ""
@@ -56,6 +60,8 @@ class Attempt:
             "passed": self.passed,
             "tests": len(self.tests),
         }
+        if self.inside:
+            details["inside"] = self.inside
         return Score(value, correct, details)
 
 
@@ -69,14 +75,24 @@ class Rounds:
     _jobs: list[tuple[Attempt, Test]] = field(default_factory=list)
 
     def run(self, backend: Backend, attempts: Sequence[Attempt]) -> None:
-        """In rounds of one test of every sample, so that a sample ends with its first failure and samples run side by side."""
+        """In rounds of a few tests of every sample, so that a sample ends with its first failure and samples run side by side."""
         self._compile(backend, [one for one in attempts if one.language is not None and one.language.compile])
         waiting = [one for one in attempts if not one.over and one.failure is None]
         while waiting:
-            jobs = [self._job(one, one.tests[one.done]) for one in waiting]
-            for attempt, ended in zip(waiting, backend.run_many(jobs), strict=True):
-                self._note(attempt, attempt.tests[attempt.done], ended)
+            groups = [self._group(one) for one in waiting]
+            jobs = [self._job(one, group) for one, group in zip(waiting, groups, strict=True)]
+            for attempt, group, ended in zip(waiting, groups, backend.run_many(jobs), strict=True):
+                self._note(attempt, group, ended)
             waiting = [one for one in waiting if not one.over and one.failure is None and one.done < len(one.tests)]
+
+    def _group(self, attempt: Attempt) -> list[Test]:
+        """The next tests, as many as share a process: all asserts, and calls in growing numbers, for most wrong programs fail at once."""
+        rest = attempt.tests[attempt.done :]
+        kind = [(test.function, test.source is None) for test in rest]
+        alike = next((place for place, one in enumerate(kind) if one != kind[0]), len(kind))
+        if rest[0].source is not None:
+            return rest[:alike]
+        return rest[: min(alike, MOST_CALLS, 1 + 3 * attempt.done if self.fail_fast else MOST_CALLS)] if rest[0].function else rest[:1]
 
     def _compile(self, backend: Backend, attempts: Sequence[Attempt]) -> None:
         jobs = []
@@ -96,54 +112,70 @@ class Rounds:
             else:
                 attempt.artifact = ended.result
 
-    def _job(self, attempt: Attempt, test: Test) -> Program | Pair:
-        language = attempt.language
+    def _job(self, attempt: Attempt, group: list[Test]) -> Program | Pair:
+        language, test, several = attempt.language, group[0], len(group)
         left = max(0.05, self.total_s - attempt.spent_s)
-        limits = replace(self.limits, cpu_s=min(self.limits.cpu_s, left), wall_s=min(self.limits.wall_s, CLOCK * left))
-        limits = replace(limits, output_kb=max(limits.output_kb, _needed_kb(test)))
+        needed_kb = max(self.limits.output_kb, *map(_needed_kb, group)) + 1
+        cpu_s, wall_s = (min(one * several, most) for one, most in ((self.limits.cpu_s, left), (self.limits.wall_s, CLOCK * left)))
+        limits = replace(self.limits, cpu_s=cpu_s, wall_s=wall_s, output_kb=needed_kb * several)
+        source = {"source": attempt.source, "prelude": attempt.prelude}
+        each = {"test_s": self.limits.cpu_s, "wall_s": self.limits.wall_s, "most_bytes": needed_kb << 10}
         if attempt.is_expression:
             return Program({"kind": "expression", "source": attempt.source}, limits=limits)
-        source = {"source": attempt.source, "prelude": attempt.prelude}
         if test.function is not None:
-            call = {"function": test.function, "args": encode(test.args), "kwargs": encode(test.kwargs)}
-            return Program({"kind": "call", **source, **call}, limits=limits)
+            calls = encode([[one.args, one.kwargs] for one in group])
+            return Program({"kind": "calls", **source, **each, "function": test.function, "calls": calls}, limits=limits)
         if test.source is not None:
-            tests = {"kind": "tests", "source": test.source, "names": test.names, "modules": test.modules}
-            return Pair(Program({"kind": "serve", **source}, limits=limits), Program(tests, limits=limits))
+            names = sorted({name for one in group for name in one.names})
+            asked = [{name: getattr(one, name) for name in ("source", "names", "modules", "imports", "inside")} for one in group]
+            tests = {"kind": "tests", "tests": asked, "fail_fast": self.fail_fast, "wall_s": self.limits.wall_s}
+            return Pair(Program({"kind": "serve", **source, **each, "names": names}, limits=limits), Program(tests, limits=limits))
         if language is None:
             return Program({"kind": "script", **source}, test.stdin.encode(), limits=limits)
         files = {} if language.compile else {language.file: attempt.source}
         order = {"kind": "exec", "files": files, "command": language.run, "artifact": language.artifact if language.compile else ""}
         return Program(order, test.stdin.encode(), attempt.artifact, language.address_space, limits)
 
-    def _note(self, attempt: Attempt, test: Test, ended: Ended) -> None:
-        attempt.done += 1
+    def _note(self, attempt: Attempt, group: list[Test], ended: Ended) -> None:
         if isinstance(ended, SandboxTrouble):
             attempt.failure = RewardFailed(f"reward code: {ended}")
             return
-        if test.source is not None and (cannot := _cannot(ended)):
-            attempt.failure = RewardFailed(f"reward code: test {attempt.done}: the harness cannot do this: {cannot}")
-            return
         attempt.spent_s += max(ended.cpu_s, ended.seconds / CLOCK)
-        verdict = self._verdict(attempt, test, ended)
-        if verdict:
-            attempt.fail(verdict)
-            attempt.over = self.fail_fast
-        else:
-            attempt.passed += 1
+        for verdict in self._verdicts(attempt, group, ended):
+            attempt.done += 1
+            if isinstance(verdict, RewardFailed):
+                attempt.failure = RewardFailed(f"reward code: test {attempt.done}: {verdict.cause}")
+                return
+            attempt.passed += not verdict
+            if verdict:
+                attempt.fail(verdict)
+                attempt.over = self.fail_fast
+            if attempt.over:
+                return
         if attempt.spent_s > self.total_s and attempt.done < len(attempt.tests):
             attempt.done += 1
             attempt.fail(f"no time left: all tests together have {self.total_s:g} s")
             attempt.over = True
 
+    def _verdicts(self, attempt: Attempt, group: list[Test], ended: Outcome) -> Iterator[str | RewardFailed]:
+        """Of the tests that ran, at least one, in turn; empty where a test is passed."""
+        if group[0].source is None and group[0].function is None:
+            yield _LIMITS[ended.stopped] if ended.stopped else self._verdict(attempt, group[0], ended)
+            return
+        said = [_json(line) for line in ended.result.splitlines()][: len(group)]
+        for test, one in zip(group, said, strict=False):
+            yield self._value_verdict(attempt, test, one) if test.source is None else _assert_verdict(attempt, one, ended)
+        if len(said) == len(group) or (said and group[0].source is not None and not ended.stopped):
+            return
+        if ended.stopped:  # the rest gets a process of its own
+            yield _LIMITS[ended.stopped]
+            return
+        yield from [f"no value: {_tail(ended.stderr) or f'exit status {ended.exit}'}"] * (len(group) - len(said))
+
     def _verdict(self, attempt: Attempt, test: Test, ended: Outcome) -> str:
-        """Empty where the test is passed."""
-        if ended.stopped:
-            return _LIMITS[ended.stopped]
-        if test.source is not None:
-            return _tests_verdict(ended)
-        if attempt.is_expression or test.function is not None:
-            return self._value_verdict(attempt, test, ended)
+        if attempt.is_expression:
+            said = _json(ended.result) if ended.exit == 0 else None
+            return self._value_verdict(attempt, test, said or {"error": _tail(ended.stderr) or f"exit status {ended.exit}"})
         if ended.exit != 0:
             return f"exit status {ended.exit}: {_tail(ended.stderr)}"
         printed = ended.stdout.decode("utf-8", errors="replace")
@@ -151,17 +183,17 @@ class Rounds:
             return ""
         return f"printed {printed!r:.{SHOWN}}, expected {test.expected!r:.{SHOWN}}"
 
-    def _value_verdict(self, attempt: Attempt, test: Test, ended: Outcome) -> str:
-        result = _json(ended.result)
-        if ended.exit != 0 or not isinstance(result, dict) or "value" not in result:
-            return f"no value: {_tail(ended.stderr) or f'exit status {ended.exit}'}"
+    def _value_verdict(self, attempt: Attempt, test: Test, said: Any) -> str:
+        if not isinstance(said, dict) or "value" not in said:
+            said = said if isinstance(said, dict) else {}
+            return _LIMITS.get(str(said.get("stopped")), f"no value: {said.get('error', 'no answer')}")
         try:
-            value = decode(result["value"])
-            if value is None and "changed" in result and _works_in_place(attempt.tests):
-                value = decode(result["changed"])
+            value = decode(said["value"])
+            if value is None and "changed" in said and _works_in_place(attempt.tests):
+                value = decode(said["changed"])
             same = any(same_value(one, value, self.tolerance) for one in (test.expected, *test.also))
             return "" if same else f"value {value!r:.{SHOWN}}, expected {test.expected!r:.{SHOWN}}"
-        except (ValueError, TypeError, RecursionError, OverflowError) as error:
+        except (ValueError, TypeError, RecursionError, ArithmeticError) as error:
             return f"no value: {type(error).__name__}"
 
 
@@ -180,21 +212,17 @@ def _needed_kb(test: Test) -> int:
     return len(json.dumps(encode(test.expected))) * 2 // 1024
 
 
-def _tests_verdict(ended: Outcome) -> str:
-    """Of asserts. Where the program ended early, with what it said."""
-    verdict = _json(ended.result)
-    if not isinstance(verdict, dict):
+def _assert_verdict(attempt: Attempt, said: Any, ended: Outcome) -> str | RewardFailed:
+    """Of asserts. Where the program ended early, with its last words."""
+    if not isinstance(said, dict):
         return "failed: the tests did not end"
-    if ended.exit == 0 and verdict.get("value") is True:
-        return ""
-    said = _tail(ended.stderr) if "the program ended" in str(verdict.get("error")) else ""
-    return f"failed: {verdict.get('error')}{f': {said}' if said else ''}"
-
-
-def _cannot(ended: Outcome) -> str:
-    """Why the asserts say nothing about the program; empty where they do."""
-    verdict = _json(ended.result)
-    return str(verdict["cannot"])[:SHOWN] if isinstance(verdict, dict) and "cannot" in verdict else ""
+    if said.get("cannot"):
+        return RewardFailed(f"the harness cannot do this: {said['cannot']:.{SHOWN}}")
+    attempt.inside += bool(said.get("inside"))
+    if said.get("stopped") or (ended.stopped and "ended" in str(said.get("error"))):
+        return _LIMITS[said.get("stopped") or ended.stopped]
+    last = _tail(ended.stderr) if "the program ended" in str(said.get("error")) else ""
+    return f"failed: {said['error']}{f': {last}' if last else ''}" if said.get("error") else ""
 
 
 _LIMITS = {

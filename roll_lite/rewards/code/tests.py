@@ -28,7 +28,10 @@ class Test:
     names: tuple[str, ...] = ()
     """Of the program, which the asserts use."""
     modules: dict[str, str] = field(default_factory=dict)
-    """Which the asserts use without an import."""
+    """Modules that the asserts use without an import."""
+    imports: tuple[str, ...] = ()
+    inside: str = ""
+    """Why the asserts have to run in the program's process; empty where calls with plain values are enough."""
 
     def needs(self) -> tuple[str, ...]:
         """What a program in Python has to define; a method by its own name."""
@@ -124,18 +127,21 @@ def _text(given: Any) -> str:
 
 def _asserts(sources: Sequence[str], entry_point: str | None) -> list[Test]:
     """One of each text; of a text with functions for a test runner, one of each function."""
+    if not any(word in source for source in sources for word in ("assert", "raises")):
+        raise ValueError("text without asserts")
     complete = [whole for source in sources for whole in _complete(source, entry_point)]
     named = names_of(complete, entry_point)
-    return [Test(source=source, names=names.program, modules=names.modules) for source, names in zip(complete, named, strict=True)]
+    return [
+        Test(source=source, names=names.program, modules=names.modules, imports=names.imports, inside=names.inside)
+        for source, names in zip(complete, named, strict=True)
+    ]
 
 
 def _complete(source: str, entry_point: str | None) -> list[str]:
     """With the calls that a data set leaves to its own harness."""
     functions = {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    if "assert" not in source:
-        raise ValueError("text without asserts")
     if "check" in functions and "\ncheck(" not in source:
         if not entry_point:
             raise KeyError("entry_point")
         return [f"{source}\ncheck({entry_point})\n"]
-    return [f"{source}\n{name}()\n" for name in uncalled_tests(source)] or [source]
+    return [f"{source}\n{call}\n" for call in uncalled_tests(source)] or [source]

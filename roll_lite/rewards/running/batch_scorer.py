@@ -137,11 +137,13 @@ class BatchScorer:
                 return
 
     def _in_lists(self, function: RewardFunction, entries: list[_Entry], until: float, scored: Scored) -> None:
-        """Call a function with all samples; if that fails as a whole, with each sample alone, to blame the right one."""
+        """Call a function with as many samples as it scores side by side, so that each has the time limit to itself; if a call fails as a
+        whole, with each sample alone, to blame the right one."""
         open_ = self._unfailed(entries)
         if not open_ or scored.suspects:
             return
-        calls = [open_]
+        at_once = function.at_once or len(open_)
+        calls = [open_[start : start + at_once] for start in range(0, len(open_), at_once)]
         while calls:
             call = calls.pop(0)
             started = time.monotonic()
@@ -159,7 +161,7 @@ class BatchScorer:
                 return
             except RewardFailed as failure:
                 if len(call) > 1:
-                    calls = [[one] for one in call]
+                    calls = [[one] for one in call] + calls
                 else:
                     call[0].parts[function] = failure
             for one in call:

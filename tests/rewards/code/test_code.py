@@ -6,10 +6,9 @@ import importlib.util
 import json
 import math
 import shutil
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -242,35 +241,8 @@ def test_languages_of_ones_own_are_checked() -> None:
 # ---------------------------------------------------------------- remote
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Any]:
-    spec = importlib.util.spec_from_file_location("sandbox_server", ROOT / "examples" / "sandbox_server.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    server = module.SandboxServer(("127.0.0.1", 0), 2, key="open sesame")
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def test_remote(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SANDBOX_KEY", "open sesame")
-    backend = RemoteBackend(url=f"http://127.0.0.1:{server.server_port}/run", api_key_env="SANDBOX_KEY")
-    assert scored(DOUBLE, STDIO, backend=backend).value == 1.0
-    assert scored("def f(x): return sum(x)", HUMAN_EVAL, backend=backend).value == 1.0
-    assert scored("print(1)", STDIO, backend=backend).value == 0.0
-    results = CodeReward(mode="expression", backend=backend)([sample(f"{n} + 1", n + 1) for n in range(20)])
-    assert [one.value for one in results if isinstance(one, Score)] == [1.0] * 20
-    monkeypatch.setenv("SANDBOX_KEY", "guessed")
-    cause = failed(DOUBLE, STDIO, backend=backend)
-    assert "401" in cause and "guessed" not in cause
-
-
 def test_a_remote_that_is_down_is_a_failure() -> None:
-    backend = RemoteBackend(url="http://127.0.0.1:9/run", retries=1)
+    backend = RemoteBackend(url="http://127.0.0.1:9/run_code", retries=1)
     assert "no answer after 2 attempts" in failed(DOUBLE, STDIO, backend=backend)
     code_backends._OF_PROCESS.clear()
 

@@ -125,3 +125,28 @@ def test_what_goes_wrong_there_is_a_failure(backend: RemoteBackend) -> None:
     failure = result(backend, "print('sandbox error')", STDIO)
     assert isinstance(failure, RewardFailed)
     assert failure.cause.endswith("SandboxFusion left no outcome: no executor is free")
+
+
+def test_a_program_that_ends_its_sandbox_is_wrong(backend: RemoteBackend) -> None:
+    """The response alone brings it about; another program runs there."""
+    for program, tests in (("{}", STDIO), ("{}\ndef f(x): return x", "assert f(1) == 1")):
+        score = result(backend, program.format("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)"), tests)
+        assert isinstance(score, Score) and score.value == 0.0 and score.details["verdict"] == "test 1: ended its sandbox", score
+
+
+LOOKS = """
+import gc, sys
+frame, seen = sys._getframe(), []
+while frame:
+    seen.append(repr(frame.f_locals) + repr(frame.f_globals))
+    frame = frame.f_back
+seen.append(repr([one for one in gc.get_objects() if type(one) in (dict, list, tuple)]))
+found = int(sys.argv[0] != "main.py" or any(''.join(reversed("hsifdrows")) in one for one in seen))
+"""
+
+
+def test_a_programs_interpreter_never_held_its_tests(backend: RemoteBackend) -> None:
+    score = result(backend, f"{LOOKS}\ndef f(x): return found", "assert f('a') == 0  # swordfish")
+    assert isinstance(score, Score) and score.value == 1.0, score
+    score = result(backend, f"{LOOKS}\nprint(found)", [{"stdin": "", "stdout": "0"}, {"stdin": "", "stdout": "swordfish"}], score="fraction")
+    assert isinstance(score, Score) and score.value == 0.5, score

@@ -1,0 +1,192 @@
+"""Guards for a test that runs in the program's own process: operators of the program's classes decide as little as possible.
+
+A class could equal everything (`__eq__`), or see what is expected of it (`Area(3) - 28.274`). So a comparison counts only between two
+objects of the program that also hold the same, and an operator of the program's between one of its objects and a plain value fails the
+test. An assert of the tests that has failed stays failed, whatever catches it. A program that patches the interpreter can still forge a
+verdict.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from roll_lite.sandbox.values import FROM_PROGRAM, encode, plain_copy
+
+BUILTINS = dict(vars(builtins))
+"""As they are before a program can change them."""
+COMPARES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
+    "Eq": (operator.eq, ("__eq__", "__ne__")),
+    "NotEq": (operator.ne, ("__eq__", "__ne__")),
+    "Lt": (operator.lt, ("__lt__", "__gt__")),
+    "Gt": (operator.gt, ("__lt__", "__gt__")),
+    "LtE": (operator.le, ("__le__", "__ge__")),
+    "GtE": (operator.ge, ("__le__", "__ge__")),
+    "Is": (operator.is_, ()),
+    "IsNot": (operator.is_not, ()),
+}
+ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow, operator.matmul)
+BITS = (operator.lshift, operator.rshift, operator.or_, operator.xor, operator.and_)
+KINDS = "Add Sub Mult Div FloorDiv Mod Pow MatMult LShift RShift BitOr BitXor BitAnd"
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = dict(zip(KINDS.split(), (*ARITHMETIC, *BITS), strict=True))
+COMPARING = ("__eq__", "__ne__", "__lt__", "__gt__", "__le__", "__ge__", "__sub__", "__rsub__")
+PLAIN_CONTAINERS = (list, tuple, set, frozenset, dict)
+DEEPEST = 20
+RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "assertWarns", "assertLogs", "assertNoLogs")
+
+
+def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
+    """The tests' syntax tree with guards, which `names` gets under names of their own; asserts that fail are noted in `failed`."""
+    names |= {"__builtins__": BUILTINS, "__compare__": compare, "__operate__": operate}
+    names |= {"__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300])}
+    names |= {"__reached__": set(), "__all_reached__": functools.partial(_all_reached, failed)}
+    if "unittest" in source:
+        _guard_unittest(failed)
+    tree = ast.parse(source)
+    return ast.fix_missing_locations(_Guards(source.splitlines()).visit(tree))
+
+
+class _Guards(ast.NodeTransformer):
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        kinds = ast.List([ast.Constant(type(one).__name__) for one in node.ops], ast.Load())
+        return _call(node, "__compare__", kinds, node.left, *node.comparators)
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        return _call(node, "__operate__", ast.Constant(type(node.op).__name__), node.left, node.right)
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        """`assert x, y`, of which a failure is noted as well as raised."""
+        self.generic_visit(node)
+        line = ast.Constant(self._lines[node.lineno - 1].strip())
+        note = ast.copy_location(ast.Expr(_call(node, "__failed__", line, *([node.msg] if node.msg else []))), node)
+        raised = ast.copy_location(ast.Assert(ast.Constant(False), copy.deepcopy(node.msg)), node)
+        return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), node.test), [note, raised], []), node)
+
+    def visit_With(self, node: ast.With) -> Any:
+        """Check that a context manager swallows nothing but a last call or `raise` of its block."""
+        called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
+        names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
+        self.generic_visit(node)
+        if names & set(RAISING):
+            return node
+        key = ast.Constant(node.lineno)
+        mark = ast.Expr(ast.Call(ast.Attribute(ast.Name("__reached__", ast.Load()), "add", ast.Load()), [key], []))
+        place = len(node.body) - isinstance(node.body[-1], ast.Raise | ast.Expr)
+        node.body.insert(place, ast.copy_location(mark, node))
+        check = ast.Expr(_call(node, "__all_reached__", ast.Name("__reached__", ast.Load()), key))
+        return [node, ast.copy_location(check, node)]
+
+
+def _call(node: Any, name: str, *args: Any) -> ast.Call:
+    return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), list(args), []), node)
+
+
+def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
+    if line not in reached:
+        failed.append(f"a context manager of the program swallowed the rest of its block, line {line} of the tests")
+
+
+def _guard_unittest(failed: list[str]) -> None:
+    """Methods of unittest compare on their own: what decides there has to be either plain on both sides, or of the program on both."""
+    import unittest
+
+    def guard(method: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                own = [_decides(one, COMPARING) for one in args[:2]]
+                if len(own) == 2 and own[0] != own[1]:
+                    raise AssertionError("an operator of the program's class would see the plain value that is expected of it")
+                if all(own) and method.__name__ == "assertEqual" and _state(args[0]) != _state(args[1]):
+                    raise AssertionError("objects of the program that do not hold the same")
+                return method(self, *args, **kwargs)
+            except AssertionError as error:
+                failed.append(f"AssertionError: {error}"[:300])
+                raise
+
+        return checked
+
+    for name in dir(unittest.TestCase):
+        if name.startswith("assert") and name not in RAISING:
+            setattr(unittest.TestCase, name, guard(getattr(unittest.TestCase, name)))
+
+
+def compare(kinds: list[str], *values: Any) -> Any:
+    """A comparison, or a chain of them."""
+    if len(kinds) == 1:
+        return _compared(kinds[0], *values)
+    return all(_compared(kind, one, other) for kind, one, other in zip(kinds, values, values[1:], strict=False))
+
+
+def _compared(kind: str, one: Any, other: Any) -> Any:
+    if kind in ("In", "NotIn"):
+        return _holds(other, one) == (kind == "In")
+    operation, dunders = COMPARES[kind]
+    own = [_decides(value, dunders) for value in (one, other)]
+    if not all(own) and any(own):  # compare the data that the program's class holds, whatever the class says of it
+        one, other = plain_copy(one), plain_copy(other)
+        if any(_decides(value, dunders) for value in (one, other)):
+            if kind in ("Eq", "NotEq"):
+                return kind == "NotEq"
+            raise AssertionError("an operator of the program's class would see the plain value that is expected of it")
+    result = operation(one, other)
+    if all(own) and type(result) is not bool:
+        raise AssertionError(f"a comparison of the program's gave a {type(result).__name__}")
+    if all(own) and kind in ("Eq", "NotEq") and result == (kind == "Eq"):
+        return (_state(one) == _state(other)) == (kind == "Eq")
+    return result
+
+
+def _holds(container: Any, item: Any) -> bool:
+    if type(container) in PLAIN_CONTAINERS and any(_decides(one, ("__eq__", "__ne__")) for one in (item, *container)):
+        return any(item is one or _compared("Eq", item, one) for one in container)
+    return bool(item in container)
+
+
+def operate(kind: str, one: Any, other: Any) -> Any:
+    """An operator, unless it is the program's own, sees a plain value, and gives one."""
+    operation = OPERATORS[kind]
+    name = operation.__name__.strip("_")
+    own = [_defines(value, (f"__{name}__", f"__r{name}__")) for value in (one, other)]
+    result = operation(one, other)
+    sees_plain = (own[0] and not _is_own(type(other))) or (own[1] and not _is_own(type(one)))
+    if sees_plain and not _is_own(type(result)) and not (kind == "Mod" and type(one) is str):
+        raise AssertionError("an operator of the program's class would see the plain value that is expected of it")
+    return result
+
+
+def _is_own(kind: type) -> bool:
+    return kind.__module__ == FROM_PROGRAM
+
+
+def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
+    return any(_is_own(kind) and any(name in vars(kind) for name in dunders) for kind in type(value).__mro__)
+
+
+def _decides(value: Any, dunders: tuple[str, ...], depth: int = 0) -> bool:
+    """Whether an operator that the program defines would be asked, for the value itself or for what is in it."""
+    if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
+        return any(_decides(one, dunders, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ())))
+    return _defines(value, dunders)
+
+
+def _state(value: Any, above: tuple[int, ...] = ()) -> Any:
+    """What a value holds, as plain data; an object of the program by its attributes."""
+
+    def refer(one: Any) -> Any:
+        if id(one) in above or not _is_own(type(one)):
+            return {"same": above.index(id(one)) if id(one) in above else id(one)}
+        slots = [name for kind in type(one).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)]
+        held = {name: getattr(one, name) for name in slots if hasattr(one, name)} | getattr(one, "__dict__", {})
+        return {type(one).__qualname__: [[name, _state(held[name], (*above, id(one)))] for name in sorted(held)]}
+
+    return encode(value, refer)
