@@ -83,7 +83,7 @@ class RemoteSandbox:
                 return _outcome(json.loads(base64.b64decode(found)))
             run = answer.get("run_result") or {}
             said = (run.get("stderr") or "").strip().rpartition("\n")[2] or answer.get("message") or run.get("status") or answer["status"]
-            return SandboxTrouble(f"{url}: SandboxFusion left no outcome: {said:.300}", True)  # which its program may have brought about
+            return SandboxTrouble(f"{url}: SandboxFusion left no outcome: {said:.300}", bool(run))  # which a program may bring about
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             return SandboxTrouble(f"{url} answered with no outcome: {type(error).__name__}: {error}")
 

@@ -148,5 +148,7 @@ found = int(sys.argv[0] != "main.py" or any(''.join(reversed("hsifdrows")) in on
 def test_a_programs_interpreter_never_held_its_tests(backend: RemoteBackend) -> None:
     score = result(backend, f"{LOOKS}\ndef f(x): return found", "assert f('a') == 0  # swordfish")
     assert isinstance(score, Score) and score.value == 1.0, score
-    score = result(backend, f"{LOOKS}\nprint(found)", [{"stdin": "", "stdout": "0"}, {"stdin": "", "stdout": "swordfish"}], score="fraction")
+    score = result(
+        backend, f"{LOOKS}\nprint(found)", [{"stdin": "", "stdout": "0"}, {"stdin": "", "stdout": "swordfish"}], score="fraction"
+    )
     assert isinstance(score, Score) and score.value == 0.5, score
