@@ -1,1 +1,1 @@
-"""Pure maths: tensors and settings in, tensors out. No Ray, no batch class; masked entries never contribute, whatever stands there."""
+"""Pure maths: tensors and settings in, tensors out. No Ray, no batch class; masked entries never contribute."""

@@ -1,8 +1,8 @@
-"""Advantages: of single tokens, of whole samples, and whitening.
+"""Advantages of tokens and of samples, and whitening.
 
-Token tensors are [B, T-1] with a bool mask of the policy's tokens; entry t belongs to token t+1. Masked columns, a tool's output
-among them, are skipped, not stepped through: the token before a gap is followed by the token after it. Everything is computed in
-host memory, with sums in float64, and is 0 where masked, whatever stands there.
+Token tensors are [B, T-1] with a bool mask of the policy's tokens; entry t belongs to token t+1. Masked columns, such as a tool's output,
+are skipped: the token before a gap is followed by the token after it. Results are computed in host memory with sums in float64, and are 0
+where masked.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def last_policy_token(mask: torch.Tensor) -> torch.Tensor:
 
 
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, kl_rewards: torch.Tensor | None = None) -> torch.Tensor:
-    """rewards [B], mask [B, T-1], kl_rewards [B, T-1] -> [B, T-1] float64, 0 where masked. On the host.
+    """Token rewards on the host: rewards [B], mask [B, T-1], kl_rewards [B, T-1] -> [B, T-1] float64, 0 where masked.
 
-    Every policy token has its own of kl_rewards, minus what it pays for KL; the reward lands on the last policy token, which is not the
-    last column of a padded row, nor the last token of a row that ends in a tool's output. Rows without policy tokens get nothing.
-    float64, because that token's KL may be millions of times smaller than the reward beside it.
+    Each policy token gets its kl_rewards; the last policy token also gets the row's reward. It is neither the last column of a padded row
+    nor the last token of a row that ends in a tool's output. Rows without policy tokens get nothing. float64, because a token's KL may be
+    millions of times smaller than the reward.
     """
     # numpy's large arrays lie on huge pages and its zeros cost nothing until they are read: torch.zeros takes 60 ms at 512 x 32k.
     tokens = torch.from_numpy(np.zeros(mask.shape))
@@ -64,9 +64,9 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation: A_t = delta_t + gamma * lam * A_{t+1}, delta_t = r_t + gamma * V_{t+1} - V_t.
 
-    (advantages with lam, returns), all [B, T-1]; returns are values + the advantages with lam_critic, lam where that is None.
-    lam may be one number per row, [B]. at_end [B] is added to the reward of each row's last policy token, in float64; bootstrap [B] is
-    the value after that token. token_rewards may be None where no token has a reward of its own.
+    Returns (advantages with lam, returns), all [B, T-1]; returns are values plus the advantages with lam_critic, or lam if that is None.
+    lam may be one number per row, [B]. at_end [B] is added to the reward of each row's last policy token, in float64; bootstrap [B] is the
+    value after that token. token_rewards: None if no token has its own reward.
     """
     rows = (at_end, lam, lam if lam_critic is None else lam_critic, bootstrap)
     outputs = (values.dtype, values.dtype)
@@ -93,7 +93,7 @@ def reinforce(
 
 
 def spread_over_tokens(advantages: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One advantage per sample, given to each of its policy tokens. [B], [B, T-1] -> [B, T-1]."""
+    """Give a sample's advantage to each of its policy tokens. [B], [B, T-1] -> [B, T-1]."""
     assert advantages.shape == mask.shape[:1], f"a row tensor {list(advantages.shape)} beside a mask {list(mask.shape)}"
     spread = kernels.empty(mask.shape, dtype)
     return torch.where(mask, advantages.detach().to(spread.dtype)[:, None], torch.zeros((), dtype=spread.dtype), out=spread)
@@ -225,7 +225,7 @@ def whiten_tokens(advantages: torch.Tensor, mask: torch.Tensor, whitening: White
 
 
 def whiten_samples(advantages: torch.Tensor, policy_tokens: torch.Tensor, whitening: Whitening) -> torch.Tensor:
-    """Of advantages that every policy token of its sample has. [B], [B] -> [B] float64."""
+    """Whiten advantages that are equal over a sample's policy tokens. [B], [B] -> [B] float64."""
     exact, counts = advantages.double(), policy_tokens.double()
     mean, scale = whitening(torch.stack([counts, counts * exact, torch.zeros_like(exact)], dim=1))
     return (exact - mean) * scale

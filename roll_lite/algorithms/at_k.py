@@ -1,8 +1,8 @@
-"""What k tries at a prompt are worth, told from the n that were made: pass@k, best@k, maj@k.
+"""Estimates of pass@k, best@k and maj@k from n samples per prompt.
 
-A prompt's samples are drawn alike and independently: any k of its n are as good as k new ones. pass@k and best@k are means over all choices
-of k among n, in closed form. maj@k is the mean over the n // k votes of k samples each, side by side in the order of their numbers: as
-right on average, and a vote has no closed form that would be cheap.
+A prompt's samples are independent and identically distributed, so any k of them represent k new ones. pass@k and best@k are means over all
+choices of k among n, in closed form. maj@k has no cheap closed form: it is the mean over n // k votes of k consecutive samples each, which
+is unbiased too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from math import comb
 import numpy as np
 
 NO_ANSWER, READS_NONE = -1, -2
-"""In the place of an answer's number: there was none in the response; whoever scores does not look for one."""
+"""Sentinels in place of an answer's number: the response has no answer; this reward extracts none."""
 
 
 def every_k(most: int) -> list[int]:
-    """The k's that are told of `most` samples: powers of two, and all of them. One try is worth its mean."""
+    """Values of k to report for `most` samples: powers of two, and `most`. k = 1 is the mean."""
     return sorted({*(2**power for power in range(1, most.bit_length())), most} - {1})
 
 
@@ -63,8 +63,11 @@ class SampledPrompts:
         return self.scores[np.lexsort((self.scores, self.prompt))]
 
     def majority(self, k: int) -> np.ndarray:
-        """[P] How often the most frequent answer of k samples is correct, where several are equally frequent their mean; NaN with fewer
-        than k samples, and where answers are not read. Samples without an answer do not vote; a vote of nobody is wrong."""
+        """Share of votes whose most frequent answer is correct, [P]; ties count as their mean. NaN with fewer than k samples or without
+        answers extracted.
+
+        Samples without an answer do not vote; a vote without answers is wrong.
+        """
         votes = self.samples // k
         first_vote = np.cumsum(votes) - votes
         vote = first_vote[self.prompt] + self.place // k

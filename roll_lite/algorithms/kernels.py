@@ -32,7 +32,7 @@ def compiled(function: Callable[..., None]) -> Any:
 
 
 Whitening = Callable[[torch.Tensor], tuple[float, float]]
-"""What is taken off every token's number, and what the rest is multiplied by, from the `row_moments` of these rows."""
+"""Returns shift and scale for every token, from the `row_moments` of these rows."""
 
 
 def recurrence(
@@ -44,11 +44,11 @@ def recurrence(
     outputs: Sequence[torch.dtype],
     whitening: Whitening | None,
 ) -> list[torch.Tensor]:
-    """The outputs of `gae` or `discounted_returns`, [B, T-1] of these dtypes. tokens [B, T-1], None where none has one; rows [B], or one
-    number for all, None is 0.
+    """Run `gae` or `discounted_returns`; returns their outputs, [B, T-1] of the given dtypes.
 
-    To whiten, the recurrence runs once more, for the moments alone: what is common to all is taken off before anything is rounded to
-    float32, and a second run costs less than the memory of a float64 tensor.
+    tokens: [B, T-1], or None for zeros; rows: [B], one number for all rows, or None for 0. To whiten, the recurrence runs a first time for
+    the moments alone: so the mean is subtracted before anything is rounded to float32, and a second run costs less than the memory of a
+    float64 tensor.
     """
     inputs = [*(_tokens(x, mask) for x in tokens), _mask(mask), float(gamma), *(_rows(x, mask) for x in rows)]
     results = [empty(mask.shape, dtype) for dtype in outputs]
@@ -141,7 +141,7 @@ def discounted_returns(
 
 @compiled
 def _put_moments(moments: Any, row: int, count: int, origin: float, total: float, squares: float) -> None:
-    """From sums of distances from one of the row's own entries, which lose no spread to an offset that all entries share."""
+    """Store a row's moments, from sums of distances to one of its entries, so that a common offset does not hide the spread."""
     moments[row, 0] = count
     moments[row, 1] = total + count * origin
     moments[row, 2] = max(0.0, squares - total * total / max(count, 1))
@@ -191,8 +191,8 @@ def _shift_and_scale(first: int, stop: int, x: Any, mask: Any, shift: float, sca
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """To be written to; from numpy, which asks the operating system for huge pages: without them the first touch of the memory takes
-    longer than any of these loops."""
+    """Uninitialised tensor. numpy asks the operating system for huge pages; without them the first touch of the memory takes longer than
+    any loop here."""
     return torch.from_numpy(np.empty(shape, dtype=str(dtype).removeprefix("torch.")))
 
 

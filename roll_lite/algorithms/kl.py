@@ -1,7 +1,8 @@
-"""KL divergence from the reference: estimates from the log-probs of tokens that `new` sampled, and the exact sum over a vocabulary.
+"""KL divergence from the reference: estimates from the log-probs of sampled tokens, the exact sum over a vocabulary, and controllers of its
+coefficient.
 
-KL always means KL(new || ref). With r = log new - log ref: k1 = r, k2 = r**2 / 2, k3 = exp(-r) - 1 + r (non-negative, low
-variance), abs = |r|. And what becomes of a KL coefficient in the course of a run.
+KL always means KL(new || ref). With r = log new - log ref: k1 = r, k2 = r**2 / 2, k3 = exp(-r) - 1 + r (non-negative, low variance), abs =
+|r|.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ class KlController:
         self._horizon = horizon
 
     def step(self, kl_per_token: float, samples: int) -> None:
-        """Once per training step, over all domains: the KL measured in it and the samples it was measured on. One that is not finite
-        measures nothing; what made it so is skipped with its update."""
+        """Move the coefficient, once per training step over all domains. `kl`: measured in this step; ignored if not finite, since its
+        update is skipped."""
         if self._target is None or samples == 0 or not math.isfinite(kl_per_token):
             return
         error = min(max(kl_per_token / self._target - 1, -LARGEST_ERROR), LARGEST_ERROR)

@@ -24,12 +24,12 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """What a policy loss is made from, all [B, T-1]; a rank that has run out of rows has B = 0. Gradients flow to log_probs only."""
+    """Inputs of a policy loss, all [B, T-1]; a rank without rows has B = 0. Gradients flow to log_probs only."""
 
     log_probs: torch.Tensor
-    """Of the policy in training."""
+    """Log-probs under the policy in training."""
     old_log_probs: torch.Tensor
-    """Of the policy before the step."""
+    """Log-probs under the policy before the step."""
     advantages: torch.Tensor
     mask: torch.Tensor
     """bool: the tokens that count."""
@@ -70,7 +70,7 @@ class PolicyTerms:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """All [B, T-1]; every field but `loss` is detached."""
+    """Result of a policy loss, all [B, T-1]; every field but `loss` is detached."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
@@ -148,9 +148,9 @@ def gmpo(terms: PolicyTerms, log_clip_low: float, log_clip_high: float) -> Polic
 
 
 def cispo(terms: PolicyTerms, clip_low: float | None, clip_high: float) -> PolicyLoss:
-    """-weight * A * log-prob with the detached weight clip(ratio, 1 - clip_low, 1 + clip_high) (arXiv 2506.13585).
+    """CISPO: -weight * A * log-prob with the detached weight clip(ratio, 1 - clip_low, 1 + clip_high) (arXiv 2506.13585).
 
-    Every token keeps a gradient: clipped here means that its weight was limited, whatever the advantage's sign.
+    Every token keeps a gradient; "clipped" here means that its weight was limited, for either sign of the advantage.
     """
     ratio = terms.ratio.detach()
     lowest = 0.0 if clip_low is None else 1 - clip_low
@@ -222,7 +222,7 @@ def unclipped(loss: torch.Tensor, terms: PolicyTerms) -> PolicyLoss:
 
 
 def _unlimited(loss: torch.Tensor, terms: PolicyTerms, trains: torch.Tensor) -> PolicyLoss:
-    """Of a loss that has a gradient at every ratio: only the clamp of log-ratios takes it away."""
+    """Result of a loss with a gradient at every ratio; only the clamp of log-ratios removes it."""
     return PolicyLoss(loss, terms.ratio.detach(), trains & terms.beyond_low, trains & terms.beyond_high)
 
 
@@ -237,7 +237,7 @@ POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {
     "raft": raft,
     "kimi": kimi,
 }
-"""By the name in the configuration; its other settings are the keyword arguments."""
+"""Policy losses by name in the configuration; other settings are keyword arguments."""
 
 
 # ---------------------------------------------------------------- what engine and trainer see differently
@@ -280,10 +280,10 @@ def within(
     low: float | None,
     high: float | None,
 ) -> torch.Tensor:
-    """bool: the token's estimate, or that of its sequence, lies in [low, high]; what is not a number lies nowhere.
+    """Mask (bool) of tokens whose estimate, or that of their sequence, lies in [low, high]; NaN lies outside.
 
-    ratio: exp(trained - rollout), of a sequence exp of the sum, mean, ... of the logarithms. k1, k2, k3, abs: of KL(rollout || trained).
-    difference: of the probabilities, trained - rollout.
+    ratio: exp(trained - rollout); for sequences exp of the sum, mean, ... of the logarithms. k1, k2, k3, abs: estimates of KL(rollout ||
+    trained). difference: of the probabilities, trained - rollout.
     """
     log_ratio = _log_ratio(trained, rollout, mask)
     if estimator == "ratio":
@@ -319,7 +319,7 @@ def _of_sequence(x: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tenso
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Both [B, T-1]."""
+    """Value loss of tokens, both fields [B, T-1]."""
 
     loss: torch.Tensor
     clipped: torch.Tensor

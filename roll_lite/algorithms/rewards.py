@@ -1,8 +1,5 @@
-"""From scores to rewards, and which samples train: what lies between what a reward function says of a sample and what an advantage is
-made of.
-
-Over the rows of the whole global batch, in float64; [N] arrays.
-"""
+"""Reward shaping and sample masks: the way from scores to the rewards that advantages use. Works on the rows of the whole global batch, in
+float64; arrays are [N]."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ SPREAD_RESOLUTION = 1e-12
 
 @dataclass(frozen=True)
 class RewardRows:
-    """What is known of the global batch's samples, tokens aside. All tensors [N]; the names are those of the columns."""
+    """Facts about the global batch's samples, without tokens. All tensors are [N]; names are those of the columns."""
 
     score: torch.Tensor
     """float32, as the reward function gave it."""
@@ -47,7 +44,7 @@ class RewardRows:
 
     @staticmethod
     def of(columns: Mapping[str, torch.Tensor], domains: Sequence[str]) -> RewardRows:
-        """From a batch's columns of these names."""
+        """Build from a batch's columns of these names."""
         return RewardRows(**{name: columns[name] for name in RewardRows.COLUMNS}, domains=tuple(domains))
 
     def __len__(self) -> int:
@@ -58,7 +55,7 @@ class RewardRows:
 
 
 def format_rewards(rows: RewardRows, bonus: Sequence[float], penalty: Sequence[float]) -> np.ndarray:
-    """By domain number: the bonus where the pattern matches, minus the penalty where it does not."""
+    """Format reward by domain: the bonus if the pattern matches, otherwise minus the penalty."""
     number = rows.domain_number.numpy()
     changes: np.ndarray = np.where(rows.format_ok.numpy() > 0, np.asarray(bonus)[number], -np.asarray(penalty)[number])
     return changes
@@ -137,11 +134,12 @@ def normalized(
     std: bool,
     running: RunningMoments,
 ) -> np.ndarray:
-    """Minus the mean, over the standard deviation (ddof 1), as asked for; `running` takes the rewards in first where it is over them.
+    """Normalise rewards: subtract the mean and divide by the standard deviation (ddof 1), as configured. `running` takes in the rewards
+    first.
 
-    trains [N] bool: the samples whose rewards count over a batch and over the run; over a group, which is a baseline, all do. Without
-    spread nothing is divided, and what the mean leaves is exactly 0. Rewards are told apart as float32, which scores are: 1 - 0.1 and a
-    score of 0.9 are one reward.
+    trains [N] bool: samples that count in the statistics of a batch or of the run; in a group, which is a baseline, all count. Without
+    spread nothing is divided, and the result is exactly 0. Rewards are compared as float32, like scores: 1 - 0.1 and a score of 0.9 are
+    equal.
     """
     if len(rewards) == 0:
         return rewards
@@ -172,7 +170,7 @@ class Masked:
     weights: torch.Tensor
     """[N] float32, the column train_weight: 0 does not train."""
     causes: dict[str, torch.Tensor]
-    """By what is configured, [N] bool: the samples that it keeps from training. A sample may have several causes."""
+    """Samples kept from training, [N] bool by cause. A sample may have several causes."""
 
 
 def mask_samples(

@@ -1,7 +1,8 @@
-"""What is told of the tokens of a micro-batch, domain by domain: sums, which add up over micro-batches and ranks; peaks, which do not;
-and how the ratios of new and old policy are spread, as counts over fixed bins, which add up where quantiles do not.
+"""Token metrics of a micro-batch by domain: sums, which add up over micro-batches and ranks; peaks, which do not; and histograms of policy
+ratios.
 
-Names are `<name>#<number>`, number being the domain's place in the configuration.
+Histograms have fixed bins, whose counts add up, unlike percentiles. Names are `<name>#<number>`, with the domain's index in the
+configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SPAN = math.asinh(LOG_RATIO_LIMIT / FINE)
 
 
 def sums_by_domain(tokens: dict[str, torch.Tensor], domain_numbers: torch.Tensor, domains: int) -> dict[str, torch.Tensor]:
-    """Each [B, T-1], 0 where masked -> `<name>#<number>`: float64 sums over the rows of each domain."""
+    """Sums by domain: each [B, T-1], 0 where masked -> `<name>#<number>` in float64."""
     rows = torch.stack([x.detach().sum(1, dtype=torch.float64) for x in tokens.values()])
     own = domain_numbers == torch.arange(domains, device=domain_numbers.device)[:, None]
     sums = torch.where(own, rows[:, None], 0.0).sum(2)  # no product: what is not finite stays in its domain
@@ -41,7 +42,7 @@ class Peaks:
 
     domains: int = 1
     _largest: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """By name and sign, [domains]; the sign -1 turns the smallest into the largest."""
+    """Peaks [domains] by name and sign; sign -1 turns minima into maxima."""
 
     def record(self, name: str, values: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor, *, smallest: bool = False) -> None:
         """values, mask [B, T-1], domain_numbers [B]. NaN is kept: a peak that hides it would be a lie."""
@@ -54,7 +55,7 @@ class Peaks:
         self._largest[key] = torch.maximum(self._largest[key], peak) if key in self._largest else peak
 
     def collect(self) -> dict[str, float]:
-        """What was seen since the last call; nothing for domains without tokens."""
+        """Peaks since the last call; without domains that had no tokens."""
         seen = {
             f"{name}#{number}": sign * value
             for (name, sign), peaks in self._largest.items()
@@ -73,7 +74,7 @@ class RatioHistogram:
     _counts: torch.Tensor | None = None
 
     def record(self, log_ratio: torch.Tensor, mask: torch.Tensor, domain_numbers: torch.Tensor) -> None:
-        """log_ratio, mask [B, T-1], domain_numbers [B] int64. What is not a number counts as the largest ratio."""
+        """Record log_ratio, mask [B, T-1] with domain_numbers [B] int64. NaN counts as the largest ratio."""
         log_ratio = log_ratio.detach().nan_to_num(nan=LOG_RATIO_LIMIT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         place = torch.asinh(log_ratio.double() / FINE) / _SPAN
         bins = ((place + 1) * (BINS / 2)).long().clamp(0, BINS - 1) + BINS * domain_numbers[:, None]
@@ -82,7 +83,7 @@ class RatioHistogram:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def collect(self) -> np.ndarray:
-        """int64 [domains, BINS] of what was recorded since the last call; the sum over domains holds for all of them."""
+        """Counts since the last call, int64 [domains, BINS]; their sum over domains holds for all."""
         counts = torch.zeros(self.domains * BINS, dtype=torch.int64) if self._counts is None else self._counts.cpu()
         self._counts = None
         return counts.view(self.domains, BINS).numpy()
