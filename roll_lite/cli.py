@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -32,6 +33,7 @@ from roll_lite.rewards.check import address_notes, check_rewards
 WRONG_CONFIGURATION = 2
 """Exit code, argparse's own for a wrong command line as well."""
 INTERRUPTED = 130
+OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 OUTPUT_FAILED = 74
 """The system's EX_IOERR: a full disk, a terminal that is gone."""
 CHECKS = (engine_arguments_fit, check_data, check_rewards)
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _main(arguments)
         sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None:  # not of an output
+        if error.filename is not None or error.errno not in OUTPUT_ERRORS:  # not of an output
             raise
         code = SEEN_ENOUGH if isinstance(error, BrokenPipeError) else OUTPUT_FAILED  # `| head` has seen enough
         with suppress(OSError):

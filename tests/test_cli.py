@@ -274,6 +274,13 @@ def test_odd_places_and_outputs_end_with_a_message(name: str, tmp_path: Path) ->
         assert yaml.safe_load(ended.stdout)["domains"]["add"]["template"]["text"] == "größer {prompt}", "escaped as YAML does"
 
 
+def test_an_error_that_no_output_has_caused_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (OSError("the tokenizer has gone"), ConnectionRefusedError(111, "Connection refused")):
+        monkeypatch.setattr("roll_lite.simulator.command.answer", lambda *_, error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(OSError, match=str(error.args[-1])):
+            main(["simulate", "-cn", "tiny_grpo"])
+
+
 def test_a_tokenizer_that_is_none_is_told_by_the_check_and_by_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from roll_lite.data.templates import load_tokenizer
 

@@ -153,7 +153,8 @@ def tensors_without_place(names: Iterable[str], hf: HfConfig, head: str) -> str 
 
 def _not_finite(stored: Mapping[str, StoredTensor]) -> str | None:
     """A tensor whose first numbers hold a NaN or an infinity, among the first ones."""
-    for name, tensor in islice(stored.items(), _MOST_SAMPLED):
+    read = ((name, tensor) for name, tensor in stored.items() if tensor.dtype in _EXPONENTS)  # harmless extra ones may have any type
+    for name, tensor in islice(read, _MOST_SAMPLED):
         with tensor.file.open("rb") as file:
             file.seek(tensor.start)
             content = file.read(min(_SAMPLE, tensor.stop - tensor.start))

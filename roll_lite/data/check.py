@@ -46,7 +46,7 @@ def check_data(config: RunConfig) -> Iterator[Problem]:
 
 
 def _domain(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    for check in (_data_files, _tags, _filter, _chat_template):
+    for check in (_data_files, _held_out_files, _tags, _filter, _chat_template):
         yield from readable(check(config, path, domain))
 
 
@@ -72,6 +72,15 @@ def _data_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[
             yield Problem(place, str(error), str(file))
             continue
         yield from scan.problems(place, f"{path}.data", file)
+
+
+def _held_out_files(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
+    """A folder brings held-out files into training. A path that both splits name is meant."""
+    held_out = paths_of(domain.data.validation) if domain.data.validation is not None else []
+    for folder in [one for one in paths_of(domain.data.train) if is_folder(one) and one not in held_out]:
+        if shared := sorted(map(str, files_read(folder) & files_read(held_out))):
+            message = f"the folder holds {', '.join(shared)}, which data.validation names: held-out rows would train; list the files"
+            yield Problem(f"{path}.data.train", message, str(folder))
 
 
 @dataclass(frozen=True)
@@ -232,7 +241,7 @@ def _tags(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Proble
         if other == name:
             return  # each pair is told once, at the later one
         both = [tag for tag in data.tags if tag in its.data.tags] if data.tag == its.data.tag else []
-        if both and files_read(data) & files_read(its.data):
+        if both and files_read(data.train, data.validation) & files_read(its.data.train, its.data.validation):
             message = f"domain {other!r} of the same file claims {', '.join(map(repr, both))} too; a row belongs to one domain"
             yield Problem(f"{path}.data.tags", message, data.tags)
 

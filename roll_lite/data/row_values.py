@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_lite.config.problems import or_nearest, show
-from roll_lite.config.schema.domains import DataConfig, DomainConfig
+from roll_lite.config.schema.domains import DataFiles, DomainConfig
 from roll_lite.data.sources import paths_of, shards_of
 
 LARGEST_WEIGHT = 3.4028234663852886e38
@@ -97,13 +97,12 @@ def weight_of(row: Mapping[str, Any], column: str | None) -> float:
     return float(weight)
 
 
-def files_read(data: DataConfig) -> set[Path]:
-    """The files of both splits. A missing or broken one is its own domain's mistake."""
+def files_read(*given: DataFiles | None) -> set[Path]:
+    """The files of these, folders taken apart. A missing or broken one is its own domain's mistake."""
     files: set[Path] = set()
-    for given in (data.train, data.validation):
-        for path in paths_of(given) if given is not None else ():
-            with suppress(ValueError, OSError):
-                files |= {shard.path.resolve() for shard in shards_of(path)}
+    for path in (path for one in given if one is not None for path in paths_of(one)):
+        with suppress(ValueError, OSError):
+            files |= {shard.path.resolve() for shard in shards_of(path)}
     return files
 
 
@@ -113,7 +112,7 @@ class TagOwners:
     def __init__(self, domains: Mapping[str, DomainConfig], column: str) -> None:
         tagged = {name: domain.data for name, domain in domains.items() if domain.data.tag == column}
         self._tags = {name: data.tags for name, data in tagged.items()}
-        self._files = {name: files_read(data) for name, data in tagged.items()}
+        self._files = {name: files_read(data.train, data.validation) for name, data in tagged.items()}
         self._of_file: dict[Path, dict[str, str]] = {}
 
     def owner(self, tag: str, file: Path) -> str | None:

@@ -167,6 +167,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 def _parsed(raw: bytes) -> dict[str, Any] | str:
     try:
         row = json.loads(raw.decode("utf-8"))
+        wrong = _lone_surrogate(row) if _SURROGATE.search(raw) else None
     except UnicodeDecodeError as error:
         return f"character {error.start + 1}: not valid UTF-8"
     except json.JSONDecodeError as error:
@@ -175,12 +176,12 @@ def _parsed(raw: bytes) -> dict[str, Any] | str:
         return f"not valid JSON: {first_line(error)}"
     if not isinstance(row, dict):
         return f"must be a JSON object with one entry per column, got {row!r:.80}"
-    if _SURROGATE.search(raw) and (wrong := _lone_surrogate(row)):
+    if wrong is not None:
         return f"not valid text: {wrong} is half of a character (a surrogate without its pair)"
     return row
 
 
-def _lone_surrogate(row: dict[str, Any]) -> str | None:
+def _lone_surrogate(row: Any) -> str | None:
     text = json.dumps(row, ensure_ascii=False)
     try:
         text.encode("utf-8")

@@ -40,7 +40,8 @@ UPDATES_FILE = "updates.jsonl"
 CREDIT_FOLDER = "credit"
 CREDIT_NUMBERS = ("group", "index", "prompt_uid", "epoch", "score", "reward", "train_weight", "policy_tokens")
 """Row columns that are written there."""
-NUMBER = re.compile(r"\d+(\.\d+)?")
+NUMBER = re.compile(r"\w*\d\w*(\.\d+)?")
+"""A number, or a word with digits: a process, an address, a request."""
 
 SOLVED = {
     "none": (-1.0, 0.0),

@@ -62,6 +62,15 @@ def test_several_files_with_and_without_shares(project: Project) -> None:
         assert path == place and message in said, (path, said)
 
 
+def test_a_folder_with_held_out_files_in_it_does_not_train(project: Project) -> None:
+    for name in ("0", "1"):
+        table(project.folder / f"shards/{name}.parquet", prompt=["1+1="], answer=["2"])
+    ((path, message),) = told(project, copy("train: shards, validation: shards/1.parquet"))
+    assert path == f"{COPY}.train" and f"{project.folder}/shards/1.parquet, which data.validation names" in message
+    assert told(project, copy("train: shards/0.parquet, validation: shards/1.parquet")) == []
+    assert told(project, copy("train: shards, validation: shards")) == [], "meant"
+
+
 def test_columns_of_a_table_are_read_from_its_schema(project: Project) -> None:
     """No row is: the data of this file is gone."""
     path = table(project.folder / "rows.parquet", prompt=["1+1="] * 1000, answr=["2"] * 1000, rate=[0.5] * 1000)

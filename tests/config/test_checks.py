@@ -567,6 +567,9 @@ def test_weights_that_no_model_of_the_family_has(project: Project) -> None:
     assert "a qwen2 model has no place for: model.layers.6.mlp.up_proj.weight, score.weight" in problem.message
     write_safetensors(folder / "model.safetensors", tensors(MODEL) | {"model.layers.0.self_attn.rotary_emb.inv_freq": [16]})
     assert project.problems() == []
+    weights = {name: torch.zeros(shape) for name, shape in tensors(MODEL).items()}
+    save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16).double()}, folder / "model.safetensors")
+    assert project.problems() == [], "of a type that no weight has"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -171,3 +171,13 @@ def test_chat_messages_and_lists_of_a_table(tmp_path: Path, make_tokenizer: Call
     config = DomainConfig.model_validate({"data": {"train": path}, "template": {"name": "chat"}, "reward": {"name": "exact"}})
     (prompt,) = load_prompts("sums", config, "train", make_tokenizer(chat=True))
     assert (prompt.text, prompt.answer) == ("user : one assistant :", ["1", "2"])
+
+
+def test_depth_that_the_parser_only_just_takes_is_told_too(tmp_path: Path) -> None:
+    """Looking for halves of characters takes more of the stack than reading does."""
+    lines = [f'{{"prompt": "\\ud800", "deep": {"[" * depth}{"]" * depth}}}' for depth in range(700, 1000)]
+    path = tmp_path / "deep.jsonl"
+    path.write_text("\n".join(lines))
+    contents = [row.content for row in read_rows(path)]
+    assert all("half of a character" in content or "not valid JSON" in content for content in contents)
+    assert "half of a character" in contents[0] and "not valid JSON" in contents[-1]
