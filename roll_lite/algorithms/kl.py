@@ -20,8 +20,9 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def clamped_log_ratio(log_probs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """log_probs - other, limited to +-LOG_RATIO_LIMIT. Any shape."""
-    return clamped(log_probs - other)
+    """log_probs - other, limited to +-LOG_RATIO_LIMIT; 0 for a token that is impossible for both. Any shape."""
+    impossible = (log_probs == -torch.inf) & (other == -torch.inf)
+    return clamped(log_probs.masked_fill(impossible, 0.0) - other.masked_fill(impossible, 0.0))
 
 
 def clamped(log_ratio: torch.Tensor) -> torch.Tensor:

@@ -140,10 +140,11 @@ def test_unbiased_gradient_of_every_estimate(estimator: KlEstimator, older: bool
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_an_impossible_token_has_a_finite_loss(estimator: KlEstimator) -> None:
-    new = torch.tensor([-torch.inf, -1.0], requires_grad=True)
-    loss = kl_loss(new, torch.tensor([-1.0, -2.0]), estimator)
+    new = torch.tensor([-torch.inf, -1.0, -torch.inf], requires_grad=True)
+    loss = kl_loss(new, torch.tensor([-1.0, -2.0, -torch.inf]), estimator)
     loss.sum().backward()
     assert torch.isfinite(loss).all() and new.grad is not None and torch.isfinite(new.grad).all() and new.grad[1] != 0
+    assert loss[2] == 0, "for both policies: no difference, as actor/approx_kl measures it too"
 
 
 def test_without_the_option_older_tokens_bias_every_gradient() -> None:
