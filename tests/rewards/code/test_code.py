@@ -27,6 +27,7 @@ from roll_lite.rewards.code.languages import Language, extract_code, known_langu
 from roll_lite.rewards.code.reward import CodeReward
 from roll_lite.rewards.code.rounds import Attempt, Rounds
 from roll_lite.rewards.registry import build_reward
+from roll_lite.rewards.running.batch_scorer import BatchScorer
 from roll_lite.sandbox.pool import Ended, Limits, Outcome, Pair, Program, SandboxPool, SandboxTrouble
 from roll_lite.sandbox.values import decode, encode
 
@@ -386,3 +387,13 @@ def test_a_thousand_samples_with_planted_trouble() -> None:
     spec.loader.exec_module(bench)
     report = bench.account(1000)
     assert (report["accounted"], report["wrong"], report["failed"]) == (1000, 0, 0)
+
+
+def test_samples_that_sleep_take_no_other_with_them() -> None:
+    """A list's time limit is for the samples that run side by side, not for all of the list."""
+    args = {"test_s": 0.3, "wall_s": 1.5, "total_s": 0.5}
+    scorer, _ = BatchScorer.of(RewardConfig(name="code", timeout_s=4.0, args=args), "reward")
+    items = [sample("import time\ntime.sleep(60)", STDIO)] * 4 + [sample(DOUBLE, STDIO)]
+    scored = scorer(dict(enumerate(items)), 60.0)
+    assert not scored.suspects and not scored.interrupted
+    assert [one.value if isinstance(one, Score) else one for one in scored.results.values()] == [0.0] * 4 + [1.0]
