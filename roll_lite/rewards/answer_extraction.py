@@ -9,7 +9,8 @@ from roll_lite.data.samples import FinishReason, RewardInput
 TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 THINKING = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 BOX = "\\boxed{"
-BRACE = re.compile(r"\\boxed\{|(?<!\\)[{}]")
+BRACE = re.compile(r"\\boxed\{|\\[\\{}]|[{}]")
+ESCAPES = ("\\\\", "\\{", "\\}")
 BOX_NAME = re.compile(r"\\(?:boxed|fbox)\s*\{")
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?:\s+|(?=\d))(-?[\w.,]*\w)")
 BLANK = re.compile(r"(?:\\[hv]?phantom\{[^{}]*\}|\\hspace\*?\{[^{}]*\}|\\q?quad|\\[ ,;:!]|\\_|[\s~?_.…])*")
@@ -115,6 +116,8 @@ def _boxes(text: str) -> list[tuple[int, int]]:
     opened: list[tuple[bool, int]] = []
     closed: list[tuple[int, int]] = []
     for brace in BRACE.finditer(text) if BOX in text else ():
+        if brace[0] in ESCAPES:
+            continue
         if brace[0] != "}":
             opened.append((brace[0] == BOX, brace.end()))
         elif opened:

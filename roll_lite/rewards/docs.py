@@ -67,8 +67,9 @@ What holds for all types:
   response to the same prompt is scored first: if that fails too, the sample has failed. A function of your own should do the same: what it
   raises is a failure.
 - **Time.** `timeout_s` ends a sample that hangs, without holding up its neighbours. It is held from outside as well: a process that
-  stands still, or sits in a call that does not return, is ended and replaced. Where one process after the other is lost and nothing is
-  scored in between, all that wait fail with that cause, instead of one after the other.
+  stands still, or sits in a call that does not return, is ended and replaced after three times as long. While a part with a limit of CPU
+  time computes (`math`, `format`, `instruction`), the clock does not run: a busy machine changes no score. Where one
+  process after the other is lost and nothing is scored in between, all that wait fail with that cause, instead of one after the other.
 - **Votes.** `math`, `choice` and `exact` (without `contains`) also say which answer a response gives, which maj@k counts in validation:
   for `math` all that are equal to the reference are one answer, and so are wrong numbers of one worth. Of your own function:
   `Score(value, answer=...)`, a text that is the same for equal answers, empty where there is none.

@@ -22,7 +22,7 @@ from roll_lite.data.samples import RewardInput, Score
 from roll_lite.distributed.fleet import Fleet, FleetDown, MemberLost, Policy, SlowStart, until_silent
 from roll_lite.distributed.rank_group import kill_stopped
 from roll_lite.rewards.base import RewardFailed
-from roll_lite.rewards.running.batch_scorer import BatchScorer, Scored, slow_start, time_out
+from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, Scored, slow_start, time_out
 
 BATCH_SECONDS = 0.05
 """Target duration of one call: much longer than the call's own cost, short enough that samples do not wait for each other."""
@@ -190,7 +190,7 @@ class RewardPool:
         member.under_way |= batch
         try:
             # The worker ends a call in time, unless the running code cannot be interrupted.
-            async with asyncio.timeout(self._config.timeout_s + SLICE_SECONDS + GRACE_SECONDS):
+            async with asyncio.timeout(BUSY * self._config.timeout_s + SLICE_SECONDS + GRACE_SECONDS):
                 scored: Scored = await member.actor.score.remote({number: waiting.item for number, waiting in batch.items()})
         except TimeoutError:
             raise MemberLost(time_out(self._config.name, self._config.timeout_s)) from None

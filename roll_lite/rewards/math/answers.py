@@ -1,197 +1,206 @@
-r"""Where in a response its answer stands: a formula alone, tags, boxes, a statement, or whatever mathematics comes last."""
+r"""Where in a response its answer stands: a formula alone, tags, boxes, behind "the answer is", or the last formula or number."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import string
 from typing import Any, Literal
 
-from roll_lite.rewards.answer_extraction import all_boxed, last_boxed, last_boxes, last_tagged, plain_boxes
-from roll_lite.rewards.math.numbers import DIGITS, quantity, unwrapped
-from roll_lite.rewards.math.parsing import Parsed, inside_boxed, is_formula, is_percentage, searched
+from roll_lite.rewards.answer_extraction import HAN, all_boxed, last_boxed, last_boxes, last_tagged, plain_boxes
+from roll_lite.rewards.math.equality import DELIMITED, NUMERAL
+from roll_lite.rewards.math.quantities import D, is_unit, quantity, unwrapped
 
 Extract = Literal["auto", "boxed", "tagged", "number"]
 Boxes = Literal["last", "all"]
 
-LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])[+-])?{DIGITS}(?:/\d+)?(?:\s*\\?%)?")
-STATED = re.compile(
-    r"(?:^\s*#{4}|\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+([^\n]+)", re.IGNORECASE | re.MULTILINE
+LONGEST_FORMULA = 2000
+SEARCHED = 4000
+"""Characters at the end of a response that are searched for an answer."""
+NO_WORDS = re.compile(
+    r"\\text\{[^{}]*\}|\\(?:begin|end)\{[a-z]+\*?\}|\\[A-Za-z]+"
+    r"|(?<![A-Za-z])(?:(?:a|arc)?(?:sin|cos|tan|cot|sec|csc)h?|sqrt|log|ln|exp|pi|max|min|gcd|lcm|mod|d[a-z])(?![A-Za-z])"
 )
-"""GSM8K's #### 72, The answer is 72, and the same in Chinese."""
-AGAIN = re.compile(
-    r"\A(?:.*[.!?;]\s+(?:(?:so|no|wait|thus|hence|therefore|actually|but)\b,?\s+)*(?:the\s+|my\s+)?(?:final\s+|correct\s+|right\s+)?"
-    r"answer\b[\s*`]*(?:\bis\b[\s*`]*[:=]?|[:=])|.*#{4})[\s*`]*(?=(?:[$({\[*+-]|\\[(\[])*\s*(?:\.?\d|\\[a-z]))",
-    re.IGNORECASE,
-)
-"""The answer is 5. The answer is 6: behind it stands what counts."""
-SURELY = r"(?:(?:is|was|definitely|certainly|clearly|surely|probably|absolutely|really|simply|likely)\s+)*"
-DENIED = re.compile(
-    rf"{SURELY}(?:not|never|neither|cannot|(?:ca|is|was|could|would|should|does|wo)n['’]t|不是|不等于)\b"
-    r"(?:.*?(?:\b(?:but|rather|it\s+is|it['’]s)\b|而是)\s*(.*))?",
-    re.IGNORECASE,
-)
-DENIED_BEFORE = re.compile(
-    rf"(?:(?:\b(?:not|never|cannot)\b|n['’]t\b)\s+(?:(?:be|equal|equals|equal\s+to|the|an?)\s+)*{SURELY}"
-    r"|\b(?:other|rather)\s+than\s+|\banything\s+but\s+|\bneither\s+)(?:[$*`(\s]|\\[(\[])*\Z",
-    re.IGNORECASE,
-)
-PERHAPS = r"(?:maybe|perhaps|possibly|alternatively|even|else)\b[\s,]*"
-ALTERNATIVES = re.compile(rf"\s*[.;,]?\s*\b(?:or|and|alternatively)\b\s*(?:{PERHAPS})?|\s*[.;,]\s*{PERHAPS}|\s*[或和]\s*", re.IGNORECASE)
-EITHER = re.compile(r"^(?:either|both)\s+", re.IGNORECASE)
-"""3 or 5 are two answers."""
-ONE_OR_OTHER = re.compile(rf"([+-]?{DIGITS}(?:/\d+)?(?:\s*\\?%)?)\s+or\s+\Z")
+LAST_NUMBER = re.compile(rf"(?:(?<![\d.)\]}}])[+-])?{D}(?:/\d+)?(?:\s*\\?%)?")
 LABEL = re.compile(r"\A\s*A:\s+(?=\S)")
-"""As behind Q: in examples."""
-REMARK = re.compile(r"\s*(?:\((?!\s*\\?p?mod\b)|[.!](?=\s)|\b(?:an?|in|for|on|at|by|with|from|because|since|when|after|each|every|per)\b)")
-"""Behind a quantity: what follows says more about it."""
-RATE = re.compile(r"\s*\b(?:in|for|per|each|every)\s+(?:every\s+)?\d+\Z")
-"""5 in 6 is no 5."""
-HEDGED = re.compile(r"[.;,(]\s*(?:or|alternatively|maybe|perhaps)\b[\s,]*[$\\(+-]*\d", re.IGNORECASE)
-GOES_ON = re.compile(r"(?:[√π^!]|(?<=\b0)[xob](?=[\da-f])|\s?:\s?(?=\d))[^\s,;]*", re.IGNORECASE)
-"""Signs that math-verify's search in running text does not know."""
-SEVERAL = re.compile(r";|,(?!\d{3}(?!\d))|\b(?:or|and)\b")
-"""In front of an equals sign: what is behind it is one of several answers."""
+STATED = re.compile(r"(?:#{4}|\banswer\b[\s*`]*+(?:\bis\b)?[\s*`]*+[:=]?|答案\s*(?:是|为|等于)?\s*[:=]?)[\s*`]*+", re.IGNORECASE)
+"""GSM8K's #### 72, The answer is 72, and the same in Chinese."""
+PLAIN = re.compile(r"\S(?:\\[a-z]+\{[^{}\n]*\}|(?!\\[(\[]|\$)\S)*")
+TOKEN = re.compile(rf"\$\$.+?\$\$|\$(?!\s)[^$\n]*[^$\s\\]\$(?!\d)|\\\(.+?\\\)|\\\[.+?\\\]|{PLAIN.pattern}", re.DOTALL)
+SPACES = re.compile(
+    r"(?<=\S)[ \t]*([=+/^<>≤≥×·÷]|(?<=\d ):(?= \d))[ \t]*(?=\S)|(?<=\S) (\*) (?=\S)"
+    rf"|(?<![A-Za-z]{{2}})(?<=[\w)}}\]]) (-) (?=\S)|(?<=[{HAN}])([:=])"
+)
+JOINED = re.compile(
+    r"(?:\s+[a-z]+(?=\W+or\b))?\W*\b(?:or|and|alternatively|maybe|perhaps)\b[\s,]*(?:(?:maybe|perhaps|possibly|even|else)\b[\s,]*)?"
+    r"|\s*[或和]\s*",
+    re.IGNORECASE,
+)
+"""Between several answers."""
+LISTED, ENDS, EITHER = re.compile(r"\s*[,;]\s*"), re.compile(r"[^A-Za-z\n.]*(?:[.\n]|\Z)"), re.compile(r",?\s+or\s+|\s*或\s*")
+DENIED = re.compile(
+    r"(?:\b(?:not|never|cannot|neither|other\s+than|rather\s+than|anything\s+but)\b|n['’]t\b|不是|不等于)\s*(?:[a-z]+\s+){0,3}[$(*`]*\Z",
+    re.IGNORECASE,
+)
 CHANGES = re.compile(
-    r"\s+(?:over|plus|minus|times|divided|out\s+of|tenths?|hundredths?|thousandths?|thirds?|fifths?|sixths?|eighths?|squared|cubed|factorial"
-    r"|to\s+the\s+\w*\s*power|and\s+(?:an?|one|two|three)\s+(?:half|thirds?|quarters?|fifths?)"
-    r"|(?:less|more|fewer|greater|smaller|higher|lower)\s+than\s+(?=[$\\(\d+-]|[b-hj-z]\b))\b[^\n.]*"
-    r"|\s+(?:hundred|thousand|million|billion|trillion|dozen)\b",
+    r"\s*(?:\(\s*\\?p?mod\b.*|(?:over|plus|minus|times|divided|out\s+of|thirds?|fifths?|sixths?|eighths?|squared|cubed|factorial"
+    r"|to\s+the\s+\w*\s*power|and\s+(?:an?|one|two|three)\s+(?:half|thirds?|quarters?|fifths?)|(?:in|for|per|each|every)\s+(?:every\s+)?\d+\W*\Z"
+    r"|(?:less|more|fewer|greater|smaller|higher|lower)\s+than\s+(?=[$\\(\d+-]|[b-hj-z]\b))\b[^\n.]*)",
     re.IGNORECASE,
 )
 """Words behind a number that make another one of it: 5 less than 12, and not 5 less."""
-LONGEST_NUMBER = 60
+GOES_ON = re.compile(r"\s*[-+*/^=<>≈±×·÷]\s*[\d(\\$.][^\n]*")
+UNIT_WORD = re.compile(r"\s*(/|[A-Za-z]+|\$|€|£|°)(?:\^\d)?")
 
 
-@dataclass(frozen=True)
-class Answer:
-    text: str
-    """As it stands in the response; empty where there is none."""
-    parsed: Parsed | None = None
-    """What math-verify's search made of it; None where the text is one formula that was not parsed yet."""
-    exclaims: bool = False
-    """It ends a sentence: a ! behind it need not be a factorial."""
-
-
-def find_answer(response: str, extract: Extract, boxes: Boxes = "last") -> Answer:
+def find_answer(response: str, extract: Extract, boxes: Boxes) -> str:
+    """The answer as it stands in the response; empty if there is none."""
     response = plain_boxes(response)
-    if extract == "tagged":
-        return _said(inside_boxed(last_tagged(response) or ""))
-    if extract == "boxed":
-        return _boxed(response, boxes, beside=False) or Answer("")
     if extract == "number":
-        numbers = LAST_NUMBER.findall(response)
-        return Answer(numbers[-1] if numbers else "")
-    response = LABEL.sub("", response)
-    if is_formula(response):
-        return Answer(response.strip())
-    tagged = last_tagged(response)
-    if tagged is not None:
-        return _said(inside_boxed(tagged))
-    boxed = _boxed(response, boxes)
-    if boxed is not None:
-        return boxed
-    stated = _statements(response)
-    if stated and not stated[-1]:
-        return Answer("")
-    found = _alternatives(stated[-1]) or _leading(stated[-1]) if stated else _alternatives(response)
-    return found or _searched(response)
-
-
-def find_words(response: str, extract: Extract, boxes: Boxes = "last") -> Answer:
-    """Where the reference is words, which no search for formulas would find."""
-    if extract == "number":
-        return find_answer(response, extract)
-    response = plain_boxes(response)
-    place = last_boxed(response) if extract == "boxed" else last_tagged(response)
-    if extract == "auto" and place is None:
-        found = list(dict.fromkeys(all_boxed(response)))[: 1 if boxes == "last" else None]
-        place = ", ".join(sorted(found)) if found else response
-    text = inside_boxed(place or "")
-    stated = STATED.findall(text)
-    return Answer((stated[-1] if stated else text).strip())
-
-
-def _boxed(response: str, boxes: Boxes, beside: bool = True) -> Answer | None:
-    """The last box, with those `beside` it, or all of them as a list; None where there is none."""
-    found = list(dict.fromkeys(box.strip() for box in reversed(all_boxed(response))))
-    if not found:
-        return None
+        return (LAST_NUMBER.findall(response) or [""])[-1]
+    if extract == "auto":
+        response = LABEL.sub("", response)
+        if is_formula(response):
+            return response.strip()
+    place = last_tagged(response) if extract != "boxed" else None
+    if place is not None:
+        return _within(last_boxed(place) or place)
+    found = [] if extract == "tagged" else list(dict.fromkeys(box.strip() for box in reversed(all_boxed(response))))
     if boxes == "last":
-        found = [box.strip() for box in last_boxes(response)] if beside else found[-1:]
-    return _said(found[-1]) if len(found) == 1 else Answer(", ".join(found))
+        found = found[-1:] if extract != "auto" else [box.strip() for box in last_boxes(response)]
+    if found or extract != "auto":
+        return _within(found[0]) if len(found) == 1 else ", ".join(found)
+    return _in_text(response)
 
 
-def _said(text: str) -> Answer:
-    """What stands in a place for the answer: a formula, or a sentence around it."""
+def find_words(response: str, extract: Extract, boxes: Boxes) -> str:
+    """The answer if the reference is words: a place for it, or what is said to be the answer."""
+    if extract == "number":
+        return ""
+    response = plain_boxes(response)
+    place = None if extract == "boxed" else last_tagged(response)
+    found = [] if place is not None or extract == "tagged" else list(dict.fromkeys(all_boxed(response)))
+    text = place or ", ".join(sorted(found[: 1 if boxes == "last" else None])) or (response if extract == "auto" else "")
+    return STATED.split(last_boxed(text) or text)[-1].split("\n")[0].strip()
+
+
+def words(text: str, shortest: int = 3) -> list[str]:
+    """Words that are no letters of a product and no names of functions: xyz and sin x have none."""
+    found = re.findall(rf"[A-Za-z]{{{shortest},}}|[{HAN}]", NO_WORDS.sub(" ", text))
+    return [word for word in found if shortest == 2 or (word not in string.ascii_lowercase and word.lower() not in ("and", "for"))]
+
+
+def is_formula(text: str) -> bool:
+    """Nothing but mathematics, without words or delimiters around it, or a number with its unit."""
+    plain = unwrapped(text.strip())
+    if not plain or len(plain) > LONGEST_FORMULA or "\n" in plain or "#" in plain:
+        return False
+    is_plain = not (DELIMITED.search(plain) or words(plain, 2))
+    return is_plain or quantity(plain) is not None or NUMERAL.fullmatch(plain.lower()) is not None
+
+
+def _within(text: str) -> str:
+    """What a box or a tag holds: a formula, or a sentence that begins with one or says what the answer is."""
     text = LABEL.sub("", text).strip()
-    if is_formula(text):
-        return Answer(text)
-    stated = _statements(text)
-    if stated and not stated[-1]:
-        return Answer("")
-    if stated and is_formula(_bare(stated[-1])):
-        return Answer(_bare(stated[-1]))
-    return _leading(stated[-1] if stated else text) or Answer(text)
+    return text if is_formula(text) else _in_text(text, within=True) or text
 
 
-def _bare(text: str) -> str:
-    """Without what emphasises it and ends its sentence; the point of .5 is its own."""
-    return text.lstrip("*` \r\n\t").rstrip("*` .!\r\n\t")
+def _in_text(text: str, within: bool = False) -> str:
+    """What is said to be the answer; `within` a place for it, or in a list, what the text begins with; else the last formula or number."""
+    text = SPACES.sub(lambda one: one[1] or one[2] or one[3] or f"{one[4]} ", text[-SEARCHED:])
+    runs = _runs(text)
+    said = [run for one in STATED.finditer(text) for run in runs if run[0] >= one.end() and not re.search(r"\w", text[one.end() : run[0]])]
+    outside = [text[start:end] for (_, start), (end, _) in zip([(0, 0), *runs], [*runs, (len(text), 0)], strict=True)]
+    is_list = all(JOINED.fullmatch(part) or not re.search(r"\w", part) for part in outside[1:])
+    if not said and (within or is_list) and not re.search(r"\w", re.sub("(?i)either|both", "", outside[0])):
+        said = runs[:1]
+    elif not said and within:
+        return ""
+    for start, end in reversed(said or runs):
+        if DENIED.search(text[max(0, start - 60) : start]):
+            continue
+        items = [text[start:end]]
+        for other, behind in runs:
+            if (
+                said
+                and other >= end
+                and (JOINED.fullmatch(text, end, other) or (LISTED.fullmatch(text, end, other) and ENDS.match(text, behind)))
+            ):
+                items, end = [*items, text[other:behind]], behind
+            elif not said and behind <= start and EITHER.fullmatch(text, behind, start):
+                items.insert(0, text[other:behind])
+        changed = CHANGES.match(text, end)
+        suffix = changed[0] if changed else _unit(text[end : end + 100])
+        more = GOES_ON.match(text, end + len(suffix))
+        items[-1] += suffix + (more[0] if more else "")
+        different = {_key(item): item for item in reversed(items)}
+        return ", ".join(map(unwrapped, reversed(different.values()))) if len(different) > 1 else items[0]
+    return ""
 
 
-def _statements(text: str) -> list[str]:
-    """What is said to be the answer, one after the other."""
-    return [_affirmed(AGAIN.sub("", stated, count=1)) for stated in STATED.findall(text)]
+def _runs(text: str) -> list[tuple[int, int]]:
+    """Where formulas and numbers stand: what is between delimiters, and tokens without words."""
+    runs: list[tuple[int, int]] = []
+    place, is_open = 0, False
+    while token := TOKEN.search(text, place):
+        said = token[0]
+        is_delimited = said[0] in "$\\" and len(said) > 2 and said[-1] in "$)]" and (not words(said) or is_formula(said))
+        token = token if is_delimited else PLAIN.match(text, token.start()) or token
+        before, place = place, token.end()
+        start, end = token.span() if is_delimited else _bare(text, *token.span())
+        is_factor = is_open and end - start == 1 and re.search(r"\\[a-z]+\s*\Z", text[runs[-1][0] : start])
+        is_part = is_delimited or bool(is_factor) or _is_part(text[start:end])
+        if is_part and is_open and "\n" not in text[before:start]:
+            runs[-1] = (runs[-1][0], end)
+        elif is_part:
+            runs.append((start, end))
+        is_open = is_part and (end == place or (text[end:place] == "," and _unclosed(text[runs[-1][0] : end]) > 0))
+    return [run for run in (_balanced(text, *run) for run in runs) if re.search(r"[\d√π∞\\$]", text[slice(*run)])]
 
 
-def _affirmed(stated: str) -> str:
-    """8 of: not 7 but 8; nothing of: not 7."""
-    denied = DENIED.match(stated)
-    return stated if denied is None else denied[1] or ""
+def _bare(text: str, start: int, end: int) -> tuple[int, int]:
+    """Without emphasis, quotes and punctuation around it, and without a name in words in front of an equals sign."""
+    start += len(text[start:end]) - len(text[start:end].lstrip("*`\"'_"))
+    end = start + len(text[start:end].rstrip("*`\"'_.,;:!?\\"))
+    named = re.match(r"[A-Za-z]{2,}=", text[start:end])
+    return start + (named.end() if named else 0), end
 
 
-def _alternatives(text: str) -> Answer | None:
-    """Of a text that is formulas only, with words between them; the same number twice is one."""
-    text = _bare(text)
-    parts = ALTERNATIVES.split(EITHER.sub("", text))
-    if not all(map(is_formula, parts)):
-        return None
-    different = {_key(part): part for part in reversed(parts)}
-    return Answer(", ".join(map(unwrapped, reversed(different.values()))) if len(different) > 1 else parts[0], exclaims=len(parts) == 1)
+def _is_part(token: str) -> bool:
+    if not token or "#" in token or "\\boxed" in token or (token.isalpha() and token.isascii()):
+        return False
+    return not words(token, 2) or is_formula(token)
+
+
+def _unclosed(text: str) -> int:
+    return sum(text.count(one) for one in "([") - sum(text.count(one) for one in ")]")
+
+
+def _balanced(text: str, start: int, end: int) -> tuple[int, int]:
+    """Without brackets that are closed or opened elsewhere, and without a dash in front."""
+    if text[start:end].startswith(("$", "\\(", "\\[")):
+        return start, end
+    while text[start:end].startswith("- ") or (text[start:end].startswith("(") and _unclosed(text[start:end]) > 0):
+        start += 1
+    while text[start:end].endswith(")") and _unclosed(text[start:end]) < 0:
+        end -= 1
+    if _unclosed(text[start:end]) > 0 and "(" in text[start:end]:
+        end = start + len(text[start : text.rindex("(", start, end)].rstrip())
+    return start, end
+
+
+def _unit(rest: str) -> str:
+    """Words of a known unit, or of a scale such as million, that a text begins with."""
+    end = place = 0
+    while word := UNIT_WORD.match(rest, place):
+        place = word.end()
+        if word[1] != "/" and not is_unit(word[1]):
+            break
+        if word[1] not in ("/", "per", "in") or (word[1] == "in" and not re.match(r"\s*[\w$\\]", rest[place:])):
+            end = place
+    return rest[:end]
 
 
 def _key(text: str) -> Any:
-    """Answers with the same are the same: 0.5 and 50%."""
+    """The same for answers that are the same: 0.5 and 50%."""
     found = quantity(text)
-    return (found.number.value, found.unit) if found is not None else text
-
-
-def _leading(text: str) -> Answer | None:
-    """The quantity that the text begins with, 42 apples of: 42 apples in 3 days."""
-    text = _bare(text)
-    remark = REMARK.search(text)
-    if remark is None or RATE.match(text, remark.start()):
-        return None
-    if SEVERAL.search(text, remark.start()) or HEDGED.search(text, remark.start()) or quantity(text[: remark.start()].strip("*` ")) is None:
-        return None
-    return Answer(text[: remark.start()].strip("*` "))
-
-
-def _searched(response: str) -> Answer:
-    """Where math-verify finds something in running text."""
-    text, parsed = searched(response)
-    if not parsed:
-        return Answer("")
-    place = response.rfind(text)
-    if place > 0 and DENIED_BEFORE.search(response[max(0, place - LONGEST_NUMBER) : place]):
-        return Answer("")
-    behind = place + len(text)
-    beyond = (GOES_ON.match(response, behind) or CHANGES.match(response, behind)) if text in response else None
-    if beyond is not None:
-        return Answer(text + beyond[0].rstrip("."))
-    text = f"{text}%" if is_percentage(parsed) and not text.endswith("%") else text
-    end = max(0, response.rfind(text))
-    other = ONE_OR_OTHER.search(response, max(0, end - LONGEST_NUMBER), end)
-    if other is not None and _key(other[1]) != _key(text):
-        return Answer(f"{other[1]}, {text}")
-    return Answer(text, parsed)
+    return (found.value, found.unit) if found is not None else unwrapped(text)

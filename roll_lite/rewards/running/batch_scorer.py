@@ -25,6 +25,8 @@ LINGER_SECONDS = 0.005
 """Wait after the first result for further ones: another call of the scorer costs about as much."""
 LEAST_SECONDS = 0.01
 """A part always gets this much of a time limit that the parts before it have used up."""
+BUSY = 3
+"""How many times its limit a process has before it is ended from outside. Limits of CPU time, which a busy machine stretches, end first."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Self
 
 from roll_lite.config.schema.domains import RewardConfig
 from roll_lite.data.samples import RewardInput, Score
-from roll_lite.rewards.running.batch_scorer import BatchScorer, slow_start, time_out
+from roll_lite.rewards.running.batch_scorer import BUSY, BatchScorer, slow_start, time_out
 
 GRACE_SECONDS = 1.0
 """A reward's own time-out comes first: it ends what can be interrupted, and says more."""
@@ -36,7 +36,7 @@ class RewardProcess:
         started = time.monotonic()
         try:
             self._connection.send(item)
-            if self._connection.poll(self._config.timeout_s + GRACE_SECONDS):
+            if self._connection.poll(BUSY * self._config.timeout_s + GRACE_SECONDS):
                 result, seconds, usable = self._connection.recv()
                 if not usable:
                     self._restart()

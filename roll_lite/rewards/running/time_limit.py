@@ -23,10 +23,11 @@ class _Interruption(BaseException):
 
 
 def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> T:
-    """call(), interrupted after it has used this much CPU time, the system's for it included, so that a busy machine changes no outcome.
+    """Run call(), interrupted after it has used this much CPU time, the system's for it included: a busy machine changes no outcome.
 
-    With `waiting` every second counts, asleep or not; code that sets alarms of its own takes this one's place. Limits of the two kinds
-    can be nested. Python runs signal handlers in the main thread only, so this must be called there.
+    With `waiting` every second counts, asleep or not; code that sets alarms of its own takes this one's place. A limit of CPU time inside
+    of one of waiting stops the clock of the outer one: on a busy machine it would end a computation that is allowed to go on. Python runs
+    signal handlers in the main thread only, so this must be called there.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("a computation can be stopped in the main thread of a process only: run it in a process of its own")
@@ -38,6 +39,7 @@ def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> 
         raise _Interruption
 
     number, timer, what = (signal.SIGALRM, signal.ITIMER_REAL, "") if waiting else (signal.SIGPROF, signal.ITIMER_PROF, " of computing")
+    clock = (0.0, 0.0) if waiting else signal.setitimer(signal.ITIMER_REAL, 0)
     before = signal.signal(number, interrupt)
     try:
         signal.setitimer(timer, seconds, REPEAT_S)
@@ -50,6 +52,8 @@ def limited(seconds: float, call: Callable[[], T], *, waiting: bool = False) -> 
     finally:
         signal.setitimer(timer, 0)
         signal.signal(number, before)
+        if not waiting:
+            signal.setitimer(signal.ITIMER_REAL, *clock)
     if interrupted:  # swallowed on its way up: the result is that of a computation broken off somewhere inside
         raise TimeLimitExceeded(f"more than {seconds:g} s{what}")
     return result

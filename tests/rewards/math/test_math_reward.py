@@ -1,92 +1,31 @@
-"""The reward `math`: a table of judgements made by hand, and what odd responses and references do."""
+"""The reward `math`: verdicts made by hand (cases.jsonl), searches for responses that score without solving, and limits."""
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sympy  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rewards.math.math_pairs import ODD_ANSWERS, ODD_REFERENCES, PAIRS, WORTH
+from rewards.math.odd_responses import NUMBERS, ODD_ANSWERS, ODD_REFERENCES, OTHERS, chains, mixtures
 
-from roll_lite.data.samples import RewardInput
+from roll_lite.config.schema.domains import RewardConfig
+from roll_lite.data.samples import RewardInput, Score
 from roll_lite.rewards.answer_extraction import plain_boxes
 from roll_lite.rewards.base import RewardFailed
 from roll_lite.rewards.math import MathReward
 from roll_lite.rewards.math.answers import Extract
-from roll_lite.rewards.math.equality import same_number
-from roll_lite.rewards.math.notation import tidy
-from roll_lite.rewards.math.numbers import plain_number, quantity, unnamed
-from roll_lite.rewards.math.parsing import library, parse_whole
+from roll_lite.rewards.math.quantities import plain_number, quantity, tidy
 from roll_lite.rewards.math.reward import NOT_A_NUMBER
+from roll_lite.rewards.running.batch_scorer import BatchScorer
 
-EQUAL: list[tuple[Any, str]] = [
-    (7, "7"),
-    (7, "The answer is 7."),
-    (7, "7.0"),
-    (-4, "-4"),
-    (0, "-0"),
-    ("07", "7"),
-    ("1/2", "0.5"),
-    ("1/2", r"\frac{2}{4}"),
-    ("0.5", r"so we get \boxed{\frac12}"),
-    (0.5, "$1/2$"),
-    (1e5, "100000"),
-    ("1e5", "100,000"),
-    (1e-7, "10^{-7}"),
-    ("1,000", "1000"),
-    ("1 000", "1000"),
-    ("$1,234.50", "1234.5"),
-    ("50%", r"\boxed{50\%}"),
-    ("50%", "0.5"),
-    ("1 1/2", "1.5"),
-    ("-1 1/2", "-1.5"),
-    (r"1\frac{1}{2}", "3/2"),
-    ("1/3", "0.333333"),
-    (r"2\sqrt{3}", r"therefore $\sqrt{12}$"),
-    (r"2\sqrt{3}", r"2\sqrt{3}"),
-    ("sqrt(2)", r"\sqrt{2}"),
-    (r"3\pi", "9.42477796"),
-    ("2**10", "1024"),
-    ("x+1", "1+x"),
-    ("x^2-1", "(x-1)(x+1)"),
-    ("(1,2)", "(1, 2)"),
-    (r"\{1,2\}", r"\boxed{\{2,1\}}"),
-    ("x^2y^2", "y^2x^2"),
-    ("2^{3^2}", "512"),
-    ("x=5", "5"),
-    (5, "x = 5"),
-    (5, "first 3, then 5"),
-    (r"90^\circ", "90"),
-    ("12 cm", r"\boxed{12\text{ cm}}"),
-    (r"\infty", r"\infty"),
-    (r"$\frac{3}{4}$", "3/4"),
-    (r"\boxed{7}", "7"),
-]
-DIFFERENT: list[tuple[Any, str]] = [
-    (7, "8"),
-    (-4, "4"),
-    (0, "1"),
-    ("1/3", "0.33"),
-    ("0.3333", "1/3"),
-    (2, r"2\sqrt{3}"),
-    ("1 1/2", "1"),
-    (12, "3 4"),
-    (5, "55"),
-    (10, "3+8"),
-    ("x+1", "x + 2"),
-    ("x", "y"),
-    ("(1,2)", "(2,1)"),
-    (5, r"\boxed{3} or \boxed{5}"),
-    (5, r"\boxed{5}, \boxed{3}"),
-    (5, "The final answer is 3 or 5"),
-    (5, "5 or 3"),
-    (1000001, "1000000"),
-    ("10000000000000000000000001", "10000000000000000000000000"),
-    (5, "1/0"),
-]
+CASES = [json.loads(line) for line in (Path(__file__).parent / "cases.jsonl").read_text().splitlines()]
+"""Reference, response, whether they are equal (null: the reference cannot be read), arguments."""
 
 
 def item(answer: Any, response: str) -> RewardInput:
@@ -104,16 +43,90 @@ def _warm() -> None:
     MathReward().warm()
 
 
-@pytest.mark.parametrize(("answer", "response"), EQUAL)
-def test_equal(answer: Any, response: str) -> None:
-    score = MathReward()(item(answer, response))
-    assert (score.value, score.correct, score.details["verdict"]) == (1.0, True, "equal")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} | {case[1]:.60}")
+def test_cases(case: list[Any]) -> None:
+    reference, response, equal, *args = case
+    if equal is None:
+        with pytest.raises(RewardFailed, match="reward math: the reference answer"):
+            MathReward()(item(reference, response))
+    else:
+        assert (verdict_of(reference, response, **(args[0] if args else {})) == "equal") is equal
 
 
-@pytest.mark.parametrize(("answer", "response"), DIFFERENT)
-def test_different(answer: Any, response: str) -> None:
-    score = MathReward()(item(answer, response))
-    assert (score.value, score.correct) == (0.0, False)
+def right_for(reward: MathReward, response: str, references: list[str]) -> list[str]:
+    """References that the response is right for; of those that are equal by rule, such as 12 and 12 cm, one."""
+    right = [reference for reference in references if reward(item(reference, response)).correct]
+    return right[:1] if all(reward(item(one, f"${other}$")).correct for one in right for other in right) else right
+
+
+def test_no_chain_is_right_for_two_references() -> None:
+    for response in chains():
+        assert len(right_for(MathReward(cpu_limit_s=1.0), response, ["0", "7", "14", "3%"])) <= 1, response
+
+
+@pytest.mark.parametrize("args", [{}, {"accept": "value"}, {"profile": "strict"}, {"rounded": True}])
+def test_no_mixture_is_right_for_two_references(args: dict[str, Any]) -> None:
+    for number, response in enumerate(mixtures(60, seed=1)):
+        references = NUMBERS[:12] + OTHERS[number % len(OTHERS) :: len(OTHERS) // 3]
+        assert len(right_for(MathReward(cpu_limit_s=1.0, **args), response, references)) <= 1, response
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_thousands_of_mixtures_are_right_for_one_reference_at_most(seed: int) -> None:
+    reward = MathReward(cpu_limit_s=1.0, **random.Random(seed).choice(({}, {"accept": "value"}, {"profile": "strict"}, {"rounded": True})))  # type: ignore[arg-type]
+    for response in mixtures(500, seed=seed + 100):
+        assert len(right_for(reward, response, NUMBERS + OTHERS)) <= 1, response
+
+
+def questions(count: int) -> list[tuple[str, str]]:
+    """Exercises with answers that sympy computed: what has to be computed, and what it is."""
+    dice, x, made = random.Random(3), sympy.Symbol("x"), []
+    for number in range(count):
+        polynomial = sum(dice.randint(1, 9) * x**power for power in range(dice.randint(2, 4)))
+        a, b = dice.randint(2, 9), dice.randint(2, 9)
+        one, other = (sympy.Matrix(2, 2, [dice.randint(1, 9) for _ in range(4)]) for _ in range(2))
+        latex = sympy.latex(polynomial)
+        matrices = "".join(sympy.latex(matrix, mat_str="pmatrix", mat_delim="") for matrix in (one, other))
+        made.append(
+            (
+                (rf"\int {latex} \, dx", sympy.latex(sympy.integrate(polynomial, x))),
+                (rf"\frac{{d}}{{dx}}\left({latex}\right)", sympy.latex(sympy.diff(polynomial * x, x))),
+                (rf"\sum_{{k=1}}^{{n}} {a}k", rf"\frac{{{a}n(n+1)}}{{2}}"),
+                (rf"\lim_{{t \to 0}} \left({latex} + t\right)", latex),
+                (matrices, sympy.latex(one * other, mat_str="pmatrix", mat_delim="")),
+                (rf"({a}x-{b})({a}x+{b})", rf"{a * a}x^2-{b * b}"),
+                (rf"{a}\sqrt{{2}}+{b}\sqrt{{2}}", rf"{a + b}\sqrt{{2}}"),
+                (rf"{a}x+{b} < {a * 10 + b}", "x < 10"),
+                (rf"[0,{a + b}]\cap[{a},{a + b + 1}]", f"[{a},{a + b}]"),
+                (rf"{a}x+{b}x", f"{a + b}x"),
+            )[number % 10]
+        )
+    return made
+
+
+def test_no_question_is_its_own_answer() -> None:
+    for question, answer in questions(40):
+        for extract, written in (("boxed", r"\boxed{{{}}}"), ("auto", "The answer is ${}$.")):
+            assert verdict_of(answer, written.format(question), extract=extract) != "equal", question
+        assert verdict_of(answer, rf"\boxed{{{answer}}}") == "equal", answer
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        ("5" * 3000, False),
+        ("(" * 300 + "5" + ")" * 300, True),
+        (r"\boxed{" * 200 + "5" + "}" * 200, True),
+        ("{" * 500, False),
+        (r"\frac{" * 100, False),
+        (" ".join(str(number) for number in range(2000)), False),
+        (r"\frac{" * 3000, False),
+        ("$" * 3001 + "5", False),
+    ],
+)
+def test_long_responses(response: str, right: bool) -> None:
+    assert MathReward()(item(5, response)).correct is right
 
 
 @pytest.mark.parametrize(
@@ -124,50 +137,8 @@ def test_odd_responses_are_wrong_and_say_so(response: str, extract: Extract) -> 
     assert verdict_of(5, response, extract=extract) in ("no answer found", "not readable as mathematics", NOT_A_NUMBER)
 
 
-@pytest.mark.parametrize(
-    ("extract", "response", "value"),
-    [
-        ("boxed", "5", 0.0),
-        ("boxed", r"\boxed{5}", 1.0),
-        ("boxed", r"\boxed{3}, no, \boxed{5}", 1.0),
-        ("boxed", r"\boxed{5}, no, \boxed{3}", 0.0),
-        ("boxed", r"\boxed{5} and \boxed{3", 1.0),
-        ("boxed", r"\boxed{\frac{10}{2}}", 1.0),
-        ("boxed", r"\boxed{the 5}", 0.0),
-        ("tagged", "5", 0.0),
-        ("tagged", "<answer>5</answer>", 1.0),
-        ("tagged", "<answer>3</answer> <answer>\n$x=5$\n</answer>", 1.0),
-        ("tagged", "<answer>5</answer> <answer>3</answer>", 0.0),
-        ("tagged", "5 <answer>5", 0.0),
-    ],
-)
-def test_extract(extract: Extract, response: str, value: float) -> None:
-    assert MathReward(extract=extract)(item(5, response)).value == value
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "",
-        "  ",
-        "???",
-        r"\frac{1}{",
-        "1/0",
-        "0/0",
-        "#### ",
-        "The answer is",
-        "1 2",
-        "2**3**2",
-        "2^3^2",
-        None,
-        True,
-        [1],
-        {"a": 1},
-        float("nan"),
-        float("inf"),
-    ],
-)
-def test_an_unreadable_reference_is_a_failure_never_a_zero(answer: Any) -> None:
+@pytest.mark.parametrize("answer", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_no_reference(answer: float) -> None:
     with pytest.raises(RewardFailed, match="reward math: the reference answer"):
         MathReward()(item(answer, "72"))
 
@@ -175,38 +146,102 @@ def test_an_unreadable_reference_is_a_failure_never_a_zero(answer: Any) -> None:
 @pytest.mark.parametrize("response", [r"\boxed{9^{9^{9^{9}}}}", "(9^9^9^9)", r"\boxed{\sum_{n=1}^{10000000} \frac{1}{n^2}}"])
 def test_endless_comparisons_are_stopped(response: str) -> None:
     started = time.process_time()
-    verdict = verdict_of(5, response, accept="value", cpu_limit_s=0.3)
-    stopped = "comparison takes too long"
-    assert verdict in {"(": ("not readable as mathematics",), r"\boxed{9": (stopped,)}.get(
-        response[:8] if response[0] != "(" else "(", (stopped, "different")
-    )
-    assert MathReward(cpu_limit_s=0.3)(item(5, response)).value == 0
+    assert MathReward(accept="value", cpu_limit_s=0.3)(item(5, response)).value == 0
+    assert MathReward(cpu_limit_s=0.3)(item(r"\sqrt{5}", response)).value == 0
     assert time.process_time() - started < 5
-
-
-@pytest.mark.parametrize("reference", ["5", "0.5", r"\sqrt{2}", r"\pi", r"\frac13\approx0.33"])
-@pytest.mark.parametrize("answer", ODD_ANSWERS[:7])
-def test_what_cannot_be_computed_is_a_wrong_answer(reference: str, answer: str) -> None:
-    assert MathReward()(item(reference, rf"\boxed{{{answer}}}")).value == 0
 
 
 @pytest.mark.parametrize("args", [{}, {"accept": "value"}, {"profile": "strict"}, {"rounded": True}, {"profile": "math_verify"}])
 def test_no_odd_answer_is_a_failure(args: dict[str, Any]) -> None:
     dice = random.Random(7)
-    for _ in range(150):
+    for _ in range(60):
         reference, answers = dice.choice(ODD_REFERENCES), dice.choices(ODD_ANSWERS, k=dice.choice((1, 1, 2)))
         said = dice.choice(("+", r"\approx ", ", ", "=", "-", r"\cdot ", " ")).join(answers)
         response = dice.choice((r"\boxed{%s}", "%s", "The answer is $%s$.", "<answer>%s</answer>")) % said
         assert MathReward(cpu_limit_s=1.0, **args)(item(reference, response)).value in (0, 1), (reference, response)
 
 
+@pytest.mark.parametrize("reference", ["5", "0.5", r"\sqrt{2}", r"\pi", r"\frac13\approx0.33"])
+def test_what_cannot_be_computed_is_a_wrong_answer(reference: str) -> None:
+    for answer in (*ODD_ANSWERS[:7], *ODD_ANSWERS[-5:]):
+        assert MathReward(cpu_limit_s=1.0)(item(reference, rf"\boxed{{{answer}}}")).value == 0, answer
+
+
 def test_a_reference_that_cannot_be_compared_with_itself_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*args: Any) -> bool:
         raise ValueError("at a pole")
 
-    monkeypatch.setattr("roll_lite.rewards.math.reward.same_expression", breaks)
+    monkeypatch.setattr("roll_lite.rewards.math.equality.same_expression", breaks)
     with pytest.raises(RewardFailed, match="reference answer 'x' cannot be compared: .*at a pole"):
         MathReward()(item("x", "y"))
+
+
+def test_an_endless_reference_is_a_failure() -> None:
+    with pytest.raises(RewardFailed, match=r"cannot be read: more than 0\.1 s of computing"):
+        MathReward(cpu_limit_s=0.1)(item(r"\sqrt{" * 400 + "5" + "}" * 400, "5"))
+
+
+def test_an_expensive_response_is_wrong_however_little_of_the_machine_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sample's limit by the clock ends while an answer is still compared: the machine was busy, and the score is the same."""
+
+    def on_a_busy_machine(*args: Any) -> bool:
+        time.sleep(0.5)
+        return False
+
+    monkeypatch.setattr("roll_lite.rewards.math.equality.same_expression", on_a_busy_machine)
+    scorer, _ = BatchScorer.of(RewardConfig(name="math", args={"cpu_limit_s": 0.1}, timeout_s=0.2), "reward")
+    outcome, scored = scorer.one(item("x", r"\boxed{y}"))
+    assert isinstance(outcome, Score) and outcome.value == 0 and not scored.interrupted
+
+
+NUMBER_TEXTS = st.one_of(
+    st.integers(-(10**12), 10**12).map(str),
+    st.integers(-(10**7), 10**7).map(lambda number: f"{number:,}"),
+    st.decimals(-1000, 1000, places=3).map(str),
+    st.tuples(st.integers(-99, 99), st.integers(1, 99)).map(lambda pair: f"{pair[0]}/{pair[1]}"),
+    st.tuples(st.integers(-99, 99), st.integers(1, 99)).map(lambda pair: rf"\frac{{{pair[0]}}}{{{pair[1]}}}"),
+    st.tuples(st.integers(1, 99), st.integers(0, 9)).map(lambda pair: rf"{pair[0]} \times 10^{{{pair[1]}}}"),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(NUMBER_TEXTS, NUMBER_TEXTS)
+def test_exact_arithmetic_and_the_library_say_the_same(reference: str, response: str) -> None:
+    from math_verify import parse, verify
+
+    for answer in (response, reference):
+        by_library = verify(parse(f"${reference}$"), parse(f"${answer}$"))
+        assert MathReward()(item(reference, rf"\boxed{{{answer}}}")).correct is by_library, (reference, answer)
+
+
+@settings(max_examples=150, deadline=None)
+@given(NUMBER_TEXTS)
+def test_numbers_are_found_in_every_wrapping(number: str) -> None:
+    value = plain_number(number)
+    assert value is not None
+    for wrapped in (f" {number} ", f"${number}$", rf"\({number}\)", f"**{number}**", rf"{number}\text{{ apples}}"):
+        assert quantity(wrapped) == value
+    for response, extract in ((rf"then \boxed{{x = {number}}}", "boxed"), (f"a <answer>{number}</answer> b", "tagged")):
+        assert MathReward(extract=extract)(item(number, response)).correct is True  # type: ignore[arg-type]
+    assert quantity(f"{number}+{number}") is None and quantity(f"{number}*") is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.text(max_size=200) | st.text("\\boxed{}<>answer/ 0123456789.,+-*=$^%()", max_size=80),
+    st.sampled_from(["auto", "boxed", "tagged", "number"]),
+)
+def test_any_response_has_a_verdict(response: str, extract: Extract) -> None:
+    score = MathReward(extract=extract, cpu_limit_s=1.0)(item(5, response))
+    assert score.value in (0.0, 1.0) and score.details["verdict"]
+    assert extract != "number" or str(score.details["extracted"]) in plain_boxes(tidy(response))
+
+
+def test_the_same_every_time() -> None:
+    for answer, response, equal, *_ in CASES[::40]:
+        if equal is not None:
+            first = MathReward()(item(answer, response))
+            assert all(MathReward()(item(answer, response)) == first for _ in range(3))
 
 
 @pytest.mark.parametrize(
@@ -232,32 +267,11 @@ def test_an_ordinal_is_its_number_and_leaves_the_braces_around_it(ordinal: str) 
     assert verdict_of("3", rf"\boxed{{{ordinal}}} and \boxed{{3}}") == NOT_A_NUMBER
 
 
-def test_an_endless_reference_is_a_failure() -> None:
-    with pytest.raises(RewardFailed, match=r"cannot be read: more than 0\.1 s of computing"):
-        MathReward(cpu_limit_s=0.1)(item("(" * 2000 + "5" + ")" * 2000, "5"))
-
-
-@pytest.mark.parametrize(("reference", "response", "equal"), PAIRS)
-def test_pairs(reference: str, response: str, equal: bool) -> None:
-    started = time.process_time()
-    assert (verdict_of(reference, response) == "equal") is equal
-    assert time.process_time() - started < 7
-
-
-def test_there_are_many_pairs() -> None:
-    assert len(PAIRS) >= 150
-
-
-@pytest.mark.parametrize(("reference", "response", "equal"), WORTH)
-def test_pairs_by_value(reference: str, response: str, equal: bool) -> None:
-    assert (verdict_of(reference, response, accept="value") == "equal") is equal
-
-
 @pytest.mark.parametrize(
     ("response", "extract", "extracted"),
     [
         ("5", "auto", "5"),
-        ("it is 5, or 1/2", "auto", "1/2"),
+        ("it is 5, or 1/2", "auto", "5, 1/2"),
         (r"so \boxed{\frac{1}{2}} it is", "auto", r"\frac{1}{2}"),
         ("<answer> 7 </answer> 8", "auto", "7"),
         (r"<answer>\boxed{7}</answer>", "tagged", "7"),
@@ -273,80 +287,6 @@ def test_what_was_extracted_is_shown(response: str, extract: Extract, extracted:
     assert MathReward(extract=extract)(item(5, response)).details["extracted"] == extracted
 
 
-NUMBERS = st.one_of(
-    st.integers(-(10**12), 10**12).map(str),
-    st.integers(-(10**7), 10**7).map(lambda number: f"{number:,}"),
-    st.decimals(-1000, 1000, places=3).map(str),
-    st.tuples(st.integers(-99, 99), st.integers(1, 99)).map(lambda pair: f"{pair[0]}/{pair[1]}"),
-    st.tuples(st.integers(-99, 99), st.integers(1, 99)).map(lambda pair: rf"\frac{{{pair[0]}}}{{{pair[1]}}}"),
-    st.tuples(st.integers(1, 99), st.integers(0, 9)).map(lambda pair: rf"{pair[0]} \times 10^{{{pair[1]}}}"),
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(NUMBERS, NUMBERS)
-def test_exact_arithmetic_and_the_library_say_the_same(reference: str, response: str) -> None:
-    gold = quantity(reference)
-    for answer in (response, reference):
-        found = quantity(answer)
-        assert gold is not None and found is not None
-        slow = library().verify(parse_whole(reference), parse_whole(answer), timeout_seconds=None)
-        assert same_number(gold, found, rounded=False) is slow, (reference, answer)
-
-
-@settings(max_examples=150, deadline=None)
-@given(NUMBERS)
-def test_numbers_are_found_in_every_wrapping(number: str) -> None:
-    value = plain_number(number)
-    assert value is not None
-    for wrapped in (f" {number} ", f"${number}$", rf"\({number}\)", f"**{number}**", f"x = {number}", rf"{number}\text{{ cm}}"):
-        found = quantity(unnamed(wrapped))
-        assert found is not None and found.number == value
-    assert plain_number(f"${number}$") == value
-    for response, extract in ((rf"then \boxed{{{number}}}", "boxed"), (f"a <answer>{number}</answer> b", "tagged")):
-        assert MathReward(extract=extract)(item(number, response)).correct is True  # type: ignore[arg-type]
-    assert quantity(f"{number}+{number}") is None and quantity(f"{number}*") is None
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.text(max_size=200) | st.text("\\boxed{}<>answer/ 0123456789.,+-*=$^%()", max_size=80),
-    st.sampled_from(["auto", "boxed", "tagged", "number"]),
-)
-def test_any_response_has_a_verdict(response: str, extract: Extract) -> None:
-    score = MathReward(extract=extract, cpu_limit_s=1.0)(item(5, response))
-    assert score.value in (0.0, 1.0) and score.details["verdict"]
-    assert extract == "auto" or str(score.details["extracted"]) in plain_boxes(tidy(response))
-
-
-def test_the_same_every_time() -> None:
-    for answer, response in [*EQUAL[::5], *DIFFERENT[::5]]:
-        first = MathReward()(item(answer, response))
-        assert all(MathReward()(item(answer, response)) == first for _ in range(3))
-
-
-@pytest.mark.parametrize(
-    ("reference", "response", "plain", "strict"),
-    [
-        ("1/2", "1/2", True, True),
-        ("1/2", "2/4", True, False),
-        ("1/2", "0.5", True, True),
-        ("0.5", "50%", True, False),
-        ("12 m", "1200 cm", True, False),
-        ("12 m", "12", True, True),
-        (r"2\sqrt{3}", r"\sqrt{12}", True, False),
-        (r"2\sqrt{3}", r"2 \sqrt 3", True, True),
-        ("3", "6/2", True, False),
-        ("2:3", "2 : 3", True, True),
-        ("2:3", "4:6", True, False),
-        ("4:6", "2:3", True, False),
-    ],
-)
-def test_strictly_the_form_counts_as_well(reference: str, response: str, plain: bool, strict: bool) -> None:
-    assert MathReward()(item(reference, response)).correct is plain
-    assert MathReward(profile="strict")(item(reference, response)).correct is strict
-
-
 @pytest.mark.parametrize(
     ("reference", "response", "equal"),
     [("5", r"\boxed{5}", True), ("5", "5 tenths", True), (r"\frac{1}{2}", "$0.5$", True), ("5", "4", False)],
@@ -356,17 +296,6 @@ def test_what_the_library_alone_says(reference: str, response: str, equal: bool)
 
     assert verify(parse(f"${reference}$"), parse(response)) is equal
     assert MathReward(profile="math_verify")(item(reference, response)).correct is equal
-
-
-@pytest.mark.parametrize(("response", "equal"), [("0.33", True), ("1/3", True), ("0.334", True), ("0.3351", False), ("0.34", False)])
-def test_a_rounded_reference_stands_for_what_rounds_to_it(response: str, equal: bool) -> None:
-    assert MathReward(rounded=True)(item("0.33", response)).correct is equal
-    assert MathReward()(item("0.33", response)).correct is (response == "0.33")
-
-
-def test_all_boxes_as_a_list() -> None:
-    assert MathReward(boxes="all")(item("3, 5", r"$x=\boxed{3}$. Then $x=\boxed{5}$")).correct is True
-    assert MathReward()(item("3, 5", r"$x=\boxed{3}$. Then $x=\boxed{5}$")).correct is False
 
 
 @pytest.mark.parametrize(
@@ -381,12 +310,11 @@ def test_all_boxes_as_a_list() -> None:
     ],
 )
 def test_votes_are_for_what_an_answer_is_worth(answers: list[str], equal: bool) -> None:
-    votes = [MathReward()(RewardInput("maths", "p", answer, "6", {}, "stop")).answer for answer in answers]
+    votes = [MathReward()(item("6", answer)).answer for answer in answers]
     assert all(votes) and (len(set(votes)) == 1) is equal, votes
 
 
 def test_a_response_without_an_answer_does_not_vote() -> None:
-    assert MathReward()(RewardInput("maths", "p", "I do not know", "6", {}, "stop")).answer == ""
-    library_alone = MathReward(profile="math_verify")
-    said = [library_alone(RewardInput("maths", "p", text, "1/2", {}, "stop")).answer for text in ("$0.5$", r"$\frac{1}{2}$", "$7$", "no")]
+    assert MathReward()(item("6", "I do not know")).answer == ""
+    said = [MathReward(profile="math_verify")(item("1/2", text)).answer for text in ("$0.5$", r"$\frac{1}{2}$", "$7$", "no")]
     assert said[0] == said[1] == "1/2" and said[2] == "7" and said[3] == ""

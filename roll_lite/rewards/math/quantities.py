@@ -1,0 +1,217 @@
+r"""Numbers and quantities as people write them: 1,234.50, -3/4, 1 1/2, \frac12, 1.5e3, 2 \times 10^5, 50%, $5, 12 cm, 3 million."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import TypeVar
+
+from roll_lite.rewards.answer_extraction import HAN, narrow
+
+T = TypeVar("T")
+LONGEST = 1000
+"""Characters of a text that may be a number."""
+CLEANED = str.maketrans({**dict.fromkeys("−–‐‑‒﹣－", "-"), **dict.fromkeys("\u00a0\u2007\u2009\u202f", " "), "％": "%"})
+SUFFIX = r"(?:\\(?:text|mathrm|textrm|textsuperscript)\s*\{\s*(?:st|nd|rd|th)\s*\}|(?:st|nd|rd|th)(?![A-Za-z]))"
+ORDINAL = re.compile(rf"(?<=\d)\s*\^?\s*(?:\{{\s*{SUFFIX}\s*\}}|{SUFFIX})")
+NEST = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+UNBRACED = re.compile(rf"\\frac(?:\s*({NEST}|\d|(?<=\s)[A-Za-z])\s*({NEST}|[A-Za-z\d](?![A-Za-z]))|([A-Za-z])(\d))")
+TEXT = re.compile(r"\\(?:text|mathrm|textrm|textbf|textit|textnormal|mathbf|mbox|operatorname|rm|bf)\s*\{([^{}]*)\}")
+DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
+BRACKETS = (("(", ")"), ("{", "}"), ("\\left(", "\\right)"))
+END = re.compile(r"\A(?:\\[,;:! ]|\s)+|(?:\\[,;:! \\]|(?<!\\)[.,;:\s])+\Z|\\\Z")
+
+D = r"(?:\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
+PLAIN = [
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (TEXT.pattern + r"\s*(\^)?", r" \1\2 "),
+        (r"\^\s*\{?\s*\\circ\s*\}?|\\degree|\\[Cc]elsius", "°"),
+        (r"\\([$%])", r"\1"),
+        (r"\s*\^\s*\{?(-?\d)\}?(?!\d)", r"^\1"),
+        (r"\\[,;: ]|~|\\cdot(?=\s*\\?[a-z]+\Z)", " "),
+        (rf"\\frac\s*\{{\s*(-?{D})\s*\}}\s*\{{\s*({D})\s*\}}", r" \1/\2"),
+        (r"\A\s*([+-]?)\s*([$€£¥₹¢])\s*([+-]?)(?=[\d.])(.*)\Z", r"\1\3\4 \2"),
+    )
+]
+DECIMAL = re.compile(rf"([+-]?)\s*({D})(?:[eE]([+-]?\d{{1,3}}))?")
+POWER = re.compile(rf"([+-]?)(?:({D})\s*(?:\\times|\\cdot|[×·*x])\s*)?10\s*(?:\^|\*\*)\s*\{{?\s*([+-]?\d{{1,3}})\s*\}}?")
+FRACTION = re.compile(rf"([+-]?)\s*(?:(\d+)\s+)?({D})\s*/\s*(-?)\s*({D})")
+REPEATING = re.compile(r"([+-]?)\s*(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
+
+UNITS = {
+    "length": "m meter metre=1, in inch inche=127/5000, ft foot feet=381/1250, yd yard=1143/1250, mi mile=201168/125",
+    "time": "s sec second=1, min minute=60, h hr hour=3600, day=86400, week=604800",
+    "calendar": "month=1, yr year=12",
+    "mass": "g gram gm=1, oz ounce=45359237/1600000, lb pound=45359237/100000",
+    "volume": "l liter litre=1",
+    "gallons": "cup=1, pint pt=2, quart qt=4, gallon gal=16",
+    "dollars": "$ dollar usd=1, ¢ cent=1/100",
+    **{names: f"{names}=1" for names in ("€ euro", "£ gbp", "¥ yen yuan", "₹ rupee", "°c", "°f", "° degree deg", "radian rad")},
+    **{names: f"{names}=1" for names in ("Pa pascal", "Hz hertz", "eV", "W watt", "J joule", "N newton", "V volt", "mol mole")},
+}
+KNOWN = {
+    name: (dimension, Fraction(size))
+    for dimension, units in UNITS.items()
+    for names, size in (unit.split("=") for unit in units.split(", "))
+    for name in names.split()
+}
+PREFIXES = {"n nano": -9, "µ micro": -6, "m milli": -3, "c centi": -2, "d deci": -1, "k kilo": 3, "M mega": 6, "G giga": 9, "T tera": 12}
+METRIC = "m meter metre s second g gram l liter litre Pa pascal Hz hertz eV W watt J joule N newton V volt mol mole"
+for _prefix, _power in PREFIXES.items():
+    KNOWN |= {_prefix.split()[len(one) > 3] + one: (KNOWN[one][0], KNOWN[one][1] * Fraction(10) ** _power) for one in METRIC.split()}
+SHORT = {"mph": "mi/h", "kmh": "km/h", "kmph": "km/h", "kph": "km/h", "cc": "cm^3", "sqft": "ft^2"}
+TENS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "tenth": -1, "hundredth": -2, "thousandth": -3}
+SCALES = {name: Fraction(10) ** power for name, power in TENS.items()}
+SCALES |= {"dozen": Fraction(12), "half": Fraction(1, 2), "halve": Fraction(1, 2), "quarter": Fraction(1, 4)}
+NO_UNIT_WORD = re.compile(
+    r"(?:squared|cubed|factorial|sin|cos|tan|log|exp|sqrt|pi|and|or|nor|not|but|plus|minus|times|over|divided|out|than|either|maybe|perhaps"
+    r"|mod|(?:third|fif|four|six|seven|eigh|nin)(?:th)?s?|one|two|three|five|eight|nine|ten)|.*[百千万亿].*"
+)
+"""Words behind a number that change its value, or say that it is not meant."""
+LETTERS = rf"[A-Za-zµ°$€£¥₹¢{HAN}]"
+UNIT = re.compile(rf"(?<=[\d)}}\].%\s])(\s*)((?:{LETTERS}++(?:\^-?\d|[²³])?[\s./]*+)++)\Z")
+Unit = tuple[frozenset[tuple[str, int]] | None, Fraction]
+"""What is measured, with exponents, and its size in units of these dimensions; None for unknown units such as apples."""
+NO_UNIT: Unit = (None, Fraction(1))
+
+
+@dataclass(frozen=True)
+class Quantity:
+    value: Fraction
+    exact: bool = True
+    """An integer or a fraction of integers, not a decimal that may have been rounded."""
+    percent: bool = False
+    reduced: bool = True
+    places: int | None = None
+    """Decimal places of a decimal."""
+    unit: Unit = NO_UNIT
+
+
+def tidy(text: str) -> str:
+    r"""One minus, one blank, 1/2 for a half in one character, \frac for its sizes, ordinals as numbers."""
+    text = ORDINAL.sub("", re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text))
+    if text.isascii():
+        return text
+    text = re.sub(r"(\d?)\s*([½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])", lambda one: f"{one[1]} {unicodedata.normalize('NFKC', one[2])}", text)
+    return narrow(text.replace("⁄", "/")).translate(CLEANED)
+
+
+def with_braces(text: str) -> str:
+    r"""\frac{1}{2} for \frac12."""
+    return UNBRACED.sub(lambda one: r"\frac" + "".join(part if part[0] == "{" else f"{{{part}}}" for part in one.groups() if part), text)
+
+
+def unwrapped(text: str, brackets: bool = False) -> str:
+    """Without delimiters and a full stop at the end, and with one way to write thousands."""
+    text = re.sub(r"\{,\}|,\\!\s*|,\\[,;: ]\s*(?=\d{3}(?!\d))", ",", text).replace("\\!", "").replace("\\displaystyle", "")
+    text = END.sub("", re.sub(r"(?<=\d)(?:\\[,;: ]|~)(?=\d{3}(?!\d))", ",", text)).strip()
+    for left, right in DELIMITERS + BRACKETS if brackets else DELIMITERS:
+        inside = text[len(left) : -len(right)]
+        if inside and text.startswith(left) and text.endswith(right):
+            several = left in inside.replace("\\$", "") if (left, right) in DELIMITERS else re.search(r"\d\s*,\s*\d", inside)
+            return text if several and right != "}" else unwrapped(inside, brackets)  # two formulas, or a point: (1,200)
+    return text
+
+
+def plain(text: str) -> str:
+    for pattern, replacement in PLAIN:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+def plain_number(text: str) -> Quantity | None:
+    """The number, if the text is one and nothing else."""
+    if len(text) > LONGEST:
+        return None
+    text, is_percent = re.subn(r"\s*(?:%|percent)\s*\Z", "", plain(with_braces(unwrapped(plain(text), brackets=True))))
+    if found := DECIMAL.fullmatch(text):
+        exact = "." not in found[2].rstrip(".") and not found[3]
+        places = None if exact or found[3] or is_percent else len(found[2].partition(".")[2])
+        number = Quantity(_decimal(found[2]) * Fraction(10) ** int(found[3] or 0), exact, places=places)
+    elif (found := FRACTION.fullmatch(text)) and _decimal(found[5]):
+        part = _decimal(found[3]) / _decimal(found[5]) * (-1 if found[4] else 1)
+        reduced = part.denominator == _decimal(found[5]) != 1 and not (found[2] and part >= 1)
+        number = Quantity(_decimal(found[2] or "0") + part, "." not in found[3] + found[5], reduced=reduced)
+    elif found := POWER.fullmatch(text):
+        number = Quantity(_decimal(found[2] or "1") * Fraction(10) ** int(found[3]), "." not in (found[2] or ""))
+    elif found := REPEATING.fullmatch(text):
+        part = Fraction(int(found[3] + found[4]) - int(found[3] or "0"), (10 ** len(found[4]) - 1) * 10 ** len(found[3]))
+        number = Quantity(int(found[2] or "0") + part)
+    else:
+        return None
+    value = number.value * (-1 if found[1] == "-" else 1)
+    return replace(number, value=value / 100 if is_percent else value, percent=bool(is_percent))
+
+
+def _decimal(digits: str) -> Fraction:
+    return Fraction(re.sub(r"[ ,]", "", digits).rstrip("."))
+
+
+def quantity(text: str) -> Quantity | None:
+    """The number with its unit, if the text is that and no arithmetic."""
+    number = plain_number(text)
+    if number is None and len(text) <= LONGEST:
+        body, unit, scale = split_unit(unwrapped(text, brackets=True))
+        number = plain_number(body)
+        return number and replace(number, value=number.value * scale, unit=unit)
+    return number
+
+
+def split_unit(text: str) -> tuple[str, Unit, Fraction]:
+    r"""What stands before the unit, the unit, and the factor of words such as million. Letters of a product are no unit: 2t and 3 pi are
+    terms, 5cm and 3\text{ t} have units."""
+    bare = plain(text)
+    found = UNIT.search(bare, max(0, len(bare) - 100))
+    before = bare[: found.start()].rstrip() if found else ""
+    if found is None or not re.search(r"[\dA-Za-z]", before):
+        return text, NO_UNIT, Fraction(1)
+    in_text = " ".join(TEXT.findall(text))
+    for index, word in enumerate(re.findall(f"{LETTERS}+", found[2])):
+        is_apart = (index > 0 or found[1] != "") and len(word) > 2
+        if not is_unit(word) and (NO_UNIT_WORD.fullmatch(word.lower()) or not (is_apart or word in in_text or not word.isascii())):
+            return text, NO_UNIT, Fraction(1)
+    return before, *unit_of(found[2])
+
+
+@lru_cache(maxsize=4096)
+def unit_of(text: str) -> tuple[Unit, Fraction]:
+    scale, size, times, sign, is_known = Fraction(1), Fraction(1), 1, 1, True
+    exponents: dict[str, int] = {}
+    text = re.sub(r"[A-Za-z]+", lambda one: SHORT.get(one[0].lower(), one[0]), text.replace("²", "^2").replace("³", "^3"))
+    for name, power in re.findall(r"(/|[^\s/^.]+)(?:\^(-?\d))?", text):
+        if name in ("/", "per"):
+            sign = -1
+        elif name in ("square", "sq", "cubic", "cu"):
+            times = 2 if name[0] == "s" else 3
+        elif factor := _named(SCALES, name):
+            scale *= factor
+        elif unit := _named(KNOWN, name):
+            exponent = int(power or times) * sign
+            exponents[unit[0]] = exponents.get(unit[0], 0) + exponent
+            size, times = size * unit[1] ** exponent, 1
+        else:
+            is_known = False
+    dimensions = frozenset((name, power) for name, power in exponents.items() if power)
+    return ((dimensions, size) if is_known and exponents else NO_UNIT), scale
+
+
+def ratio(one: Unit, other: Unit) -> Fraction | None:
+    """One unit in units of the other: 1 if either is unknown, None if they measure different things."""
+    if one[0] is None or other[0] is None:
+        return Fraction(1)
+    return one[1] / other[1] if one[0] == other[0] else None
+
+
+def is_unit(word: str) -> bool:
+    """A unit or a scale, or what stands with one."""
+    return bool(_named(KNOWN, word) or _named(SCALES, word)) or word.lower() in {*SHORT, "square", "sq", "cubic", "cu", "per"}
+
+
+def _named(table: Mapping[str, T], name: str) -> T | None:
+    low = name.lower()
+    return table.get(name, table.get(low, table.get(low.removesuffix("s")) if len(low) > 2 else None))
