@@ -32,7 +32,17 @@ MISTAKES = {
     "ratio that nothing has": (
         "mismatch_correction: {filters: [{high: -1.0}]}",
         "algorithm.mismatch_correction.filters.0.high",
-        "a ratio is positive",
+        "takes tokens on which trainer and engine agree: their ratio is 1",
+    ),
+    "ratio of those who differ": (
+        "mismatch_correction: {filters: [{low: 1.5, level: sequence_sum}]}",
+        "algorithm.mismatch_correction.filters.0.low",
+        "their ratio is 1",
+    ),
+    "divergence that nothing has": (
+        "mismatch_correction: {filters: [{high: 2.0}, {estimator: k3, high: -0.1}]}",
+        "algorithm.mismatch_correction.filters.1.high",
+        "their k3 is 0",
     ),
     "range upside down": ("policy_loss: {name: topr, negative: [1.0, 0.5]}", "algorithm.policy_loss.negative", "lower end first"),
     "masks upside down": ("masks: {group_mean: [0.9, 0.1]}", "algorithm.masks.group_mean", "lower end first"),

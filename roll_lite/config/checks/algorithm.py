@@ -85,10 +85,13 @@ def _mismatch_correction(config: RunConfig) -> Iterator[Problem]:
     for number, one in enumerate(correction.filters):
         if one.low is None and one.high is None:
             yield Problem(f"{path}.filters.{number}", "has no range, everything passes; set low or high, or remove it")
-        elif one.estimator == "ratio" and one.high is not None and one.high <= 0:
-            yield Problem(
-                f"{path}.filters.{number}.high", "nothing passes: a ratio is positive, 1 where trainer and engine agree", one.high
-            )
+            continue
+        agreement = 1.0 if one.estimator == "ratio" else 0.0
+        message = f"takes tokens on which trainer and engine agree: their {one.estimator} is {agreement:g}"
+        if one.low is not None and one.low > agreement:
+            yield Problem(f"{path}.filters.{number}.low", message, one.low)
+        elif one.high is not None and one.high < agreement and (one.low is None or one.low < one.high):
+            yield Problem(f"{path}.filters.{number}.high", message, one.high)
 
 
 def _topr_ranges(config: RunConfig) -> Iterator[Problem]:
