@@ -202,8 +202,14 @@ class _Given:
                 continue
             if not isinstance(content.get("response"), str):
                 raise ValueError(f"--responses: {row.place}: column 'response': must be a text, got {content.get('response')!r:.80}")
-            if not isinstance(content.get("prompt_uid"), int) and "prompt" not in content:
+            uid, reason = content.get("prompt_uid"), content.get("finish_reason")
+            if uid is None and "prompt" not in content:
                 raise ValueError(f"--responses: {row.place}: which prompt? It needs `prompt_uid` or `prompt`")
+            if uid is not None and type(uid) is not int:
+                raise ValueError(f"--responses: {row.place}: column 'prompt_uid': must be a whole number, got {uid!r:.80}")
+            if reason is not None and reason not in tuple(FinishReason):
+                reasons = ", ".join(FinishReason)
+                raise ValueError(f"--responses: {row.place}: column 'finish_reason': must be one of {reasons}, got {reason!r:.80}")
             yield row, content
 
     @property
