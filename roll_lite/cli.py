@@ -18,14 +18,19 @@ import yaml
 
 from roll_lite.config.arithmetic import derive
 from roll_lite.config.arithmetic_tables import render
+from roll_lite.config.checks.across import Check, readable
+from roll_lite.config.checks.files import run_folder
+from roll_lite.config.checks.gpu_only import needs_gpus
 from roll_lite.config.checks.layout import devices_are_there
 from roll_lite.config.checks.notes import notes_on
+from roll_lite.config.checks.simulation import SIMULATION_CHECKS
 from roll_lite.config.compose.overrides import COMMAND_LINE, MOST_RUNS, alternatives
-from roll_lite.config.loading import load_config
+from roll_lite.config.loading import load_config, located
 from roll_lite.config.placement_picture import draw
-from roll_lite.config.problems import ConfigError, Problem, hidden
+from roll_lite.config.problems import ConfigError, Missing, Problem, hidden
+from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.run import RunConfig
-from roll_lite.config.shipped import CONFIGS, found
+from roll_lite.config.shipped import found
 from roll_lite.data.check import check_data
 from roll_lite.distributed.strategy.engines import engine_arguments_fit
 from roll_lite.rewards.check import address_notes, check_rewards
@@ -38,7 +43,9 @@ OUTPUT_FAILED = 74
 """The system's EX_IOERR: a full disk, a terminal that is gone."""
 CHECKS = (engine_arguments_fit, check_data, check_rewards)
 """Checks that live beside the code they speak for."""
-OF_RUNS = (*CHECKS, devices_are_there)
+OF_MACHINE = (devices_are_there, needs_gpus)
+"""A configuration that is only checked may be meant for another machine."""
+OF_RUNS = (*CHECKS, *OF_MACHINE, run_folder)
 SEEN_ENOUGH = 141
 """Exit code that a shell shows for a program ended by SIGPIPE."""
 
@@ -98,13 +105,29 @@ def _main(arguments: Sequence[str] | None) -> int:
         if parsed.command == "run" and parsed.multirun:
             return _sweep(parsed, overrides)
         imagined = parsed.command == "simulate"
-        further = {"simulate": (), "run": OF_RUNS}.get(parsed.command, CHECKS)
-        config = load_config(parsed.config_name, found(parsed.config_path), overrides, further=further, files=not imagined)
+        further = {"simulate": SIMULATION_CHECKS, "run": OF_RUNS}.get(parsed.command, CHECKS)
+        config = _loaded(parsed, overrides, further, files=not imagined)
     except ConfigError as error:
+        if parsed.command == "check" and all(isinstance(problem, Missing) for problem in error.problems):
+            sys.stderr.write(_tables(_without_values(parsed, overrides, error)))
         sys.stderr.write(f"{error}\n")
         return WRONG_CONFIGURATION
     commands = {"run": _run, "check": _check, "reward": _reward, "simulate": _simulate}
     return commands[parsed.command](config, parsed)
+
+
+def _loaded(parsed: argparse.Namespace, overrides: Sequence[str], further: Sequence[Check], files: bool = True) -> RunConfig:
+    name, folder = located(parsed.config_name, parsed.config_path)
+    return load_config(name, folder, overrides, further=further, files=files, tell=lambda line: sys.stderr.write(f"{line}\n"))
+
+
+def _without_values(parsed: argparse.Namespace, overrides: Sequence[str], error: ConfigError) -> RunConfig:
+    """What is known of a configuration in which values are missing: all else, where only paths are."""
+    try:
+        return _loaded(parsed, overrides, (), files=False)
+    except ConfigError:
+        partial: RunConfig = error.partial
+        return partial
 
 
 def _print(config: RunConfig) -> None:
@@ -117,18 +140,25 @@ def _check(config: RunConfig, parsed: argparse.Namespace) -> int:
     _print(config)
     if parsed.cfg:
         return 0
-    # What is checked may be meant for another machine.
-    notes = [*notes_on(config), *address_notes(config), *(f"{problem.path}: {problem.message}" for problem in devices_are_there(config))]
-    parts = [render(derive(config)), draw(config), "\n".join(f"note: {note}" for note in notes)]
-    sys.stderr.write("".join(f"\n{part}\n" for part in parts if part))
+    sys.stderr.write(_tables(config))
     return 0
+
+
+def _tables(config: RunConfig) -> str:
+    """Layout, batch arithmetic, placement and notes; of a configuration with missing values, those that need none of them."""
+    of_machine = [f"{problem.path}: {problem.message}" for one in OF_MACHINE for problem in readable(one(config))]
+    parts = []
+    for part in (lambda: render(derive(config)), lambda: draw(config)):
+        with suppress(Refused):
+            parts.append(part())
+    parts.append("\n".join(f"note: {note}" for note in [*notes_on(config), *address_notes(config), *of_machine]))
+    return "".join(f"\n{part}\n" for part in parts if part)
 
 
 def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Every combination is right before the first one runs."""
     from roll_lite.pipeline.sweep import Choice, run_each
 
-    folder = found(parsed.config_path)
     values = [_alternatives(parsed.config_name, text) for text in overrides]
     if (count := prod(map(len, values))) > MOST_RUNS:
         longest = max(values, key=len)[0].partition("=")[0]
@@ -137,13 +167,14 @@ def _sweep(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     if count > 1:
         sys.stderr.write(f"checking the configurations of {count} runs\n")
     chosen = list(product(*values))
-    choices = [Choice(one, load_config(parsed.config_name, folder, one, further=OF_RUNS)) for one in chosen]
+    choices = [Choice(one, _loaded(parsed, one, OF_RUNS)) for one in chosen]
     if parsed.cfg:
         for choice in choices:
             sys.stdout.write(f"--- # {' '.join(map(hidden, choice.overrides))}\n")
             _print(choice.config)
         return 0
-    command = [sys.executable, "-m", "roll_lite.cli", "run", "--config-name", parsed.config_name, "--config-path", str(folder)]
+    name, folder = located(parsed.config_name, parsed.config_path)
+    command = [sys.executable, "-m", "roll_lite.cli", "run", "--config-name", name, "--config-path", str(folder)]
     return run_each(command, choices)
 
 
@@ -203,7 +234,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=help_text, description=help_text)
         command.add_argument(
-            "--config-name", "--config_name", "-cn", required=True, help="a YAML file of yours or a shipped one, without .yaml"
+            "--config-name", "--config_name", "-cn", required=True, help="a YAML file of yours, name or path, or a shipped one's name"
         )
         command.add_argument(
             "--config-path",
@@ -212,8 +243,7 @@ def _parser() -> argparse.ArgumentParser:
             "--config-dir",
             "-cd",
             type=Path,
-            default=CONFIGS,
-            help="a configuration folder of your own, beside the shipped ones (%(default)s)",
+            help="a folder of your own in which names are looked up before the shipped ones; the current one where absent",
         )
         if name == "reward":
             _reward_options(command)

@@ -53,7 +53,7 @@ def test_the_gpu_example_asks_for_its_paths_and_is_right_with_them(capsys: pytes
     assert main(["check", "--config-name", QWEN]) == 2
     error = capsys.readouterr().err
     asked = {"model.path", "domains.math.data.train", "domains.math.data.validation"}
-    assert {line.split(":")[0].removeprefix("  - ") for line in error.splitlines()[1:]} == asked
+    assert {line.split(":")[0].removeprefix("  - ") for line in error.splitlines() if line.startswith("  - ")} == asked
     shape = {
         "model_type": "qwen2",
         "num_hidden_layers": 28,
@@ -315,3 +315,86 @@ def test_a_check_looks_whether_a_judges_address_answers(capsys: pytest.CaptureFi
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "cannot be reached" in line]
     place = f"note: domains.add.reward.args.url.1: http://127.0.0.1:{ports[1]}/v1"
     assert note.startswith(place) and "refused" in note
+
+
+MINE = "defaults: [tiny_grpo, _self_]\nexperiment: mine\ndomains: {make: null}\n"
+
+
+def test_a_file_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its name, with or without .yaml, and by a path; what it builds on may be shipped."""
+    (tmp_path / "sub").mkdir()
+    for name in ("mine.yaml", "sub/deep.yaml", "tiny_base.yaml"):
+        (tmp_path / name).write_text(MINE)
+    (tmp_path / "sub/deeper.yaml").write_text("defaults: [deep]\nsteps: 3\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "mine.yaml", "./mine.yaml", "sub/deep", "sub/deeper.yaml", str(tmp_path / "sub/deep.yaml")):
+        assert main(["check", "-cn", name, "--cfg", "job"]) == 0
+        resolved, said = capsys.readouterr()
+        config = yaml.safe_load(resolved)
+        assert (config["experiment"], list(config["domains"])) == ("mine", ["add", "repeat"])
+        assert said == "", "a shipped file is built of shipped ones: tiny_grpo takes no tiny_base from here"
+    for name in ("tiny_ppo", "examples/configs/tiny_ppo.yaml"):
+        assert main(["check", "-cn", name, "--cfg", "job"]) == 0
+        assert yaml.safe_load(capsys.readouterr().out)["experiment"] == "tiny_ppo"
+    assert main(["check", "-cn", "mien", "--cfg", "job"]) == 2
+    assert "did you mean 'mine'?" in capsys.readouterr().err
+
+
+def test_a_file_that_hides_a_shipped_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny_ppo.yaml").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "-cn", "tiny_ppo", "--cfg", "job"]) == 0
+    resolved, said = capsys.readouterr()
+    assert yaml.safe_load(resolved)["experiment"] == "mine"
+    assert said.splitlines() == [f"{tmp_path}/tiny_ppo.yaml is used; the shipped configuration tiny_ppo has the same name"]
+
+
+def test_the_script_finds_it_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(MINE)
+    script = [sys.executable, str(ROOT / "examples/start_rlvr_pipeline.py"), "--config-name", "mine.yaml", "--cfg", "job"]
+    shown = subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, check=True).stdout
+    assert yaml.safe_load(shown)["experiment"] == "mine"
+
+
+@pytest.mark.parametrize("name", [QWEN, "qwen2.5_7b_fp8_grpo"])
+def test_what_is_known_of_an_incomplete_configuration_is_shown(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(layout, "gpus_visible", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert main(["check", "-cn", name]) == 2
+    said = capsys.readouterr().err
+    assert "megatron: TP 2 x DP 4" in said and "samples per step              1024" in said and "weights + KV cache" in said
+    assert "actor_train, actor_infer have 8 + 8 devices and no GPUs are visible here" in said
+    assert said.count("has to be given") == 3 == said.count("  - ")
+    assert main(["check", "-cn", name, "algorithm.mini_batches=3"]) == 2
+    assert "has to be given" in (said := capsys.readouterr().err) and "megatron: TP 2" not in said, "other mistakes come first"
+
+
+def test_fp8_is_checked_without_a_gpu_and_not_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(layout, "gpus_visible", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    fp8 = ["model.dtype=bfloat16", "actor_infer.strategy.quantization=fp8", "algorithm.old_log_probs=rollout"]
+    assert main(["check", "-cn", "tiny_grpo", *fp8]) == 0
+    assert "note: actor_infer.strategy.quantization: engines have fp8 kernels for GPUs only" in capsys.readouterr().err
+    assert main(["run", "-cn", "tiny_grpo", *fp8]) == 2
+    assert "  - actor_infer.strategy.quantization" in capsys.readouterr().err
+
+
+def test_a_check_needs_no_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    for command_, code in (("check", 0), ("run", 2)):
+        assert main([command_, "-cn", "tiny_grpo", "run_dir=/proc/runs", "--cfg", "job"]) == code
+    assert "run_dir" in capsys.readouterr().err
+
+
+def test_a_pass_that_does_not_happen_is_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    for changes, passes in (
+        (("algorithm.old_log_probs=recompute",), ["forward", "training"]),
+        (("algorithm.old_log_probs=current", "algorithm.mini_batches=1"), ["training"]),
+    ):
+        assert main(["check", "-cn", "tiny_grpo", *changes]) == 0
+        lines = capsys.readouterr().err.splitlines()
+        first = next(index for index, line in enumerate(lines) if line.startswith("role ") and " pass " in line) + 2
+        assert [line.split()[1] for line in lines[first : lines.index("", first)]] == passes

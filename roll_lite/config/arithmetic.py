@@ -342,6 +342,11 @@ def actor_is_reference(config: RunConfig) -> bool:
     return trains(config) and config.actor_train.lora is not None and config.reference is None and uses_reference(config)
 
 
+def actor_gives_log_probs(config: RunConfig) -> bool:
+    """In a pass before the training of a step."""
+    return config.algorithm.old_log_probs == "recompute" or actor_is_reference(config)
+
+
 def replays_engines(config: RunConfig) -> bool:
     """The actor's passes use the experts that the engines chose."""
     return trains(config) and config.algorithm.routing_replay == "rollout"
@@ -418,7 +423,8 @@ def _passes(config: RunConfig, by_role: Mapping[str, Role], domains: Sequence[Do
             ranks = len(device_numbers(role.devices)) // model_parallel_size(role)
             longest, multiples = longest_sequence(config), (token_multiple(role.strategy), count_multiple(role.strategy))
             budget = role.micro_batch_tokens, role.micro_batch_size
-            yield PassArithmetic(name, "forward", *_fullest_rank(rows, ranks), longest, *budget, *multiples)
+            if name != "actor_train" or actor_gives_log_probs(config):
+                yield PassArithmetic(name, "forward", *_fullest_rank(rows, ranks), longest, *budget, *multiples)
             if isinstance(role, TrainRoleConfig):
                 mini_batch = ceil(rows / config.algorithm.mini_batches)
                 if name == "actor_train" and (ptx := config.algorithm.ptx) is not None:

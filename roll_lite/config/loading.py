@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path as FilePath
 
@@ -13,7 +14,18 @@ from roll_lite.config.files import is_file, is_folder, listing
 from roll_lite.config.placement import placed
 from roll_lite.config.problems import NO_VALUE, ConfigError, Path, Problem, dotted, or_nearest
 from roll_lite.config.schema.run import RunConfig
+from roll_lite.config.shipped import found
 from roll_lite.config.validation import validate
+
+
+def located(name: str, folder: FilePath | None) -> tuple[str, FilePath]:
+    """A configuration's name and folder. Without a folder `name` is a path, from the current folder; where nothing is there, `find` looks
+    among the shipped ones."""
+    with suppress(ValueError):  # told as a mistake of --config-name
+        path = found(FilePath(f"{name.removesuffix('.yaml')}.yaml"))
+        if folder is None and is_file(path):
+            return path.name.removesuffix(".yaml"), path.parent
+    return name, found(folder or FilePath())
 
 
 def load_config(
@@ -24,22 +36,26 @@ def load_config(
     allow_scripted: bool = False,
     further: Sequence[Check] = (),
     files: bool = True,
+    tell: Callable[[str], object] = lambda line: None,
 ) -> RunConfig:
     """`name` is a file in `folder` or a shipped one, with or without .yaml. `allow_scripted` admits the scripted engine, for tests and
-    simulations. `further`: see `check`. Without `files` nobody will read what paths lead to: they may lead nowhere, and be left out."""
+    simulations. `further`: see `check`. Without `files` nobody will read what paths lead to: they may lead nowhere, and be left out.
+    `tell` gets a line for each shipped configuration that a file of the user's hides."""
     name = name.removesuffix(".yaml")
     if (wrong := _no_such_config(name, folder)) is not None:
         raise ConfigError(name, [wrong])
     composed = compose(name, folder, overrides, may_be_left_out=not files)
+    for line in composed.hidden:
+        tell(line)
     validated = validate(composed.data, composed.broken)
     partial, unplaceable = placed(validated.partial)
     cross = check(partial, allow_scripted=allow_scripted, further=further, files=files)
-    found = [*composed.problems, *validated.problems, *unplaceable, *cross]
-    problems = [_with_source(problem, composed.origins) for problem in found]
+    everything = [*composed.problems, *validated.problems, *unplaceable, *cross]
+    problems = [_with_source(problem, composed.origins) for problem in everything]
     problems = [_meant_for_a_sweep(problem, overrides) for problem in problems]
     if problems:
         problems = [_without_secrets(problem, composed) for problem in problems]
-        raise ConfigError(name, list({str(problem): problem for problem in problems}.values()))
+        raise ConfigError(name, list({str(problem): problem for problem in problems}.values()), partial)
     config, _ = placed(RunConfig.model_validate(validated.data))
     config._as_written.update({path: text for path, (text, _) in composed.secrets.items()})
     return config

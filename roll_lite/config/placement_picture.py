@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from roll_lite.config.arithmetic import Role, actor_is_reference, device_numbers, model_parallel_size, roles
+from roll_lite.config.arithmetic import Role, actor_gives_log_probs, device_numbers, model_parallel_size, roles
 from roll_lite.config.arithmetic_tables import table
 from roll_lite.config.device_phases import PHASES, SERVING, TRAINING, WHOLE, Phase, kind, startable
 from roll_lite.config.placement import engines, nodes_of_engine, ranges
@@ -66,7 +66,7 @@ def _works(config: RunConfig, phase: Phase, name: str) -> bool:
     if phase is Phase.GENERATE and config.rollout.stream_log_probs and _works(config, Phase.LOG_PROBS, name):
         return True
     if phase is Phase.LOG_PROBS and role == "actor_train":
-        return config.algorithm.old_log_probs == "recompute" or actor_is_reference(config)
+        return actor_gives_log_probs(config)
     return role in PHASES[phase].parts
 
 

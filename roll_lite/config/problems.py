@@ -68,15 +68,20 @@ class Problem:
         path = hidden(self.path)
         path = path if len(path) <= LONGEST_VALUE else path[: LONGEST_VALUE - 3] + "..."
         place = path if self.value is NO_VALUE else f"{path} = {show(self.value, self.path)}"
-        return f"{place}: {message}" + (f"  [{self.source}]" if self.source else "")
+        return printable(f"{place}: {message}" + (f"  [{self.source}]" if self.source else ""))
+
+
+class Missing(Problem):
+    """A value that has to be given and is not."""
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with one configuration."""
+    """Everything that is wrong with one configuration. `partial`: what could be read of it."""
 
-    def __init__(self, name: str, problems: Sequence[Problem]) -> None:
+    def __init__(self, name: str, problems: Sequence[Problem], partial: Any = None) -> None:
         self.name = name
         self.problems = tuple(problems)
+        self.partial = partial
         count = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
         super().__init__("\n".join([f"{count} in configuration {name!r}:", *(f"  - {problem}" for problem in self.problems)]))
 
@@ -120,9 +125,13 @@ def show(value: Any, path: str = "") -> str:
         text = json.dumps(without_secrets(value, path), default=str, ensure_ascii=False)
     except (ValueError, RecursionError):  # a number of thousands of digits, a list that holds itself
         text = f"({type(value).__name__})"
-    text = without_logins(text)
-    text = "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    text = printable(without_logins(text))
     return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """With other characters, which might steer a terminal, as escapes."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
@@ -143,6 +152,13 @@ def or_nearest(wrong: str, valid: Iterable[str], most: int = 1) -> str:
     """The end of a message; empty where nothing comes near."""
     close = close_names(wrong, valid, most)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def space_missing(value: Any) -> str:
+    """The end of a message about a text where a key and its value may be meant."""
+    if not isinstance(value, str) or (found := re.match(r"([A-Za-z_]\w*):(?=[^\s/])", value)) is None:
+        return ""
+    return "; YAML wants a space after the colon: " + hidden(f"{found[1]}: {value[found.end() :].split(' ')[0]}")
 
 
 def first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -18,7 +18,7 @@ from annotated_types import MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from roll_lite.config.problems import NO_VALUE, Path, Problem, close_names, did_you_mean, dotted, or_nearest
+from roll_lite.config.problems import NO_VALUE, Missing, Path, Problem, close_names, did_you_mean, dotted, or_nearest, space_missing
 from roll_lite.config.schema.base import Section
 from roll_lite.config.schema.models import ScriptedStrategyConfig
 from roll_lite.config.schema.run import RunConfig
@@ -61,7 +61,7 @@ class _Walker:
         if data is None and "enabled" in cls.model_fields:
             data = {"enabled": False}
         if not isinstance(data, dict):
-            self._refuse(path, data, f"expected a section with the keys {', '.join(cls.model_fields)}")
+            self._refuse(path, data, f"expected a section with the keys {', '.join(cls.model_fields)}{space_missing(data)}")
             return _INVALID
         unknown = [key for key in data if key not in cls.model_fields and (*path, key) not in self.broken]
         meant = {name for key in unknown for name in self._unknown_key(cls, key, data, path)}
@@ -77,7 +77,7 @@ class _Walker:
                 refused.append(name)
             elif info.is_required():
                 refused.append(name)
-                self._refuse(here, NO_VALUE, f"is missing; expected {_expected(info)}")
+                self.problems.append(Missing(dotted(here), f"is missing; expected {_expected(info)}"))
         built = cls.model_construct(**values)
         for name in refused:
             built.__dict__.pop(name, None)
@@ -99,7 +99,8 @@ class _Walker:
             return self.section(shape.variants[0], value, path)
         too_few = value == {} and any(isinstance(one, MinLen) for one in info.metadata)
         if not isinstance(value, shape.container) or too_few:
-            self._refuse(path, value, f"expected {in_words(info.annotation)}" + (", at least one" if too_few else ""))
+            hint = f"; write [{value}]" if shape.container is list and isinstance(value, str) else ""
+            self._refuse(path, value, f"expected {in_words(info.annotation)}" + (", at least one" if too_few else hint))
             return _INVALID
         if isinstance(value, dict):
             self._tell_strays(shape.variants[0], value, path)
@@ -131,15 +132,15 @@ class _Walker:
         except ValidationError as error:
             hint = or_nearest(value, map(str, get_args(info.annotation)), most=2) if isinstance(value, str) else ""
             expected = _expected(info)
-            if expected in ("text", "path", "text or null", "path or null") and not isinstance(value, str | dict | list):
-                hint = "; put it in quotes" if value is not None else hint
+            if expected in ("text", "path", "text or null", "path or null") and value is not None and not isinstance(value, str | list):
+                hint = "; put it in quotes"
             custom = [str(one["ctx"]["error"]) for one in error.errors() if one["type"] == "value_error"]
             self._refuse(path, value, custom[0] if custom else f"expected {expected}{hint}")
             return _INVALID
 
     def _with_variant(self, variants: list[type[Section]], info: FieldInfo, value: Any, path: Path) -> tuple[Any, type[Section] | None]:
         """Choose a member of a union by its `name`; where that is absent, the default's is meant."""
-        by_name = {str(get_args(variant.model_fields["name"].annotation)[0]): variant for variant in variants}
+        by_name = {_word(variant): variant for variant in variants}
         if not isinstance(value, dict):
             # A name in its short form is a section by now; text is what an interpolation gave.
             hint = f"; to interpolate the name, write it as {path[-1]}.name" if isinstance(value, str) else ""
@@ -149,24 +150,33 @@ class _Walker:
         name = value.get("name", default.name if default is not None else None)
         if (*path, "name") in self.broken or not isinstance(name, str) or name not in by_name:
             if (*path, "name") not in self.broken:
-                hint = or_nearest(str(name), _offered(by_name), most=2)
+                hint = space_missing(name) or or_nearest(str(name), _offered(by_name), most=2)
                 self._refuse((*path, "name"), name, f"expected one of {', '.join(_offered(by_name))}{hint}")
             return value, None
         return {"name": name, **value}, by_name[name]
 
     def _unknown_key(self, cls: type[Section], key: str, data: dict[str, Any], path: Path) -> list[str]:
-        """Tells it, and what comes nearest, which a file below may have set. Returns the keys that may be meant and are set nowhere:
-        what they are now is not known."""
+        """Report it with the key that may be meant: of this name within the section, else a near name here, else elsewhere. Returns near
+        names that are set nowhere: their values are not known."""
+        value = data[key]
         if key in FORMER_NAMES and "name" in cls.model_fields:
-            self._refuse((*path, key), data[key], "is called name here, as in every section that is chosen by a word")
+            self._refuse((*path, key), value, "is called name here, as in every section that is chosen by a word")
             return ["name"]
+        if others := [_word(other) for other in sections_at(path) if other is not cls and key in other.model_fields]:
+            if data.pop(key) is not None:
+                message = f"is only used by name: {' or '.join(others)}; {_word(cls)} has the keys {', '.join(cls.model_fields)}"
+                self._refuse((*path, key), value, message)
+            return []
+        below, anywhere = ([(dotted(place), one) for place, one in sections(*root)] for root in ((cls, path), ()))
         meant = close_names(key, cls.model_fields)
         hint = did_you_mean(key, cls.model_fields)
-        elsewhere = [place for place in _places_of(key) if place != dotted((*path, key))]
-        elsewhere.sort(key=lambda place: not place.startswith(f"{dotted(path)}."))
-        if not meant and elsewhere:
-            hint = f"there is {' and '.join(elsewhere[:3])}; {hint}"
-        self._refuse((*path, key), data[key], f"unknown key; {hint}")
+        inside = [f"{place}.{key}" for place, one in below if key in one.model_fields]
+        elsewhere = inside or [f"{place}.{key}" for place, one in anywhere if key in one.model_fields and not meant]
+        if not meant and not elsewhere and (near := close_names(key, {name for _, one in below for name in one.model_fields}, most=1)):
+            elsewhere = [f"{place}.{near[0]}" for place, one in below if near[0] in one.model_fields]
+        if elsewhere:
+            hint = f"there is {' and '.join(list(dict.fromkeys(elsewhere))[:3])}" + ("" if inside else f"; {hint}")
+        self._refuse((*path, key), value, f"unknown key; {hint}")
         return close_names(key, [name for name in cls.model_fields if name not in data])
 
     def _refuse(self, path: Path, value: Any, message: str) -> None:
@@ -192,6 +202,11 @@ def shape_of(annotation: Any) -> Shape:
     return Shape([])
 
 
+def _word(cls: type[Section]) -> str:
+    """The name that chooses a member of a union."""
+    return str(get_args(cls.model_fields["name"].annotation)[0])
+
+
 def _offered(names: Iterable[str]) -> list[str]:
     """Without those that are refused later."""
     return [name for name in names if name != get_args(ScriptedStrategyConfig.model_fields["name"].annotation)[0]]
@@ -199,6 +214,10 @@ def _offered(names: Iterable[str]) -> list[str]:
 
 def _optional(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
+
+
+def _takes_null(info: FieldInfo) -> bool:
+    return _optional(info.annotation) or any("enabled" in cls.model_fields for cls in shape_of(info.annotation).variants)
 
 
 def _expected(info: FieldInfo) -> str:
@@ -222,5 +241,33 @@ def sections(cls: type[Section] = RunConfig, path: Path = ()) -> Iterator[tuple[
             yield from sections(variant, (*path, name, *inner))
 
 
-def _places_of(key: str) -> list[str]:
-    return list(dict.fromkeys(dotted((*path, key)) for path, cls in sections() if key in cls.model_fields))
+@cache
+def _places() -> dict[Path, list[type[Section]]]:
+    places: dict[Path, list[type[Section]]] = {}
+    for path, cls in sections():
+        places.setdefault(path, []).append(cls)
+    return places
+
+
+@lru_cache(maxsize=4096)
+def sections_at(path: Path) -> list[type[Section]]:
+    """The sections that may stand at a path with the user's own keys; the first of several is the default."""
+
+    def fits(place: Path) -> bool:
+        return len(path) == len(place) and all(wanted in (key, "<name>", "<n>") for key, wanted in zip(path, place, strict=True))
+
+    return next((found for place, found in _places().items() if fits(place)), [])
+
+
+def words_at(path: Path) -> str:
+    """What a setting takes, in words; empty where the schema has none at this path."""
+    fields = [cls.model_fields[path[-1]] for cls in sections_at(path[:-1]) if path[-1] in cls.model_fields]
+    return in_words(field_type(fields[0])) if fields else ""
+
+
+def is_removed_by_null(path: Path) -> bool:
+    """Entries of a mapping, and keys that cannot be null and have a default."""
+    if sections_at(path) and not any(path[-1] in cls.model_fields for cls in sections_at(path[:-1])):
+        return not path[-1].isdigit()
+    fields = [cls.model_fields[path[-1]] for cls in sections_at(path[:-1]) if path[-1] in cls.model_fields]
+    return any(not info.is_required() and not _takes_null(info) for info in fields)

@@ -14,7 +14,7 @@ from roll_lite.config.checks.across import readable
 from roll_lite.config.files import is_folder, read_text
 from roll_lite.config.model_files import chat_templates
 from roll_lite.config.problems import Problem, did_you_mean
-from roll_lite.config.schema.domains import DataConfig, DomainConfig
+from roll_lite.config.schema.domains import ChatTemplateConfig, DataConfig, DomainConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.row_values import (
@@ -95,7 +95,7 @@ class _Column:
 def _columns(path: str, domain: DomainConfig, split: str) -> list[_Column]:
     """Weights and difficulties are of no use for held-out prompts, nor is report_by for others."""
     data, template = domain.data, domain.template
-    if template.name == "chat":
+    if isinstance(template, ChatTemplateConfig):
         columns = [_Column(f"{path}.data.prompt", data.prompt, lambda row: messages_of(row, data.prompt, template.system))]
     else:
         columns = [_text_column(f"{path}.data.prompt", data.prompt, "prompt", path)]
@@ -264,7 +264,7 @@ def _filter(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Prob
 def _chat_template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     """Problems of a chat template: it is missing, or does not use its arguments."""
     folder, template = config.model.path, domain.template
-    if template.name != "chat":
+    if not isinstance(template, ChatTemplateConfig):
         return
     place = "model.path" if template.file is None else f"{path}.template.file"
     try:

@@ -8,7 +8,7 @@ from typing import Any
 
 from roll_lite.config.files import read_text
 from roll_lite.config.problems import first_line
-from roll_lite.config.schema.domains import TemplateConfig
+from roll_lite.config.schema.domains import PlainTemplateConfig, TemplateConfig
 from roll_lite.config.text_templates import placeholders
 from roll_lite.data.row_values import RowError, messages_of, text_of
 
@@ -39,23 +39,16 @@ class Template:
         self._chat_template: str | None = None
         """None: the tokenizer's own."""
         self._placeholders: list[str] = []
-        if config.name == "chat":
-            if config.text != TemplateConfig.model_fields["text"].default:
-                raise ValueError(f"{setting}.text: {config.text!r} has no effect with name: chat; leave it out, or use name: plain")
-            if config.file is not None:
-                self._chat_template = read_text(config.file)
-            elif not getattr(tokenizer, "chat_template", None):
-                raise ValueError(f"{setting}.name: chat, but the tokenizer has no chat template; use name: plain")
-        else:
-            if config.system is not None:
-                raise ValueError(
-                    f"{setting}.system: {config.system!r} has no effect with name: plain; write it into text, or use name: chat"
-                )
+        if isinstance(config, PlainTemplateConfig):
             self._placeholders = _placeholders(config.text, f"{setting}.text")
+        elif config.file is not None:
+            self._chat_template = read_text(config.file)
+        elif not getattr(tokenizer, "chat_template", None):
+            raise ValueError(f"{setting}.name: chat, but the tokenizer has no chat template; use name: plain")
 
     def render(self, row: Mapping[str, Any]) -> str:
         """The text of a row; RowError where a column does not fit."""
-        if self._config.name == "plain":
+        if isinstance(self._config, PlainTemplateConfig):
             columns = {name: self._prompt_column if name == "prompt" else name for name in self._placeholders}
             return self._config.text.format_map({name: text_of(row, column, name, self._setting) for name, column in columns.items()})
         messages = messages_of(row, self._prompt_column, self._config.system)
@@ -71,7 +64,7 @@ class Template:
         a chat template has written them into the text already."""
         if not texts:
             return []
-        add = self._config.name == "plain"
+        add = isinstance(self._config, PlainTemplateConfig)
         ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=add, return_attention_mask=False, verbose=False)["input_ids"]
         self._check_special_tokens(texts[0], ids[0])
         return ids

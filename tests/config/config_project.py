@@ -8,6 +8,9 @@ from pathlib import Path
 
 from support_weights import tensors, write_safetensors
 
+from roll_lite.config.checks.files import run_folder
+from roll_lite.config.checks.gpu_only import needs_gpus
+from roll_lite.config.checks.simulation import SIMULATION_CHECKS
 from roll_lite.config.loading import load_config
 from roll_lite.config.problems import ConfigError, Problem
 from roll_lite.config.schema.run import RunConfig
@@ -66,7 +69,11 @@ class Project:
 
     def load(self, *overrides: str, name: str = "run", allow_scripted: bool = False) -> RunConfig:
         return load_config(
-            name, self.folder / "configs", list(overrides), allow_scripted=allow_scripted, further=[check_data, check_rewards]
+            name,
+            self.folder / "configs",
+            list(overrides),
+            allow_scripted=allow_scripted,
+            further=[check_data, check_rewards, needs_gpus, run_folder, *SIMULATION_CHECKS],
         )
 
     def problems(self, *overrides: str, name: str = "run") -> list[Problem]:

@@ -9,6 +9,7 @@ import pytest
 from config_project import Project
 
 from roll_lite.config.checkpoint_files import SCHEMA_VERSION
+from roll_lite.config.checks import gpu_only as check_gpu_only
 from roll_lite.config.checks import layout as check_layout
 from roll_lite.config.checks import optimizers as check_optimizers
 from roll_lite.config.problems import Problem
@@ -18,7 +19,8 @@ REPLICATED = "strategy: {distributed_optimizer: false}"
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_optimizers, "find_spec", lambda name: object())
+    for module in (check_optimizers, check_gpu_only):
+        monkeypatch.setattr(module, "find_spec", lambda name: object())
 
 
 def assert_told(problems: Sequence[Problem], path: str | None, fragment: str) -> None:
@@ -105,7 +107,7 @@ def test_what_goes_with_half_moments(
 
 def test_half_moments_need_a_gpu_and_a_package(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(check_optimizers, "find_spec", lambda name: None)
+    monkeypatch.setattr(check_gpu_only, "find_spec", lambda name: None)
     for gpus, fragment in ((False, "none are visible here; use float32"), (True, "the package transformer-engine is not installed")):
         monkeypatch.setattr(check_layout, "gpus_visible", lambda gpus=gpus: gpus)
         (problem,) = project.problems_of(HALF)

@@ -63,7 +63,7 @@ def test_a_refused_field_starts_no_false_alarm(project: Project) -> None:
     assert [one.path for one in project.problems("rollout.prompts_per_step=x", "algorithm.mini_batches=7")] == ["rollout.prompts_per_step"]
     assert [one.path for one in project.problems("critic=5", "algorithm.advantage.name=gae")] == ["critic"]
     assert [one.path for one in project.problems("algorithm.advantage.name=gea", "critic={}")] == ["algorithm.advantage.name"]
-    assert [one.path for one in project.problems("domains.add=null")] == ["domains.add"]
+    assert [one.path for one in project.problems("domains.new=null")] == ["domains.new"]
     assert [one.path for one in project.problems("domains=null")] == ["domains"]
     assert [one.path for one in project.problems("domains.add.data=${gone}")] == ["domains.add.data"]
 
@@ -81,7 +81,20 @@ WRONG_VALUES = {
     "unknown key": ("rollout.prompts=1", "rollout.prompts", "did you mean 'prompts_per_step'"),
     "unknown key in a variant": ("actor_infer.strategy.max_model_length=9", "actor_infer.strategy.max_model_length", "'max_model_len'"),
     "known elsewhere": ("lr=1", "lr", "there is actor_train.optimizer.lr and critic.optimizer.lr"),
-    "known below": ("validation.temperature=0", "validation.temperature", "there is validation.sampling.temperature and domains"),
+    "known two sections below": ("actor_train.lr=1", "actor_train.lr", "unknown key; there is actor_train.optimizer.lr"),
+    "misspelt below": ("actor_train.warmup_step=1", "actor_train.warmup_step", "there is actor_train.optimizer.warmup_steps"),
+    "below a user's own name": ("domains.add.temperature=1", "domains.add.temperature", "there is domains.add.sampling.temperature"),
+    "of another template": (
+        "domains.add.template.system=S",
+        "domains.add.template.system",
+        "is only used by name: chat; plain has the keys",
+    ),
+    "of another member": ("algorithm.policy_loss.tau=1", "algorithm.policy_loss.tau", "is only used by name: kimi; ppo has the keys name"),
+    "no space after a colon": ("actor_train.optimizer={lr:1e-4}", "actor_train.optimizer={lr:1e-4}", "space after the colon: lr: 1e-4"),
+    "no space after a colon, a word": ("algorithm.policy_loss={name:gspo}", "algorithm.policy_loss={name:gspo}", "colon: name: gspo"),
+    "no space after a colon, no braces": ("algorithm.policy_loss=name:gspo", "algorithm.policy_loss.name", "colon: name: gspo"),
+    "text for a list of words": ("trackers=jsonl", "trackers", "; write [jsonl]"),
+    "known below": ("validation.temperature=0", "validation.temperature", "there is validation.sampling.temperature"),
     "text for a number": ("steps='3'", "steps", "expected integer > 0"),
     "fraction for an integer": ("steps=1.5", "steps", "expected integer > 0"),
     "true for an integer": ("steps=true", "steps", "expected integer > 0"),
@@ -104,9 +117,8 @@ WRONG_VALUES = {
     "single variant": ("actor_train.strategy.name=megatorn", "actor_train.strategy.name", "expected megatron"),
     "single variant in short": ("actor_train.strategy=megatorn", "actor_train.strategy.name", "expected megatron"),
     "number for a single variant": ("actor_train.strategy=3", "actor_train.strategy", "expected a section with the keys name"),
-    "value for a list": ("trackers=jsonl", "trackers", "expected list of"),
     "value in a list": ("trackers=[3]", "trackers.0", "expected a section with the keys name"),
-    "a key of former days": ("rollout.filter={name: accuracy}", "rollout.filter.name", "is called name here"),
+    "a key of former days": ("rollout.filter={type: accuracy}", "rollout.filter.type", "is called name here"),
 }
 
 

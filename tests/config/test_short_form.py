@@ -26,6 +26,10 @@ reference: {strategy: megatron}
 critic: {strategy: megatron}
 reward_models: {first: {path: model, strategy: hf}, second: {path: model, strategy: megatron}}
 judges: {strict: {path: model, strategy: vllm}}
+placement: colocated
+rollout: {filter: accuracy}
+trackers: [jsonl]
+domains: {add: {template: chat, reward: {terms: [length]}}, copy: {reward: choice}}
 algorithm: {advantage: gae, policy_loss: cispo, kl_in_reward: {controller: fixed}, kl_in_loss: {controller: fixed}}
 """
 
@@ -44,12 +48,25 @@ def test_every_section_that_is_chosen_by_its_name(project: Project) -> None:
     assert config.reward_models["first"].strategy == HfStrategyConfig()
     assert config.reward_models["second"].strategy == MegatronStrategyConfig()
     assert config.judges["strict"].strategy == VllmStrategyConfig()
+    assert (config.placement.name, [one.name for one in config.trackers]) == ("colocated", ["jsonl"])
+    assert config.rollout.filter is not None and config.rollout.filter.name == "accuracy"
+    add, copy = config.domains.values()
+    assert (add.template.name, add.reward.name, [one.name for one in add.reward.terms]) == ("chat", "math", ["length"])
+    assert (copy.template.name, copy.reward.name) == ("plain", "choice")
     assert (config.algorithm.advantage, config.algorithm.policy_loss) == (GaeAdvantageConfig(), CispoLossConfig())
     assert config.algorithm.kl_in_reward.controller == config.algorithm.kl_in_loss.controller == FixedKlConfig()
 
 
 @pytest.mark.parametrize(
-    "place", ["actor_infer.strategy", "reward_models.any.strategy", "judges.any.strategy", "algorithm.kl_in_loss.controller"]
+    "place",
+    [
+        "actor_infer.strategy",
+        "reward_models.any.strategy",
+        "judges.any.strategy",
+        "algorithm.kl_in_loss.controller",
+        "domains.any.reward",
+        "trackers.0",
+    ],
 )
 def test_a_word_is_short_for_a_name(place: str) -> None:
     path = tuple(place.split("."))
@@ -60,7 +77,15 @@ def test_a_word_is_short_for_a_name(place: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["experiment", "model.dtype", "domains.add.reward", "trackers.0", "actor_infer.strategy.engine_args.strategy"]
+    "place",
+    [
+        "experiment",
+        "model.dtype",
+        "domains.add",
+        "trackers",
+        "domains.add.reward.args.strategy",
+        "actor_infer.strategy.engine_args.strategy",
+    ],
 )
 def test_a_word_elsewhere_is_itself(place: str) -> None:
     assert not is_short_form("word", tuple(place.split(".")))
@@ -116,8 +141,57 @@ def test_another_member_has_none_of_the_former_ones_keys(project: Project) -> No
     assert project.load(name="gmpo").algorithm.policy_loss == GmpoLossConfig(log_clip_low=0.3)
     for override in ("algorithm.policy_loss=gspo", "algorithm.policy_loss={name: gspo}", "algorithm={policy_loss: gspo}"):
         assert project.load(override, name="ppo").algorithm.policy_loss == GspoLossConfig(), "whose clip is a thousand times narrower"
+    kept = project.problems("algorithm.policy_loss.clip_low=0.1", "steps=3", "algorithm.policy_loss=gmpo", name="ppo")
+    assert [one.path for one in kept] == ["algorithm.policy_loss.clip_low"], "told, wherever the word stands"
     assert project.load("algorithm.policy_loss=ppo", name="ppo").algorithm.policy_loss == PpoLossConfig(clip_low=0.1, dual_clip=3.0)
     project.write("configs/gae.yaml", "defaults: [run]\ncritic: {}\nalgorithm: {advantage: {name: gae, gamma: 0.9, lam: 0.5}}\n")
     config = project.load("algorithm.advantage=reinforce", "~critic", name="gae")
     assert config.algorithm.advantage == ReinforceAdvantageConfig(gamma=0.9)
     assert project.problems("algorithm.policy_loss=gmpo", "algorithm.policy_loss.clip_low=0.1", name="ppo")[0].path.endswith("clip_low")
+
+
+def test_another_name_has_none_of_the_former_ones_arguments(project: Project) -> None:
+    project.write("configs/timed.yaml", "defaults: [run]\ndomains: {add: {reward: {name: math, workers: 3, args: {extract: boxed}}}}\n")
+    for override in ("domains.add.reward=exact", "domains={add: {reward: exact}}"):
+        reward = project.load(override, name="timed").domains["add"].reward
+        assert (reward.name, reward.args, reward.workers) == ("exact", {}, 3)
+    assert project.load("domains.add.reward=math", name="timed").domains["add"].reward.args == {"extract": "boxed"}
+    reward = project.load("domains.add.reward.args.strip=false", "domains.add.reward=exact", name="timed").domains["add"].reward
+    assert reward.args == {"strip": False}
+
+
+REMOVED = {
+    "an entry": ("domains.copy=null", "domains: {copy: null}"),
+    "an entry of several": ("domains={copy: null}", "domains:\n  copy:\n  add: {share: 1.0}"),
+    "a section": ("algorithm.reward=null", "algorithm: {reward: null}"),
+    "a key": ("rollout.retries=null", "rollout: {retries: null}"),
+    "a list": ("trackers=null", "trackers: null"),
+    "a choice": ("algorithm.policy_loss=null", "algorithm: {policy_loss: null}"),
+    "arguments": ("domains.add.reward.args=null", "domains: {add: {reward: {args: null}}}"),
+}
+INHERITED = """
+defaults: [run]
+domains: {add: {reward: {args: {extract: boxed}}}, copy: {share: 3.0}}
+trackers: [tensorboard]
+rollout: {retries: 7}
+algorithm: {policy_loss: gspo, reward: {scale: 0.5}}
+"""
+
+
+@pytest.mark.parametrize("case", REMOVED.values(), ids=REMOVED)
+def test_null_removes_what_is_inherited(project: Project, case: tuple[str, str]) -> None:
+    """On the command line and in a file; what was never set is no less wrong than before."""
+    override, yaml = case
+    project.write("configs/inherited.yaml", INHERITED)
+    project.write("configs/less.yaml", f"defaults: [inherited]\n{yaml}\n")
+    deleted = "domains.copy" if "copy" in override else override.partition("=")[0]
+    expected = project.load(f"~{deleted}", name="inherited")
+    assert project.load(override, name="inherited") == project.load(name="less") == expected != project.load(name="inherited")
+    assert project.problems(override.replace("copy", "cpoy")) != []
+
+
+def test_null_stays_where_it_has_a_meaning(project: Project) -> None:
+    project.write("configs/inherited.yaml", "defaults: [run]\nrollout: {max_mismatch: 0.5}\nvalidation: {every: 3}\n")
+    config = project.load("rollout.max_mismatch=null", "validation=null", name="inherited")
+    assert config.rollout.max_mismatch is None
+    assert not config.validation.enabled

@@ -40,7 +40,7 @@ def test_rows_become_prompts(tmp_path: Path, make_tokenizer: MakeTokenizer) -> N
         "",
         {"question": "three", "answer": [3], "polite": "", "level": 2},
     )
-    config = domain(path, {"prompt": "question", "weight": "level"}, template={"text": "add {prompt} {polite}"})
+    config = domain(path, {"prompt": "question", "weight": "level"}, template={"name": "plain", "text": "add {prompt} {polite}"})
     prompts = load_prompts("sums", config, "train", make_tokenizer())
     assert len(prompts) == 2 and prompts.longest == 5
     assert prompts[0].text == "add one and two please"

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from roll_lite.config.schema.domains import TemplateConfig
+from roll_lite.config.schema.domains import ChatTemplateConfig, PlainTemplateConfig
 from roll_lite.data.row_values import RowError
 from roll_lite.data.templates import Template, load_tokenizer
 
 MakeTokenizer = Callable[..., Any]
 
 
-def template(tokenizer: Any, column: str = "prompt", **config: Any) -> Template:
-    return Template(TemplateConfig(**config), column, tokenizer, "domains.sums.template")
+def template(tokenizer: Any, column: str = "prompt", name: str = "plain", **config: Any) -> Template:
+    made = PlainTemplateConfig(**config) if name == "plain" else ChatTemplateConfig(**config)
+    return Template(made, column, tokenizer, "domains.sums.template")
 
 
 def test_placeholders(make_tokenizer: MakeTokenizer) -> None:
@@ -94,13 +95,6 @@ def test_messages_need_a_chat_template(make_tokenizer: MakeTokenizer) -> None:
         template(make_tokenizer()).render({"prompt": [{"role": "user", "content": "one"}]})
     with pytest.raises(ValueError, match=r"domains\.sums\.template\.name: chat, but the tokenizer has no chat template"):
         template(make_tokenizer(), name="chat")
-
-
-def test_settings_without_effect_are_refused(make_tokenizer: MakeTokenizer) -> None:
-    with pytest.raises(ValueError, match=r"domains\.sums\.template\.system: 'x' has no effect with name: plain"):
-        template(make_tokenizer(), system="x")
-    with pytest.raises(ValueError, match=r"domains\.sums\.template\.text: 'x \{prompt\}' has no effect with name: chat"):
-        template(make_tokenizer(chat=True), name="chat", text="x {prompt}")
 
 
 def test_special_tokens_that_would_harm_are_refused(make_tokenizer: MakeTokenizer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from roll_lite.config.arithmetic import (
@@ -34,11 +35,10 @@ from roll_lite.config.checks.reward_models import REWARD_MODEL_CHECKS
 from roll_lite.config.checks.rewards import REWARD_CHECKS
 from roll_lite.config.checks.rollout import ROLLOUT_CHECKS
 from roll_lite.config.checks.secrets import addresses_without_secrets
-from roll_lite.config.checks.simulation import SIMULATION_CHECKS
 from roll_lite.config.checks.trackers import TRACKER_CHECKS
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.base import Refused
-from roll_lite.config.schema.domains import LEAST_TEMPERATURE, DomainConfig
+from roll_lite.config.schema.domains import LEAST_TEMPERATURE, DomainConfig, PlainTemplateConfig
 from roll_lite.config.schema.models import ForwardRoleConfig, InferRoleConfig, OptimizerConfig, ScriptedStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 from roll_lite.config.text_templates import placeholders
@@ -78,11 +78,8 @@ def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[
 def readable(problems: Iterable[Problem]) -> list[Problem]:
     """What a check finds until it reads a field that the schema has refused."""
     found: list[Problem] = []
-    try:
-        for problem in problems:
-            found.append(problem)
-    except Refused:
-        return found
+    with suppress(Refused):
+        found.extend(problems)  # keeps those before the exception
     return found
 
 
@@ -227,7 +224,6 @@ RUN_CHECKS = (
     _kl_and_reference_belong_together,
     _average_for_the_reference,
     _validation_sampling,
-    *SIMULATION_CHECKS,
     _validation_has_data,
     *TRACKER_CHECKS,
     _kept_checkpoints,
@@ -257,17 +253,13 @@ def _token_limits(config: RunConfig, path: str, domain: DomainConfig) -> Iterato
 
 def _template(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
     template = domain.template
+    if not isinstance(template, PlainTemplateConfig):
+        return
     try:
-        if template.name == "plain" and not placeholders(template.text):
+        if not placeholders(template.text):
             yield Problem(f"{path}.template.text", "never shows the prompt; put {prompt} where it belongs", template.text)
     except ValueError as error:
         yield Problem(f"{path}.template.text", str(error), template.text)
-    for name in ("system", "file", "arguments") if template.name == "plain" else ():
-        if value := getattr(template, name):
-            hint = ", or write it into template.text" if name == "system" else ""
-            yield Problem(f"{path}.template.{name}", f"is only used by name: chat; remove it{hint}", value)
-    if template.name == "chat" and template.text != "{prompt}":
-        yield Problem(f"{path}.template.text", "is only used by name: plain; remove it", template.text)
 
 
 def _ptx_template(config: RunConfig) -> Iterator[Problem]:

@@ -228,8 +228,8 @@ def _same_model(config: RunConfig, role: str, checkpoint: Path) -> None:
     check_model(checkpoint / role, describe(hf, config.model, role == "critic"))
 
 
-def _run_folder(config: RunConfig) -> Iterator[Problem]:
-    """Made only when the run starts: what exists of the path has to be a folder that can be written to."""
+def run_folder(config: RunConfig) -> Iterator[Problem]:
+    """Of a run, which makes the folder when it starts: what exists of the path has to be a folder that can be written to."""
     existing = next(folder for folder in (config.run_dir, *config.run_dir.parents) if kind_of(folder))
     if kind_of(existing) != "folder":
         yield Problem("run_dir", f"{existing} is a file; name a folder", str(config.run_dir))
@@ -240,4 +240,4 @@ def _run_folder(config: RunConfig) -> Iterator[Problem]:
         yield Problem("run_dir", f"{link} is not a link; it has to make room for the link to the newest run", str(config.run_dir))
 
 
-FILE_CHECKS = (_model, _critic, _resume, _run_folder)
+FILE_CHECKS = (_model, _critic, _resume)

@@ -1,4 +1,7 @@
-"""What only GPUs have: engines in fp8, Transformer Engine's layers, transports of weights between GPUs."""
+"""What only GPUs have: engines in fp8, Transformer Engine's layers, transports of weights between GPUs.
+
+`needs_gpus` is about this machine, and so of a run: what is only checked may be meant for another.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 
-from roll_lite.config.arithmetic import adapters_of_engines, generates, infer_dtype, roles, trains
+from roll_lite.config.arithmetic import adapters_of_engines, device_numbers, generates, infer_dtype, replays_engines, roles, trains
 from roll_lite.config.checks import layout
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.problems import Problem
-from roll_lite.config.schema.models import EngineStrategyConfig, MegatronStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
+from roll_lite.config.schema.models import EngineStrategyConfig, SglangStrategyConfig, VllmStrategyConfig
 from roll_lite.config.schema.run import RunConfig
 
 SGLANG_FP8 = ("qwen2", "qwen3")
@@ -30,8 +33,6 @@ def _fp8_rollouts(config: RunConfig) -> Iterator[Problem]:
     if not generates(config) or not isinstance(strategy, EngineStrategyConfig) or strategy.quantization != "fp8":
         return
     path = "actor_infer.strategy.quantization"
-    if no_gpus(config):
-        yield Problem(path, "engines have fp8 kernels for GPUs only, and none are visible here; use none", "fp8")
     if (dtype := infer_dtype(config)) != "bfloat16":
         message = f"weights are quantised from bfloat16, actor_infer.dtype (where absent, model.dtype) is {dtype}; use bfloat16, or none"
         yield Problem(path, message, "fp8")
@@ -83,35 +84,54 @@ def _adapters_alone(config: RunConfig) -> Iterator[Problem]:
         yield Problem("actor_train.lora.engines", f"{message}; use bfloat16, or merged", lora.engines)
 
 
-def _fp8_judges(config: RunConfig) -> Iterator[Problem]:
-    for name, judge in config.judges.items():
-        if judge.strategy.quantization == "fp8" and no_gpus(config):
-            message = "engines have fp8 kernels for GPUs only, and none are visible here; use none"
-            yield Problem(f"judges.{name}.strategy.quantization", message, "fp8")
-
-
-def _transports_between_gpus(config: RunConfig) -> Iterator[Problem]:
-    """Whether the GPUs of this run are shared, and seen by both sides, is known when trainers and engines have met."""
-    transport = config.weight_sync.transport
-    if config.mode == "full" and transport in ("cuda_ipc", "nccl") and no_gpus(config):
-        message = "moves weights between GPUs, and none are visible here; use auto"
-        yield Problem("weight_sync.transport", message, transport)
-
-
-def _transformer_engine(config: RunConfig) -> Iterator[Problem]:
-    """Ranks elsewhere tell at their start what they lack."""
+def _adapters_beside_transformer_engine(config: RunConfig) -> Iterator[Problem]:
     for name, role in roles(config).items():
-        strategy = getattr(role, "strategy", None)
-        if not isinstance(strategy, MegatronStrategyConfig) or strategy.layers != "transformer_engine":
-            continue
-        path = f"{name}.strategy.layers"
-        if no_gpus(config):
-            yield Problem(path, "its kernels are for GPUs only, and none are visible here; use torch, or auto", strategy.layers)
-        elif not layout.is_elsewhere(config) and find_spec("transformer_engine") is None:
-            yield Problem(path, "the package transformer-engine is not installed; install it (docs/gpu.md), or use auto", strategy.layers)
-        if getattr(role, "lora", None) is not None:
+        if getattr(role.strategy, "layers", None) == "transformer_engine" and getattr(role, "lora", None) is not None:
             message = "it has norms inside the matrix products that adapters (lora) are put beside; use torch, or auto"
-            yield Problem(path, message, strategy.layers)
+            yield Problem(f"{name}.strategy.layers", message, "transformer_engine")
 
 
-GPU_CHECKS = (_transformer_engine, _fp8_rollouts, _fp8_of_sglang, _fp8_judges, _heads_of_vllm, _adapters_alone, _transports_between_gpus)
+GPU_CHECKS = (_adapters_beside_transformer_engine, _fp8_rollouts, _fp8_of_sglang, _heads_of_vllm, _adapters_alone)
+
+
+def needs_gpus(config: RunConfig) -> Iterator[Problem]:
+    """Settings that GPUs of this machine would serve. Ranks elsewhere report at their start what they lack, and whether the GPUs of a run
+    are shared is known when trainers and engines have met."""
+    if layout.is_elsewhere(config):
+        return
+    there, none = layout.gpus_visible(), "none are visible here"
+    for name, role in roles(config).items():
+        strategy = role.strategy
+        if not there and getattr(strategy, "quantization", "none") == "fp8":
+            yield Problem(f"{name}.strategy.quantization", f"engines have fp8 kernels for GPUs only, and {none}; use none", "fp8")
+        engine = {
+            "strategy.layers": (getattr(strategy, "layers", None), "transformer_engine", "its kernels are", "auto"),
+            "optimizer.moments": (
+                getattr(getattr(role, "optimizer", None), "moments", None),
+                "float16",
+                "it is Transformer Engine's Adam,",
+                "float32",
+            ),
+        }
+        for key, (value, of_package, what, instead) in engine.items():
+            if value == of_package and not there:
+                yield Problem(f"{name}.{key}", f"{what} for GPUs only, and {none}; use {instead}", value)
+            elif value == of_package and find_spec("transformer_engine") is None:
+                message = f"the package transformer-engine is not installed; install it (docs/gpu.md), or use {instead}"
+                yield Problem(f"{name}.{key}", message, value)
+    transport = config.weight_sync.transport
+    if not there and config.mode == "full" and transport in ("cuda_ipc", "nccl"):
+        yield Problem("weight_sync.transport", f"moves weights between GPUs, and {none}; use auto", transport)
+    if not there and replays_engines(config) and isinstance(config.actor_infer.strategy, VllmStrategyConfig):
+        message = "vLLM on a CPU does not say which experts it used; use actor_infer.strategy.name: sglang, or routing_replay: train"
+        yield Problem("algorithm.routing_replay", message, "rollout")
+
+
+def gpu_notes(config: RunConfig) -> list[str]:
+    """Of models in bfloat16, which GPUs are for."""
+    if layout.gpus_visible() or layout.is_elsewhere(config) or config.model.dtype != "bfloat16":
+        return []
+    counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}
+    processes = " + ".join(map(str, counts.values()))
+    what = f"{', '.join(counts)} have {processes} devices and no GPUs are visible here: a run would start them on CPU slots"
+    return [f"{what}; name the cluster (ray.address, or placement.nodes for one that is not there yet)"]

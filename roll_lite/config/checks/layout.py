@@ -252,10 +252,9 @@ def _verified_experts(config: RunConfig) -> Iterator[Problem]:
 def _engine_tells_of_experts(config: RunConfig) -> Iterator[Problem]:
     if not replays_engines(config) or isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
-    if isinstance(config.actor_infer.strategy, VllmStrategyConfig) and (gpus_visible() or is_elsewhere(config)):
+    if isinstance(config.actor_infer.strategy, VllmStrategyConfig):  # on a CPU it does not, see needs_gpus
         return
-    engine = "vLLM on a CPU" if isinstance(config.actor_infer.strategy, VllmStrategyConfig) else "a scripted engine"
-    message = f"{engine} does not say which experts it used; use actor_infer.strategy.name: sglang, or routing_replay: train"
+    message = "a scripted engine does not say which experts it used; use actor_infer.strategy.name: sglang, or routing_replay: train"
     yield Problem("algorithm.routing_replay", message, "rollout")
 
 

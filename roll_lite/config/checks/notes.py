@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from roll_lite.config.checks.files import resumption_changes, resumption_notes
+from roll_lite.config.checks.gpu_only import gpu_notes
 from roll_lite.config.checks.layout import sharing_notes
 from roll_lite.config.checks.lora import engine_notes, reference_notes
 from roll_lite.config.checks.replay import mode_notes
 from roll_lite.config.checks.rollout import staleness_notes
 from roll_lite.config.checks.secrets import plain_secrets
+from roll_lite.config.schema.base import Refused
 from roll_lite.config.schema.run import RunConfig
 
 
@@ -16,10 +20,15 @@ def notes_on(config: RunConfig) -> list[str]:
         mode_notes,
         resumption_notes,
         resumption_changes,
+        gpu_notes,
         sharing_notes,
         staleness_notes,
         reference_notes,
         engine_notes,
         plain_secrets,
     )
-    return [note for notes in notes_of_parts for note in notes(config)]
+    found: list[str] = []
+    for notes in notes_of_parts:
+        with suppress(Refused):  # values are missing
+            found += notes(config)
+    return found

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 
 from roll_lite.config.arithmetic import roles
 from roll_lite.config.checks import layout
-from roll_lite.config.checks.gpu_only import no_gpus
 from roll_lite.config.hf_config import read_model_shape
 from roll_lite.config.problems import Problem
 from roll_lite.config.schema.models import TrainRoleConfig
@@ -67,15 +66,5 @@ def _what_goes_with_half_moments(config: RunConfig) -> Iterator[Problem]:
             yield Problem(path, "Megatron-Core has none beside Muon; use float32, or no optimizer.muon", value)
 
 
-def _package_of_half_moments(config: RunConfig) -> Iterator[Problem]:
-    """Ranks elsewhere tell at their start what they lack."""
-    for name, role in _half_moments(config).items():
-        path, value = f"{name}.optimizer.moments", role.optimizer.moments
-        if no_gpus(config):
-            yield Problem(path, "is Transformer Engine's Adam, for GPUs only, and none are visible here; use float32", value)
-        elif not layout.is_elsewhere(config) and find_spec("transformer_engine") is None:
-            yield Problem(path, "the package transformer-engine is not installed; install it (docs/gpu.md), or use float32", value)
-
-
 OPTIMIZER_CHECKS = (_what_goes_with_muon, _whole_heads, _what_goes_with_half_moments)
-OPTIMIZER_FILE_CHECKS = (_package_of_muon, _package_of_half_moments)
+OPTIMIZER_FILE_CHECKS = (_package_of_muon,)

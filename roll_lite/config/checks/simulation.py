@@ -1,4 +1,4 @@
-"""What the simulator is told fits together."""
+"""Does `simulation` fit together? Only `roll-lite simulate` asks: a run reads nothing of it."""
 
 from __future__ import annotations
 

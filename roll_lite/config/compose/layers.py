@@ -17,12 +17,13 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from roll_lite.config.compose.overrides import Override, apply_override, parse_override
+from roll_lite.config.compose.overrides import Override, apply_override, names_first, parse_override
 from roll_lite.config.compose.short_form import make_room, spell_out
 from roll_lite.config.compose.yaml_source import MOST_VALUES, parse_yaml
 from roll_lite.config.files import is_file, read_text
-from roll_lite.config.problems import LEFT_OUT, Path, Problem, close_names, did_you_mean, dotted, first_line
+from roll_lite.config.problems import LEFT_OUT, Missing, Path, Problem, close_names, did_you_mean, dotted, first_line
 from roll_lite.config.shipped import CONFIGS
+from roll_lite.config.validation import words_at
 
 DEEPEST = 50
 
@@ -39,6 +40,8 @@ class Composed:
     """Where each path was written last."""
     secrets: dict[Path, tuple[str, Any]]
     """What came from the environment: as it was written, and what it is."""
+    hidden: list[str]
+    """A line for each shipped file that the user's own one of this name was taken for."""
 
 
 @dataclass
@@ -51,6 +54,7 @@ class _Composer:
     broken: set[Path] = field(default_factory=set)
     secrets: dict[Path, tuple[str, Any]] = field(default_factory=dict)
     values: int = 0
+    hidden: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
         """Append the layers of a file, its defaults in their order; by default the file itself comes last and so wins."""
@@ -73,6 +77,13 @@ class _Composer:
                 continue
             self.origins.update({place: f"{label}:{line}" for place, line in source.lines.items() if place})
             self.layers.append(OmegaConf.create(data))
+
+    def found(self, name: str, folder: FilePath) -> FilePath | None:
+        path = find(name, folder)
+        shipped = CONFIGS / f"{name}.yaml"
+        if path is not None and is_file(shipped) and not path.samefile(shipped):
+            self.hidden.append(f"{path} is used; the shipped configuration {name} has the same name")
+        return path
 
     def _unreadable(self, place: str, message: str, value: Any = None) -> None:
         """What this file would have set is not missing."""
@@ -99,11 +110,12 @@ class _Composer:
     def _add_entry(self, entry: str, where: str, stack: tuple[FilePath, ...]) -> None:
         name = posixpath.normpath(entry.removesuffix(".yaml"))
         if name.startswith(("/", "..")):
-            message = "names are looked up in the configuration folder, then among the shipped ones; write the name without a path"
+            message = "names are looked up in the file's folder, then among the shipped ones; write the name without a path"
             self._unreadable(where, message, entry)
             return
         try:
-            path = find(name, self.folder)
+            # A shipped file is built of shipped ones, whatever the names in the user's folder.
+            path = self.found(name, CONFIGS if stack[-1].parent == CONFIGS else self.folder)
             if path is None:
                 self._unreadable(where, f"no {name}.yaml in {searched(self.folder)}; {suggestion(name, self.folder)}", entry)
             elif path.resolve() in stack:
@@ -116,7 +128,7 @@ class _Composer:
 
 
 def find(name: str, folder: FilePath) -> FilePath | None:
-    """In the configuration folder, else among the shipped ones, so that a folder of one's own can build on them."""
+    """The file in the folder, else the shipped one, so that a user's own files can build on those."""
     return next((path for path in (folder / f"{name}.yaml", CONFIGS / f"{name}.yaml") if is_file(path)), None)
 
 
@@ -125,7 +137,7 @@ def searched(folder: FilePath) -> str:
 
 
 def suggestion(name: str, folder: FilePath) -> str:
-    """What was meant, of either folder; where nothing comes near, what there is in one's own."""
+    """What was meant, of either folder; where nothing comes near, what there is in the user's own."""
     own, shipped = ([path.stem for path in one.glob("*.yaml")] for one in (folder, CONFIGS))
     return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 
@@ -135,7 +147,7 @@ def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_lef
     composer = _Composer(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
-    composer.add_file(find(name, folder) or folder / f"{name}.yaml", name, ())
+    composer.add_file(composer.found(name, folder) or folder / f"{name}.yaml", name, ())
     config = OmegaConf.create({})
     for layer in composer.layers:
         make_room(config, layer, ())
@@ -143,12 +155,11 @@ def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_lef
             config = OmegaConf.merge(config, layer)  # type: ignore[assignment]
         except OmegaConfBaseException as error:
             composer.problems.append(Problem(str(error.full_key or "(merging)"), first_line(error)))
-    for override in parsed:
-        if isinstance(override, Override):
-            composer.problems += apply_override(config, override)
-            _written_on_the_command_line(composer.origins, override.path)
+    for override in names_first([one for one in parsed if isinstance(one, Override)]):
+        composer.problems += apply_override(config, override)
+        _written_on_the_command_line(composer.origins, override.path)
     data = _resolve(config, (), composer)
-    return Composed(data, composer.problems, frozenset(composer.broken), composer.origins, composer.secrets)
+    return Composed(data, composer.problems, frozenset(composer.broken), composer.origins, composer.secrets, composer.hidden)
 
 
 def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:
@@ -182,7 +193,8 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
             if composer.may_be_left_out:
                 result[str(key)] = LEFT_OUT
                 continue
-            _refuse(composer, here, f"has to be given, for example on the command line: {dotted(here)}=...")
+            composer.problems.append(Missing(dotted(here), f"has to be given, for example on the command line: {dotted(here)}=..."))
+            composer.broken.add(here)
             continue
         raw = OmegaConf.to_container(node, resolve=False)[key] if OmegaConf.is_interpolation(node, key) else None  # type: ignore[index]
         variables: list[str] = []
@@ -200,6 +212,9 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
                 return None
             value = _resolve(value, here, composer)
         elif variables:
+            if words_at(here).startswith(("integer", "number", "true or false")) and isinstance(value, str):
+                decoded = parse_yaml(value, "").data
+                value = decoded if isinstance(decoded, bool | int | float) else value
             composer.secrets[here] = (str(raw), value)
         result[str(key)] = value
     if isinstance(node, ListConfig):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -14,7 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from roll_lite.config.compose.short_form import is_short_form, make_room, spell_out
 from roll_lite.config.compose.yaml_source import parse_yaml
-from roll_lite.config.problems import HIDDEN, Path, Problem, did_you_mean, dotted, first_line, is_secret, show
+from roll_lite.config.problems import Path, Problem, did_you_mean, dotted, first_line, show
+from roll_lite.config.validation import words_at
 
 COMMAND_LINE = "command line"
 GRAMMAR = "write key=value, +key=value to add, or ~key to delete"
@@ -45,20 +47,29 @@ def parse_override(text: str) -> Override | Problem:
     if delete:
         return Override(text, path, delete=True)
     parsed = parse_yaml(raw, place=text, root=path)
+    if words_at(path) in ("text", "text or null") and "${" not in raw and (parsed.problems or isinstance(parsed.data, dict | list)):
+        return Override(text, path, raw)  # braces, brackets and colons of a text are its own
     if parsed.problems:
         return Problem(text, parsed.problems[0].message, source=COMMAND_LINE)
     if is_short_form(parsed.data, path):
         return Override(text, (*path, "name"), parsed.data)
-    if _is_placeholder(parsed.data):
-        shown = HIDDEN if is_secret(dotted(path)) else raw
-        message = f"YAML takes {shown} for a section; put it in quotes, and these in the shell's: {key}='\"{shown}\"'"
-        return Problem(dotted(path), message, source=COMMAND_LINE)
     return Override(text, path, spell_out(parsed.data, path, parsed.lines))
 
 
-def _is_placeholder(value: Any) -> bool:
-    """A text such as {prompt}, without its quotes."""
-    return isinstance(value, dict) and len(value) > 0 and all(one is None for one in value.values())
+def names_first(overrides: Sequence[Override]) -> list[Override]:
+    """In their order, except that the choice of a section's name comes before earlier settings of the section, which it would end."""
+    ordered: list[Override] = []
+    for one in overrides:
+        named = isinstance(one.value, dict) and "name" in one.value
+        section = one.path if named else one.path[:-1]
+        place = len(ordered)
+        for index in reversed(range(len(ordered)) if named or one.path[-1] == "name" else ()):
+            other = ordered[index].path
+            if other == one.path or other == section[: len(other)]:
+                break
+            place = index if other[: len(section)] == section else place
+        ordered.insert(place, one)
+    return ordered
 
 
 def alternatives(text: str) -> list[str]:
@@ -132,8 +143,11 @@ def apply_override(config: DictConfig, override: Override) -> list[Problem]:
         return [Problem(override.text, message, source=COMMAND_LINE)]
     else:
         # A list over a section, or the other way round, replaces it; so does anything over an interpolation, which need not resolve.
+        layer = {last: override.value}
         if parent is not config or len(override.path) == 1:
-            make_room(parent, {last: override.value}, override.path[:-1])
+            make_room(parent, layer, override.path[:-1])
+        if not layer:  # a null that removes what is there
+            return []
         settled = not OmegaConf.is_interpolation(parent, int(last) if isinstance(parent, ListConfig) else last)
         merge = settled and isinstance(override.value, dict) and isinstance(_child(parent, last), DictConfig)
         OmegaConf.update(config, dotted(override.path), override.value, merge=merge, force_add=True)

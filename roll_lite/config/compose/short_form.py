@@ -1,21 +1,19 @@
-"""Sections that are chosen by their name: `strategy: sglang` is short for `strategy: {name: sglang}`, and another name than before brings
-the keys that only the former had to an end.
+"""Merging by the schema: `strategy: sglang` is short for `strategy: {name: sglang}`, another name than before ends the keys that only the
+former one had, and null removes what was inherited.
 
-Spelled out as soon as a file or an override is read, before anything is merged: what comes later finds a section.
+Words are spelled out as soon as a file or an override is read, before anything is merged: what comes later finds a section.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Mapping, MutableMapping
+from typing import Any, get_args
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from pydantic.fields import FieldInfo
 
 from roll_lite.config.problems import Path
-from roll_lite.config.schema.base import Section
-from roll_lite.config.validation import sections
+from roll_lite.config.validation import is_removed_by_null, sections_at
 
 
 def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
@@ -32,28 +30,49 @@ def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 def is_short_form(value: Any, path: Path) -> bool:
     """An interpolation is none: it may give a whole section."""
-    return isinstance(value, str) and "${" not in value and value != "???" and bool(_members(path))
+    is_word = isinstance(value, str) and "${" not in value and value != "???"
+    return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 
 
 def make_room(tree: Any, layer: Any, path: Path) -> None:
-    """Before `layer` is merged over `tree`, both at `path`: takes from the tree what would not be merged but replaced. That is a list under
-    a section and the other way round, which OmegaConf refuses; and where the layer chooses another member of a union, the former
-    member's keys, but for those that mean the same in both."""
-    if not isinstance(tree, DictConfig) or not isinstance(layer, DictConfig | Mapping):
+    """Before `layer` is merged over `tree`, both at `path`: takes from the tree what would not be merged but replaced, that is a list under
+    a section and the other way round, which OmegaConf refuses, and the keys of another name than the layer's; and from both what the
+    layer removes with a null."""
+    if not isinstance(tree, DictConfig) or not isinstance(layer, DictConfig | MutableMapping):
         return
-    members = _members(path)
-    former, chosen = (members.get(str(_plain(one, "name"))) for one in (tree, layer))
-    former = former or next(iter(members.values()), None)
-    if former is not None and chosen is not None and former is not chosen:
-        for key in [str(key) for key in tree if key in former.model_fields]:
-            if key != "name" and not _alike(former.model_fields[key], chosen.model_fields.get(key)):
-                del tree[key]
-    for key in map(str, layer):
+    for key in _ended(tree, layer, path):
+        del tree[key]
+    for key in [str(key) for key in layer]:
         old, new = _plain(tree, key), _plain(layer, key)
-        if isinstance(old, DictConfig) and isinstance(new, DictConfig | Mapping):
+        if key in tree and _is_null(layer, key) and is_removed_by_null((*path, key)):
+            del tree[key], layer[key]
+        elif isinstance(old, DictConfig) and isinstance(new, DictConfig | Mapping):
             make_room(old, new, (*path, key))
         elif isinstance(old, DictConfig | ListConfig) and isinstance(new, DictConfig | ListConfig) and type(old) is not type(new):
             del tree[key]
+
+
+def _ended(tree: DictConfig, layer: DictConfig | Mapping[str, Any], path: Path) -> list[str]:
+    """Keys of the tree that are of its name alone, where the layer gives another: those of another member of a union, but for those that
+    mean the same in both; and the arguments of what the name stands for."""
+    former, chosen = (_plain(one, "name") for one in (tree, layer))
+    classes = sections_at(path)
+    if chosen is None or former == chosen or not any("name" in cls.model_fields for cls in classes):
+        return []
+    if len(classes) == 1:
+        return ["args"] if former is not None and "args" in tree and "args" in classes[0].model_fields else []
+    by_name = {get_args(cls.model_fields["name"].annotation)[0]: cls for cls in classes}
+    before, after = by_name.get(str(former), classes[0]), by_name.get(str(chosen))
+    if after is None or after is before:
+        return []
+    own = [str(key) for key in tree if key in before.model_fields and key != "name"]
+    return [key for key in own if not _alike(before.model_fields[key], after.model_fields.get(key))]
+
+
+def _is_null(node: DictConfig | Mapping[str, Any], key: str) -> bool:
+    if isinstance(node, DictConfig) and (OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, key)):
+        return False
+    return key in node and node[key] is None
 
 
 def _plain(node: DictConfig | Mapping[str, Any], key: str) -> Any:
@@ -65,23 +84,3 @@ def _plain(node: DictConfig | Mapping[str, Any], key: str) -> Any:
 
 def _alike(one: FieldInfo, other: FieldInfo | None) -> bool:
     return other is not None and (one.annotation, one.metadata, one.default) == (other.annotation, other.metadata, other.default)
-
-
-@cache
-def _chosen_by_name() -> dict[Path, dict[str, type[Section]]]:
-    """The members at the places of sections whose `name` is a choice among given words, even where there is only one so far. The first is
-    the default."""
-    found: dict[Path, dict[str, type[Section]]] = {}
-    for path, cls in sections():
-        name = cls.model_fields.get("name")
-        if name is not None and get_origin(name.annotation) is Literal:
-            found.setdefault(path, {})[get_args(name.annotation)[0]] = cls
-    return found
-
-
-def _members(path: Path) -> dict[str, type[Section]]:
-    return next((members for place, members in _chosen_by_name().items() if _is_at(path, place)), {})
-
-
-def _is_at(path: Path, place: Path) -> bool:
-    return len(path) == len(place) and all(wanted in (key, "<name>", "<n>") for key, wanted in zip(path, place, strict=True))

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 
-from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, first_line, show
+from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, first_line, show, space_missing
 
 MOST_VALUES = 100_000
 """Of one text, its aliases written out."""
@@ -85,6 +85,12 @@ def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: Y
     if any(value is node or (isinstance(value, yaml.SequenceNode) and node in value.value) for _, value in node.value):
         _refuse(source, path, "is merged into itself", NO_VALUE, f"{place}:{source.lines[path]}")
         return None
+    for key_node, value_node in node.value if node.flow_style else ():
+        if key_node.end_mark.index == value_node.end_mark.index:  # no colon was read: `{lr:1e-4}`, `{prompt}`
+            text = key_node.value if isinstance(key_node, yaml.ScalarNode) else ""
+            message = "YAML takes this for a section; put a text with braces in quotes"
+            _refuse(source, path, (space_missing(text) or message).removeprefix("; "), NO_VALUE, f"{place}:{source.lines[path]}")
+            return None
     loader.flatten_mapping(node)
     result: dict[str, Any] = {}
     for key_node, value_node in node.value:
@@ -125,5 +131,6 @@ def _refuse(source: YamlSource, path: Path, message: str, value: Any, where: str
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}"
+        hint = "; put a text with braces in quotes" if "{" in (error.problem_mark.get_snippet() or "") else ""
+        return f"line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}: {error.problem}{hint}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error).replace("\n", " ")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from roll_lite.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, UserPath
-from roll_lite.config.schema.domains import DataConfig, DomainConfig, RewardConfig, SamplingConfig, TemplateConfig
+from roll_lite.config.schema.domains import DataConfig, DomainConfig, PlainTemplateConfig, RewardConfig, SamplingConfig, TemplateConfig
 
 # ---------------------------------------------------------------- advantages
 
@@ -374,7 +374,7 @@ class PtxConfig(Section):
 
     data: PtxDataConfig
     """What is learned. Each row once per pass, in a seeded order that a resumed run goes on with."""
-    template: TemplateConfig = Field(default_factory=TemplateConfig)
+    template: TemplateConfig = Field(default_factory=PlainTemplateConfig)
     """How a prompt becomes the model's input. The answer and the end of sequence follow it."""
     coef: PositiveFloat
     """Weight of the mean cross-entropy."""

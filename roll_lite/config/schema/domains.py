@@ -48,17 +48,27 @@ class DataConfig(Section):
     """Name of a column of the held-out prompts, such as level or subject, by whose values validation is reported too (50 at most)."""
 
 
-class TemplateConfig(Section):
-    name: Literal["plain", "chat"] = "plain"
-    """plain: `text` with the prompt filled in. chat: a chat template."""
+class PlainTemplateConfig(Section):
+    """A text with the prompt filled in."""
+
+    name: Literal["plain"] = "plain"
     text: str = "{prompt}"
-    """For `plain`: the text that the model sees; {prompt} stands for the prompt's column."""
+    """The text that the model sees; {prompt} stands for the prompt's column."""
+
+
+class ChatTemplateConfig(Section):
+    """A chat template."""
+
+    name: Literal["chat"] = "chat"
     system: str | None = None
-    """For `chat`: a system message."""
+    """A system message."""
     file: UserPath | None = None
-    """For `chat`: a file with the chat template (Jinja); the tokenizer's own where absent."""
+    """A file with the chat template (Jinja); the tokenizer's own where absent."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """For `chat`: arguments of the chat template, such as `{enable_thinking: false}`."""
+    """Arguments of the chat template, such as `{enable_thinking: false}`."""
+
+
+TemplateConfig = Annotated[PlainTemplateConfig | ChatTemplateConfig, Field(discriminator="name")]
 
 
 LEAST_TEMPERATURE, GREATEST_TEMPERATURE = 0.01, 2.0
@@ -163,7 +173,7 @@ class RewardConfig(Section):
 class DomainConfig(Section):
     data: DataConfig
     """Where the prompts come from."""
-    template: TemplateConfig = Field(default_factory=TemplateConfig)
+    template: TemplateConfig = Field(default_factory=PlainTemplateConfig)
     """How a prompt becomes the model's input."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """How responses are sampled in training."""
