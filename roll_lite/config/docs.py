@@ -22,8 +22,9 @@ INTRODUCTION = """# Configuration reference
 
 Generated from `roll_lite/config/schema/` by `python -m roll_lite.config.docs`. Do not edit.
 
-A configuration is a YAML file in the folder named by `--config-path`, or one of those that the package ships (`examples/configs`). It may
-build on others of either:
+A configuration is a YAML file of yours, named by its path (with or without `.yaml`) or by its name in the folder `--config-path`, or one
+of those that the package ships (`examples/configs`). It may build on others of its folder and on shipped ones; of two with the same name
+yours is used, which is said. A shipped one builds on shipped ones only.
 
 ```yaml
 defaults: [tiny_base, _self_]     # tiny_base.yaml first, then this file; without _self_ the file comes last as well
@@ -31,12 +32,13 @@ experiment: mine
 domains:
   add: {share: 2}                 # mappings are merged, lists and values replaced
   make: {share: "${domains.add.share}"}
+  repeat: null                    # removes an inherited entry, and any other inherited key that cannot itself be null
 ```
 
 `???` stands for a value that has to be given, `${oc.env:NAME}` for one of the environment, which is never written down. A setting whose
 name says that it is a secret (`api_key`, `token`, `password`) is written down as `???`, wherever a run writes its configuration: read
 again, it has to be given. Where a section is chosen by its `name`, the name alone is enough: `strategy: sglang` sets `strategy.name`, and
-drops the keys that only the former choice had. On the command line, with values in YAML:
+drops the keys that only the former choice had, and the `args` of the former function. On the command line, with values in YAML:
 
 | | |
 |---|---|
@@ -45,6 +47,7 @@ drops the keys that only the former choice had. On the command line, with values
 | `actor_infer.strategy=sglang` | the same as `actor_infer.strategy.name=sglang` |
 | `+a.b=1`, `++a.b=1` | the same as `a.b=1`, for those used to it |
 | `~a.b` | delete |
+| `a.text={prompt} =` | a setting that takes text keeps braces, brackets and colons |
 | `trackers.0.name=jsonl` | an entry of a list |
 
 With `-m`, a run's `seed=1,2 algorithm.policy_loss=ppo,gspo` is one run for every combination, one after the other, and a table at the end;
