@@ -1,1 +1,1 @@
-"""What a section alone cannot say of itself: one file for each kind of mistake."""
+"""Checks that involve more than one section, one file per subject."""

@@ -1,7 +1,7 @@
-"""Mistakes that only show when several fields are seen together. Every check yields the problems it finds; nothing is changed.
+"""Checks across fields. Every check yields the problems it finds and changes nothing.
 
-A check may meet a configuration whose fields were partly refused by the schema: reading such a field raises Refused, which ends that
-check, and only that one, so that one mistake never hides the others nor invents new ones.
+The schema may have refused some fields: reading one raises Refused, which ends that check only. So one mistake neither hides others nor
+causes false ones.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DOMAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 SEARCHED = 100_000
 EXPERIMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 LONGEST_NAME = 200
-"""File systems take 255 bytes."""
+"""File systems allow 255 bytes."""
 
 
 Check = Callable[[RunConfig], Iterable[Problem]]
@@ -56,8 +56,8 @@ SectionCheck = Callable[[RunConfig, str, Any], Iterable[Problem]]
 
 
 def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[Check] = (), files: bool = True) -> list[Problem]:
-    """Everything that is wrong with the configuration beyond the schema. `further`: checks of those who know what a section is for.
-    `files`: those that paths lead to are looked at, and what this machine has."""
+    """Find all problems beyond the schema. `further`: checks that other packages add. `files`: also look at the files that paths name, and
+    at this machine."""
     of_run = (
         *RUN_CHECKS,
         _ptx_template,
@@ -76,10 +76,10 @@ def check(config: RunConfig, *, allow_scripted: bool = False, further: Sequence[
 
 
 def readable(problems: Iterable[Problem]) -> list[Problem]:
-    """What a check finds until it reads a field that the schema has refused."""
+    """Problems that a check finds before it reads a refused field."""
     found: list[Problem] = []
     with suppress(Refused):
-        found.extend(problems)  # keeps those before the exception
+        found.extend(problems)  # keeps the problems before the exception
     return found
 
 
@@ -112,7 +112,7 @@ def _experiment_name(config: RunConfig) -> Iterator[Problem]:
 
 
 def _mini_batches_divide(config: RunConfig) -> Iterator[Problem]:
-    """Group sizes may differ between domains and quotas from step to step; the cut has to come out even in every step."""
+    """Check that every step's samples divide into equal mini-batches; group sizes may differ between domains, and quotas between steps."""
     prompts, parts = config.rollout.prompts_per_step, config.algorithm.mini_batches
     sizes = {name: group_size(config, domain) for name, domain in config.domains.items()}
     first = next(iter(sizes.values()))
@@ -272,14 +272,14 @@ SECTION_CHECKS: dict[str, Sequence[SectionCheck]] = {
     "reward_models": (*ROLE_CHECKS, *REWARD_MODEL_CHECKS),
     "judges": (*ROLE_CHECKS, *JUDGE_CHECKS),
 }
-"""Of sections that the user names."""
+"""Checks of the sections that the user names."""
 
 
 # ---------------------------------------------------------------- one optimizer
 
 
 def _optimizer(path: str, optimizer: OptimizerConfig, total: int) -> Iterator[Problem]:
-    """total: optimizer steps of the whole run."""
+    """Check one optimizer. `total`: optimizer steps of the whole run."""
     if optimizer.warmup_steps >= total and optimizer.decay != "constant":
         message = f"leaves nothing of the run's {total} optimizer steps to the {optimizer.decay} decay; use less, or decay: constant"
         yield Problem(f"{path}.warmup_steps", message, optimizer.warmup_steps)

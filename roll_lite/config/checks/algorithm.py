@@ -1,4 +1,4 @@
-"""What the algorithm's settings ask of each other, of the domains and of the roles."""
+"""Checks of the algorithm's settings, also against the domains and the roles."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from roll_lite.config.schema.run import RunConfig
 
 COMPARES_GROUPS = ("grpo", "rloo", "opo", "gpg")
 TRUNCATION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
-"""Settings of sampling and the values at which they are off."""
+"""Sampling settings, with the value that turns each off."""
 
 
 def compares_groups(config: RunConfig) -> bool:
-    """The estimator knows a sample's advantage from the other samples of its prompt."""
+    """True if the estimator computes a sample's advantage from the other samples of its prompt."""
     advantage = config.algorithm.advantage
     return advantage.name in COMPARES_GROUPS or (isinstance(advantage, ReinforcePlusPlusAdvantageConfig) and advantage.baseline == "group")
 
@@ -122,7 +122,7 @@ def _controllers_have_something_to_control(config: RunConfig) -> Iterator[Proble
 
 
 def _full_kl(config: RunConfig) -> Iterator[Problem]:
-    """The whole distribution of every token travels through the object store."""
+    """Check that the object store holds a step's distributions: `full` sends one per token."""
     algorithm = config.algorithm
     terms = {name: getattr(algorithm, name) for name in ("kl_in_reward", "kl_in_loss")}
     full = [name for name, term in terms.items() if term.coef > 0 and term.estimator == "full"]
@@ -171,7 +171,7 @@ def _keep_mask_has_a_use(config: RunConfig) -> Iterator[Problem]:
 
 
 def _remax(config: RunConfig) -> Iterator[Problem]:
-    """Of the greedy sample only the score is known, so that nothing else may be part of the others' rewards."""
+    """Refuse reward terms beside the score: the greedy sample has a score only."""
     if not isinstance(config.algorithm.advantage, RemaxAdvantageConfig):
         return
     reward, masks = config.algorithm.reward, config.algorithm.masks
@@ -248,7 +248,7 @@ def _groups_have_a_baseline(config: RunConfig, path: str, domain: DomainConfig) 
 
 
 def _keep_mask(config: RunConfig, path: str, domain: DomainConfig) -> Iterator[Problem]:
-    """With old_log_probs: rollout, engine and trainer have to speak of the same distribution."""
+    """Check that engine and trainer use the same distribution with old_log_probs: rollout."""
     sampling = domain.sampling
     if not is_truncated(sampling):
         return

@@ -1,4 +1,4 @@
-"""Files that a configuration names: do they exist, and do they hold what the run will look for."""
+"""Checks of the files that a configuration names: they exist and hold what the run needs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _model(config: RunConfig) -> Iterator[Problem]:
 
 
 def weights_fit(path: str, folder: Path, hf: HfConfig | None, head: str) -> Iterator[Problem]:
-    """Are the safetensors whole and of the shape that config.json says? That is None where only the files can be looked at."""
+    """Check that the safetensors are complete and, given `hf`, have the shapes that config.json implies."""
 
     def wrong() -> str | None:
         stored = stored_tensors(folder)
@@ -55,7 +55,7 @@ def weights_fit(path: str, folder: Path, hf: HfConfig | None, head: str) -> Iter
 
 
 def _told(path: str, folder: Path, wrong: Callable[[], str | None]) -> Iterator[Problem]:
-    """What it returns or raises."""
+    """Yield the message that `wrong` returns, or that of its ValueError."""
     try:
         message = wrong()
     except ValueError as error:
@@ -99,7 +99,7 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 def _readable(
     path: str, folder: Path, architectures: Sequence[str] = HEADS
 ) -> Generator[Problem, None, tuple[ModelShape | None, HfConfig | None]]:
-    """Both None where nothing can be said of the folder, the second where the model cannot be trained."""
+    """Read a model folder. Both results are None if it is unreadable, the second if the model cannot be trained."""
     shape = None
     try:
         shape = read_model_shape(folder)
@@ -163,7 +163,7 @@ def _trained_otherwise(config: RunConfig, state: Mapping[str, Any]) -> Iterator[
 
 
 def _saved(state: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
-    """A section of the configuration that the checkpoint was written with."""
+    """Section of the checkpoint's configuration, None if absent."""
     found: Any = state.get("config")
     for name in names:
         found = found.get(name) if isinstance(found, dict) else None
@@ -171,8 +171,8 @@ def _saved(state: Mapping[str, Any], *names: str) -> Mapping[str, Any] | None:
 
 
 def resumption_notes(config: RunConfig) -> list[str]:
-    """Against whom KL is measured where it was another one so far: a checkpoint has no reference that stays as it is. (With adapters
-    model.path has to have the same weights.)"""
+    """Notes if KL is measured against other weights than before the resume: a checkpoint does not hold a fixed reference. (With adapters,
+    model.path must have the same weights.)"""
     folder, reference = config.checkpoint.resume, config.reference
     follows = reference is not None and reference.refresh is not None
     if folder is None or follows or not trains(config) or not uses_reference(config):
@@ -193,7 +193,7 @@ MOST_CHANGES = 12
 
 
 def resumption_changes(config: RunConfig) -> list[str]:
-    """One line that names the settings that differ from those the checkpoint was made with."""
+    """One line that lists the settings that differ from the checkpoint's."""
     folder = config.checkpoint.resume
     if folder is None:
         return []
@@ -212,7 +212,7 @@ def resumption_changes(config: RunConfig) -> list[str]:
 
 
 def flattened(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Settings by their whole path; lists count as one value."""
+    """Settings by full path; a list counts as one value."""
     flat: dict[str, Any] = {}
     for key, value in section.items():
         place = f"{path}.{key}" if path else str(key)
@@ -223,13 +223,13 @@ def flattened(section: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 def _same_model(config: RunConfig, role: str, checkpoint: Path) -> None:
     try:
         hf = read_hf_config(model_folder(config, roles(config)[role]))
-    except ValueError:  # told where the model is checked
+    except ValueError:  # reported where the model is checked
         return
     check_model(checkpoint / role, describe(hf, config.model, role == "critic"))
 
 
 def run_folder(config: RunConfig) -> Iterator[Problem]:
-    """Of a run, which makes the folder when it starts: what exists of the path has to be a folder that can be written to."""
+    """Check that the existing part of run_dir is a writable folder. Only for runs, which create the rest."""
     existing = next(folder for folder in (config.run_dir, *config.run_dir.parents) if kind_of(folder))
     if kind_of(existing) != "folder":
         yield Problem("run_dir", f"{existing} is a file; name a folder", str(config.run_dir))

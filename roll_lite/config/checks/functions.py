@@ -1,8 +1,8 @@
-"""Does a dotted path in the configuration lead to a function of the user's that takes its arguments?
+"""Checks that a dotted path leads to a user's function that takes its arguments.
 
-Found out without importing anything. A user's module may import torch, read files or start a client; checking a configuration must stay
-fast and without side effects. So modules are located by the import system's path finder and read with ast. What cannot be known that way
-(what decorators and calls return, what a module makes up when it is asked) is left to the start of the run.
+Nothing is imported: a user's module may import torch, read files or start a client, and a check must be fast and without side effects. The
+import system's path finder locates modules, ast reads them. Results of decorators and calls, and names that a module creates at run time,
+are left to the start of the run.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from roll_lite.config.problems import Problem, did_you_mean
 
 LONGEST_CHAIN = 8
-"""Of modules and names that only hand on what another one defines."""
+"""Limit for re-exports and aliases followed to a definition."""
 CONSTANTS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict)
 
 
 def check_function(
     path: str, key: str, name: str, arguments: Mapping[str, Any], or_class: bool = False, given: Collection[str] = ()
 ) -> Iterator[Problem]:
-    """Problems with the function that the key of the section at `path` names, and with the section's `args` for it. `or_class`: it may be
-    a class as well, whose arguments are not looked at. `given`: parameters that the run fills where the function has them."""
+    """Check the function that key `key` of the section at `path` names, and the section's `args` for it. `or_class`: a class is allowed
+    too, its arguments unchecked. `given`: parameters that the run fills if the function has them."""
     try:
         found = _definition(name)
     except ValueError as error:
@@ -41,7 +41,7 @@ def check_function(
 
 
 def parameters_of(name: str) -> set[str]:
-    """Names of the function's parameters after the first one that can be given by name; none where they cannot be known."""
+    """Names of the function's parameters after the first that can be passed by name; empty if unknown."""
     try:
         found = _definition(name)
     except ValueError:  # check_function reports it
@@ -55,7 +55,7 @@ def _by_name(parameters: ast.arguments) -> set[str]:
 
 
 def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
-    """What the name is bound to; None where that cannot be known. ValueError where there is nothing of this name."""
+    """Definition behind the name; None if unknown. ValueError if the name does not exist."""
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ValueError("a function of your own is a dotted path, package.module.function")
@@ -81,19 +81,19 @@ def _definition(name: str, chain: int = LONGEST_CHAIN) -> ast.AST | None:
     original = next(alias.name for alias in found.names if (alias.asname or alias.name) == attribute)
     try:
         return _definition(".".join([*base, *([found.module] if found.module else []), original]), chain - 1)
-    except ValueError:  # a module that is there on the nodes only, or itself what was imported
+    except ValueError:  # a module that exists on the nodes only, or the imported object is itself a module
         return None
 
 
 def _located(module_name: str) -> ModuleSpec:
-    """ValueError where there is no such module. Parents are located, not imported."""
+    """Locate a module without importing its parents. ValueError if it does not exist."""
     top, *below = module_name.split(".")
     spec = _located_top(top)
     if spec is None:
         raise ValueError(f"there is no module {top!r} importable from {Path.cwd()} or a folder on PYTHONPATH")
     found = top
     for part in below:
-        # Asked for by its own name alone: a namespace package looks its parent up among the imported modules.
+        # Searched by its last part: for a namespace package, the full name looks the parent up among the imported modules.
         inner = PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
         if inner is None:
             raise ValueError(f"there is no module {part!r} in {found}")
@@ -102,16 +102,16 @@ def _located(module_name: str) -> ModuleSpec:
 
 
 def _located_top(name: str) -> ModuleSpec | None:
-    """find_spec imports nothing for a name without dots. The current folder is searched as well, as at the start of the run."""
+    """Locate a module without dots, which imports nothing. The current folder is searched too, as at the start of a run."""
     try:
         spec = find_spec(name)
-    except (ValueError, ImportError):  # a module that was loaded in an unusual way, such as __main__, has no spec
+    except (ValueError, ImportError):  # a module loaded in an unusual way, such as __main__, has no spec
         spec = None
     return spec or PathFinder.find_spec(name, [str(Path.cwd())])
 
 
 def _bound(body: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST | None]]:
-    """The names that statements bind, under `if`, `try` and `with` as well, and to what; None where only a run can tell."""
+    """Names that statements bind, also inside `if`, `try` and `with`, and their values; None if only running the code could tell."""
     known: dict[str, ast.AST | None] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -1,6 +1,6 @@
-"""What only GPUs have: engines in fp8, Transformer Engine's layers, transports of weights between GPUs.
+"""Checks of settings that need GPUs: engines in fp8, Transformer Engine's layers, weight transfer between GPUs.
 
-`needs_gpus` is about this machine, and so of a run: what is only checked may be meant for another.
+`needs_gpus` asks about this machine, so it is only for runs: a configuration that is merely checked may be for another machine.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from roll_lite.config.schema.models import EngineStrategyConfig, SglangStrategyC
 from roll_lite.config.schema.run import RunConfig
 
 SGLANG_FP8 = ("qwen2", "qwen3")
-"""Families whose weights SGLang can replace in fp8 (its QuantizedRLModelLoader says which)."""
+"""Families whose weights SGLang can replace in fp8, by its QuantizedRLModelLoader."""
 
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes that vLLM's attention on CPUs knows."""
+"""Head sizes of vLLM's attention on CPUs."""
 
 
 def no_gpus(config: RunConfig) -> bool:
@@ -95,7 +95,7 @@ GPU_CHECKS = (_adapters_beside_transformer_engine, _fp8_rollouts, _fp8_of_sglang
 
 
 def needs_gpus(config: RunConfig) -> Iterator[Problem]:
-    """Settings that GPUs of this machine would serve. Ranks elsewhere report at their start what they lack, and whether the GPUs of a run
+    """Check settings that need GPUs on this machine. Ranks on other machines report at their start what they lack; whether the run's GPUs
     are shared is known when trainers and engines have met."""
     if layout.is_elsewhere(config):
         return
@@ -128,7 +128,7 @@ def needs_gpus(config: RunConfig) -> Iterator[Problem]:
 
 
 def gpu_notes(config: RunConfig) -> list[str]:
-    """Of models in bfloat16, which GPUs are for."""
+    """Note if a model in bfloat16 would run on CPU slots, as no GPUs are visible."""
     if layout.gpus_visible() or layout.is_elsewhere(config) or config.model.dtype != "bfloat16":
         return []
     counts = {name: len(device_numbers(role.devices)) for name, role in roles(config).items()}

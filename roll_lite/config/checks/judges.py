@@ -1,4 +1,4 @@
-"""The judges that the run starts itself: is each one used, and is its folder a model?"""
+"""Checks of the judges that the run starts: a reward uses each one, and its folder holds a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices and parallel sizes, on their own and against the model's shape."""
+"""Checks of devices and parallel sizes, also against the model's shape."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _experts(config: RunConfig, name: str, role: Role) -> Iterator[Problem]:
 
 
 def _expert_ranks(name: str, role: Role, strategy: MegatronStrategyConfig) -> Iterator[Problem]:
-    """Ranks that share the experts are those of one pipeline stage, of several copies of the model if need be."""
+    """Check the ranks that share the experts: they lie in one pipeline stage, if necessary in several copies of the model."""
     count, sharing = len(device_numbers(role.devices)), strategy.expert_parallel * strategy.expert_tensor_parallel
     if count % (whole := sharing * strategy.pipeline_parallel):
         parts = f"expert_parallel {strategy.expert_parallel} x expert_tensor_parallel {strategy.expert_tensor_parallel}"
@@ -222,7 +222,7 @@ def _model_is_long_enough(config: RunConfig) -> Iterator[Problem]:
 
 
 def _engine_knows_the_window(config: RunConfig) -> Iterator[Problem]:
-    """SGLang attends to the whole context in every model of Llama's kind."""
+    """Refuse windows shorter than the context: SGLang attends to the whole context in every model of Llama's kind."""
     if not generates(config):
         return
     shape = _shape(config.model.path)
@@ -252,14 +252,14 @@ def _verified_experts(config: RunConfig) -> Iterator[Problem]:
 def _engine_tells_of_experts(config: RunConfig) -> Iterator[Problem]:
     if not replays_engines(config) or isinstance(config.actor_infer.strategy, SglangStrategyConfig):
         return
-    if isinstance(config.actor_infer.strategy, VllmStrategyConfig):  # on a CPU it does not, see needs_gpus
+    if isinstance(config.actor_infer.strategy, VllmStrategyConfig):  # on a CPU it does not report experts, see needs_gpus
         return
     message = "a scripted engine does not say which experts it used; use actor_infer.strategy.name: sglang, or routing_replay: train"
     yield Problem("algorithm.routing_replay", message, "rollout")
 
 
 def _experts_over_an_update(config: RunConfig) -> Iterator[Problem]:
-    """SGLang computes a paused request's tokens once more with new weights, and tells of those experts alone."""
+    """Refuse paused requests with routing replay: SGLang recomputes their tokens with new weights, and reports only those experts."""
     rollout, name = config.rollout, config.actor_infer.strategy.name
     if (
         replays_engines(config)
@@ -294,7 +294,7 @@ LAYOUT_CHECKS = (
 
 
 def devices_are_there(config: RunConfig) -> Iterator[Problem]:
-    """On this machine, where no cluster is named or told of. CPU slots are made as many as are wanted."""
+    """Check that this machine has the GPUs, unless the run is on a cluster. CPU slots are created as needed."""
     if not gpus_visible() or is_elsewhere(config):
         return
     there = gpu_count()
@@ -307,7 +307,7 @@ def devices_are_there(config: RunConfig) -> Iterator[Problem]:
 
 
 def sharing_notes(config: RunConfig) -> list[str]:
-    """Roles that stay on the same GPUs at the same time, and engines that stay on those where others take turns."""
+    """Notes on roles that stay on the same GPUs at the same time, and on engines that stay on GPUs where others take turns."""
     if not gpus_visible():
         return []
     by_role = roles(config)
@@ -326,7 +326,7 @@ def sharing_notes(config: RunConfig) -> list[str]:
 
 
 def _left_beside(role: Role) -> float | None:
-    """Share of a GPU's memory that engines or judges leave to others; None where their size is given, or it is no such role."""
+    """Share of a GPU's memory that engines or judges leave to others; None if they have a fixed cache size, or for other roles."""
     strategy = getattr(role, "strategy", None)
     if not isinstance(strategy, EngineStrategyConfig) or strategy.kv_cache_mb is not None:
         return None
@@ -334,7 +334,7 @@ def _left_beside(role: Role) -> float | None:
 
 
 def model_folder(config: RunConfig, role: Role) -> Path:
-    """Whose weights a role starts from."""
+    """Folder of the weights that a role starts from."""
     if isinstance(role, RewardModelConfig | JudgeServerConfig):
         return role.path
     own = role.path if isinstance(role, CriticRoleConfig) and role.init != "actor" else None
@@ -342,24 +342,24 @@ def model_folder(config: RunConfig, role: Role) -> Path:
 
 
 def is_elsewhere(config: RunConfig) -> bool:
-    """On a cluster that is named, or told of: this machine's devices say nothing about it."""
+    """True if the run is on a cluster, to which this machine's devices do not matter."""
     return bool(config.ray.address or os.environ.get("RAY_ADDRESS") or config.placement.nodes is not None)
 
 
 def gpus_visible() -> bool:
-    """Without asking torch, which takes seconds to import."""
+    """True if GPUs are visible. Does not import torch, which takes seconds."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
     return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def gpu_count() -> int:
-    """Of this machine, as far as they may be seen."""
+    """Number of visible GPUs of this machine."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     return len([one for one in shown.split(",") if one.strip()]) if shown is not None else len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _shape(folder: Path) -> ModelShape | None:
-    """None where the model cannot be read, which the file checks report."""
+    """Shape of the model; None if unreadable, which the file checks report."""
     try:
         return read_model_shape(folder)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Adapters: which layers get some, and what they begin with."""
+"""Checks of adapters: their layers and initial weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _alone_to_engines_of_experts(config: RunConfig) -> Iterator[Problem]:
 
 
 def reference_notes(config: RunConfig) -> list[str]:
-    """Whose the log-probs are that KL is measured against."""
+    """Note on the weights that KL is measured against."""
     if config.actor_train.lora is None or not uses_reference(config) or not trains(config):
         return []
     if config.reference is not None and config.reference.refresh is not None:
@@ -90,13 +90,13 @@ def reference_notes(config: RunConfig) -> list[str]:
 
 
 def engine_notes(config: RunConfig) -> list[str]:
-    """What travels where adapters do alone."""
+    """Note on the size of an update if engines get the adapters alone."""
     lora = adapters_of_engines(config)
     if lora is None:
         return []
     try:
         weights = weight_shapes(read_hf_config(config.model.path))
-    except ValueError:  # told as the model's mistake
+    except ValueError:  # reported as a problem of the model
         return []
     size = 2 if infer_dtype(config) == "bfloat16" else 4
     alone, all_of_it = (
@@ -106,9 +106,9 @@ def engine_notes(config: RunConfig) -> list[str]:
 
 
 def _whole_heads(config: RunConfig) -> Iterator[Problem]:
-    """Adapters of query, key and value are cut by key/value heads."""
+    """Refuse more tensor-parallel ranks than key/value heads: adapters of query, key and value are cut by these heads."""
     tensor_parallel = config.actor_train.strategy.tensor_parallel
-    with suppress(ValueError):  # told as the model's mistake
+    with suppress(ValueError):  # reported as a problem of the model
         heads = read_model_shape(config.model.path).kv_heads if config.actor_train.lora is not None else tensor_parallel
         if tensor_parallel > heads:
             message = f"is more than the model's {heads} key/value heads, which adapters are cut by; use at most {heads}, or no lora"

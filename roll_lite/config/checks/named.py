@@ -1,4 +1,4 @@
-"""Sections that the user names and rewards refer to: is the name fit for files, and does a reward use it?"""
+"""Checks of sections that the user names and rewards refer to: the name is fit for files, and a reward uses the section."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collection[str], reward: str, argument: str) -> Iterator[Problem]:
-    """`sections`: all of them, of which rewards of this type name one in their argument, or an address in its place."""
+    """Check one of `sections`: rewards of type `reward` name a section in their `argument`, or give a url instead."""
     name = path.partition(".")[2]
     parts: list[RewardConfig | RewardTermConfig] = []
     for domain in config.domains.values():
@@ -23,7 +23,7 @@ def used_by_a_reward(config: RunConfig, path: str, what: str, sections: Collecti
     misspelt = any(close_names(other, [reward]) for other in others)
     if not NAME.fullmatch(name):
         yield Problem(path, f"a {what}'s name is part of file names: a letter, then letters, digits, '_' and '-'")
-    known = all(isinstance(one, str) and one in sections for one in asked)  # another one is a mistake, and may mean this
+    known = all(isinstance(one, str) and one in sections for one in asked)  # an unknown name may be this one misspelt
     if name not in asked and not misspelt and known:
         message = f"no domain uses it; remove the section, or set a domain's reward to {{name: {reward}, args: {{{argument}: {name}}}}}"
         yield Problem(path, message)

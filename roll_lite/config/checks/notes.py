@@ -1,4 +1,4 @@
-"""What is allowed and may be meant, and is worth a look: `check` and the start of a run say it."""
+"""Notes on settings that are legal but suspicious; `check` and the start of a run print them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Muon and moments in float16: what Megatron-Core has them for, and the packages that they are in."""
+"""Checks of Muon and of moments in float16: Megatron-Core's limits, and the packages they need."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def _what_goes_with_muon(config: RunConfig) -> Iterator[Problem]:
 
 
 def _whole_heads(config: RunConfig) -> Iterator[Problem]:
-    """Query, key and value are taken apart by key/value heads."""
+    """Refuse more tensor-parallel ranks than key/value heads: Muon splits query, key and value by these heads."""
     for name, role in _trained_by_muon(config).items():
         tensor_parallel = role.strategy.tensor_parallel
-        with suppress(ValueError):  # told as the model's mistake
+        with suppress(ValueError):  # reported as a problem of the model
             if tensor_parallel > (heads := read_model_shape(layout.model_folder(config, role)).kv_heads):
                 message = f"is more than the model's {heads} key/value heads, which Muon's updates are cut by; use at most {heads}"
                 yield Problem(f"{name}.strategy.tensor_parallel", f"{message}, or no optimizer.muon", tensor_parallel)
 
 
 def _package_of_muon(config: RunConfig) -> Iterator[Problem]:
-    """Ranks elsewhere tell at their start what they lack."""
+    """Check that Muon's package is installed here. Ranks on other machines report at their start what they lack."""
     for name in _trained_by_muon(config):
         if not layout.is_elsewhere(config) and find_spec("emerging_optimizers") is None:
             message = "the package emerging-optimizers is not installed; install it (docs/parallelism.md), or remove the section"

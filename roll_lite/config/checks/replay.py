@@ -1,4 +1,4 @@
-"""Runs of a part: `mode` with what belongs to it, and whether the dumps that a run is to train on are its model's and its domains'."""
+"""Checks of partial runs: the settings that go with `mode`, and whether the dumps to train on fit the run's model and domains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from roll_lite.config.schema.models import LoraConfig, OptimizerConfig, RefreshC
 from roll_lite.config.schema.run import RunConfig
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
-"""What says which distribution a sample was drawn from."""
+"""Sampling settings that determine the distribution a sample is drawn from."""
 NAMED = 5
 
 
@@ -38,7 +38,7 @@ def _mode(config: RunConfig) -> Iterator[Problem]:
 
 
 def _dumps(config: RunConfig) -> Iterator[Problem]:
-    """Against the model and the rest of the configuration."""
+    """Check the dumps against the model and the rest of the configuration."""
     path = config.replay.path
     if config.mode != "train_only" or path is None:
         return
@@ -55,7 +55,7 @@ def _dumps(config: RunConfig) -> Iterator[Problem]:
         return
     try:
         wrong = [*_lengths(config, headers), *(problem for header in headers for problem in _fits(config, header))]
-        # What is wrong with one dump is wrong with all.
+        # A problem of one dump is usually a problem of all: report it once.
         yield from {problem.path: problem for problem in reversed(wrong)}.values()
         yield from _behaviour(config, headers)
     except (KeyError, TypeError) as error:
@@ -117,7 +117,7 @@ def _fits_model(config: RunConfig, header: DumpHeader) -> Iterator[Problem]:
 
 
 def _behaviour(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Problem]:
-    """`current` and `recompute` take the policy of each step for the one that sampled, which holds where this run repeats the other one."""
+    """Check that each step's policy is the one that sampled, as `current` and `recompute` assume: this run must repeat the dumped one."""
     algorithm = config.algorithm
     if algorithm.weighs_by_rollout:
         return
@@ -132,7 +132,7 @@ def _behaviour(config: RunConfig, headers: Sequence[DumpHeader]) -> Iterator[Pro
 
 
 def _differences(config: Mapping[str, Any], made: Mapping[str, Any]) -> str:
-    """What has an effect on the policy of later steps and is not as it was; empty where all of it is."""
+    """Changed settings that affect the policy of later steps; empty if none."""
     if made["mode"] != "full":
         return f"mode {made['mode']} sampled all dumps with the same weights"
     mine, its = _learning(config), _learning(made)
@@ -160,7 +160,7 @@ def _learning(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(section: type[Section], values: Any) -> Any:
-    """With the defaults for what the version that made the dump did not have; as it is where it had what this one has not."""
+    """Add the defaults of fields that the dump's version did not have; unchanged if that version had fields that this one has not."""
     try:
         return values if values is None else section.model_validate(values).model_dump(mode="json")
     except ValidationError:
@@ -168,13 +168,13 @@ def _complete(section: type[Section], values: Any) -> Any:
 
 
 def _adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """All that trains as they do."""
+    """Adapter settings that affect training."""
     complete = _complete(LoraConfig, lora)
     return complete and {**complete, "targets": sorted(complete["targets"]), "export": None, "engines": None}
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    """As a header has it. Refused where the schema has refused something that matters here: a dump would be without it."""
+    """The configuration as in a dump's header. Raises Refused if the schema has refused a field that matters here."""
     for name in ("seed", "model", "steps", "algorithm", "actor_train", "reference", "critic", "domains"):
         _read_all(getattr(config, name))
     return config.model_dump(mode="json")
@@ -197,7 +197,7 @@ REPLAY_CHECKS = (_mode, _dumps)
 
 
 def mode_notes(config: RunConfig) -> list[str]:
-    """What a run of a part leaves out."""
+    """Notes on the parts that a partial run leaves out."""
     if config.mode == "rollout_only":
         idle = [name for name in ("actor_train", "reference", "critic") if getattr(config, name) is not None]
         return [f"mode: rollout_only: {', '.join(idle)} and validation are left out; batches are dumped, nothing trains"]

@@ -1,4 +1,4 @@
-"""Reward models: is each one used, and is its checkpoint one?"""
+"""Checks of reward models: a reward uses each one, and its checkpoint is a reward model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ REWARD_MODEL_CHECKS = (_used, _checkpoint, _family, _length)
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
-    """None where it cannot be read, which `_checkpoint` tells."""
+    """config.json of the folder; None if unreadable, which `_checkpoint` reports."""
     try:
         return read_config(folder)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A domain's reward, but for its types and their arguments: is its format a pattern, do its terms weigh anything?"""
+"""Checks of a domain's reward: its format is a pattern, its terms have weights. Types and arguments are checked elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _terms_weigh(config: RunConfig, path: str, domain: DomainConfig) -> Iterator
 
 
 def compile_format(pattern: str) -> re.Pattern[str]:
-    """The one way to compile a format's pattern, here and where it is scored: `.` matches line breaks. ValueError with what is wrong."""
+    """Compile a format's pattern, for checks and scoring: `.` matches line breaks. Raises ValueError with the reason."""
     if not pattern:
         raise ValueError("the empty pattern matches every response")
     try:

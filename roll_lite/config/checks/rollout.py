@@ -1,4 +1,4 @@
-"""How generation and training take turns, and which groups train."""
+"""Checks of how generation and training alternate, and of the group filter."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _group_filter(config: RunConfig) -> Iterator[Problem]:
 
 
 def staleness_notes(config: RunConfig) -> list[str]:
-    """What may be meant, and is worth a look."""
+    """Note if samples of older weights train without a correction."""
     rollout, algorithm = config.rollout, config.algorithm
     stale = rollout.supply != "sync" if rollout.max_staleness is None else rollout.max_staleness > 0
     if not stale or algorithm.weighs_by_rollout:

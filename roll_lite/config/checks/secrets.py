@@ -1,4 +1,4 @@
-"""Secrets in a configuration: it is written into logs and files, so that addresses may hold none, and others are left out."""
+"""Checks for secrets in a configuration. It is written into logs and files: addresses must not hold secrets, other secrets are left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll_lite.config.schema.run import RunConfig
 
 
 def addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:
-    """Of everything: a reward's arguments, an engine's, those of a function that roll_lite does not know."""
+    """Check all texts: also arguments of rewards, engines and the user's functions."""
     for path, text in texts_in(config, ""):
         what = secret_in_address(text)
         if what is not None:
@@ -20,7 +20,7 @@ def addresses_without_secrets(config: RunConfig) -> Iterator[Problem]:
 
 
 def plain_secrets(config: RunConfig) -> list[str]:
-    """A note for each that is written in the configuration itself."""
+    """Notes on secrets written in the configuration itself."""
     return [
         f"{path} is left out ({LEFT_OUT}) of config.yaml and checkpoints; write ${{oc.env:NAME}} in its place, which they can hold"
         for path, text in texts_in(config.model_dump(mode="json"), "")
@@ -29,7 +29,7 @@ def plain_secrets(config: RunConfig) -> list[str]:
 
 
 def texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """What the schema has refused is not there."""
+    """Texts of a section with their paths, without refused fields."""
     if isinstance(value, str):
         yield path, value
     items = vars(value) if isinstance(value, Section) else value

@@ -1,4 +1,4 @@
-"""Does `simulation` fit together? Only `roll-lite simulate` asks: a run reads nothing of it."""
+"""Checks of `simulation`. Only `roll-lite simulate` uses them; a run does not read the section."""
 
 from __future__ import annotations
 

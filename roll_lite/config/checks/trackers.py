@@ -1,4 +1,4 @@
-"""Trackers: are they there, and each once."""
+"""Checks of trackers: each exists and is listed once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from roll_lite.config.schema.run import RunConfig
 
 LOCAL = ("jsonl", "tensorboard")
 SERVICES = ("wandb", "mlflow", "swanlab")
-"""Each the name of a package, and of an optional dependency; a test holds both against the trackers."""
+"""Names of packages and of our optional dependencies; a test compares both with the trackers."""
 
 
 def _differ(config: RunConfig) -> Iterator[Problem]:

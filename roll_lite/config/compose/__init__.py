@@ -1,1 +1,1 @@
-"""From files and overrides to one tree of plain data."""
+"""Merges files and overrides into one tree of plain data."""

@@ -1,6 +1,6 @@
-"""Configuration files to one tree: `defaults:` lists and overrides as Hydra users know them, merged by OmegaConf.
+"""Merges configuration files into one tree with OmegaConf: `defaults:` lists and overrides as in Hydra.
 
-Hydra itself stops at the first mistake, and refuses keys that the schema has but the file has not; here all mistakes are collected.
+Hydra itself stops at the first mistake, and refuses keys of the schema that no file sets; here all mistakes are collected.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ DEEPEST = 50
 
 @dataclass(frozen=True)
 class Composed:
-    """The merged and resolved tree. Values that could not be resolved are left out of it and listed in `broken`."""
+    """The merged and resolved tree, without the values listed in `broken`."""
 
     data: dict[str, Any]
     problems: list[Problem]
     broken: frozenset[Path]
-    """The root among them where a whole file could not be read."""
+    """Paths of values that could not be resolved; includes the root if a whole file could not be read."""
     origins: dict[Path, str]
-    """Where each path was written last."""
+    """Last place that set each path."""
     secrets: dict[Path, tuple[str, Any]]
-    """What came from the environment: as it was written, and what it is."""
+    """Values from the environment: text as written, and value."""
     hidden: list[str]
-    """A line for each shipped file that the user's own one of this name was taken for."""
+    """One line for each shipped file that a user's file of the same name replaces."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Composer:
     hidden: list[str] = field(default_factory=list)
 
     def add_file(self, path: FilePath, name: str, stack: tuple[FilePath, ...]) -> None:
-        """Append the layers of a file, its defaults in their order; by default the file itself comes last and so wins."""
+        """Append the layers of a file, its defaults in order; the file itself comes last unless `_self_` says otherwise."""
         label = f"{name}.yaml"
         try:
             text = read_text(path)
@@ -86,12 +86,12 @@ class _Composer:
         return path
 
     def _unreadable(self, place: str, message: str, value: Any = None) -> None:
-        """What this file would have set is not missing."""
+        """Report a problem and mark the root as broken, so that settings of this file are not reported as missing."""
         self.problems.append(Problem(place, message) if value is None else Problem(place, message, value))
         self.broken.add(())
 
     def _entries(self, defaults: Any, place: str) -> list[tuple[str | None, str]]:
-        """Names of files, and their places; None stands for `_self_`."""
+        """Names of files with their places; None stands for `_self_`."""
         items = [defaults] if isinstance(defaults, str) else defaults
         if not isinstance(items, list):
             self._unreadable(place, "has to be a file's name or a list of them", defaults)
@@ -114,7 +114,7 @@ class _Composer:
             self._unreadable(where, message, entry)
             return
         try:
-            # A shipped file is built of shipped ones, whatever the names in the user's folder.
+            # A shipped file builds on shipped files only, even if the user's folder has the same names.
             path = self.found(name, CONFIGS if stack[-1].parent == CONFIGS else self.folder)
             if path is None:
                 self._unreadable(where, f"no {name}.yaml in {searched(self.folder)}; {suggestion(name, self.folder)}", entry)
@@ -128,7 +128,7 @@ class _Composer:
 
 
 def find(name: str, folder: FilePath) -> FilePath | None:
-    """The file in the folder, else the shipped one, so that a user's own files can build on those."""
+    """File in the folder, else the shipped one: users' files can build on shipped ones."""
     return next((path for path in (folder / f"{name}.yaml", CONFIGS / f"{name}.yaml") if is_file(path)), None)
 
 
@@ -137,13 +137,13 @@ def searched(folder: FilePath) -> str:
 
 
 def suggestion(name: str, folder: FilePath) -> str:
-    """What was meant, of either folder; where nothing comes near, what there is in the user's own."""
+    """Suggest close names from either folder; if none is close, list the user's own."""
     own, shipped = ([path.stem for path in one.glob("*.yaml")] for one in (folder, CONFIGS))
     return did_you_mean(name, [*own, *shipped] if close_names(name, [*own, *shipped]) or not own else own)
 
 
 def compose(name: str, folder: FilePath, overrides: Sequence[str], *, may_be_left_out: bool = False) -> Composed:
-    """Merge the named file, its defaults and the overrides, and resolve `${...}`. `may_be_left_out`: values of `???` stay as they are."""
+    """Merge the named file, its defaults and the overrides, and resolve `${...}`. `may_be_left_out`: keep `???` instead of reporting it."""
     composer = _Composer(folder, may_be_left_out)
     parsed = [parse_override(text) for text in overrides]
     composer.problems += [one for one in parsed if isinstance(one, Problem)]
@@ -172,7 +172,7 @@ def _written_on_the_command_line(origins: dict[Path, str], path: Path) -> None:
 # ---------------------------------------------------------------- interpolations
 
 _from_environment: ContextVar[list[str] | None] = ContextVar("_from_environment", default=None)
-"""Variables that were read while one value was resolved."""
+"""Environment variables read while one value is resolved."""
 
 
 def _environment(key: str, *default: Any) -> Any:
@@ -182,7 +182,7 @@ def _environment(key: str, *default: Any) -> Any:
 
 
 def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> Any:
-    """Plain data with every interpolation replaced; one that cannot be is a problem, and its path is broken."""
+    """Plain data with every interpolation replaced. One that cannot be resolved is a problem, and its path is broken."""
     keys: list[Any] = list(range(len(node))) if isinstance(node, ListConfig) else list(node.keys())
     result: dict[str, Any] = {}
     for key in keys:
@@ -223,7 +223,7 @@ def _resolve(node: DictConfig | ListConfig, path: Path, composer: _Composer) -> 
 
 
 def _why(error: Exception, variables: list[str]) -> str:
-    """Without what any of the variables holds."""
+    """Reason of the error, without the contents of any variable."""
     for variable in variables:
         if f"Environment variable '{variable}' not found" in str(error):
             return f"the environment variable {variable} is not set"

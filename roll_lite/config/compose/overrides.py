@@ -23,7 +23,7 @@ GRAMMAR = "write key=value, +key=value to add, or ~key to delete"
 _KEY = re.compile(r"[A-Za-z0-9_\-/]+(?:\.[A-Za-z0-9_\-/]+|\[[0-9]+\])*")
 
 _CALL = re.compile(r"\s*(range|choice|interval|glob|shuffle|sort|tag)\((.*)\)\s*", re.DOTALL)
-"""The functions of Hydra's sweeps."""
+"""Functions of Hydra's sweeps."""
 MOST_RUNS = 1000
 
 
@@ -36,7 +36,7 @@ class Override:
 
 
 def parse_override(text: str) -> Override | Problem:
-    """Values are YAML, so that `null`, `true`, `[1,2]` and `{x: 1}` mean what they mean in a file."""
+    """Parse one override. Values are YAML: `null`, `true`, `[1,2]` and `{x: 1}` mean the same as in a file."""
     delete = text.startswith("~")
     key, separator, raw = text.lstrip("~+").partition("=") if not delete else (text[1:], "", "")
     if delete and "=" in key:
@@ -48,7 +48,7 @@ def parse_override(text: str) -> Override | Problem:
         return Override(text, path, delete=True)
     parsed = parse_yaml(raw, place=text, root=path)
     if words_at(path) in ("text", "text or null") and "${" not in raw and (parsed.problems or isinstance(parsed.data, dict | list)):
-        return Override(text, path, raw)  # braces, brackets and colons of a text are its own
+        return Override(text, path, raw)  # braces, brackets and colons belong to the text
     if parsed.problems:
         return Problem(text, parsed.problems[0].message, source=COMMAND_LINE)
     if is_short_form(parsed.data, path):
@@ -57,7 +57,7 @@ def parse_override(text: str) -> Override | Problem:
 
 
 def names_first(overrides: Sequence[Override]) -> list[Override]:
-    """In their order, except that the choice of a section's name comes before earlier settings of the section, which it would end."""
+    """Reorder overrides: choosing a section's name drops earlier settings of the section, so it moves before them."""
     ordered: list[Override] = []
     for one in overrides:
         named = isinstance(one.value, dict) and "name" in one.value
@@ -73,8 +73,8 @@ def names_first(overrides: Sequence[Override]) -> list[Override]:
 
 
 def alternatives(text: str) -> list[str]:
-    """What a sweep makes of an override: `key=a,b` and `key=choice(a,b)` are `key=a` and `key=b`, `key=range(1,3)` is `key=1` and `key=2`.
-    Commas in quotes, brackets, braces and parentheses separate nothing. ValueError for what no sweep can be made of."""
+    """Expand a sweep: `key=a,b` and `key=choice(a,b)` give `key=a` and `key=b`, `key=range(1,3)` gives `key=1` and `key=2`. Commas in
+    quotes, brackets, braces and parentheses do not separate. ValueError for an invalid sweep."""
     key, separator, raw = text.partition("=")
     if (called := _CALL.fullmatch(raw)) is None:
         values = _parts(raw) if separator else []
@@ -88,7 +88,7 @@ def alternatives(text: str) -> list[str]:
 
 
 def is_sweep(text: str) -> bool:
-    """An override that is meant for `run -m`."""
+    """True if the override is a sweep, for `run -m`."""
     try:
         return len(alternatives(text)) > 1
     except ValueError:
@@ -98,7 +98,7 @@ def is_sweep(text: str) -> bool:
 def _parts(raw: str) -> list[str]:
     try:
         node = yaml.compose(f"[{raw}]", Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError):  # told where it is read
+    except (yaml.YAMLError, RecursionError):  # reported where the value is parsed
         return [raw]
     parts: list[str] = []
     open_ = 0
@@ -112,7 +112,7 @@ def _parts(raw: str) -> list[str]:
 
 
 def _range(arguments: str) -> list[str]:
-    """As Python's, and of decimals as well."""
+    """Values of a range as in Python, decimals too."""
     try:
         given = [Decimal(one.strip()) for one in arguments.split(",")]
         start, stop, step = {1: (Decimal(0), *given, Decimal(1)), 2: (*given, Decimal(1)), 3: tuple(given)}[len(given)]
@@ -125,7 +125,7 @@ def _range(arguments: str) -> list[str]:
 
 
 def apply_override(config: DictConfig, override: Override) -> list[Problem]:
-    """Without struct mode: a key that does not exist is created here and judged by the schema later."""
+    """Set, merge or delete the value. Keys that do not exist are created; the schema checks them later."""
     last = override.path[-1]
     try:
         parent = _parent(config, override)
@@ -142,11 +142,11 @@ def apply_override(config: DictConfig, override: Override) -> list[Problem]:
         )
         return [Problem(override.text, message, source=COMMAND_LINE)]
     else:
-        # A list over a section, or the other way round, replaces it; so does anything over an interpolation, which need not resolve.
+        # Replaced, not merged: a list over a section, the reverse, and anything over an interpolation, which need not resolve.
         layer = {last: override.value}
         if parent is not config or len(override.path) == 1:
             make_room(parent, layer, override.path[:-1])
-        if not layer:  # a null that removes what is there
+        if not layer:  # a null that removes the inherited section
             return []
         settled = not OmegaConf.is_interpolation(parent, int(last) if isinstance(parent, ListConfig) else last)
         merge = settled and isinstance(override.value, dict) and isinstance(_child(parent, last), DictConfig)
@@ -155,7 +155,7 @@ def apply_override(config: DictConfig, override: Override) -> list[Problem]:
 
 
 def _parent(config: DictConfig, override: Override) -> DictConfig | ListConfig:
-    """The container that holds the override's last key. Raises LookupError with a message where there can be none."""
+    """Container of the override's last key. Raises LookupError with a message if it cannot exist."""
     container: Any = config
     for depth, key in enumerate(override.path):
         here = dotted(override.path[:depth])
@@ -165,7 +165,7 @@ def _parent(config: DictConfig, override: Override) -> DictConfig | ListConfig:
             if int(key) >= len(container):
                 raise LookupError(f"{here} has {len(container)} entries, numbered from 0; there is no entry {key}")
         elif isinstance(container, DictConfig):
-            if override.delete and key not in list(container):  # `in` says no where the value is ???
+            if override.delete and key not in list(container):  # `in` is false if the value is ???
                 raise LookupError(f"nothing to delete at {dotted(override.path[: depth + 1])}; {did_you_mean(key, map(str, container))}")
         elif container is None and not override.delete:
             if key.isdigit():

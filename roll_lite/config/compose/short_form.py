@@ -1,7 +1,7 @@
-"""Merging by the schema: `strategy: sglang` is short for `strategy: {name: sglang}`, another name than before ends the keys that only the
-former one had, and null removes what was inherited.
+"""Merging by the schema: `strategy: sglang` is short for `strategy: {name: sglang}`, a new name drops keys that only the former one had,
+and null removes inherited settings.
 
-Words are spelled out as soon as a file or an override is read, before anything is merged: what comes later finds a section.
+Words are expanded as soon as a file or an override is read, so that merging sees sections only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from roll_lite.config.validation import is_removed_by_null, sections_at
 
 
 def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
-    """`data`, which stands at `path`, with sections for words. `lines` gets the lines of their names."""
+    """Expand words at `path` and below into sections. `lines` gets the lines of their names."""
     if isinstance(data, dict):
         return {key: spell_out(value, (*path, key), lines) for key, value in data.items()}
     if isinstance(data, list):
@@ -29,15 +29,17 @@ def spell_out(data: Any, path: Path, lines: dict[Path, int]) -> Any:
 
 
 def is_short_form(value: Any, path: Path) -> bool:
-    """An interpolation is none: it may give a whole section."""
+    """True if the value is a word for a section. An interpolation is not: it may give a whole section."""
     is_word = isinstance(value, str) and "${" not in value and value != "???"
     return is_word and any("name" in cls.model_fields for cls in sections_at(path))
 
 
 def make_room(tree: Any, layer: Any, path: Path) -> None:
-    """Before `layer` is merged over `tree`, both at `path`: takes from the tree what would not be merged but replaced, that is a list under
-    a section and the other way round, which OmegaConf refuses, and the keys of another name than the layer's; and from both what the
-    layer removes with a null."""
+    """Prepare to merge `layer` over `tree`, both at `path`.
+
+    Removes from the tree what the layer replaces: a list under a section and the reverse (OmegaConf refuses to merge them), and keys of a
+    name that the layer changes. Removes from both the keys that a null of the layer removes.
+    """
     if not isinstance(tree, DictConfig) or not isinstance(layer, DictConfig | MutableMapping):
         return
     for key in _ended(tree, layer, path):
@@ -53,8 +55,8 @@ def make_room(tree: Any, layer: Any, path: Path) -> None:
 
 
 def _ended(tree: DictConfig, layer: DictConfig | Mapping[str, Any], path: Path) -> list[str]:
-    """Keys of the tree that are of its name alone, where the layer gives another: those of another member of a union, but for those that
-    mean the same in both; and the arguments of what the name stands for."""
+    """Keys that end if the layer changes the section's name: those that only the former member of a union has, or has with another meaning;
+    or the arguments of the former name."""
     former, chosen = (_plain(one, "name") for one in (tree, layer))
     classes = sections_at(path)
     if chosen is None or former == chosen or not any("name" in cls.model_fields for cls in classes):
@@ -76,7 +78,7 @@ def _is_null(node: DictConfig | Mapping[str, Any], key: str) -> bool:
 
 
 def _plain(node: DictConfig | Mapping[str, Any], key: str) -> Any:
-    """The value; None where there is none yet, or an interpolation."""
+    """Value of a key; None if absent or an interpolation."""
     if isinstance(node, DictConfig) and OmegaConf.is_interpolation(node, key):
         return None
     return node.get(key) if key in node else None

@@ -1,4 +1,4 @@
-"""YAML text to plain data, remembering the line of every value and collecting mistakes instead of stopping at the first."""
+"""Parses YAML text to plain data, with the line of every value and all mistakes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from omegaconf.errors import GrammarParseError
 from roll_lite.config.problems import NO_VALUE, Path, Problem, dotted, first_line, show, space_missing
 
 MOST_VALUES = 100_000
-"""Of one text, its aliases written out."""
+"""Limit of values in one text, aliases expanded."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-6 as text and 2026-08-01 as a date. Here the first is a number and the second text."""
+    """YAML loader that reads 1e-6 as a number and 2026-08-01 as text; YAML 1.1 reads them as text and as a date."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -35,17 +35,17 @@ _Loader.add_implicit_resolver(
 
 @dataclass
 class YamlSource:
-    """One parsed text: its data, the line of each path, and what is wrong with it."""
+    """A parsed text: its data, the line of each path, and its problems."""
 
     data: Any = None
     lines: dict[Path, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     broken: set[Path] = field(default_factory=set)
-    """Paths whose value could not be read and is null in `data`; the root where nothing could be."""
+    """Paths of unreadable values, null in `data`; the root if the whole text is unreadable."""
 
 
 def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
-    """`place` names the text in messages; `root` is where its data will stand in the tree."""
+    """Parse YAML. `place` names the text in messages; `root` is the path of its data in the tree."""
     source = YamlSource()
     try:
         loader = _Loader(text)
@@ -59,7 +59,7 @@ def parse_yaml(text: str, place: str, root: Path = ()) -> YamlSource:
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many there are below it, each alias counted as what it stands for; one that stands for itself counts as nothing here."""
+    """Number of values in and below the node, aliases expanded; an alias of its own parent counts 0."""
     if id(node) not in known:
         known[id(node)] = 0
         parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
@@ -68,7 +68,7 @@ def _values(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: YamlSource, above: tuple[yaml.Node, ...]) -> Any:
-    """`above`: the nodes that it stands in."""
+    """Data of a node. `above`: the nodes that contain it."""
     source.lines[path] = node.start_mark.line + 1
     if node in above:
         _refuse(source, path, "stands for a section or list that it is part of itself", NO_VALUE, f"{place}:{source.lines[path]}")
@@ -105,11 +105,11 @@ def _convert(loader: _Loader, node: yaml.Node, path: Path, place: str, source: Y
 
 
 def _scalar(loader: _Loader, node: yaml.Node, path: Path, place: str, source: YamlSource) -> Any:
-    """The value, if it is plain and its `${...}`, where it has any, can be parsed."""
+    """Value of a plain scalar whose `${...}`, if any, is valid; else None and a problem."""
     value, message = None, ""
     try:
         value = loader.construct_object(node, deep=True)
-    except (yaml.YAMLError, ValueError, KeyError, ArithmeticError, AttributeError):  # the constructors check nothing
+    except (yaml.YAMLError, ValueError, KeyError, ArithmeticError, AttributeError):  # the constructors do not validate
         message = f"{show(node.value)} cannot be read as {node.tag.rpartition(':')[2]}; for text, put it in quotes"
     if not isinstance(value, str | int | float | None):
         value, message = None, "only text, numbers, true, false and null can be values here"
