@@ -1,7 +1,7 @@
-"""Assert-style tests of a program: the tests' process calls the program's functions and decides, on plain values.
+"""Assert-style tests: the tests' process calls the program's functions with plain values and judges the results.
 
-Two processes in two sandboxes share a socket. That of the tests (`Tests`) holds no line of the program; the program's (`serve`) sees the
-arguments of calls and nothing else. A test that takes more than such calls runs in the program's process, see `inside.py`.
+Two processes in two sandboxes share a socket. The tests' process (`Tests`) runs no code of the program; the program's process (`serve`)
+sees only the arguments of calls. A test that needs more than such calls runs in the program's process, see `inside.py`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from roll_lite.sandbox.inside import guarded
 from roll_lite.sandbox.values import FROM_PROGRAM, decode, encode
 
 LONGEST = 8 << 20
-"""Most bytes of an answer."""
+"""Maximum size of an answer in bytes."""
 CHANGING = (list, dict, set, bytearray)
-"""Arguments that a function may change for its caller."""
+"""Types of arguments that a function can change in place."""
 CONTROL = (StopIteration, StopAsyncIteration)
-"""Exceptions that would end a loop of the tests without a check."""
+"""Exceptions that would end a loop of the tests without a check; the tests get a plain Exception instead."""
 
 
 NO_ANSWER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError)
-"""What reading a forged answer may raise."""
+"""Exceptions that reading a forged answer may raise."""
 
 
 class _Aborted(BaseException):
-    """Ends a test from within a call; no handler of the tests' own is meant to catch it."""
+    """Ends a test from within a call. A BaseException, so that the tests' own handlers do not catch it."""
 
 
 # ---------------------------------------------------------------- the tests' side
 
 
 class Remote:
-    """A function, class or object of the program. It can be called and passed back; it has no operators, and equals nothing else."""
+    """Proxy for a function, class or object of the program: can be called and passed back, has no operators and equals nothing else."""
 
     def __init__(self, tests: Tests, at: str | int) -> None:
         self._tests, self._at = tests, at
@@ -52,7 +52,7 @@ class Remote:
         return self._tests.call(self._at, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Tests that ask a name of the program for attributes run inside. An object that the program returned has none."""
+        """A test that reads an attribute of a program's name moves inside. An object that the program returned has no attributes."""
         if isinstance(self._at, str):
             self._tests.go_inside(f"{self._at}.{name}")
         raise AttributeError(f"an object of the program is no plain value: no attribute {name!r}")
@@ -64,7 +64,7 @@ class Remote:
 
 
 class Tests:
-    """The tests' process: runs each test and asks the program's process for what the test calls."""
+    """The tests' process: runs each test and forwards its calls to the program's process."""
 
     def __init__(self, peer: int, wall_s: float) -> None:
         self._peer, self._wall_s = peer, wall_s
@@ -72,7 +72,7 @@ class Tests:
         self._deadline = 0.0
         self._remotes: dict[str | int, Remote] = {}
         self._ended = self._inside = self._stopped = ""
-        """Why the program's process is of no more use; why the test has to run there; the limit that it passed."""
+        """Why the program's process is unusable; why the test must run inside it; the limit that was exceeded."""
         self._used = False
 
     def run(self, tests: list[dict[str, Any]], fail_fast: bool) -> Iterator[dict[str, Any]]:
@@ -93,7 +93,7 @@ class Tests:
                 return
 
     def _names(self) -> dict[str, Any]:
-        """Functions and classes of the program, and its constants."""
+        """Functions, classes and constants of the program."""
         answer = self._ask({"do": "names"})
         try:
             return {name: Remote(self, name) if value == {"r": name} else self._read(value) for name, value in answer["names"].items()}
@@ -151,7 +151,7 @@ class Tests:
         return decode(data, lambda at: self._remotes.setdefault(int(at), Remote(self, int(at))))
 
     def _solution(self) -> type:
-        """The class Solution of LeetCode: each of its objects has methods to call."""
+        """LeetCode's class Solution: each instance is a fresh object of the program, whose methods can be called."""
         numbers, tests = itertools.count(), self
 
         class Solution:
@@ -201,7 +201,7 @@ class Tests:
 
 
 def import_modules(test: dict[str, Any]) -> dict[str, Any]:
-    """Import what the test imports itself, and return the modules that it uses without an import, by name."""
+    """Import the test's own imports; return the modules that it uses without importing them, by name."""
     for name in test["imports"]:
         importlib.import_module(name)
     return {name: importlib.import_module(path) for name, path in test["modules"].items()}
@@ -213,7 +213,7 @@ def _replace(mine: Any, now: Any) -> None:
 
 
 def _error(answer: dict[str, Any]) -> Exception:
-    """The exception that the program raised, as the nearest of its kinds that is Python's own."""
+    """Rebuild the program's exception as the first class in its MRO that is known here."""
     kind = next((kind for name in answer["error"] if (kind := _known_kind(str(name))) is not None), RuntimeError)
     text, args = str(answer["text"]), decode(answer["args"])
     error = kind.__new__(kind, *args)
@@ -233,7 +233,7 @@ def _known_kind(name: str) -> type[Exception] | None:
 
 
 def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) -> str:
-    """Run one test in a module of its own; empty where it is passed, else what failed."""
+    """Run one test in a fresh module; return what failed, empty if it passed."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # where unittest.main() looks for the tests
     known = module.__dict__
@@ -252,7 +252,7 @@ def run_test(test: dict[str, Any], names: dict[str, Any], inside: bool = False) 
 
 
 def run_test_classes(names: dict[str, Any]) -> None:
-    """Run classes of tests as a test runner does: unittest's, and classes named Test... AssertionError where not all pass."""
+    """Run test classes like a test runner: unittest's, and classes named Test... AssertionError unless all pass."""
     classes = [one for one in names.values() if isinstance(one, type) and one.__module__ == names["__name__"]]
     unittest = importlib.import_module("unittest")
     result, load = unittest.TestResult(), unittest.defaultTestLoader.loadTestsFromTestCase
@@ -272,7 +272,7 @@ def run_test_classes(names: dict[str, Any]) -> None:
 
 
 def _what_failed(error: BaseException, source: str) -> str:
-    """With the line of the tests, where an assert says nothing else."""
+    """Describe the error, with the line of the tests that raised it."""
     at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "tests.py"]
     line = source.splitlines()[at[-1] - 1].strip() if at and at[-1] else ""
     text = str(error)
@@ -284,7 +284,7 @@ def _what_failed(error: BaseException, source: str) -> str:
 
 
 def serve(program: dict[str, Any], names: list[str], peer: int, test_s: float, named: Callable[[dict[str, Any], str], Any]) -> None:
-    """Answer the tests until they end. `named` finds a function of the program, or a method of its class Solution."""
+    """Answer the tests' requests until they end. `named` finds a function of the program, or a method of its class Solution."""
     objects: list[Any] = []
     places: dict[int, int] = {}
     solutions: dict[str, Any] = {}
@@ -293,7 +293,7 @@ def serve(program: dict[str, Any], names: list[str], peer: int, test_s: float, n
     def refer(value: Any) -> Any:
         if id(value) not in places:
             places[id(value)] = len(objects)
-            objects.append(value)  # which keeps it alive, and its id its own
+            objects.append(value)  # keeps it alive, so that its id stays unique
         return {"r": places[id(value)]}
 
     def find(at: str | int) -> Any:
@@ -310,7 +310,7 @@ def serve(program: dict[str, Any], names: list[str], peer: int, test_s: float, n
         args, kwargs = decode(asked["args"], find), decode(asked["kwargs"], find)
         try:
             said: dict[str, Any] = {"value": encode(find(asked["at"])(*args, **kwargs), refer)}
-        except Exception as error:  # the tests get whatever the program raised
+        except Exception as error:  # passed on to the tests
             said = _told(error)
         given = dict(zip(map(str, itertools.count()), args, strict=False)) | kwargs
         before = dict(zip(map(str, itertools.count()), asked["args"], strict=False)) | dict(asked["kwargs"]["d"])

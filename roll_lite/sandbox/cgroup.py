@@ -1,4 +1,4 @@
-"""A control group for the programs of one sandbox: what the kernel counts, nothing escapes. Where version 2 lets one be made."""
+"""Control group (version 2) for the programs of one sandbox: the kernel then counts everything they use. Only if one can be created."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from roll_lite.sandbox.filesystem import claim, claimed_by_none
 PREFIX = "roll-lite-"
 WANTED = "+memory +pids"
 SLACK_BYTES = 32 << 20
-"""Of the kernel's own for a program, such as its page tables."""
+"""Allowance for the kernel's own memory of a program, such as page tables."""
 REMOVAL_S = 2.0
 
 
 class Group:
-    """Opened before the walls stand, used behind them: an open file can be written by whoever has it. The process that forks the programs
-    is in it too, for changing the group of a process costs some 10 ms."""
+    """A control group whose files are opened before the walls stand, since they can still be written behind them.
+
+    The process that forks the programs is a member too: moving a process into a group costs about 10 ms.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -38,7 +40,7 @@ class Group:
         return tuple(what for what, name in found.items() if name in self._open)
 
     def begin(self, limits: Mapping[str, Any]) -> None:
-        """For the next program."""
+        """Set the limits of the next program and reset the counts."""
         most = limits["memory_bytes"] + limits["folder_bytes"] + 3 * limits["file_bytes"] + SLACK_BYTES
         for name, value in {"memory.max": most, "memory.swap.max": 0, "pids.max": limits["processes"] + 2}.items():
             if name in self._open:
@@ -46,11 +48,11 @@ class Group:
         self._before_s, self._killed_before = self._total_s(), self._killed()
 
     def enter(self) -> None:
-        """This process, and all that it starts from now on."""
+        """Move this process into the group; its future children start there."""
         os.write(self._open["cgroup.procs"], b"0")
 
     def cpu_s(self) -> float:
-        """Of the programs, without this process."""
+        """CPU time of the current program, without this process."""
         return self._total_s() - self._before_s
 
     def out_of_memory(self) -> bool:
@@ -70,14 +72,16 @@ class Group:
 
 
 def die_first() -> None:
-    """This process, when its group has no memory left: rather than the one that watches it."""
+    """Make this process the kernel's first victim if its group runs out of memory, ahead of the watching process."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as stream:  # noqa: PTH123
         stream.write("1000")
 
 
 def make_group() -> Group | None:
-    """Below this process's own group, or beside it where an ordinary user was given the one above. None where that is refused; with
-    fewer counts where the kernel gives no more to a group that holds processes itself."""
+    """Create a group below this process's own group or, for an ordinary user, beside it; None if refused.
+
+    Of two candidates the one with more counts wins: the kernel grants fewer controllers below a group that holds processes itself.
+    """
     best: Group | None = None
     for parent in _parents():
         with contextlib.suppress(OSError):
@@ -99,7 +103,7 @@ def make_group() -> Group | None:
 
 
 def remove_group(folder: str) -> None:
-    """Those who are killed leave it a moment later."""
+    """Remove the group, with retries: killed processes leave it with a delay."""
     deadline = time.monotonic() + REMOVAL_S
     while True:
         try:
@@ -132,7 +136,7 @@ def _parents() -> list[str]:
 
 
 def _remove_old(parent: str) -> None:
-    """Of sandboxes that were killed before they could."""
+    """Remove the groups of sandboxes that were killed."""
     for folder in claimed_by_none(parent, PREFIX):
         with contextlib.suppress(OSError):
             os.rmdir(folder)  # noqa: PTH106

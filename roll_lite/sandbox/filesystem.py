@@ -1,6 +1,6 @@
-"""What a program sees of the disk: the interpreter and the system's libraries, read-only, and an empty folder of its own.
+"""The file system as a program sees it: interpreter and system libraries read-only, and its own empty folder.
 
-Where no mount namespace gives that folder a limited size and an end, it is measured and removed from outside.
+Without a mount namespace, that folder is measured and removed from outside.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ SYSTEM = (
     *(f"/usr/share/{name}" for name in ("zoneinfo", "locale", "i18n", "terminfo", "perl", "perl5", "nodejs", "node_modules")),
     "/usr/share/rubygems-integration",
 )
-"""Programs, libraries and what these load: no data, no sources."""
+"""Programs, libraries and the files these load; no data, no sources."""
 PACKAGES = ("site-packages", "dist-packages")
-"""What is installed beside the interpreter: a data set with its answers may be among it."""
+"""Installed packages, hidden from programs: they may include a data set with its answers."""
 SETTINGS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime", "/etc/ssl/openssl.cnf")
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-"""Not /dev/zero: mapped, it is memory that nobody's books show."""
+"""/dev/zero is left out: mapped, it is memory that no process is charged for."""
 CLAIM_S = 60.0
 REMOVED = "removed-"
-"""How folders on their way out are called."""
+"""Name prefix of nested folders that were moved up to be removed."""
 DEEPEST = 256
-"""Folders in folders: of more than that no program has a use."""
+"""Maximum nesting of a program's folders."""
 DEEPEST_OPEN = 100
-"""Folders that are open at a time while they are emptied."""
+"""Maximum number of folders open at once while a tree is removed."""
 BLOCK = 512
-"""Bytes that `st_blocks` counts in."""
+"""Bytes per unit of `st_blocks`."""
 SHARED = "/dev/shm"
-"""Locks and memory that the processes of a program share. A fresh one for each program, where there are mount namespaces."""
+"""Shared memory and locks. With mount namespaces each program gets a fresh one."""
 WORK = "/sandbox"
-"""The program's folder, as it sees it: /tmp is the same, unless something below the machine's /tmp is to be shown."""
+"""The program's folder as the program sees it. /tmp links to it, unless a path below the machine's /tmp is shown."""
 
 
 def readable_paths(more: Iterable[str] = ()) -> list[str]:
-    """What is shown beside the system: the interpreter, and `more`. A path below another one is left out, unless it is hidden there."""
+    """Paths shown besides the system: the interpreter and `more`. A path below another one is left out, unless it is hidden there."""
     hidden, kept = hidden_paths(more), list[str]()
     for path in sorted({*_interpreter(), *more}):
         if _below(path, hidden) or not _below(path, (*SYSTEM, *kept)):
@@ -69,7 +69,7 @@ def readable_paths(more: Iterable[str] = ()) -> list[str]:
 
 
 def hidden_paths(more: Iterable[str] = ()) -> list[str]:
-    """Folders below what is shown, unless they are to be shown themselves."""
+    """Package folders below shown folders that must stay hidden, unless `more` asks for them."""
     libraries = [os.path.dirname(os.path.realpath(os.__file__)), *glob.glob("/usr/local/lib/python3*")]  # noqa: PTH120, PTH207
     found = {os.path.realpath(f"{library}/{name}") for library in libraries for name in PACKAGES}
     asked = [os.path.realpath(path) for path in more]
@@ -86,7 +86,7 @@ def _below(path: str, others: Iterable[str]) -> bool:
 
 
 def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The parts of a folder that are to be read, and folders of which only the names are."""
+    """Split a folder around hidden ones: paths that may be read whole, and folders of which only the names may be listed."""
     if path in hidden:
         return [], []
     if not any(_below(one, [path]) for one in hidden):
@@ -99,7 +99,7 @@ def without_hidden(path: str, hidden: Sequence[str]) -> tuple[list[str], list[st
 
 
 def build_root(more: Iterable[str]) -> None:
-    """In a fresh mount namespace: a root of read-only views."""
+    """Build a root of read-only mounts in a fresh mount namespace, and switch to it."""
     shown, hidden = readable_paths(more), hidden_paths(more)
     scratch = _covered(shown)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -128,15 +128,15 @@ def build_root(more: Iterable[str]) -> None:
         os.mkdir(f"{scratch}{folder}", 0o755)  # noqa: PTH102
     if not os.path.lexists(f"{scratch}/tmp"):
         os.symlink(WORK, f"{scratch}/tmp")  # noqa: PTH211
-    # The kernel lets a user namespace mount a /proc of its own only where it sees one already; programs never see this one.
+    # The kernel lets a user namespace mount /proc only if one is visible already; programs never see this one.
     mount("/proc", f"{scratch}/proc", None, MS_BIND | MS_REC)
-    # An ordinary user's programs own this folder: what they left in it the next one would find.
+    # An ordinary user's programs own this folder: files left in it would be visible to the next program.
     mount("none", scratch, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     pivot_root(scratch)
 
 
 def _covered(shown: Iterable[str]) -> str:
-    """A folder that the new root can cover while it is built: nothing that is shown lies in it."""
+    """A folder to build the new root over; no shown path lies in it."""
     for folder in (tempfile.gettempdir(), "/mnt", "/media", "/srv", "/run"):
         if os.path.isdir(folder) and not any(f"{path}/".startswith(f"{folder}/") for path in shown):  # noqa: PTH112
             return folder
@@ -158,8 +158,11 @@ def _place(path: str, target: str, folder: bool) -> None:
 
 
 def fits(folder: str, most_bytes: int, most_files: int) -> bool:
-    """A program may be at work in it meanwhile: what has gone does not count. What cannot be looked into does not fit, nor what is nested
-    so deeply that looking takes long; what has many names shows them first."""
+    """True if the folder stays within the limits. The program may still be running: files that vanish do not count.
+
+    A tree that cannot be read, or is nested too deeply to read quickly, does not fit. The walk is breadth-first, to meet a large number of
+    names early.
+    """
     taken = seen = 0
     waiting, root = collections.deque([folder]), os.path.realpath(folder)
     if most_bytes < 0:
@@ -186,8 +189,7 @@ def fits(folder: str, most_bytes: int, most_files: int) -> bool:
 
 @contextlib.contextmanager
 def _entries(place: str, root: str) -> Iterator[Any]:
-    """What is opened is what was looked at: a program may put links in the place of folders meanwhile, and may have made a folder that its
-    own user is not to read."""
+    """Scan a folder while the program may run. It is pinned, so that no link can replace it, and made readable if necessary."""
     pinned = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         itself = f"/proc/self/fd/{pinned}"
@@ -208,13 +210,12 @@ def _entries(place: str, root: str) -> Iterator[Any]:
 
 
 def remove_folder(folder: str) -> None:
-    """Whatever is in it and however deep, also what its own user is not to read; nobody is at work in it any more. Nothing where there is
-    none."""
+    """Remove a folder of an ended program, however deep, unreadable folders included. A missing folder is fine."""
     with contextlib.suppress(OSError):
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             moved, names = itertools.count(), [""]
-            while names:  # what lies too deep for open files comes to the top, and goes from there
+            while names:  # folders nested too deeply are moved to the top, and removed from there
                 names = [new for name in names for new in _empty(name, top, top, moved, 0)]
         finally:
             os.close(top)
@@ -222,7 +223,7 @@ def remove_folder(folder: str) -> None:
 
 
 def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -> list[str]:
-    """A folder, which goes; or the one at the top itself. Returns the names there of what was moved to it."""
+    """Empty and remove a folder; `name` empty: empty the top one. Returns the names of folders moved up to the top."""
     found = list[str]()
     with contextlib.suppress(OSError):
         if name:
@@ -252,7 +253,7 @@ def _empty(name: str, parent: int, top: int, moved: Iterator[int], depth: int) -
 def _remove(name: str, parent: int, top: int, moved: Iterator[int], depth: int, found: list[str]) -> None:
     try:
         os.rmdir(name, dir_fd=parent)
-    except OSError:  # there is something in it
+    except OSError:  # not empty
         found.extend(_empty(name, parent, top, moved, depth + 1))
 
 
@@ -265,14 +266,14 @@ def _exists(name: str, folder: int) -> bool:
 
 
 def claim(folder: str) -> int:
-    """An open file that says, for as long as somebody has it open, that the folder is in use."""
+    """Lock a folder as in use, for as long as the returned file stays open."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return held
 
 
 def claimed_by_none(parent: str, prefix: str) -> Iterator[str]:
-    """Folders of ours that whoever made them has left behind. A new one has a minute to be claimed."""
+    """Our folders that no process holds any more. A new folder has a minute to be claimed."""
     for name in os.listdir(parent):  # noqa: PTH208
         path = f"{parent}/{name}"
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
 """Runs jobs inside a foreign sandbox that can only run a Python program with a few files (`job.json` in, `outcome.json` out).
 
-Standard library alone; see `rewards/code/backends.py` for SandboxFusion. That sandbox keeps a program apart from the rest of the world.
-Within it a program gets a fresh interpreter, which never held its tests, a process group and folder, and the job's limits.
+Standard library only; see `rewards/code/backends.py` for SandboxFusion. The foreign sandbox isolates programs from the outside. In it, each
+program gets a fresh interpreter that never held its tests, its own process group and folder, and the job's limits.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 PR_SET_DUMPABLE = 4
 LOOK_S = 0.01
 LINGER_S = 0.2
-"""What a program may take to end when its tests have ended."""
+"""Time for a program to end after its tests have ended."""
 ORDER = 5
-"""The open file with the order, beside the program's 0 to 4."""
+"""File number of the order, after the program's 0 to 4."""
 BOOT = f"""
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -38,7 +38,7 @@ run_program(order)
 
 
 def main(harness: str) -> None:
-    """Run the job, from and to files in the current folder. `harness`: the zip file that this module comes from."""
+    """Run the job; its files lie in the current folder. `harness`: zip file that contains this module."""
     job = Path("job.json")
     asked = json.loads(job.read_text(encoding="utf-8"))
     job.unlink()  # a program that could read it would read the tests
@@ -50,7 +50,7 @@ def main(harness: str) -> None:
 
 
 def _run_pair(asked: dict[str, Any], harness: str) -> dict[str, Any]:
-    """What the tests say, with the program's time."""
+    """Run a program and its tests; returns the tests' outcome with the program's CPU time and stderr."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         program, tests = _Running(asked["program"], harness, ours.fileno()), _Running(asked["tests"], harness, theirs.fileno())
@@ -60,7 +60,7 @@ def _run_pair(asked: dict[str, Any], harness: str) -> dict[str, Any]:
 
 
 class _Running:
-    """One program, started."""
+    """A started program."""
 
     def __init__(self, asked: dict[str, Any], harness: str, peer: int = -1) -> None:
         self._limits = asked["limits"]
@@ -77,7 +77,7 @@ class _Running:
             os.close(file)
 
     def _become(self, files: list[int], harness: str, address_space: bool) -> None:
-        """Replace this process, and all that it knows of the job, by a fresh interpreter."""
+        """Replace this process, and all that it knows of the job, with a fresh interpreter."""
         try:
             os.setsid()
             for number, file in enumerate([os.dup2(file, 64 + place) for place, file in enumerate(files)]):
@@ -102,7 +102,7 @@ class _Running:
             resource.setrlimit(which, (value, value))
 
     def ended(self, patience: float | None = None) -> dict[str, Any]:
-        """Wait for its end, for its time to be up, or for at most `patience`."""
+        """Wait until it ends, until its time limit, or for at most `patience`; then kill it and return its outcome."""
         limits, stopped, most = self._limits, "", self._limits["output_kb"] * 1024
         until = min(self._started + limits["wall_s"], time.monotonic() + (limits["wall_s"] if patience is None else patience))
         while not (found := os.wait4(self._pid, os.WNOHANG))[0]:
@@ -113,7 +113,7 @@ class _Running:
                 break
             time.sleep(LOOK_S)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)  # what it has left running
+            os.killpg(self._pid, signal.SIGKILL)  # leftover processes
         shutil.rmtree(self._folder, ignore_errors=True)
         _, status, usage = found
         cpu_s, ended = usage.ru_utime + usage.ru_stime, os.waitstatus_to_exitcode(status)

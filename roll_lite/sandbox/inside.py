@@ -1,9 +1,8 @@
-"""Guards for a test that runs in the program's own process: operators of the program's classes decide as little as possible.
+"""Guards for a test that runs in the program's process, so that operators of the program's classes decide as little as possible.
 
-A class could equal everything (`__eq__`), or see what is expected of it (`Area(3) - 28.274`). So a comparison counts only between two
-objects of the program that also hold the same, and an operator of the program's between one of its objects and a plain value fails the
-test. An assert of the tests that has failed stays failed, whatever catches it. A program that patches the interpreter can still forge a
-verdict.
+A class could equal everything (`__eq__`), or read the expected value (`Area(3) - 28.274`). So equality counts only between two objects of
+the program that also hold the same data, and a program's operator between its object and a plain value fails the test. A failed assert
+stays failed, even if it is caught. A program that patches the interpreter can still forge a verdict.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 from roll_lite.sandbox.values import FROM_PROGRAM, encode, plain_copy
 
 BUILTINS = dict(vars(builtins))
-"""As they are before a program can change them."""
+"""Snapshot, taken before a program can change them."""
 COMPARES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "Eq": (operator.eq, ("__eq__", "__ne__")),
     "NotEq": (operator.ne, ("__eq__", "__ne__")),
@@ -41,7 +40,7 @@ RAISING = ("raises", "assertRaises", "assertRaisesRegex", "suppress", "warns", "
 
 
 def guarded(source: str, names: dict[str, Any], failed: list[str]) -> ast.Module:
-    """The tests' syntax tree with guards, which `names` gets under names of their own; asserts that fail are noted in `failed`."""
+    """Returns the tests' syntax tree with guards, whose functions are added to `names`; failed asserts are recorded in `failed`."""
     names |= {"__builtins__": BUILTINS, "__compare__": compare, "__operate__": operate}
     names |= {"__failed__": lambda line, *why: failed.append(f"AssertionError{f': {why[0]}' if why else ''} at {line}"[:300])}
     names |= {"__reached__": set(), "__all_reached__": functools.partial(_all_reached, failed)}
@@ -65,7 +64,7 @@ class _Guards(ast.NodeTransformer):
         return _call(node, "__operate__", ast.Constant(type(node.op).__name__), node.left, node.right)
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        """`assert x, y`, of which a failure is noted as well as raised."""
+        """Rewrite `assert x, y` so that a failure is recorded as well as raised."""
         self.generic_visit(node)
         line = ast.Constant(self._lines[node.lineno - 1].strip())
         note = ast.copy_location(ast.Expr(_call(node, "__failed__", line, *([node.msg] if node.msg else []))), node)
@@ -73,7 +72,7 @@ class _Guards(ast.NodeTransformer):
         return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), node.test), [note, raised], []), node)
 
     def visit_With(self, node: ast.With) -> Any:
-        """Check that a context manager swallows nothing but a last call or `raise` of its block."""
+        """Check that a context manager swallows at most a final call or `raise` of its block."""
         called = [one.context_expr for one in node.items if isinstance(one.context_expr, ast.Call)]
         names = {getattr(one.func, "attr", getattr(one.func, "id", "")) for one in called}
         self.generic_visit(node)
@@ -97,7 +96,7 @@ def _all_reached(failed: list[str], reached: set[int], line: int) -> None:
 
 
 def _guard_unittest(failed: list[str]) -> None:
-    """Methods of unittest compare on their own: what decides there has to be either plain on both sides, or of the program on both."""
+    """Guard unittest's assert methods: their two values must both be plain, or both be the program's."""
     import unittest
 
     def guard(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +120,7 @@ def _guard_unittest(failed: list[str]) -> None:
 
 
 def compare(kinds: list[str], *values: Any) -> Any:
-    """A comparison, or a chain of them."""
+    """Evaluate a comparison or a chain of them."""
     if len(kinds) == 1:
         return _compared(kinds[0], *values)
     return all(_compared(kind, one, other) for kind, one, other in zip(kinds, values, values[1:], strict=False))
@@ -132,7 +131,7 @@ def _compared(kind: str, one: Any, other: Any) -> Any:
         return _holds(other, one) == (kind == "In")
     operation, dunders = COMPARES[kind]
     own = [_decides(value, dunders) for value in (one, other)]
-    if not all(own) and any(own):  # compare the data that the program's class holds, whatever the class says of it
+    if not all(own) and any(own):  # compare the data itself, not what the program's class says of it
         one, other = plain_copy(one), plain_copy(other)
         if any(_decides(value, dunders) for value in (one, other)):
             if kind in ("Eq", "NotEq"):
@@ -153,7 +152,7 @@ def _holds(container: Any, item: Any) -> bool:
 
 
 def operate(kind: str, one: Any, other: Any) -> Any:
-    """An operator, unless it is the program's own, sees a plain value, and gives one."""
+    """Apply an operator; AssertionError if it is the program's own, sees a plain value and returns one."""
     operation = OPERATORS[kind]
     name = operation.__name__.strip("_")
     own = [_defines(value, (f"__{name}__", f"__r{name}__")) for value in (one, other)]
@@ -173,14 +172,14 @@ def _defines(value: Any, dunders: tuple[str, ...]) -> bool:
 
 
 def _decides(value: Any, dunders: tuple[str, ...], depth: int = 0) -> bool:
-    """Whether an operator that the program defines would be asked, for the value itself or for what is in it."""
+    """True if a program's operator would be called for the value or for its items."""
     if type(value) in PLAIN_CONTAINERS and depth < DEEPEST:
         return any(_decides(one, dunders, depth + 1) for one in (*value, *(value.values() if type(value) is dict else ())))
     return _defines(value, dunders)
 
 
 def _state(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """What a value holds, as plain data; an object of the program by its attributes."""
+    """Content of a value as plain data; objects of the program by their attributes."""
 
     def refer(one: Any) -> Any:
         if id(one) in above or not _is_own(type(one)):

@@ -1,6 +1,6 @@
-"""The walls, in two kinds: namespaces where the platform gives them, else landlock and seccomp.
+"""Walls around programs, of two kinds: namespaces if the platform allows them, else landlock and seccomp.
 
-A warm interpreter (zygote.py) goes behind the outer walls once; each program that it forks gets inner ones of its own.
+A warm interpreter (zygote.py) goes behind the outer walls once; each program that it forks gets its own inner walls.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from roll_lite.sandbox import filesystem, kernel, landlock, process_tree, seccom
 
 NOBODY = 65534
 FIRST_OF_OWN = 2_000_000_000
-"""Users that nobody else is, one for each sandbox: its processes can be counted and signalled without meeting others."""
+"""First of the user ids that belong to one sandbox each: its processes can be counted and signalled apart from all others."""
 SHARED_BYTES = 16 << 20
 ROOM = 2
-"""Times as much address space as memory: stacks, and what an interpreter reserves, are never used to the end."""
+"""Ratio of address space to memory: stacks and the interpreter's reservations are never fully used."""
 NEIGHBOURS = 512
-"""How many more processes of the same user may start elsewhere before a program cannot start its own."""
+"""Allowance for processes of the same user that start elsewhere while a program runs."""
 OTHERS = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 BEHIND_OTHER_WALLS = 47
-"""Exit status of a stage whose walls cannot be built."""
+"""Exit status of a trial whose walls cannot be built."""
 TRIAL = {
     "cpu_s": 10,
     "memory_bytes": 1 << 30,
@@ -36,12 +36,12 @@ TRIAL = {
     "open_files": 64,
     "address_space": False,
 }
-"""Limits of a program that does nothing."""
+"""Limits of the trial program, which does nothing."""
 
 
 @dataclass
 class Walls:
-    """What the outer walls hold, by protection; empty where nothing does."""
+    """The outer walls: `held` names the mechanism of each protection that holds."""
 
     kind: str
     """namespaces, landlock or none."""
@@ -50,11 +50,11 @@ class Walls:
     own_users: bool = False
     filter: bytes = b""
     user: int = NOBODY
-    """As whom programs run where root starts them without a user namespace."""
+    """User id of programs if root starts them without a user namespace."""
 
 
 def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
-    """The strongest kind that works here, at most `wanted`. The caller continues behind the walls, in another process of theirs."""
+    """Build the strongest kind that works here, at most `wanted`. The caller's next child runs behind the walls."""
     why_not: list[str] = []
     if wanted == "namespaces":
         trouble = _trouble_with_namespaces(readable)
@@ -66,7 +66,7 @@ def build_outer_walls(readable: Sequence[str], wanted: str) -> Walls:
 
 
 def _trouble_with_namespaces(readable: Sequence[str]) -> str:
-    """Tried to the innermost wall, in a child: half of a wall cannot be taken down again. Empty where they can be built."""
+    """Why namespaces cannot be built; empty if they can. Tried in a child, since a half-built wall cannot be removed."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -112,13 +112,13 @@ def _namespaces(readable: Sequence[str]) -> Walls:
 
 
 def _is_root_of_machine() -> bool:
-    """For whom the kernel limits no number of processes. Root of a user namespace may be anybody outside of it."""
+    """True for the machine's root, whose number of processes is not limited; root of a user namespace may be any user outside."""
     with open("/proc/self/uid_map", encoding="ascii") as stream:  # noqa: PTH123
         return os.getuid() == 0 and stream.readline().split()[:2] == ["0", "0"]
 
 
 def _become_nobody() -> bool:
-    """From root: a user namespace of an ordinary user. False where the platform refuses one: programs change to that user themselves."""
+    """Change from root to an ordinary user in a user namespace. False if the platform refuses one: then programs change user themselves."""
     if not _works(_as_nobody):
         if not _may_use_another_user():
             raise PermissionError("no user namespace, and no right to start programs as another user and to kill them")
@@ -194,7 +194,7 @@ def _without_namespaces(why_not: list[str], wanted: str) -> Walls:
 
 
 def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -> str:
-    """Why programs could reach other processes, or be too many, without a pid namespace; empty where they cannot."""
+    """Why programs without a pid namespace could reach other processes or become too many; empty if they cannot."""
     if not abi or not filtered:
         return "keeping to themselves takes landlock and seccomp"
     if not process_tree.can_be_followed():
@@ -207,7 +207,7 @@ def _open_to_others(abi: int, filtered: bool, is_root: bool, other_user: bool) -
 
 
 def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Sequence[str]) -> None:
-    """In the forked program, before any line of it: its own walls and limits. OSError where one of them does not hold."""
+    """Build the inner walls and limits, in the forked program before its first line. OSError if one does not hold."""
     os.setsid()  # signals to the own process group pass through pid namespaces
     if walls.kind == "namespaces":
         _own_namespaces(walls, limits)
@@ -224,13 +224,13 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
         landlock.restrict_files(shown, [folder], filesystem.DEVICES, named)
     kept = 0
     if os.getuid() == 0 and not walls.own_users and "users" in walls.held:
-        if few_files:  # an interpreter below root's home; landlock says what may be read
+        if few_files:  # to read an interpreter below root's home; landlock limits what may be read
             kept = kernel.CAP_DAC_READ_SEARCH
             kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
         _change_user(walls.user)
     kernel.drop_capabilities(kept)
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # last: a change of user takes it back
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # last: a change of user resets it
     if walls.filter:
         signals_stay = landlock.landlock_abi() >= landlock.SCOPE_ABI or ("users" in walls.held and walls.user != NOBODY)
         seccomp.install_filter(walls.filter if walls.kind == "namespaces" else seccomp.build_filter(os.getpid(), signals_stay))
@@ -238,7 +238,7 @@ def go_inside(walls: Walls, folder: str, limits: Mapping[str, Any], readable: Se
 
 @functools.cache
 def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """It cannot hide what lies below a folder that it shows."""
+    """Readable paths and name-only folders for landlock, which cannot hide a path below a folder that it shows."""
     hidden, shown, named = filesystem.hidden_paths(readable), list[str](filesystem.SETTINGS), list[str]()
     for path in dict.fromkeys(map(os.path.realpath, (*filesystem.SYSTEM, *filesystem.readable_paths(readable)))):
         if os.path.exists(path):  # noqa: PTH110
@@ -248,7 +248,7 @@ def _shown_by_landlock(readable: tuple[str, ...]) -> tuple[list[str], list[str]]
 
 
 def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
-    # The filter keeps programs from whatever they could leave behind for each other in the outer namespaces.
+    # The filter stops programs from leaving anything for each other in the outer namespaces.
     kernel.unshare(kernel.CLONE_NEWNS if walls.filter else kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNET)
     safe = kernel.MS_NOSUID | kernel.MS_NODEV
     owner = "" if walls.own_users else f",uid={NOBODY},gid={NOBODY}"
@@ -259,8 +259,8 @@ def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
     try:
         kernel.mount("proc", "/proc", "proc", safe | kernel.MS_NOEXEC)
         kernel.mount("/proc/sys", "/proc/sys", None, kernel.MS_BIND)
-        kernel.make_read_only("/proc/sys")  # settings of the outer namespaces, which the next program would find
-    except OSError:  # a container that hides parts of its own /proc
+        kernel.make_read_only("/proc/sys")  # settings of the outer namespaces, shared with the next program
+    except OSError:  # the container hides parts of its /proc
         kernel.mount("tmpfs", "/proc", "tmpfs", safe | kernel.MS_RDONLY, "size=4k")
     os.chdir(filesystem.WORK)
     if walls.own_users:
@@ -268,7 +268,7 @@ def _own_namespaces(walls: Walls, limits: Mapping[str, Any]) -> None:
 
 
 def _threads_of(user: int) -> int:
-    """Outside of a user namespace a limit of processes counts all threads of the user on the machine, other sandboxes' among them."""
+    """Threads of a user on this machine. Outside a user namespace RLIMIT_NPROC counts all of them, other sandboxes' included."""
     total = 0
     for name in os.listdir("/proc"):  # noqa: PTH208
         if not name.isdigit():
@@ -277,13 +277,13 @@ def _threads_of(user: int) -> int:
             with open(f"/proc/{name}/status", encoding="utf-8", errors="replace") as stream:  # noqa: PTH123
                 fields = dict(line.split(":", 1) for line in stream if line.startswith(("Uid:", "Threads:")))
             total += int(fields["Threads"]) if int(fields["Uid"].split()[0]) == user else 0
-        except (OSError, KeyError, ValueError):  # gone meanwhile, or not for us to see
+        except (OSError, KeyError, ValueError):  # ended meanwhile, or not visible
             continue
     return total
 
 
 def _set_limits(limits: Mapping[str, Any], others: int) -> None:
-    """`others`: threads that the limit of processes counts beside the program's own."""
+    """Set the program's resource limits. `others`: threads that RLIMIT_NPROC counts besides the program's."""
     space = ROOM * int(limits["memory_bytes"])
     cpu = int(limits["cpu_s"]) + 1
     wanted = {
@@ -292,15 +292,15 @@ def _set_limits(limits: Mapping[str, Any], others: int) -> None:
         resource.RLIMIT_FSIZE: int(limits["file_bytes"]),
         resource.RLIMIT_NOFILE: int(limits["open_files"]),
         resource.RLIMIT_NPROC: int(limits["processes"]) + 1 + others,
-        resource.RLIMIT_CORE: 1,  # less than any core file, and the one limit that also holds where a program of the machine takes them
+        resource.RLIMIT_CORE: 1,  # smaller than any core file; unlike 0, it also disables a core handler of the machine
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
-        resource.RLIMIT_SIGPENDING: 256,  # timers too; counted for all processes of a user
+        resource.RLIMIT_SIGPENDING: 256,  # includes timers; counted per user
     }
     for which, value in wanted.items():
         value = _at_most(value, resource.getrlimit(which)[1])
         resource.setrlimit(which, (value, value))
-    # The stack is part of the address space, which is limited: programs may set its limit as they like, and many raise it.
+    # Many programs raise their stack limit. They may: the stack is part of the address space, which is limited.
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     resource.setrlimit(resource.RLIMIT_STACK, (_at_most(64 << 20, hard), hard))
 

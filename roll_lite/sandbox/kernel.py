@@ -1,4 +1,4 @@
-"""The kernel calls that the sandbox is made of. Standard library only: this runs inside the sandbox."""
+"""Kernel calls of the sandbox. Standard library only, since this runs inside it."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def make_read_only(target: str) -> None:
-    """The mount and all below it, without set-user-ID programs and devices."""
+    """Make a mount and all mounts below it read-only, without set-user-ID programs and devices."""
     attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY_NOSUID_NODEV, 0, 0, 0)
     buffer = ctypes.create_string_buffer(attributes, len(attributes))
     result = libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), AT_RECURSIVE, buffer, ctypes.c_size_t(len(attributes)))
-    if result < 0:  # before Linux 5.12: the mount itself only
+    if result < 0:  # before Linux 5.12: only the mount itself
         mount("none", target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
 def pivot_root(folder: str) -> None:
-    """`folder`, a mount, becomes the root; nothing of the old one stays."""
+    """Make the mount `folder` the root, and detach the old root."""
     os.chdir(folder)
     checked(libc.syscall(SYS_PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
     checked(libc.umount2(b".", MNT_DETACH), "umount of the old root")
@@ -91,14 +91,14 @@ def prctl(option: int, *values: int) -> None:
 
 
 def drop_capabilities(keep: int = 0) -> None:
-    """All of them, for good, but those in the mask `keep`."""
+    """Drop all capabilities for good, except the mask `keep`."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
-        except OSError:  # beyond the last one, or not allowed to: then there is nothing to drop
+        except OSError:  # beyond the last capability, or not permitted: nothing to drop
             break
     header = struct.pack("Ii", 0x20080522, 0)
-    for kept in (keep, 0):  # a container may not have what is to be kept
+    for kept in (keep, 0):  # a container may lack the ones to keep
         if libc.capset(header, struct.pack("IIIIII", kept, kept, 0, 0, 0, 0)) == 0:
             return
     checked(-1, "capset")
@@ -111,7 +111,7 @@ def has_capabilities(wanted: int) -> bool:
 
 
 def write_id_maps(uid: int, gid: int) -> None:
-    """Root of this process's new user namespace is `uid` outside."""
+    """Map root of this process's new user namespace to `uid` outside."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
         try:

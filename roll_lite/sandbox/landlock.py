@@ -1,4 +1,4 @@
-"""Landlock: which files a process may see, where it may not have a mount namespace of its own."""
+"""Landlock: restricts the files that a process may access, if no mount namespace is available."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ READ = EXECUTE | READ_FILE | READ_DIR
 RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 TRUNCATE_ABI = 3
 SCOPE_ABI = 6
-"""From here on signals and abstract sockets can be kept inside as well."""
+"""First version that also confines signals and abstract sockets."""
 
 
 def landlock_abi() -> int:
-    """0 where the kernel has none."""
+    """Version of landlock in this kernel; 0: none."""
     return max(0, int(libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)))
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], named: Iterable[str]) -> None:
-    """Only these, for this process and all that it starts; needs no_new_privs. `named`: folders whose names alone may be read."""
+    """Restrict this process and its children to these paths; needs no_new_privs. `named`: folders whose names alone may be read."""
     abi = landlock_abi()
     rights = RIGHTS_BY_ABI[max(known for known in RIGHTS_BY_ABI if known <= abi)]
     size = 24 if abi >= SCOPE_ABI else 16 if abi >= 4 else 8

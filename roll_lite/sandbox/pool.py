@@ -1,4 +1,4 @@
-"""The trusted side of the sandboxes: starts them, gives them programs, takes what comes out, replaces those that die."""
+"""Trusted side of the sandboxes: starts them, sends programs, collects outcomes, replaces dead ones."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ main(settings["control"], settings)
 START_S = 60.0
 GRACE_S = 10.0
 LINGER_S = 0.2
-"""What a program may take to end when its tests have ended."""
+"""Time for a program to end after its tests have ended."""
 START_ATTEMPTS = 3
 
 logger = logging.getLogger(__name__)
 
 
 class SandboxTrouble(Exception):
-    """A program could not be run. `suspected`: perhaps through its own fault."""
+    """Raised if a program could not be run. `suspected`: the program itself may be the cause."""
 
     def __init__(self, cause: str, suspected: bool = False) -> None:
         super().__init__(cause)
@@ -48,36 +48,36 @@ class SandboxTrouble(Exception):
 
 
 class SandboxDied(SandboxTrouble):
-    """While a program ran, or it has fallen silent: whose fault that is has to be found out."""
+    """Raised if a sandbox dies or falls silent during a program; a retry must show whether the program is the cause."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program with all that it starts, except where it says process."""
+    """Limits of one program and its children together, unless stated per process."""
 
     cpu_s: float = 5.0
     wall_s: float = 15.0
     memory_mb: int = 512
-    """In use, of all together; as address space a process may have twice as much."""
+    """Memory in use by all processes together; each may reserve twice as much address space."""
     output_kb: int = 1024
     file_mb: int = 16
     folder_mb: int = 64
     processes: int = 64
-    """And threads, beside the first."""
+    """Processes and threads, besides the first."""
     open_files: int = 64
-    """Of a process; each may be a socket, whose buffer the memory of no process shows."""
+    """Open files per process; each may be a socket, whose buffer is charged to no process."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What to run. `order`: the kind and its arguments, see programs.py."""
+    """A program to run. `order`: its kind and arguments, see programs.py."""
 
     order: dict[str, Any]
     stdin: bytes = b""
     artifact: bytes = b""
-    """What an earlier program made of the source: its file number 4."""
+    """Compiled output of an earlier program, given as file number 4."""
     address_space: bool = True
-    """False for interpreters that reserve far more of it than they use."""
+    """False for interpreters that reserve far more address space than they use."""
     limits: Limits = field(default_factory=Limits)
 
 
@@ -86,7 +86,7 @@ HARMLESS = Program({"kind": "script", "source": ""})
 
 @dataclass(frozen=True)
 class Pair:
-    """A program and the tests that call it, in processes apart."""
+    """A program and the tests that call it, in separate processes."""
 
     program: Program
     tests: Program
@@ -95,13 +95,13 @@ class Pair:
 @dataclass(frozen=True)
 class Outcome:
     exit: int
-    """Its exit status, negative for a signal."""
+    """Exit status, negative for a signal."""
     stopped: str
-    """The limit that ended it: cpu, wall, memory, processes, output, sandbox (it ended that); empty where none did."""
+    """Limit that ended it: cpu, wall, memory, processes, output, or sandbox (it killed its sandbox); empty if none."""
     stdout: bytes
     stderr: bytes
     result: bytes
-    """What it wrote to its file number 3."""
+    """Content that it wrote to file number 3."""
     seconds: float
     cpu_s: float
 
@@ -122,10 +122,11 @@ def memory_file(content: bytes = b"") -> int:
 
 
 class Sandbox:
-    """One warm interpreter behind walls; one program at a time."""
+    """A warm interpreter behind walls; runs one program at a time."""
 
     def __init__(self, walls: str = "namespaces", readable: Sequence[str] = (), python_path: Sequence[str] = ()) -> None:
-        """`walls`: the strongest kind to try. `readable`: further folders that programs may read; `python_path`: those to import from."""
+        """`walls`: strongest kind to try. `readable`: further folders that programs may read; `python_path`: readable folders to import
+        from."""
         self._settings: dict[str, Any] = {"walls": walls, "readable": [*readable, *python_path], "python_path": list(python_path)}
         self._settings |= {"root": ROOT, "control_group": True}
         self._process: subprocess.Popen[bytes] | None = None
@@ -133,11 +134,11 @@ class Sandbox:
         self._running: tuple[Program, list[int], float] | None = None
         self._companion: Sandbox | None = None
         self._group = ""
-        """Its programs' control group; it cannot remove that itself from behind its walls."""
+        """Folder of the programs' control group; the sandbox cannot remove it from behind its walls."""
         self.protections: Protections | None = None
 
     def start(self) -> Protections:
-        """SandboxTrouble where no interpreter comes up."""
+        """Start the interpreter; SandboxTrouble if that fails."""
         self.close()
         ours, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as said, theirs:
@@ -170,8 +171,8 @@ class Sandbox:
         return self.protections
 
     def begin(self, program: Program, peer: int = -1) -> None:
-        """Start a program; `fileno()` becomes readable when it has ended. `peer`: an open file that it gets as its number 4."""
-        if self._running is not None:  # whoever waited for it was interrupted
+        """Start a program; `fileno()` becomes readable when it has ended. `peer`: an open file that it gets as number 4."""
+        if self._running is not None:  # the wait for it was interrupted
             self.close()
         self._ensure_started()
         assert self._line is not None
@@ -189,8 +190,8 @@ class Sandbox:
             raise SandboxDied(f"the sandbox died: {error}") from error
 
     def finish(self, patience: float | None = None) -> Outcome:
-        """Wait for the program's end; a program that does not end within `patience` is killed. SandboxTrouble where its end cannot be
-        known: the next program gets a fresh sandbox."""
+        """Wait for the program's end, and kill it after `patience`. SandboxTrouble if the end is unknown: the next program gets a fresh
+        sandbox."""
         assert self._running is not None and self._line is not None
         program, files, deadline = self._running
         try:
@@ -220,7 +221,7 @@ class Sandbox:
 
     @property
     def companion(self) -> Sandbox:
-        """A second sandbox with the same settings, for the tests of the program that runs here."""
+        """A second sandbox with the same settings, for the tests of this sandbox's program."""
         if self._companion is None:
             self._companion = Sandbox()
             self._companion._settings = self._settings
@@ -250,7 +251,7 @@ class Sandbox:
             self._group = ""
 
     def _ensure_started(self) -> None:
-        """SandboxTrouble, too, where one that is started again has lost a wall that it had."""
+        """Start the sandbox if needed. SandboxTrouble if that fails, or if a restarted sandbox has lost a required protection."""
         if self._line is not None and self._process is not None and self._process.poll() is None:
             return
         before = self.protections
@@ -309,20 +310,20 @@ def _content(file: int, most: int) -> bytes:
 
 
 def ended_its_sandbox(job: Program | Pair) -> Outcome:
-    """The outcome of a program that is to blame for the end of what it ran in."""
+    """Outcome of a program that killed its sandbox."""
     limits = job.limits if isinstance(job, Program) else job.program.limits
     return Outcome(-signal.SIGKILL, "sandbox", b"", b"", b"", limits.wall_s, limits.cpu_s)
 
 
 class SandboxPool:
-    """Several sandboxes, for programs that do not depend on each other."""
+    """Several sandboxes for independent programs."""
 
     def __init__(self, size: int = 1, allow_unprotected: bool = False, **settings: Any) -> None:
         self._sandboxes = [Sandbox(**settings) for _ in range(size)]
         self._allow_unprotected = allow_unprotected
 
     def start(self) -> Protections:
-        """All of them; what holds is logged, and ValueError says what is missing where the user has not allowed that."""
+        """Start all sandboxes and log their protections. ValueError if required ones are missing and the user has not allowed that."""
         try:
             protections, *_ = [sandbox.start() for sandbox in self._sandboxes]
             refuse_unprotected(protections, self._allow_unprotected)
@@ -333,7 +334,7 @@ class SandboxPool:
         return protections
 
     def describe(self) -> str:
-        """Which protections hold, and which are missing."""
+        """Describe the protections that hold and those that are missing."""
         protections = self._sandboxes[0].protections
         return protections.describe() if protections is not None else "not started"
 
@@ -343,7 +344,7 @@ class SandboxPool:
         return self._finish(sandbox, job)
 
     def run_many(self, jobs: Sequence[Program | Pair]) -> list[Ended]:
-        """Run all, and return their outcomes in the order of the jobs; each sandbox takes the next job as soon as it is free."""
+        """Run all jobs and return their outcomes in order; a free sandbox takes the next job at once."""
         outcomes: list[Ended] = [SandboxTrouble("not run")] * len(jobs)
         waiting = list(enumerate(jobs))[::-1]
         free, busy = list(self._sandboxes), dict[int, tuple[Sandbox, int]]()
@@ -367,7 +368,7 @@ class SandboxPool:
         return outcomes
 
     def _begin(self, sandbox: Sandbox, job: Program | Pair) -> Sandbox:
-        """Start the job, and return the sandbox whose end is the job's. A pair has a socket between its two processes."""
+        """Start the job, and return the sandbox whose end is the job's end. A pair's two processes share a socket."""
         if isinstance(job, Program):
             sandbox.begin(job)
             return sandbox
@@ -382,7 +383,7 @@ class SandboxPool:
         return sandbox.companion
 
     def _finish(self, sandbox: Sandbox, job: Program | Pair) -> Outcome:
-        """Of a pair, what the tests say, with the program's time."""
+        """Outcome of a job; for a pair, the tests' outcome with the program's stderr and both CPU times."""
         if isinstance(job, Program):
             return sandbox.finish()
         try:
@@ -394,7 +395,7 @@ class SandboxPool:
         return replace(said, stopped=said.stopped or ran.stopped, stderr=ran.stderr, cpu_s=said.cpu_s + ran.cpu_s)
 
     def _once_more(self, job: Program | Pair, sandbox: Sandbox) -> Ended:
-        """Run a job whose sandbox died. Where a fresh one dies as well, and lives with another program, the program has ended both."""
+        """Retry a job whose sandbox died. If a fresh sandbox dies too, yet survives a harmless program, the job is to blame."""
         try:
             self._begin(sandbox, job)
             return self._finish(sandbox, job)
@@ -408,7 +409,7 @@ class SandboxPool:
             return trouble
 
     def _ended(self, busy: dict[int, tuple[Sandbox, int]]) -> list[int]:
-        """Files of the sandboxes whose program has ended, or should have."""
+        """Files of the sandboxes whose program has ended, or is past its deadline."""
         if not busy:
             return []
         patience = min(sandbox.deadline for sandbox, _ in busy.values()) - time.monotonic()
@@ -425,7 +426,7 @@ class SandboxPool:
 
 
 def describe(walls: str = "namespaces") -> str:
-    """Find out by building the walls and taking them down again."""
+    """Describe this machine's protections, by starting a sandbox and closing it."""
     sandbox = Sandbox(walls)
     try:
         return sandbox.start().describe()

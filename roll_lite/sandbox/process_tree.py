@@ -1,4 +1,4 @@
-"""A process's descendants, where no pid namespace holds them together. Needs a subreaper: whoever loses its parent comes to that."""
+"""Descendants of a process, without a pid namespace. Needs a subreaper, which inherits processes that lose their parent."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PATIENCE_S = 5.0
 
 
 def can_be_followed() -> bool:
-    """Not every kernel lists the children of a process."""
+    """True if this kernel lists the children of a process."""
     return os.path.exists(f"/proc/self/task/{os.getpid()}/children")  # noqa: PTH110
 
 
 def descendants() -> list[int]:
-    """Of this process."""
+    """Descendants of this process."""
     found = _children(os.getpid())
     for process in found:
         found.extend(child for child in _children(process) if child not in found)
@@ -24,11 +24,11 @@ def descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Of all its threads: a child belongs to the one that forked it."""
+    """Children of all threads of a process: a child belongs to the thread that forked it."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
-    except OSError:  # gone meanwhile
+    except OSError:  # ended meanwhile
         return found
     for thread in threads:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as stream:  # noqa: PTH123
@@ -37,7 +37,7 @@ def _children(pid: int) -> list[int]:
 
 
 def kill_descendants() -> None:
-    """All of them; OSError where some do not die."""
+    """Kill all descendants; TimeoutError if some do not die."""
     deadline = time.monotonic() + PATIENCE_S
     while rest := descendants():
         for process in rest:

@@ -1,6 +1,6 @@
 """Runs a program in its sandboxed process, in one of several modes (`MODES`).
 
-Values leave through an open file and are compared outside, where the expected ones are known.
+Values leave through an open file. They are compared outside, where the expected ones are known.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ RESULT = 3
 PEER = 4
 RECURSION = 20_000
 STACK = 8 << 20
-"""Of a thread, as elsewhere: that of the process is larger."""
+"""Stack of a thread, as outside; the main thread's is larger."""
 
 
 def run_program(order: dict[str, Any]) -> None:
-    """Ends the process."""
+    """Run the program and end the process."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "roll_lite" and name not in KEPT]:
         del sys.modules[name]
     if order["kind"] == "exec":
@@ -47,7 +47,7 @@ def run_program(order: dict[str, Any]) -> None:
     sys.setrecursionlimit(RECURSION)
     threading.stack_size(STACK)
     sys.argv = ["main.py"]
-    if order["kind"] != "tests":  # which import nothing that the program wrote
+    if order["kind"] != "tests":  # tests import no files that the program wrote
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
     builtins.exit = builtins.quit = _leave_program  # type: ignore[assignment]
     if "test_s" in order:
@@ -67,12 +67,12 @@ def run_program(order: dict[str, Any]) -> None:
 
 
 def _end(printed: TextIO, status: int) -> NoReturn:
-    """As an interpreter ends: threads, functions for the end, what is not written yet, what objects say when they go, and that."""
+    """End like an interpreter: join threads, run exit functions, flush, finalize objects, flush again."""
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
-    status = _flushed(status, sys.stdout, printed)  # while there are names: a stream of the program's own may need them
+    status = _flushed(status, sys.stdout, printed)  # before names are cleared: a stream of the program may need them
     sys.stdout = printed
     with contextlib.suppress(BaseException):
         for module in [sys.modules[name] for name in ("__main__", FROM_PROGRAM) if name in sys.modules]:
@@ -95,12 +95,12 @@ def _flushed(status: int, *streams: TextIO | None) -> int:
 def _is_closed(stream: TextIO) -> bool:
     try:
         return stream.closed
-    except ValueError:  # detached: its buffer has another owner, which writes it
+    except ValueError:  # detached: another owner flushes its buffer
         return True
 
 
 def _leave_program(code: Any = None) -> NoReturn:
-    """What `site`, which does not run here, offers as exit and quit."""
+    """exit and quit, which `site` would define; it does not run here."""
     raise SystemExit(code)
 
 
@@ -108,12 +108,12 @@ KEPT = ("roll_lite", "roll_lite.rewards")
 
 
 def _executable(path: str, flags: int) -> int:
-    """From the start: some walls let no program change the mode of a file."""
+    """Opener that creates executable files: some walls forbid chmod."""
     return os.open(path, flags, 0o700)
 
 
 def _exec(order: dict[str, Any]) -> None:
-    """A program of another interpreter, or a compiled one."""
+    """Run a program of another interpreter, or a compiled one."""
     for name, text in order["files"].items():
         with open(name, "w", encoding="utf-8") as stream:  # noqa: PTH123
             stream.write(text)
@@ -122,13 +122,13 @@ def _exec(order: dict[str, Any]) -> None:
             source.seek(0)
             target.write(source.read())
     os.environ["MALLOC_ARENA_MAX"] = "1"
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `yes | head -n1` ends by it
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends `yes | head -n1`
     os.set_inheritable(RESULT, bool(order.get("keeps_result")))
     os.execvp(order["command"][0], order["command"])
 
 
 def _module(order: dict[str, Any], name: str) -> dict[str, Any]:
-    """The names that the program defines, below those of the prelude."""
+    """Run the prelude and the program in a module of this name; returns its names."""
     source = order["source"]
     module = types.ModuleType(name)
     sys.modules[name] = module
@@ -144,14 +144,14 @@ def _script(order: dict[str, Any]) -> None:
 
 
 def _calls(order: dict[str, Any]) -> None:
-    """Calls of one function of the program, each in a child of the process that has run the program: none finds what another left."""
+    """Call one function of the program repeatedly, each time in a child process, so that calls do not affect each other."""
     names = _module(order, FROM_PROGRAM)
     for arguments, named in decode(order["calls"]):
         _print(RESULT, _call_in_child(names, order, arguments, named))
 
 
 def _call_in_child(names: dict[str, Any], order: dict[str, Any], arguments: list[Any], named: dict[str, Any]) -> dict[str, Any]:
-    """The value; of a function without one, which may work in place, its first argument as well; or why there is none."""
+    """Value of a call, or why there is none. Without a value the function may work in place: its first argument is sent too."""
     here, there = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -192,7 +192,7 @@ def _print(file: int, data: dict[str, Any]) -> None:
 
 
 def _named(names: dict[str, Any], function: str) -> Callable[..., Any]:
-    """A function of the program, or a method of a class of its, which may be left out where that is Solution."""
+    """Find a function, or a method of a class; the class may be omitted if it is Solution."""
     owner, _, method = function.rpartition(".")
     if not owner and function not in names and isinstance(names.get("Solution"), type):
         owner, method = "Solution", function
@@ -208,12 +208,12 @@ def _expression(order: dict[str, Any]) -> None:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """The program's side of assert-style tests."""
+    """Serve assert-style tests, in the program's process."""
     serve(_module(order, FROM_PROGRAM), order["names"], PEER, order["test_s"], _named)
 
 
 def _tests(order: dict[str, Any]) -> None:
-    """The tests' side, which holds no line of the program."""
+    """Run assert-style tests, in a process that runs no code of the program."""
     for verdict in Tests(PEER, order["wall_s"]).run(order["tests"], order["fail_fast"]):
         _print(RESULT, verdict)
 

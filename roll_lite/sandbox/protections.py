@@ -1,4 +1,4 @@
-"""Which protections hold on this machine, which are missing, and what follows from that."""
+"""Protections: those that hold on this machine, those that are missing, and the resulting risk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Protections:
     held: dict[str, str]
     why_not: tuple[str, ...] = ()
     counted: tuple[str, ...] = ()
-    """What the kernel counts in a control group; the rest is looked at from outside, some twenty times a second."""
+    """Resources that the kernel counts in a control group; others are sampled about twenty times a second."""
 
     @property
     def missing(self) -> list[str]:

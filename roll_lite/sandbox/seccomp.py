@@ -1,4 +1,4 @@
-"""System calls that no program of a sandbox may make, as a filter for the kernel."""
+"""Seccomp filter: system calls that programs of a sandbox may not make."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roll_lite.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_SECCOMP, prctl
 DENIED = {
     "socket": (41, 198),
     "setsockopt": (54, 208),
-    "landlock_create_ruleset": (444, 444),  # its rules are the kernel's memory
+    "landlock_create_ruleset": (444, 444),  # its rules take kernel memory
     "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
     "seccomp": (317, 277),
@@ -41,7 +41,7 @@ DENIED = {
     "open_by_handle_at": (304, 265),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
-    # Shared memory, semaphores and queues of the same user elsewhere; without an IPC namespace they are all within reach.
+    # Shared memory, semaphores and queues of the same user elsewhere: reachable without an IPC namespace.
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
@@ -60,8 +60,8 @@ DENIED = {
     "mq_timedreceive": (243, 183),
     "mq_notify": (244, 184),
     "mq_getsetattr": (245, 185),
-    "flock": (73, 32),  # a descriptor for reading is enough to keep the owner of a shown file from locking it
-    "sync": (162, 81),  # of the whole machine
+    "flock": (73, 32),  # even a read-only descriptor could lock a shown file against its owner
+    "sync": (162, 81),  # affects the whole machine
     "syncfs": (306, 267),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
@@ -104,7 +104,7 @@ DENIED = {
     "personality": (135, 92),
 }
 SIGNALS = {
-    # To others; where neither a pid namespace hides them nor landlock or a user of its own keeps them inside.
+    # Denied towards other processes if no pid namespace, landlock scope or separate user confines signals.
     "kill": (62, 129),
     "tkill": (200, 130),
     "tgkill": (234, 131),
@@ -112,13 +112,13 @@ SIGNALS = {
     "rt_tgsigqueueinfo": (297, 240),
 }
 OF_OTHERS = {
-    # As above, whether or not signals are kept inside.
+    # Denied towards other processes in any case.
     "prlimit64": (302, 261),
     "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119),
 }
 ATTRIBUTES = {
-    # Of files and processes of the same user; where no namespace hides them. Landlock guards none of these.
+    # Attributes of the same user's files and processes; denied without namespaces. Landlock guards none of these.
     "chmod": (90, -1),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -145,15 +145,15 @@ ATTRIBUTES = {
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
     "pidfd_open": (434, 434),
-    "sendmsg": (46, 211),  # an open file on its way in a socket is in no process's books
+    "sendmsg": (46, 211),  # an open file in flight in a socket is charged to no process
     "sendmmsg": (307, 269),
-    "fallocate": (285, 47),  # fills the disk faster than anybody can look
+    "fallocate": (285, 47),  # fills the disk between two samples
 }
 IOCTL, FCNTL = (16, 29), (72, 25)
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""What programs may ask of an open file: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others set flags of shown files."""
+"""Allowed ioctls: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Others set flags of shown files."""
 FCNTLS = (8, 10, 15, 1024, 1026, 1031, 1036, 1038)
-"""What they may not: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_SET_RW_HINT, F_SET_FILE_RW_HINT."""
+"""Denied fcntls: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, F_SET_RW_HINT, F_SET_FILE_RW_HINT."""
 SET_LIMIT = (160, 164)
 CLONE = (56, 220)
 MMAP = (9, 222)
@@ -166,11 +166,11 @@ CLONE3 = (435, 435)
 NEW_NAMESPACES = 0x7E020000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 X32 = 0x40000000
-"""Numbers everywhere: of x86_64, of aarch64, -1 where it has none."""
+"""Bit that marks x32 calls. Pairs of numbers in this file are for x86_64 and aarch64; -1: no such call."""
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 ARGUMENTS = 16
-"""Where they begin in what a filter is shown."""
+"""Offset of the arguments in `struct seccomp_data`."""
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 
 
@@ -179,8 +179,11 @@ def _refuse(number: int) -> int:
 
 
 def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> bytes:
-    """The filter; OSError where the machine is of another kind. With `own_pid`, for a program that no namespaces keep apart: attributes
-    stay as they are, and signals go to no other process, unless `signals_stay` among the program's own anyway."""
+    """Build the filter; OSError on other machines.
+
+    `own_pid`: process id of a program without namespaces. It may not change file or process attributes, nor signal others; `signals_stay`:
+    another wall already confines its signals.
+    """
     machine = platform.machine()
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, f"no seccomp filter for {machine}")
@@ -194,18 +197,18 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
     code += [(JUMP_EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, _refuse(errno.ENOSYS))]
     if own_pid is not None:
         code += _only_own(own_pid, OF_OTHERS if signals_stay else {**SIGNALS, **OF_OTHERS}, column)
-        # A socket for single messages can send one to any other by its name.
+        # A datagram socket can send to any other socket by name.
         code += _where(SOCKETPAIR[column], 1, [(AND, 0, 0, 0xF), (JUMP_EQUAL, 2, 0, STREAM), (JUMP_EQUAL, 1, 0, PACKETS_IN_ORDER)])
     code += _where(IOCTL[column], 1, [(JUMP_EQUAL, len(IOCTLS) - place, 0, one) for place, one in enumerate(IOCTLS)])
     for one in FCNTLS:
         code += _where(FCNTL[column], 1, [(JUMP_EQUAL, 0, 1, one)])
     code += _where(CLONE[column], 0, [(JUMP_ANY_BIT, 0, 1, NEW_NAMESPACES)])
-    # Memory that is shared and in no file stays, in nobody's books, as long as one page of it is mapped.
+    # Shared anonymous memory stays, charged to no process, while one page of it is mapped.
     code += _where(MMAP[column], 3, [(JUMP_ANY_BIT, 0, 2, ANONYMOUS), (JUMP_ANY_BIT, 0, 1, SHARED)])
     code += _where(PRCTL[column], 0, [(JUMP_EQUAL, 1, 0, PR_SET_DUMPABLE), (JUMP_EQUAL, 0, 1, PR_SET_SECCOMP)])
     low, high = ((LOAD, 0, 0, ARGUMENTS + 8 * 2 + half) for half in (0, 4))
     is_new_core = [(JUMP_EQUAL, 0, 5, RLIMIT_CORE), low, (JUMP_EQUAL, 0, 2, 0), high, (JUMP_EQUAL, 1, 0, 0)]
-    # A limit of 1 keeps the machine's handler of crashes from being started; one of 0 would not.
+    # The limit of 1 disables the machine's crash handler; 0 would not.
     code += _where(SET_LIMIT[column], 0, [(JUMP_EQUAL, 0, 1, RLIMIT_CORE)])
     code += _where(PRLIMIT[column], 1, is_new_core)
     code += [(RETURN, 0, 0, ALLOW)]
@@ -213,19 +216,19 @@ def build_filter(own_pid: int | None = None, signals_stay: bool = False) -> byte
 
 
 def _only_own(own_pid: int, calls: dict[str, tuple[int, int]], column: int) -> list[tuple[int, int, int, int]]:
-    """Whose first argument is a process: 0 is the process itself, or its group, which is its own."""
+    """Allow these calls only if the first argument, a process, is 0 (itself or its group) or `own_pid`."""
     tests = [(JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, own_pid)]
     return [one for numbers in calls.values() for one in _where(numbers[column], 0, tests)]
 
 
 def _where(number: int, argument: int, tests: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Refuses the call where the tests of its argument fall through; they jump one further where they do not: to the next."""
+    """Refuse a call if the tests of its argument fall through; a test that jumps one further allows it."""
     block = [(LOAD, 0, 0, ARGUMENTS + 8 * argument), *tests, (RETURN, 0, 0, _refuse(errno.EPERM)), (LOAD, 0, 0, 0)]
     return [(JUMP_EQUAL, 0, len(block), number), *block]
 
 
 def install_filter(code: bytes) -> None:
-    """For this process and all that it starts; needs no_new_privs."""
+    """Install the filter for this process and its children; needs no_new_privs."""
     instructions = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(instructions)))
     prctl(PR_SET_SECCOMP, 2, ctypes.addressof(program))

@@ -1,6 +1,6 @@
-"""Locks and memory that the processes of a program share, in files of its folder: for multiprocessing where there is no /dev/shm to be had.
+"""Locks and shared memory for multiprocessing without /dev/shm, in files of the program's folder.
 
-Python's own are found by name in /dev/shm, which would be that of the machine.
+Python's own are opened by name in /dev/shm, here the machine's.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 RECURSIVE = 0
 SIZE = 64
-"""Bytes, enough for a semaphore of the C library."""
+"""Bytes reserved for a semaphore of the C library."""
 LOOK_S = 1.0
-"""How long one waits before signals to the process are looked at."""
+"""Interval at which a waiting process handles its signals."""
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -27,7 +27,7 @@ class Time(ctypes.Structure):
 
 
 class SemLock:
-    """What `_multiprocessing.SemLock` does, for processes that fork."""
+    """Replacement of `_multiprocessing.SemLock` for processes that fork."""
 
     SEM_VALUE_MAX = 2**31 - 1
     handle = 0
@@ -92,7 +92,7 @@ class SemLock:
 
 
 def share_in_files() -> None:
-    """From now on, in this process and all that it forks."""
+    """Use these locks and files in this process and its future children."""
     modules: Any = [importlib.import_module(name) for name in ("_multiprocessing", "_posixshmem", "multiprocessing.heap")]
     locks, memory, heap = modules
     locks.SemLock, locks.sem_unlink = SemLock, lambda name: None

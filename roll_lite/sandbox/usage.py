@@ -1,4 +1,4 @@
-"""What a program and all that it starts take of the machine, counted from outside. Where the kernel counts in a control group, that too."""
+"""Resource usage of a program and all its processes, sampled from outside and, if available, read from a control group."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from roll_lite.sandbox.filesystem import BLOCK, fits
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICKS = os.sysconf("SC_CLK_TCK")
 STACK = 25
-"""Where it begins, in a process's line of `stat` behind the name."""
+"""Index of the stack's start in a line of /proc/PID/stat, counted behind the name."""
 FORKED_AND_NO_MORE = 0x40
 OF_MAPPING = 512
-"""Bytes of the kernel's for each, about."""
+"""Approximate kernel memory per mapping, in bytes."""
 MOST_MAPPINGS = 65530
 BESIDE_RESIDENT = (b"VmPTE:", b"VmSwap:")
-"""Lines of a process's status, in kB."""
+"""Lines of /proc/PID/status, in kB, to add to resident memory."""
 LONGEST_MAPS = 1 << 20
-"""Bytes of a process's table of mappings, some ten thousand of them: whoever has more is not read to the end, and has hidden the rest."""
+"""Bytes read of a process's table of mappings, about ten thousand of them. A longer table counts as hidden memory."""
 
 
 class Usage:
-    """Of one program at a time."""
+    """Usage of one program at a time."""
 
     def __init__(self, group: Group | None, namespaces: bool) -> None:
         self._group = group
         self._namespaces = namespaces
         self._seen: dict[tuple[int, int], float] = {}
-        """Computing time of each process when last looked at: where nobody waits for a child, its time counts nowhere."""
+        """CPU time of each process when last sampled: an unreaped child's time is counted nowhere else."""
         self._unseen_s = 0.0
-        """An estimate of what processes took that began and ended between two looks."""
+        """Estimated CPU time of processes that lived only between two samples."""
         self._looked = 0.0
         with open("/proc/self/statm", "rb") as stream:  # noqa: PTH123
             self._own_pages = int(stream.read().split()[1])
-            """Shared with the programs, and not to be counted for each of their processes, unless they have become other programs."""
+            """Pages shared with the forked programs; not counted for their processes unless they exec another program."""
         self._own_stack = _fields(_content(os.getpid(), "stat"))[STACK]
         self._mappings: dict[tuple[int, int], int] = {}
-        """Of processes, when last counted: one at each look."""
+        """Number of mappings by process; one random process is counted per sample."""
         with socket.socketpair()[0] as one:
             self._socket_bytes = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
@@ -57,7 +57,7 @@ class Usage:
             self._group.begin(limits)
 
     def passed(self, limits: dict[str, Any], first: int, members: Iterable[int], folder: str) -> str:
-        """The limit that is passed, if one is. `first`: the process that was started."""
+        """Name of the limit that is exceeded, or empty. `first`: the process that was started."""
         now = time.monotonic()
         since, self._looked = now - self._looked, now
         cpu, memory, threads = 0.0, self._in_sockets(), 0
@@ -69,7 +69,7 @@ class Usage:
                 thread = _living_thread(process, fields)
                 status = _content(process, f"{thread}status")
                 shown = _fields(_content(process, f"{thread}stat"))
-            except OSError:  # gone meanwhile
+            except OSError:  # ended meanwhile
                 continue
             key = process, int(fields[19])
             if process == counted:
@@ -96,21 +96,23 @@ class Usage:
         return "" if fits(folder, limits["folder_bytes"] - deleted, limits["folder_files"]) else "output"
 
     def cpu_s(self) -> float:
-        """Of the processes that have been seen, and of those that have not."""
+        """CPU time of all processes, including the estimate for unseen ones."""
         seen = sum(self._seen.values())
         return seen + self._unseen_s if self._group is None else max(seen, self._group.cpu_s())
 
     def out_of_memory(self) -> bool:
-        """The kernel ended it for what it took."""
+        """True if the kernel killed a process of the program for memory."""
         return self._group is not None and self._group.out_of_memory()
 
     def _is_forked(self, stat: list[bytes]) -> bool:
-        """It still is the interpreter that was warm, whose stack has a place of its own. Where that is not shown, it has at least become
-        nothing else itself."""
+        """True if a process still is a fork of the warm interpreter: its stack lies at the same address.
+
+        If the kernel hides that address, the flag "forked, no exec" decides.
+        """
         return stat[STACK] == self._own_stack if stat[STACK] != b"0" else bool(int(stat[6]) & FORKED_AND_NO_MORE)
 
     def _in_sockets(self) -> int:
-        """Bytes that sockets may hold, which no process's memory shows. Only behind namespaces are the kernel's sockets the program's."""
+        """Maximum bytes in socket buffers, which no process is charged for. Without namespaces other programs' sockets would count too."""
         if not self._namespaces:
             return 0
         with open("/proc/net/sockstat", encoding="ascii") as stream:  # noqa: PTH123
@@ -123,7 +125,7 @@ def _content(process: int, name: str, most: int = -1) -> bytes:
 
 
 def _fields(stat_line: bytes) -> list[bytes]:
-    """Behind the name, which may hold anything."""
+    """Fields behind the name, which may contain any character."""
     return stat_line.rpartition(b")")[2].split()
 
 
@@ -132,7 +134,7 @@ def _tasks_of(process: int) -> list[str]:
 
 
 def _living_thread(process: int, fields: list[bytes]) -> str:
-    """Where the first thread has ended and others go on, nothing of the process's memory is shown as its own."""
+    """Path of a living thread if the main thread has ended: then the process itself shows no memory."""
     if fields[0] != b"Z":
         return ""
     for thread in _tasks_of(process):
@@ -143,7 +145,7 @@ def _living_thread(process: int, fields: list[bytes]) -> str:
 
 
 def _lines(status: bytes, names: bytes | tuple[bytes, ...]) -> list[list[bytes]]:
-    """The kernel escapes line feeds in the name of a program, and no other character that Python takes for the end of a line."""
+    """Lines that start with one of the names. Split at line feeds only: in a program's name the kernel escapes no other line end."""
     return [line.split() for line in status.split(b"\n") if line.startswith(names)]
 
 
@@ -154,14 +156,14 @@ def _beside_resident(status: bytes) -> int:
 def _has_memory(process: int) -> bool:
     try:
         return bool(_lines(_content(process, "status"), b"VmSize:"))
-    except OSError:  # gone meanwhile
+    except OSError:  # ended meanwhile
         return False
 
 
 def _mappings(process: int, thread: str) -> int:
     try:
         maps = _content(process, f"{thread}maps", LONGEST_MAPS)
-    except OSError:  # gone meanwhile, or not for us to see
+    except OSError:  # ended meanwhile, or not visible
         return 0
     return MOST_MAPPINGS if len(maps) == LONGEST_MAPS else maps.count(b"\n")
 
@@ -171,7 +173,7 @@ def _threads(status: bytes) -> int:
 
 
 def _share(process: int) -> float:
-    """Of the time that a process could compute, what it did: others compute as well."""
+    """Share of its runnable time that a process actually ran."""
     with contextlib.suppress(OSError, ValueError):
         running, waiting, *_ = map(int, _content(process, "schedstat").split())
         return running / (running + waiting) if running + waiting else 1.0
@@ -179,13 +181,13 @@ def _share(process: int) -> float:
 
 
 def _open_files(members: Iterable[int], folder: str, largest: int) -> tuple[int, int]:
-    """Bytes of files that have no name any more but are open, or mapped, and so still on the disk; and the number of sockets."""
+    """Bytes of deleted files that are still open or mapped, hence on the disk; and the number of sockets."""
     device, found, inside = os.stat(folder).st_dev, dict[int, int](), f"{folder}/".encode()  # noqa: PTH116
     sockets = set[int]()
     for process in members:
         try:
             threads = _tasks_of(process)
-            for thread in threads:  # whose files may be their own, and whose first may have ended
+            for thread in threads:  # threads may have separate files, and the main one may have ended
                 for name in os.listdir(f"/proc/{process}/{thread}fd"):  # noqa: PTH208
                     with contextlib.suppress(FileNotFoundError):
                         seen = os.stat(f"/proc/{process}/{thread}fd/{name}")  # noqa: PTH116
@@ -199,10 +201,10 @@ def _open_files(members: Iterable[int], folder: str, largest: int) -> tuple[int,
             for line in maps.split(b"\n"):
                 words = line.split(maxsplit=5)
                 if len(words) == 6 and words[5].startswith(inside) and words[5].endswith(b" (deleted)"):
-                    found.setdefault(int(words[4]), largest)  # of which no more than a page may be mapped
+                    found.setdefault(int(words[4]), largest)  # perhaps mapped only in part: assume the largest
         except PermissionError:
-            if os.getuid() != 0 and _has_memory(process):  # it has hidden what it holds; one that ends shows nothing either
+            if os.getuid() != 0 and _has_memory(process):  # it hides its files; a process that is ending hides them too
                 found[0] = sys.maxsize
-        except OSError:  # gone meanwhile
+        except OSError:  # ended meanwhile
             continue
     return sum(found.values()), len(sockets)

@@ -1,4 +1,4 @@
-"""Plain data of Python as JSON, and nothing else: what crosses between a program and those who judge it."""
+"""Plain Python data as JSON: the only content that crosses between a program and its judges."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ STANDARD: dict[type, Callable[[Any], list[Any]]] = {
     datetime.timedelta: lambda value: [value.days, value.seconds, value.microseconds],
     datetime.timezone: lambda value: [value.utcoffset(None)],
 }
-"""Types of the standard library that count as plain, and the arguments that make an equal one."""
+"""Standard library types that count as plain, with the arguments that rebuild an equal value."""
 NAMED = {kind.__name__: kind for kind in STANDARD}
 MADE_OF = {"bytearray": bytes, "frozenset": list, "deque": list, "Counter": dict, "OrderedDict": list}
-"""Their content as it has to be: a number or a range would make much of little, in the process that reads it."""
+"""Required type of the first argument: a number or a range would expand to a large object in the reading process."""
 MADE_OF_PARTS = {"range": int, "Fraction": int, "date": int, "Decimal": str, "timedelta": int}
-"""As above, of every argument: Fraction("1e99999999") would be computed."""
+"""Required type of every argument: Fraction("1e99999999") would be computed."""
 LONGEST_NUMBER = 10_000
-"""Digits of what other numbers are made of, such as the parts of a Fraction, which are reduced."""
+"""Maximum digits of such an argument; the parts of a Fraction, for one, are reduced."""
 SAME_HASH = 100
-"""Most items of a set or dict that may share a hash: finding one of them takes as long as there are others."""
+"""Maximum items of a set or dict with the same hash: each lookup would scan them all."""
 HELD: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: value,
     list: lambda value: list(list.__iter__(value)),
@@ -51,9 +51,9 @@ HELD: dict[type, Callable[[Any], Any]] = {
     bytes: lambda value: bytes(bytes.__iter__(value)),
     complex: lambda value: complex(complex.__pos__(value)),
 }
-"""Plain data as their own methods read it: those of a subclass may say something else of it."""
+"""Readers of plain data by the base type's methods, since a subclass may override them."""
 MOST_ITEMS = 100_000
-"""Most items taken from an iterator, which may be endless."""
+"""Maximum items read from an iterator, which may be endless."""
 VIEWS: dict[str, Callable[[Any], Any]] = {
     "Iterator": iter,
     "KeysView": lambda items: dict.fromkeys(_spread(items)).keys(),
@@ -61,11 +61,11 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "ValuesView": lambda items: dict(enumerate(items)).values(),
 }
 FROM_PROGRAM = "solution"
-"""The module that a program is."""
+"""Module name of a program."""
 
 
 def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
-    """Encode plain data for JSON. What is no plain data goes through `refer`, or raises TypeError where that is None."""
+    """Encode plain data for JSON. Other values go through `refer`; TypeError without it."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return _scalar(value)
     if type(value) in STANDARD:
@@ -94,7 +94,7 @@ def encode(value: Any, refer: Callable[[Any], Any] | None = None) -> Any:
 
 
 def plain_copy(value: Any) -> Any:
-    """The data that a list, tuple, set, dict, text or number holds, whatever a class of the program says of it; else the value."""
+    """Data of a list, tuple, set, dict, text or number, ignoring overrides in a program's subclass; other values unchanged."""
     for base, read in HELD.items():
         if isinstance(value, base):
             return value if type(value) is base else read(value)
@@ -113,9 +113,9 @@ def _scalar(value: Any) -> Any:
 
 
 def decode(data: Any, find: Callable[[Any], Any] | None = None) -> Any:
-    """Decode the value; ValueError for what no `encode` writes. Only Python's own types come out.
+    """Decode a value; only Python's own types come out. ValueError for data that `encode` cannot have written.
 
-    Iterators, views of dicts and numpy's arrays become lists, or what they were where `find` is given, which looks up references.
+    `find` looks up references. With it, iterators, dict views and numpy arrays keep their type; without it, they become lists.
     """
     if isinstance(data, list):
         return [decode(one, find) for one in data]
@@ -168,7 +168,7 @@ def _digits(number: Any) -> int:
 
 
 def _spread(items: list[Any]) -> list[Any]:
-    """Items for a set or the keys of a dict; ValueError where a program has made too many of them collide."""
+    """The items, for a set or the keys of a dict; ValueError if too many hashes collide."""
     hashes = sorted(map(hash, items))
     if any(one == other for one, other in zip(hashes, hashes[SAME_HASH:], strict=False)) and len(set(map(id, items))) > SAME_HASH:
         raise ValueError(f"more than {SAME_HASH} items of one hash")

@@ -1,8 +1,8 @@
-"""A warm Python interpreter behind walls that forks a process for each program, watches it, and kills it with all that it started.
+"""Zygote: a warm Python interpreter behind walls that forks a process per program, watches it, and kills it with all its children.
 
-It is alone in its namespaces with one program at a time. What it is told comes over one socket: the limits as JSON, an open file with
-the order, and those that become the program's 0 to 4. Only the forked process reads them: what this one knew, every later program
-could find in its own memory. Nothing that the program itself must not know is ever sent here.
+It shares its namespaces with one program at a time. One socket carries its input: the limits as JSON, an open file with the order, and the
+files that become the program's 0 to 4. Only the forked process reads these files, since later programs could read the zygote's memory.
+Secrets that the program must not know are never sent here.
 """
 
 from __future__ import annotations
@@ -71,19 +71,19 @@ WARM = [
     "textwrap",
 ]
 FIRST_LOOK_S, LOOK_S = 0.02, 0.05
-"""Before the first look at a program; between others on average: one that knew when could be idle then."""
+"""Seconds before the first sample, and on average between later ones. Random, so that a program cannot idle on time."""
 DISK_LOOK_S = 0.005
-"""Between looks at the free space of the disk, which cost next to nothing."""
+"""Seconds between checks of free disk space, which are cheap."""
 LONGEST_LIMITS = 4096
 HIGHEST_FILE = 1024
 FOLDER = "code-"
 LEFT, MOST_LEFT = "left-", 4
-"""Folders of programs that have ended: how they are called, and how many may wait to be removed."""
+"""Name prefix of ended programs' folders, and how many may await removal."""
 M_ARENA_MAX = -8
 
 
 def main(control: int, settings: dict[str, Any]) -> None:
-    """Go behind the walls, say what holds, serve until the other end of the socket closes."""
+    """Go behind the walls, report what holds, and serve until the socket closes."""
     line = socket.socket(fileno=control)
     group = make_group() if settings["control_group"] else None
     walls = build_outer_walls(settings["readable"], settings["walls"])
@@ -113,7 +113,7 @@ def main(control: int, settings: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update({"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": WORK, "LANG": "C.UTF-8", "TMPDIR": WORK})
     sys.path[:] = [path for path in sys.path if path != settings["root"]] + settings["python_path"]
-    kernel.libc.mallopt(M_ARENA_MAX, 1)  # else each thread reserves 64 MB of address space
+    kernel.libc.mallopt(M_ARENA_MAX, 1)  # otherwise each thread reserves 64 MB of address space
     for name in WARM:
         importlib.import_module(name)
     if walls.kind == "landlock":
@@ -130,10 +130,9 @@ def main(control: int, settings: dict[str, Any]) -> None:
 
 
 def _clean_up_after(zygote: int, folder: str, left: int) -> NoReturn:
-    """After each program whose folder was left, which may take long; and however the zygote ends, also killed in the midst of a program.
-    Behind namespaces everything ends with it.
+    """Remove the folders of ended programs, which may take long, and clean up when the zygote ends, even if killed during a program.
 
-    The zygote in its turn cleans up where this process is killed.
+    Namespaces end with the zygote. If this process is killed, the zygote cleans up instead.
     """
     while os.read(left, 1):
         for old in _left_folders(folder):
@@ -156,7 +155,7 @@ def _free_bytes(folder: str) -> int:
 
 class Zygote:
     def __init__(self, line: socket.socket, walls: Walls, readable: list[str], folder: str, group: Group | None, say_left: int) -> None:
-        """`folder`: for those of the programs, where they get none by namespaces; `say_left`: to whoever removes them."""
+        """`folder`: parent of the programs' folders without namespaces; `say_left`: pipe to the process that removes them."""
         self._line = line
         self._walls = walls
         self._readable = readable
@@ -172,7 +171,7 @@ class Zygote:
             limits, files = request
             try:
                 report = self._run(limits, files)
-            except OSError as error:  # this machine's trouble, told as such
+            except OSError as error:  # a fault of this machine, reported as such
                 report = {"trouble": f"{type(error).__name__}: {error}"}
             finally:
                 for file in files:
@@ -180,8 +179,7 @@ class Zygote:
             self._line.sendall(json.dumps(report).encode() + b"\n")
 
     def _receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The limits, and the open files: first the one with the order, then the program's. Space before them came too late to end
-        a program."""
+        """The limits and the open files: the order, then the program's. Skips spaces, which came too late to kill a program."""
         files, data, ancillary = array.array("i"), b" ", list[Any]()
         while data and not data.strip():
             data, ancillary, _, _ = self._line.recvmsg(LONGEST_LIMITS, socket.CMSG_SPACE(6 * files.itemsize))
@@ -194,7 +192,7 @@ class Zygote:
 
     def _run(self, limits: dict[str, Any], files: list[int]) -> dict[str, Any]:
         with self._folder() as folder:
-            if self._namespaces:  # the next child is the first of a namespace that dies with it
+            if self._namespaces:  # the next child is init of a pid namespace that dies with it
                 kernel.setns(self._own_pids, kernel.CLONE_NEWPID)
                 kernel.unshare(kernel.CLONE_NEWPID)
             self._usage.begin(limits)
@@ -244,7 +242,7 @@ class Zygote:
                 os.closerange(say + 1, HIGHEST_FILE)
                 if not self._namespaces:
                     os.environ["HOME"] = os.environ["TMPDIR"] = folder
-                tempfile.tempdir = None  # told from the environment once more
+                tempfile.tempdir = None  # read from the environment again
                 go_inside(self._walls, folder, limits, self._readable)
             except BaseException as error:
                 os.write(say, f"{type(error).__name__}: {error}".encode())
@@ -260,7 +258,7 @@ class Zygote:
             os._exit(1)
 
     def _watch(self, pid: int, limits: dict[str, Any], started: float, folder: str) -> dict[str, Any]:
-        """Until it ends or passes a limit."""
+        """Wait until the program ends or exceeds a limit."""
         handle = os.pidfd_open(pid)
         poller = select.poll()
         poller.register(handle, select.POLLIN)
@@ -270,7 +268,7 @@ class Zygote:
             while not (events := self._wait(poller, pause, limits, folder)) or handle not in dict(events):
                 if events and not self._line.recv(1):  # the owner is gone
                     sys.exit()
-                if events:  # the owner needs no more of it
+                if events:  # the owner wants the program killed
                     os.kill(pid, signal.SIGKILL)
                     break
                 pause = LOOK_S * random.uniform(0.5, 1.5)
@@ -289,7 +287,7 @@ class Zygote:
         return {"exit": os.waitstatus_to_exitcode(status), "stopped": stopped, "cpu_s": cpu_s, "memory_bytes": usage.ru_maxrss * 1024}
 
     def _wait(self, poller: select.poll, pause: float, limits: dict[str, Any], folder: str) -> list[tuple[int, int]]:
-        """Wait for an event or for the next look; where nothing limits the size of the folder, a look is due as soon as the disk fills."""
+        """Wait for an event or the next sample. If nothing limits the folder's size, sample as soon as the disk fills."""
         if self._namespaces:
             return poller.poll(pause * 1000)
         until, before = time.monotonic() + pause, _free_bytes(folder)
@@ -299,7 +297,7 @@ class Zygote:
         return events
 
     def _members(self, pid: int) -> list[int]:
-        """All processes of the program."""
+        """Processes of the program."""
         if not self._namespaces:
             return list(dict.fromkeys([pid, *descendants()]))
         own = os.getpid()
